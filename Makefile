@@ -1,0 +1,54 @@
+# headrace: `make demo` and `make test` work from a bare checkout with Python 3.11+ and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+LOCK   := infra/requirements/all.lock
+EXTRAS := --extra streams --extra actors --extra trainer --extra dev
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast check lint types lock extras-check clean
+
+help:            ## what there is to type
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+# The stamp holds the hash of what was installed: a second call compares it and does nothing.
+install:         ## create .venv and install the hash-locked packages
+	@sum=$$(cat $(LOCK) pyproject.toml infra/sdk/*.py | sha256sum | cut -d' ' -f1); \
+	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$$sum" ]; then \
+	  $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python: got {v[0]}.{v[1]}, expected 3.11 or newer; point PYTHON=… at one")' \
+	  && { [ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); } \
+	  && { [ -x $(BIN)/uv ] || $(BIN)/python -m pip install --quiet uv; } \
+	  && $(BIN)/uv pip sync --python $(BIN)/python --require-hashes $(LOCK) \
+	  && $(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable . \
+	  && echo "$$sum" > $(VENV)/.installed; \
+	fi
+
+demo: install    ## train a small model through Kafka, Faust and vLLM (about five minutes)
+	@$(BIN)/headrace demo $(ARGS)
+
+test: check      ## everything: linters, types, unit and end-to-end tests
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-fast: install ## the tests that need no broker and no vLLM (under a minute)
+	@$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+check: install lint types ## ruff and mypy
+
+lint: install
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: install
+	@$(BIN)/mypy
+
+lock:            ## compile the lock anew from pyproject.toml and infra/requirements
+	@$(BIN)/uv pip compile pyproject.toml infra/requirements/all.in $(EXTRAS) --python-version 3.11 --generate-hashes --no-header --quiet \
+	  --overrides infra/requirements/overrides.txt --output-file $(LOCK)
+
+extras-check: install ## each extra of the wheel resolves alone
+	@for extra in streams actors trainer cuda local dev; do \
+	  $(BIN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --quiet --no-header > $(VENV)/extra-$$extra.txt \
+	    && echo "extra $$extra: $$(grep -c == $(VENV)/extra-$$extra.txt) packages" || exit 1; done
+	@! grep -qE '^(torch|vllm)==' $(VENV)/extra-streams.txt || { echo "the streams extra pulls torch or vLLM"; exit 1; }
+
+clean:           ## remove the environment and caches
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

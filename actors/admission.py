@@ -1,0 +1,129 @@
+"""Admission: how far sampling may run ahead of learning, as a state machine without clock, task or client.
+
+    issued ──> buffered ──> drawn            a group is outstanding from its issue until it is drawn,
+       └─────────┴────────> dropped          or until the newest attempt was dropped or superseded
+
+With G fresh groups per step, η versions of staleness and k steps per version, at most (η·k + 1)·G are outstanding.
+Every step before the last one that may hold a new group draws G groups issued earlier, so the step that draws it is
+known at most, and with it the policy version of that step; the group must be sampled by a version at most η older.
+Guarantee: a group drawn in issue order, by full steps, is never older than η, however late this view of the log is. The
+state depends only on what was issued and on the order within `progress`: a restart recounts it exactly.
+"""
+
+import msgspec
+
+from schemas import Closure, Drawn, Issued
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """G, η and k of the pacing, and the version that the first optimizer step of groups runs at.
+
+    Example: Limits(groups_per_step=32, max_staleness=2, steps_per_version=1)
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    steps_per_version: int
+    first_version: int = 0
+
+    @property
+    def max_outstanding(self) -> int:
+        """(η·k + 1)·G groups."""
+        return (self.max_staleness * self.steps_per_version + 1) * self.groups_per_step
+
+
+class Group(msgspec.Struct):
+    """An outstanding group. attempt: the newest issued. issued_at: in the caller's units."""
+
+    sequence: int
+    attempt: int
+    issued_at: float
+    buffered: bool = False
+
+
+class Admission:
+    """What is outstanding, and what may be issued next."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.outstanding: dict[str, Group] = {}
+        self.next_sequence = 0
+        self.version = limits.first_version
+        self.steps_at_version = 0
+        self._token = -1
+        self._step = -1
+
+    @property
+    def room(self) -> int:
+        """How many more groups may be issued now."""
+        return max(0, self.limits.max_outstanding - len(self.outstanding))
+
+    def min_version(self, *, ahead: int | None = None) -> int:
+        """Oldest version that may sample a group with `ahead` outstanding ones before it (all, for a new one).
+
+        Those go first, G at a time: it is drawn at most `steps` steps after the newest known one.
+        """
+        limits = self.limits
+        steps = (len(self.outstanding) if ahead is None else ahead) // limits.groups_per_step + 1
+        done = min(self.steps_at_version, limits.steps_per_version)
+        version_at_draw = self.version + (done - 1 + steps) // limits.steps_per_version
+        return max(limits.first_version, version_at_draw - limits.max_staleness)
+
+    def ahead(self, group: str) -> int:
+        """How many outstanding groups were issued before `group`."""
+        sequence = self.outstanding[group].sequence
+        return sum(other.sequence < sequence for other in self.outstanding.values())
+
+    def issued(self, issued: Issued, at: float) -> None:
+        """A rollout group was issued, for the first time or again; the same record twice changes nothing."""
+        self.next_sequence = max(self.next_sequence, issued.sequence + 1)
+        group = self.outstanding.get(issued.group)
+        if group is None:
+            self.outstanding[issued.group] = Group(issued.sequence, issued.attempt, at)
+        elif issued.attempt > group.attempt:
+            group.attempt, group.issued_at = issued.attempt, at
+
+    def closed(self, closure: Closure) -> bool:
+        """Collect closed an attempt; True if that ended the group.
+
+        Another attempt than the newest ends nothing by being dropped: the newest may still be trained.
+        """
+        group = self.outstanding.get(closure.group)
+        if group is None or closure.revision > 0:
+            return False
+        if closure.outcome == "buffered":
+            group.buffered = True
+            return False
+        if group.buffered or closure.attempt < group.attempt:
+            return False
+        del self.outstanding[closure.group]
+        return True
+
+    def drawn(self, drawn: Drawn) -> int:
+        """The trainer took groups for a step, or dropped them for good; returns how many that ended.
+
+        A trainer that lost its lease counts for nothing; a step told twice, after a resume, counts once.
+        """
+        if drawn.token < self._token:
+            return 0
+        self._token = drawn.token
+        if drawn.groups and drawn.step > self._step:
+            self._step = drawn.step
+            same = drawn.version == self.version
+            self.steps_at_version = self.steps_at_version + 1 if same else 1
+            self.version = drawn.version
+        return sum(self.outstanding.pop(group, None) is not None for group in (*drawn.groups, *drawn.dropped))
+
+    def wait_anew(self, at: float) -> None:
+        """Count the waiting of all outstanding groups from now."""
+        for group in self.outstanding.values():
+            group.issued_at = at
+
+    def overdue(self, now: float, limit: float) -> list[str]:
+        """Groups nobody finished within `limit` of their newest issue, in issue order."""
+        late = [
+            (group.sequence, name)
+            for name, group in self.outstanding.items()
+            if not group.buffered and now - group.issued_at >= limit
+        ]
+        return [name for _, name in sorted(late)]

@@ -1,0 +1,80 @@
+"""The engine: turns prompts into tokens under a policy that can be replaced while it generates.
+
+Guarantees (one contract, every engine): a recorded logprob is the policy's own, of the version its span names, at the
+sampling temperature; `load` drops no request; a refused policy leaves the old one serving.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from infra.weights.policy import Policy
+from schemas import Span
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. temperature 0 is greedy (spans of greedy tokens have ratio False).
+
+    max_tokens: at most so many new ones. stop: token ids that end the sequence and are kept as its last token.
+    seed: None draws freely.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens with the logprob of each and the versions that sampled them.
+
+    spans: start and stop count from the first new token. stopped: ended by a stop token rather than by max_tokens.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    stopped: bool
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a hot reload cost: milliseconds without sampling, and the largest probe difference."""
+
+    pause_ms: float
+    probe_abs_max: float
+
+
+class EngineStopped(RuntimeError):
+    """The engine was closed, or what it runs on is gone: no request can succeed any more, so its process must end."""
+
+
+class Engine(Protocol):
+    """One model being sampled. Every engine is built by `Name(model=<folder>, seed=<int>, **its own options)`.
+
+    `version` changes exactly once per accepted `load`, before it returns; loads are made one at a time (a second one
+    waits). Errors of the model process reach every caller; none is swallowed.
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version that samples now."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+
+    async def start(self) -> None:
+        """Load the model folder as version 0 and warm up."""
+
+    async def close(self) -> None:
+        """Stop; running requests are cancelled."""
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one continuation. Cancelling the call frees the request."""
+
+    async def load(self, policy: Policy) -> LoadReport:
+        """Swap to `policy` while requests run; they go on in a new span. Raises PolicyRefused and serves the old one."""
+
+    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Logprob (temperature 1) of every token but the first under the policy that samples now."""

@@ -1,0 +1,81 @@
+"""What every engine asks of a policy before it serves it, and of a prompt before it samples."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from actors.engine import Sampling
+from infra.weights.policy import Policy, Probe
+from infra.weights.tensors import Tensor, is_finite
+from schemas.errors import PolicyRefused
+
+# Largest probe difference by dtype. Half precision has kernel noise far above what a missing step changes, so there
+# the probe only catches gross errors.
+PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
+
+
+def check_tensors(policy: Policy, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise PolicyRefused unless the policy has exactly the model's tensors, all finite. shapes: the model's, by name."""
+    who = f"policy {policy.version}"
+    if missing := sorted(shapes.keys() - policy.tensors.keys()):
+        raise PolicyRefused(f"{who}: tensor {missing[0]} is missing ({len(missing)} of {len(shapes)})")
+    if unknown := sorted(policy.tensors.keys() - shapes.keys()):
+        raise PolicyRefused(f"{who}: tensor {unknown[0]} is not in the model ({len(unknown)} such)")
+    for name, tensor in policy.tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise PolicyRefused(f"{who}: tensor {name}: got shape {list(tensor.shape)}, expected {list(shapes[name])}")
+        if not is_finite(tensor):
+            raise PolicyRefused(f"{who}: tensor {name} holds NaN or infinity")
+
+
+def changed_names(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> frozenset[str]:
+    """Names whose bytes differ. The engine's own shadow decides, not `Policy.touched`: policies may have been skipped
+    or refused in between."""
+    return frozenset(name for name, tensor in wanted.items() if name not in held or not _equal(held[name], tensor))
+
+
+def probe_difference(policy: Policy, scores: Sequence[Sequence[float]], tolerance: float) -> float:
+    """Largest difference between the engine's scores and the probe's; PolicyRefused above `tolerance`."""
+    if policy.probe is None:
+        return 0.0
+    worst = 0.0
+    for ours, theirs in zip(scores, policy.probe.logprobs, strict=True):
+        if len(ours) != len(theirs):
+            raise PolicyRefused(f"policy {policy.version}: probe has {len(theirs)} logprobs, expected {len(ours)}")
+        difference = np.abs(np.subtract(ours, theirs)).max(initial=0.0)
+        worst = max(worst, float(difference)) if np.isfinite(difference) else float("inf")
+    if worst > tolerance:
+        raise PolicyRefused(
+            f"policy {policy.version}: probe logprobs differ by {worst:.2e}, expected at most {tolerance:.0e}; the engine "
+            "does not compute what the trainer published"
+        )
+    return worst
+
+
+def check_probe_sequences(probe: Probe | None, num_vocabulary: int, max_tokens: int) -> None:
+    """Raise PolicyRefused for probe sequences that the engine cannot score."""
+    for tokens in () if probe is None else probe.sequences:
+        if not 2 <= len(tokens) <= max_tokens or min(tokens) < 0 or max(tokens) >= num_vocabulary:
+            raise PolicyRefused(
+                f"probe: got a sequence of {len(tokens)} tokens, expected 2 to {max_tokens} below {num_vocabulary}"
+            )
+
+
+def check_request(prompt: Sequence[int], sampling: Sampling, num_vocabulary: int, max_tokens: int) -> None:
+    """Raise ValueError for a request no engine can serve. max_tokens: longest sequence, prompt included."""
+    if not prompt or min(prompt) < 0 or max(prompt) >= num_vocabulary:
+        raise ValueError(f"prompt: got {len(prompt)} tokens, expected at least one, each of 0 to {num_vocabulary - 1}")
+    if sampling.max_tokens < 1 or len(prompt) + sampling.max_tokens > max_tokens:
+        raise ValueError(
+            f"max_tokens: got {sampling.max_tokens} after a prompt of {len(prompt)}, expected 1 to "
+            f"{max_tokens - len(prompt)} (the engine holds sequences of {max_tokens})"
+        )
+    if not 0.0 <= sampling.temperature < float("inf"):
+        raise ValueError(f"temperature: got {sampling.temperature}, expected 0 (greedy) or more")
+
+
+def _equal(held: Tensor, wanted: Tensor) -> bool:
+    if held is wanted:
+        return True
+    same_kind = held.dtype == wanted.dtype and held.shape == wanted.shape
+    return same_kind and np.array_equal(np.frombuffer(held.data, np.uint8), np.frombuffer(wanted.data, np.uint8))

@@ -1,0 +1,141 @@
+"""The scripted engine: a bigram table in numpy, for tests, examples and machines without a model.
+
+It keeps the whole engine contract: recorded logprobs are the table's own, a load takes effect between two tokens, and the
+same seed gives the same tokens. `script` puts words in its mouth; the logprobs stay those of the table.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actors.engine import Completion, LoadReport, Sampling
+from actors.engines.checks import check_probe_sequences, check_request, check_tensors, probe_difference
+from actors.engines.trace import Trace
+from infra.weights.policy import Policy
+from infra.weights.tensors import Tensor, from_numpy, load_tensors, to_numpy
+
+TENSOR = "bigram.weight"
+Script = Callable[[tuple[int, ...]], Sequence[int]]
+
+
+class ScriptedEngine:
+    """Samples token t+1 from softmax(bigram[t] / temperature).
+
+    model: a folder whose model.safetensors holds `bigram.weight` [V, V] float32; "" draws one from the seed.
+    script: tokens to answer a prompt with, cut to max_tokens and at the first stop token. token_s: pause per token.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str = "",
+        seed: int = 0,
+        num_vocabulary: int = 128,
+        max_model_len: int = 4096,
+        script: Script | None = None,
+        token_s: float = 0.0,
+    ) -> None:
+        self._model = model
+        self._seed = seed
+        self._num_vocabulary = num_vocabulary
+        self._max_model_len = max_model_len
+        self._script = script
+        self._token_s = token_s
+        self._table = np.zeros((0, 0), np.float32)
+        self._version = 0
+        self._num_requests = 0
+        self._running: set[asyncio.Task[Completion]] = set()
+        self._loading = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """Policy version that samples now."""
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The policy that samples now."""
+        return {TENSOR: from_numpy(self._table)}
+
+    async def start(self) -> None:
+        """Read or draw the table; it is version 0."""
+        if self._model:
+            data = await asyncio.to_thread((Path(self._model) / "model.safetensors").read_bytes)
+            self._table = to_numpy(load_tensors(data)[TENSOR])
+        else:
+            random = np.random.default_rng(self._seed)
+            self._table = random.normal(size=(self._num_vocabulary, self._num_vocabulary)).astype(np.float32)
+        self._num_vocabulary = len(self._table)
+
+    async def close(self) -> None:
+        """Cancel what runs."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one continuation."""
+        check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
+        task = asyncio.ensure_future(self._sample(tuple(prompt), sampling))
+        self._running.add(task)
+        try:
+            return await task
+        finally:
+            self._running.discard(task)
+            task.cancel()
+
+    async def _sample(self, prompt: tuple[int, ...], sampling: Sampling) -> Completion:
+        seed = (self._seed, self._num_requests) if sampling.seed is None else (sampling.seed,)
+        self._num_requests += 1
+        random = np.random.default_rng(seed)
+        script = list(self._script(prompt)) if self._script else None
+        trace = Trace(sampling)
+        last, done = prompt[-1], False
+        while not done:
+            await asyncio.sleep(self._token_s)
+            row = _log_softmax(self._table[last] / (sampling.temperature or 1.0))
+            if script is not None:
+                last = script[len(trace.tokens)]
+            elif sampling.temperature == 0:
+                last = int(row.argmax())
+            else:
+                last = int(min(np.searchsorted(np.exp(row).cumsum(), random.random()), len(row) - 1))
+            done = trace.add(last, float(row[last]), self._version)
+            done = done or (script is not None and len(trace.tokens) == len(script))
+        return trace.completion()
+
+    async def load(self, policy: Policy) -> LoadReport:
+        """Replace the table between two tokens."""
+        async with self._loading:
+            check_tensors(policy, {TENSOR: self._table.shape})
+            check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len)
+            begin = time.perf_counter()
+            table = to_numpy(policy.tensors[TENSOR])
+            scores = [_score(table, tokens) for tokens in policy.probe.sequences] if policy.probe else []
+            difference = probe_difference(policy, scores, 1e-4)
+            self._table, self._version = table, policy.version
+            return LoadReport((time.perf_counter() - begin) * 1e3, difference)
+
+    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Logprob of every token but the first."""
+        return _score(self._table, tokens)
+
+
+def _score(table: np.ndarray, tokens: Sequence[int]) -> tuple[float, ...]:
+    rows = _log_softmax(table[np.asarray(tokens[:-1], np.int64)])
+    return tuple(float(row[token]) for row, token in zip(rows, tokens[1:], strict=True))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    normalized: np.ndarray = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    return normalized

@@ -1,0 +1,202 @@
+"""Continuous batching over a transformers model: running sequences in slots, their keys and values in one tensor a layer.
+
+A sequence enters after a forward over its prompt (equal prompts are forwarded once), leaves at its last token, and the
+last slot moves into its place. `rebuild` recomputes every running sequence's keys and values, for new weights.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.engines.trace import Trace
+
+SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
+REBUILD_TOKENS = 16384  # most tokens of one forward while rebuilding
+
+
+class Row:
+    """One running request."""
+
+    def __init__(self, prompt: tuple[int, ...], trace: Trace, generator: torch.Generator | None) -> None:
+        self.prompt = prompt
+        self.trace = trace
+        self.generator = generator
+        self.cancelled = False
+
+    @property
+    def num_reserved(self) -> int:
+        """Tokens it can grow to."""
+        return len(self.prompt) + self.trace.sampling.max_tokens
+
+
+class _Captured:
+    """A cache that hands back what it is given and keeps it: for a forward over whole sequences."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        self.layers.append((keys, values))
+        return keys, values
+
+
+class _Slots:
+    """Keys and values of running sequences, per layer [slots, heads, capacity, head_dim]; layers allocate on first use."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.positions = torch.zeros(0, dtype=torch.long)  # [B] where this step's token of each row goes
+        self.width = 0
+
+    def update(self, keys_BH1D: Tensor, values_BH1D: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        num_rows = len(self.positions)
+        rows = torch.arange(num_rows, device=keys_BH1D.device)
+        self.keys[layer][rows, :, self.positions] = keys_BH1D[:, :, 0]
+        self.values[layer][rows, :, self.positions] = values_BH1D[:, :, 0]
+        return self.keys[layer][:num_rows, :, : self.width], self.values[layer][:num_rows, :, : self.width]
+
+    def reserve(self, layers: list[tuple[Tensor, Tensor]], num_slots: int, num_tokens: int) -> None:
+        if not self.keys:
+            self.keys = [keys.new_zeros(0, keys.shape[1], 0, keys.shape[3]) for keys, _ in layers]
+            self.values = [values.new_zeros(0, values.shape[1], 0, values.shape[3]) for _, values in layers]
+        old_slots, _, old_tokens, _ = self.keys[0].shape
+        if num_slots <= old_slots and num_tokens <= old_tokens:
+            return
+        slots = max(old_slots, 1 << (num_slots - 1).bit_length())
+        tokens = max(old_tokens, -(-num_tokens // SLOT_STEP) * SLOT_STEP)
+        for stored in (self.keys, self.values):
+            for layer, old in enumerate(stored):
+                stored[layer] = old.new_zeros(slots, old.shape[1], tokens, old.shape[3])
+                stored[layer][:old_slots, :, :old_tokens] = old
+
+    def write(self, layers: list[tuple[Tensor, Tensor]], start: int, which: Tensor) -> None:
+        """Put sequences `which` of a captured forward into slots from `start` on."""
+        for layer, (keys, values) in enumerate(layers):
+            length = keys.shape[2]
+            self.keys[layer][start : start + len(which), :, :length] = keys[which]
+            self.values[layer][start : start + len(which), :, :length] = values[which]
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        for stored in (self.keys, self.values):
+            for tensor in stored:
+                tensor[targets] = tensor[sources]
+
+
+class Batch:
+    """The sequences being sampled. Not for concurrent use."""
+
+    def __init__(self, model: Any, generator: torch.Generator) -> None:
+        self.rows: list[Row] = []
+        self._model = model
+        self._generator = generator
+        self._slots = _Slots()
+
+    def admit(self, rows: Sequence[Row], version: int) -> list[Row]:
+        """Start sequences and sample their first token. Returns those that are finished already."""
+        finished: list[Row] = []
+        by_length: dict[int, list[Row]] = {}
+        for row in rows:
+            by_length.setdefault(len(row.prompt), []).append(row)
+        for group in by_length.values():
+            prompts = list(dict.fromkeys(row.prompt for row in group))
+            index = {prompt: position for position, prompt in enumerate(prompts)}
+            which = torch.tensor([index[row.prompt] for row in group])
+            layers, logits = self._forward(prompts)
+            start = len(self.rows)
+            self._slots.reserve(layers, start + len(group), max(row.num_reserved for row in group))
+            self._slots.write(layers, start, which)
+            self.rows += group
+            finished += self._sample(start, logits[which], version)
+        return finished
+
+    def step(self, version: int) -> list[Row]:
+        """One more token for every sequence. Returns those it finished."""
+        rows = self.rows
+        positions = [len(row.prompt) + len(row.trace.tokens) - 1 for row in rows]
+        slots = self._slots
+        slots.positions, slots.width = torch.tensor(positions), max(positions) + 1
+        mask_B11W = (torch.arange(slots.width)[None] <= slots.positions[:, None])[:, None, None]
+        logits = self._model(
+            input_ids=torch.tensor([[row.trace.tokens[-1]] for row in rows]),
+            position_ids=slots.positions[:, None],
+            attention_mask=mask_B11W,
+            past_key_values=slots,
+            use_cache=True,
+        ).logits[:, -1]
+        return self._sample(0, logits, version)
+
+    def remove_cancelled(self) -> None:
+        """Free the slots of cancelled sequences."""
+        self._remove({index for index, row in enumerate(self.rows) if row.cancelled})
+
+    def rebuild(self) -> None:
+        """Recompute keys and values of all running sequences under the model's present weights."""
+        start = 0
+        while start < len(self.rows):
+            longest, stop = 0, start
+            while stop < len(self.rows):
+                length = len(self.rows[stop].prompt) + len(self.rows[stop].trace.tokens) - 1
+                longest = max(longest, length)
+                if stop > start and longest * (stop + 1 - start) > REBUILD_TOKENS:
+                    break
+                stop += 1
+            sequences = [(*row.prompt, *row.trace.tokens[:-1]) for row in self.rows[start:stop]]
+            unique = list(dict.fromkeys(sequences))
+            index = {sequence: position for position, sequence in enumerate(unique)}
+            layers, _ = self._forward(unique)
+            self._slots.write(layers, start, torch.tensor([index[sequence] for sequence in sequences]))
+            start = stop
+
+    def _forward(self, sequences: Sequence[tuple[int, ...]]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """Keys and values of whole sequences, and the logits after the longest ones' last token."""
+        length = max(map(len, sequences))
+        padded = torch.zeros(len(sequences), length, dtype=torch.long)  # causal: what pads the end is never looked at
+        for index, sequence in enumerate(sequences):
+            padded[index, : len(sequence)] = torch.tensor(sequence)
+        captured = _Captured()
+        logits = self._model(
+            input_ids=padded,
+            position_ids=torch.arange(length)[None],
+            attention_mask=torch.ones(length, length, dtype=torch.bool).tril()[None, None],
+            past_key_values=captured,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        return captured.layers, logits
+
+    def _sample(self, start: int, logits: Tensor, version: int) -> list[Row]:
+        """Record one token for each row from `start` on; remove and return the finished."""
+        rows = self.rows[start:]
+        temperatures = torch.tensor([row.trace.sampling.temperature for row in rows])
+        greedy = temperatures == 0
+        logprobs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperatures)[:, None], -1)
+        tokens = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
+        if bool(greedy.any()):
+            tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
+        for index, row in enumerate(rows):
+            if row.generator is not None and not greedy[index]:
+                tokens[index] = torch.multinomial(logprobs[index].exp(), 1, generator=row.generator)[0]
+        sampled = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+        done = {
+            start + index
+            for index, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), sampled, strict=True))
+            if row.trace.add(token, logprob, version)
+        }
+        finished = [self.rows[index] for index in sorted(done)]
+        self._remove(done)
+        return finished
+
+    def _remove(self, gone: set[int]) -> None:
+        if not gone:
+            return
+        num_left = len(self.rows) - len(gone)
+        targets = [index for index in sorted(gone) if index < num_left]
+        sources = [index for index in range(num_left, len(self.rows)) if index not in gone]
+        if targets:
+            self._slots.move(sources, targets)
+            for source, target in zip(sources, targets, strict=True):
+                self.rows[target] = self.rows[source]
+        del self.rows[num_left:]

@@ -1,0 +1,228 @@
+"""The torch engine: a transformers model in this process, for machines without vLLM.
+
+    asyncio callers ──commands──> one thread: apply commands, admit requests, one token for all, again
+                    <─completions─
+
+Guarantees: a load happens between two tokens and is proved by the probe before anything is sampled under it; running
+sequences go on with keys and values rebuilt under the new weights; a refused policy changes nothing.
+"""
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from actors.engine import Completion, EngineStopped, LoadReport, Sampling
+from actors.engines.checks import (
+    PROBE_TOLERANCE,
+    changed_names,
+    check_probe_sequences,
+    check_request,
+    check_tensors,
+    probe_difference,
+)
+from actors.engines.slots import Batch, Row
+from actors.engines.trace import Trace
+from infra.model import load_into, load_model, model_tensors
+from infra.weights.policy import Policy
+from infra.weights.tensors import Tensor
+from schemas.errors import PolicyRefused
+
+Result = TypeVar("Result")
+Finished = asyncio.Future[Completion]
+
+
+class TorchEngine:
+    """model: a folder. max_batch: sequences sampled at once; more wait. threads: torch threads, None leaves them alone."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        seed: int = 0,
+        dtype: str = "float32",
+        max_batch: int = 512,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._folder = model
+        self._seed = seed
+        self._dtype = dtype
+        self._max_batch = max_batch
+        self._max_model_len = max_model_len or 0
+        self._threads = threads
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: deque[Row] = deque()
+        self._futures: dict[Row, Finished] = {}
+        self._entering: list[Row] = []
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._version = 0
+        self._held: dict[str, Tensor] = {}
+        self._loading = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """Policy version that samples now."""
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._futures)
+
+    async def start(self) -> None:
+        """Load the model and start its thread."""
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        self._model: Any = await asyncio.to_thread(load_model, self._folder, dtype=self._dtype)
+        self._held = model_tensors(self._model)
+        self._num_vocabulary = int(self._model.config.vocab_size)
+        longest = int(self._model.config.max_position_embeddings)
+        self._max_model_len = min(self._max_model_len or longest, longest)
+        self._batch = Batch(self._model, torch.Generator().manual_seed(self._seed))
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop the thread; running requests are cancelled."""
+        if self._thread is not None:
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+        self._error = self._error or EngineStopped("the engine was closed")
+        for future in self._futures.values():
+            future.cancel()
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one continuation."""
+        check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
+        self._check_alive()
+        generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
+        row = Row(tuple(prompt), Trace(sampling), generator)
+        future: Finished = self._loop.create_future()
+        self._futures[row] = future
+        if not self._entering:  # calls of one loop turn enter together, so that a group's prompt is forwarded once
+            self._loop.call_soon(self._enter)
+        self._entering.append(row)
+        try:
+            return await future
+        finally:
+            self._futures.pop(row, None)
+            row.cancelled = True
+
+    async def load(self, policy: Policy) -> LoadReport:
+        """Swap the weights between two tokens."""
+        async with self._loading:
+            changed = await asyncio.to_thread(self._check, policy)
+            return await self._in_thread(lambda: self._apply(policy, changed))
+
+    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Logprob of every token but the first."""
+        return await self._in_thread(lambda: self._score(tokens))
+
+    def _check(self, policy: Policy) -> frozenset[str]:
+        check_tensors(policy, {name: tensor.shape for name, tensor in self._held.items()})
+        check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len)
+        return changed_names(self._held, policy.tensors)
+
+    def _apply(self, policy: Policy, changed: frozenset[str]) -> LoadReport:
+        begin = time.perf_counter()
+        load_into(self._model, {name: policy.tensors[name] for name in changed}, partial=True)
+        try:
+            scores = [self._score(tokens) for tokens in policy.probe.sequences] if policy.probe else []
+            difference = probe_difference(policy, scores, PROBE_TOLERANCE[self._dtype])
+        except PolicyRefused:
+            load_into(self._model, {name: self._held[name] for name in changed}, partial=True)
+            raise
+        self._batch.remove_cancelled()
+        self._batch.rebuild()
+        self._held = dict(policy.tensors)
+        self._version = policy.version
+        return LoadReport((time.perf_counter() - begin) * 1e3, difference)
+
+    def _score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        ids = torch.tensor([list(tokens)])
+        logprobs = torch.log_softmax(self._model(input_ids=ids, use_cache=False).logits[0].float(), -1)
+        return tuple(logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist())
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise EngineStopped(str(self._error)) from self._error
+        if self._thread is None:
+            raise EngineStopped("the engine was not started")
+
+    async def _in_thread(self, call: Callable[[], Result]) -> Result:
+        self._check_alive()
+        done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._commands.put(command)
+        return await asyncio.wrap_future(done)
+
+    def _enter(self) -> None:
+        rows, self._entering = self._entering, []
+        self._commands.put(lambda: self._waiting.extend(rows))
+
+    def _run(self) -> None:
+        """The thread: ends on None, or on an error, which then reaches every caller."""
+        try:
+            with torch.inference_mode():
+                while self._take_commands():
+                    self._advance()
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _take_commands(self) -> bool:
+        idle = not self._batch.rows and not self._waiting
+        while True:
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            idle = False
+
+    def _advance(self) -> None:
+        self._batch.remove_cancelled()
+        finished: list[Row] = []
+        if self._batch.rows:
+            finished += self._batch.step(self._version)
+        entering: list[Row] = []
+        while self._waiting and len(self._batch.rows) + len(entering) < self._max_batch:
+            row = self._waiting.popleft()
+            if not row.cancelled:
+                entering.append(row)
+        if entering:
+            finished += self._batch.admit(entering, self._version)
+        if finished:
+            completions = [(row, row.trace.completion()) for row in finished]
+            self._loop.call_soon_threadsafe(self._deliver, completions)
+
+    def _deliver(self, completions: list[tuple[Row, Completion]]) -> None:
+        for row, completion in completions:
+            future = self._futures.get(row)
+            if future is not None and not future.done():
+                future.set_result(completion)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(EngineStopped(f"the engine's thread died: {error}"))

@@ -1,0 +1,46 @@
+"""Which loaded weights are proved: one label per load attempt, and the verdict on it."""
+
+import asyncio
+
+
+class Attempts:
+    """Labels of load attempts. Tokens of one that is undecided must not leave; those of a refused one never do."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._undecided: dict[str, asyncio.Future[bool]] = {}
+        self._refused: set[str] = set()
+
+    def begin(self, version: int, *, proved: bool = False) -> str:
+        """The label of a new attempt to serve `version`. proved: its weights were served before."""
+        self._count += 1
+        label = f"{version}.{self._count}"
+        if not proved:
+            self._undecided[label] = asyncio.get_running_loop().create_future()
+        return label
+
+    def decide(self, label: str, accepted: bool) -> None:
+        """Give the verdict; whoever waits for it goes on."""
+        if not accepted:
+            self._refused.add(label)
+        self._undecided.pop(label).set_result(accepted)
+
+    def fail(self, label: str, error: Exception) -> None:
+        """There will be no verdict: whoever waits for it gets the error."""
+        verdict = self._undecided[label]  # stays, so that later waiters get it too
+        verdict.set_exception(error)
+        verdict.exception()  # nobody need be waiting
+
+    def is_proved(self, label: str) -> bool:
+        """Whether tokens of this attempt may leave now."""
+        return label not in self._undecided and label not in self._refused
+
+    async def accepted(self, label: str) -> bool:
+        """The verdict, once there is one."""
+        verdict = self._undecided.get(label)
+        return label not in self._refused if verdict is None else await asyncio.shield(verdict)
+
+    @staticmethod
+    def version_of(label: str) -> int:
+        """The policy version an attempt was to serve."""
+        return int(label.partition(".")[0])

@@ -1,0 +1,201 @@
+"""The vLLM engine: continuous batching with exact hot reload.
+
+    write tensors ── pause · apply · reset caches · label ── probe enters ── resume ── probe's scores ── verdict
+                     \\__________ no token is sampled _________________/     \\____ completions are held ____/
+
+Guarantees: vLLM labels every token with the weights that sampled it, and each load attempt has a label of its own, so
+spans are exact; keys and values of running requests are rebuilt under the new weights; a completion with tokens of an
+attempt not yet proved waits for the verdict, and one with tokens of a refused attempt is cut before them and goes on.
+The tensors go through this host's memory, so the workers must run on it.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.engine import Completion, EngineStopped, LoadReport, Sampling
+from actors.engines.checks import (
+    PROBE_TOLERANCE,
+    changed_names,
+    check_probe_sequences,
+    check_request,
+    check_tensors,
+    probe_difference,
+)
+from actors.engines.vllm.attempts import Attempts
+from actors.engines.vllm.layers import names_to_send
+from actors.engines.vllm.requests import Requests
+from actors.engines.vllm.settings import cached_byte_code, engine_arguments, environment, exchange_folder
+from infra.model import folder_tensors
+from infra.weights.policy import Policy, Probe
+from infra.weights.tensors import Tensor, save_tensors
+from schemas.errors import ConfigError, PolicyRefused
+
+
+class VllmEngine:
+    """model: a folder. options: vLLM's own engine arguments. group_max_tokens: longest calls that become one request."""
+
+    def __init__(self, *, model: str, seed: int = 0, group_max_tokens: int = 64, **options: object) -> None:
+        self._folder = Path(model)
+        self._seed = seed
+        self._group_max_tokens = group_max_tokens
+        self._options = options
+        self._llm: Any = None
+        self._requests: Requests | None = None
+        self._attempts = Attempts()
+        self._version = 0
+        self._held: Mapping[str, Tensor] = {}
+        self._loads: set[asyncio.Task[LoadReport]] = set()
+        self._loading = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """Policy version that samples now."""
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+        return self._requests.num_running if self._requests else 0
+
+    async def start(self) -> None:
+        """Start vLLM and let it answer once: the first step of each kind is slow."""
+        self._held = await asyncio.to_thread(folder_tensors, self._folder)
+        self._llm = await asyncio.to_thread(self._build)
+        self._exchange = exchange_folder()
+        config = self._llm.model_config
+        self._num_vocabulary = int(config.get_vocab_size())
+        self._max_model_len = int(config.max_model_len)
+        self._tolerance = PROBE_TOLERANCE[str(config.dtype).removeprefix("torch.")]
+        self._is_multimodal = bool(config.is_multimodal_model)
+        self._is_overlapped = bool(self._llm.scheduler_config.async_scheduling)
+        await self._llm.update_weight_version(self._attempts.begin(0, proved=True))
+        self._requests = Requests(self._llm, self._attempts, group_max_tokens=self._group_max_tokens)
+        await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
+        await self.score((0, 0))
+
+    async def close(self) -> None:
+        """Stop vLLM; running requests are cancelled."""
+        requests, self._requests = self._requests, None
+        if requests is not None:
+            await asyncio.gather(*self._loads, return_exceptions=True)
+            await requests.close()
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+            shutil.rmtree(self._exchange, ignore_errors=True)
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one continuation."""
+        check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
+        return await self._running().generate(prompt, sampling)
+
+    async def load(self, policy: Policy) -> LoadReport:
+        """Swap the weights while requests run. A cancelled call still finishes its swap."""
+        self._running()
+        task = asyncio.create_task(self._load(policy))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+        return await asyncio.shield(task)
+
+    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Logprob of every token but the first; waits for a load that is under way."""
+        async with self._loading:
+            scores: tuple[float, ...] = await (await self._running().submit_score(tokens))()
+            return scores
+
+    async def core_memory_mb(self) -> float:
+        """Resident memory of the process that holds the model."""
+        return float((await self._llm.collective_rpc("headrace_memory"))[0]["rss_mb"])
+
+    def _running(self) -> Requests:
+        if self._requests is None:
+            raise EngineStopped("the engine is not running")
+        return self._requests
+
+    def _build(self) -> Any:
+        with cached_byte_code():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+        if not hasattr(AsyncLLM, "update_weight_version"):
+            raise ConfigError("vllm: this release does not say which weights sampled a token; install 0.32 or later")
+        on_cpu = bool(current_platform.is_cpu())
+        arguments = engine_arguments(
+            model=str(self._folder),
+            seed=self._seed,
+            options=self._options,
+            on_cpu=on_cpu,
+            known=frozenset(AsyncEngineArgs.__dataclass_fields__),
+        )
+        with environment(on_cpu=on_cpu), cached_byte_code():
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+            if on_cpu and config.model_config.hf_config.tie_word_embeddings:
+                raise ConfigError(
+                    f"model: {self._folder} ties its embeddings, and vLLM on a CPU keeps a stale output matrix after a "
+                    "reload; save it with tie_word_embeddings=false and its own lm_head.weight, or use the torch engine"
+                )
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
+
+    async def _load(self, policy: Policy) -> LoadReport:
+        async with self._loading:
+            names = await asyncio.to_thread(self._check, policy)
+            previous = {name: self._held[name] for name in names}
+            label = self._attempts.begin(policy.version)
+            try:
+                try:
+                    wanted = {name: policy.tensors[name] for name in names}
+                    pause_ms, scores = await self._swap(wanted, label, policy.probe)
+                    difference = probe_difference(policy, scores, self._tolerance)
+                except PolicyRefused:
+                    await self._swap(previous, self._attempts.begin(self._version, proved=True), None)
+                    self._attempts.decide(label, False)
+                    raise
+            except PolicyRefused:
+                raise
+            except Exception as error:
+                self._attempts.fail(label, EngineStopped(f"a reload failed and could not be undone: {error}"))
+                raise
+            self._held, self._version = policy.tensors, policy.version
+            self._attempts.decide(label, True)
+            return LoadReport(pause_ms, difference)
+
+    def _check(self, policy: Policy) -> list[str]:
+        check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
+        check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
+        return names_to_send(changed_names(self._held, policy.tensors), policy.tensors)
+
+    async def _swap(
+        self, tensors: Mapping[str, Tensor], label: str, probe: Probe | None
+    ) -> tuple[float, list[tuple[float, ...]]]:
+        """Put `tensors` in place between two steps; (milliseconds without sampling, the probe's scores)."""
+        path = self._exchange / f"{label}.safetensors"
+        await asyncio.to_thread(lambda: path.write_bytes(save_tensors(tensors)))
+        core, requests = self._llm.engine_core, self._running()
+        begin = time.perf_counter()
+        try:
+            if self._is_overlapped:
+                await core.pause_scheduler_async(mode="keep", clear_cache=False)
+            # A core whose steps do not overlap takes these one after the other between two steps: no need to wait for
+            # each answer while this loop is busy with others.
+            results = await asyncio.gather(
+                core.pause_scheduler_async(mode="keep", clear_cache=False),
+                self._llm.collective_rpc("headrace_apply", args=(str(path),)),
+                self._llm.reset_prefix_cache(reset_running_requests=True),
+                self._llm.update_weight_version(label),
+                *([self._llm.reset_encoder_cache()] if self._is_multimodal else []),
+                return_exceptions=True,
+            )
+        finally:
+            path.unlink(missing_ok=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                if self._llm.errored:
+                    raise result
+                raise PolicyRefused(f"policy {label}: vLLM could not load it: {result}") from result
+        scores = [await requests.submit_score(tokens) for tokens in (probe.sequences if probe else ())]
+        await self._llm.resume_generation()
+        pause_ms = (time.perf_counter() - begin) * 1e3
+        return pause_ms, [await score() for score in scores]

@@ -1,0 +1,188 @@
+"""Requests to vLLM: tokens in; tokens, logprobs and exact versions out.
+
+Calls of one loop turn with the same prompt and sampling (a group) become one vLLM request, which costs far less; since it
+answers when its last member ends, only short ones are joined. Seeded and greedy calls are not.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from actors.engine import Completion, EngineStopped, Sampling
+from actors.engines.trace import spans
+from actors.engines.vllm.attempts import Attempts
+
+Waiting = asyncio.Future[Completion]
+PROBE_PRIORITY = -1  # before every other request
+
+
+class Requests:
+    """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined."""
+
+    def __init__(self, llm: Any, attempts: Attempts, *, group_max_tokens: int) -> None:
+        self._llm = llm
+        self._attempts = attempts
+        self._group_max_tokens = group_max_tokens
+        self._loop = asyncio.get_running_loop()
+        self._num_requests = 0
+        self._entering: dict[tuple[tuple[int, ...], Sampling], list[Waiting]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._params = lru_cache(64)(_sampling_params)
+        self.num_running = 0
+
+    async def close(self) -> None:
+        """Cancel what runs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one continuation."""
+        waiting: Waiting = self._loop.create_future()
+        if not self._entering:
+            self._loop.call_soon(self._enter)
+        self._entering.setdefault((tuple(prompt), sampling), []).append(waiting)
+        self.num_running += 1
+        try:
+            return await waiting
+        finally:
+            self.num_running -= 1
+
+    async def submit_score(self, tokens: Sequence[int]) -> Callable[[], Any]:
+        """Send tokens to be scored before every other request; the result's call awaits the logprobs."""
+        queue = await self._submit(tokens, _score_params(), priority=PROBE_PRIORITY)
+
+        async def scores() -> tuple[float, ...]:
+            flat = (await self._answer(queue)).prompt_logprobs
+            if len(flat.logprobs) != len(tokens) - 1:
+                raise EngineStopped(f"vLLM scored {len(flat.logprobs)} tokens, expected {len(tokens) - 1}")
+            return tuple(flat.logprobs)
+
+        return scores
+
+    def _enter(self) -> None:
+        entering, self._entering = self._entering, {}
+        for (prompt, sampling), waiting in entering.items():
+            free = sampling.seed is None and sampling.temperature > 0
+            if free and sampling.max_tokens <= self._group_max_tokens:
+                self._begin(prompt, sampling, waiting)
+            else:
+                for one in waiting:
+                    self._begin(prompt, sampling, [one])
+
+    def _begin(self, prompt: tuple[int, ...], sampling: Sampling, waiting: list[Waiting]) -> None:
+        waiting = [one for one in waiting if not one.done()]
+        if not waiting:
+            return
+        task = self._loop.create_task(self._serve(prompt, sampling, waiting))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        left = len(waiting)
+
+        def ended(_: Waiting) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:  # all are answered, or all callers are gone
+                task.cancel()
+
+        for one in waiting:
+            one.add_done_callback(ended)
+
+    async def _serve(self, prompt: tuple[int, ...], sampling: Sampling, waiting: list[Waiting]) -> None:
+        try:
+            outputs = await self._sample(prompt, sampling, len(waiting))
+            for one, output in zip(waiting, outputs, strict=True):
+                completion = await self._completion(prompt, sampling, output)
+                if not one.done():
+                    one.set_result(completion)
+        except asyncio.CancelledError:
+            for one in waiting:
+                one.cancel()
+            raise
+        except Exception as error:  # vLLM's own kinds, all of them for the caller
+            for one in waiting:
+                if not one.done():
+                    one.set_exception(error)
+
+    async def _completion(self, prompt: tuple[int, ...], sampling: Sampling, output: Any) -> Completion:
+        """The completion, once all its tokens are a proved policy's.
+
+        Tokens of a refused one, and those after them, are cut off, and sampling goes on from there.
+        """
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        starts: list[tuple[int, int]] = []
+        while True:
+            kept = len(output.token_ids)
+            for span in output.weight_versions:
+                if not self._attempts.is_proved(span.version) and not await self._attempts.accepted(span.version):
+                    kept = span.start
+                    break
+                version = self._attempts.version_of(span.version)
+                if not starts or starts[-1][0] != version:
+                    starts.append((version, len(tokens) + span.start))
+            if len(output.logprobs.logprobs) != len(output.token_ids):
+                raise EngineStopped("vLLM returned a different number of tokens and logprobs")
+            tokens += output.token_ids[:kept]
+            logprobs += output.logprobs.logprobs[:kept]
+            stopped = bool(tokens) and tokens[-1] in sampling.stop
+            if stopped or len(tokens) >= sampling.max_tokens:
+                return Completion(
+                    tokens=tuple(tokens),
+                    logprobs=tuple(logprobs),
+                    spans=spans(starts, len(tokens), sampling.temperature),
+                    stopped=stopped,
+                )
+            left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
+            output = (await self._sample((*prompt, *tokens), left, 1))[0]
+
+    async def _sample(self, prompt: Sequence[int], sampling: Sampling, num: int) -> list[Any]:
+        answer = await self._answer(await self._submit(prompt, self._params(sampling, num)))
+        for output in answer.outputs:
+            if output.finish_reason not in ("stop", "length"):
+                raise EngineStopped(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
+        outputs: list[Any] = answer.outputs
+        return outputs
+
+    async def _submit(self, prompt: Sequence[int], params: Any, *, priority: int = 0) -> Any:
+        self._num_requests += 1
+        tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+        return await self._llm.add_request(str(self._num_requests), tokens, params, priority=priority)
+
+    async def _answer(self, queue: Any) -> Any:
+        """The one output of a request; cancelling aborts it."""
+        try:
+            return await queue.get()
+        except asyncio.CancelledError:
+            await self._llm.abort(queue.request_id, internal=True)
+            raise
+        finally:
+            queue.close()
+
+
+def _sampling_params(sampling: Sampling, num: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=num,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        stop_token_ids=list(sampling.stop),
+        ignore_eos=True,  # `stop` alone says where a sequence ends
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _score_params() -> Any:
+    params = _sampling_params(Sampling(max_tokens=1), 1)
+    params.prompt_logprobs = 0
+    return params

@@ -1,0 +1,94 @@
+"""How vLLM is started: engine arguments and environment, for exact logprobs and hot reload.
+
+What the user sets always wins, except where another value would break the engine's contract: that is an error.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from schemas.errors import ConfigError
+
+# Without these a recorded logprob, a version or a reload would be wrong.
+REQUIRED: dict[str, object] = {
+    "worker_extension_cls": "actors.engines.vllm.worker.WeightsExtension",
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",  # else the model folder's top_p and top_k apply silently
+    "scheduling_policy": "priority",  # the probe goes first after a reload
+    "skip_tokenizer_init": True,  # tokens in, tokens out
+}
+DEFAULTS: dict[str, object] = {"enable_prefix_caching": True, "disable_log_stats": True}
+# One process fewer, no compilation, exact arithmetic, and memory that fits beside a trainer.
+CPU_DEFAULTS: dict[str, object] = {
+    "dtype": "float32",
+    "distributed_executor_backend": "uni",
+    "enforce_eager": True,
+    "max_num_seqs": 256,
+    "kv_cache_memory_bytes": 512 * 1024 * 1024,
+}
+CPU_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the "uni" executor; the core process stays
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def engine_arguments(
+    *, model: str, seed: int, options: Mapping[str, object], on_cpu: bool, known: frozenset[str]
+) -> dict[str, object]:
+    """Keyword arguments for vLLM's engine. known: the names it takes. Raises ConfigError."""
+    for name, value in options.items():
+        if name in ("model", "seed") or name not in known:
+            raise ConfigError(
+                f"engine.options.{name}: not an option of this vLLM; see `vllm serve --help`, with underscores"
+            )
+        if name in REQUIRED and value != REQUIRED[name]:
+            raise ConfigError(f"engine.options.{name}: got {value!r}, headrace needs {REQUIRED[name]!r}; leave it out")
+    defaults = {**DEFAULTS, **CPU_DEFAULTS} if on_cpu else DEFAULTS
+    return {**defaults, **options, **REQUIRED, "model": model, "seed": seed}
+
+
+@contextmanager
+def environment(*, on_cpu: bool) -> Iterator[None]:
+    """Environment while vLLM starts its process, which inherits it; afterwards all is as before."""
+    wanted = {"VLLM_LOGGING_LEVEL": "WARNING", **(CPU_ENVIRONMENT if on_cpu else {})}
+    wanted = {name: value for name, value in wanted.items() if name not in os.environ}
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        # Without byte code each start compiles all of vLLM and torch again, which takes half a minute.
+        wanted |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": _byte_code_folder()}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def cached_byte_code() -> Iterator[None]:
+    """Keep the byte code of what is imported inside, away from the packages, where writing it there is switched off."""
+    before = sys.dont_write_bytecode, sys.pycache_prefix
+    if sys.dont_write_bytecode and sys.pycache_prefix is None:
+        sys.dont_write_bytecode, sys.pycache_prefix = False, _byte_code_folder()
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode, sys.pycache_prefix = before
+
+
+def exchange_folder() -> Path:
+    """A new folder in memory (or a temporary one) through which tensors go to the worker."""
+    shared = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="headrace-", dir=shared if os.access(shared, os.W_OK) else None))
+
+
+def _byte_code_folder() -> str:
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(cache) / "headrace" / "bytecode")

@@ -1,0 +1,34 @@
+"""What headrace adds to vLLM's worker, inside the core process: applying weights, and saying how it fares.
+
+vLLM mixes this class into its own worker, hence the prefix of every name. It imports nothing that the worker has not.
+"""
+
+import gc
+import logging
+import os
+from typing import Any
+
+# It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
+_NOISY = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+class WeightsExtension:
+    """Methods reached by `collective_rpc`."""
+
+    model_runner: Any
+
+    def headrace_apply(self, path: str) -> int:
+        """Load the tensors of a safetensors file, all sources of every fused module among them. Returns how many."""
+        from safetensors.torch import load_file
+
+        logging.getLogger(_NOISY).setLevel(logging.ERROR)
+        tensors = load_file(path)
+        self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+        return len(tensors)
+
+    def headrace_memory(self) -> dict[str, float]:
+        """Process id and resident memory in MB."""
+        gc.collect()
+        with open("/proc/self/statm") as statm:
+            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return {"pid": float(os.getpid()), "rss_mb": resident / 1e6}

@@ -1,0 +1,203 @@
+"""Evaluations pinned to a version: which to request, and what came of them. State without clock, task or client.
+
+A request is one suite answered by exactly one version, one group of one episode per task:
+
+    eval-<suite>-<version>.<index>
+
+Guarantees: a result is made once per (suite, version), after a restart too (what is in the log counts); a task is
+counted once whatever arrives twice; an answer with a token of another version makes the request missed, never a wrong
+number.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from actors.config import EvalSuite
+from schemas import Closure, EvalResult, Experience, Issued
+
+VERSION_PASSED = "version passed"
+_PREFIX = "eval-"
+
+
+def eval_group(suite: str, version: int, index: int) -> str:
+    """Group id of one eval task.
+
+    >>> eval_group("held-out", 40, 7)
+    'eval-held-out-40.7'
+    """
+    return f"{_PREFIX}{suite}-{version}.{index}"
+
+
+def parse_eval_group(group: str) -> tuple[str, int, int] | None:
+    """(suite, version, index) of an eval's group id, None for any other.
+
+    >>> parse_eval_group("eval-held-out-40.7")
+    ('held-out', 40, 7)
+    """
+    if not group.startswith(_PREFIX):
+        return None
+    name, dot, index = group.removeprefix(_PREFIX).rpartition(".")
+    suite, dash, version = name.rpartition("-")
+    if not (dot and dash and suite and index.isdecimal() and version.isdecimal()):
+        return None
+    return suite, int(version), int(index)
+
+
+class Request(msgspec.Struct):
+    """One suite at one version. attempts: index to newest attempt. answers: index to score."""
+
+    suite: str
+    version: int
+    attempts: dict[int, int] = {}
+    answers: dict[int, float] = {}
+    issued_at: float = 0.0
+    num_tasks: int = 0
+    missed: bool = False
+    result: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Still waiting for answers."""
+        return not (self.missed or self.result)
+
+
+class EvalBook:
+    """Every request of a run and its answers; `num_tasks` of a request is set when all of it is issued."""
+
+    def __init__(self, suites: Sequence[EvalSuite], *, policy: str) -> None:
+        self._suites = {suite.suite: suite for suite in suites}
+        self._policy = policy
+        self._newest: dict[str, Request] = {}
+        self._open: dict[tuple[str, int], Request] = {}
+        self.requests: dict[tuple[str, int], Request] = {}
+
+    def request(self, suite: str, version: int) -> Request:
+        """The request for a suite at a version, made if there is none."""
+        key = (suite, version)
+        request = self.requests.get(key)
+        if request is None:
+            request = self.requests[key] = self._open[key] = Request(suite, version)
+            if suite not in self._newest or self._newest[suite].version < version:
+                self._newest[suite] = request
+        return request
+
+    def issued(self, issued: Issued, at: float) -> None:
+        """One task of a request was issued; the same record twice changes nothing."""
+        request, index = self._asked(issued.group)
+        if request is None or not request.open:
+            return
+        request.issued_at = max(request.issued_at, at)
+        request.attempts[index] = max(request.attempts.get(index, 0), issued.attempt)
+
+    def wait_anew(self, at: float) -> None:
+        """Count the waiting of all open requests from now."""
+        for request in self._open.values():
+            request.issued_at = at
+
+    def complete(self, suite: str, version: int, num_tasks: int) -> None:
+        """The request is issued as a whole: `num_tasks` tasks, or those of an earlier life if they were more."""
+        request = self.request(suite, version)
+        request.num_tasks = max(num_tasks, 1 + max(request.attempts, default=-1))
+
+    def scored(self, experience: Experience) -> None:
+        """An answer came back from verify."""
+        request, index = self._asked(experience.group)
+        if request is None or not request.open:
+            return
+        if any(span.version != request.version for span in experience.spans):
+            self._close(request, missed=True)
+            return
+        value = experience.score(self._suites[request.suite].score)
+        request.answers.setdefault(index, 0.0 if value is None else value)
+
+    def closed(self, closure: Closure) -> None:
+        """A task ended without an answer: its explorer was past the version, or it was dropped (which counts as 0)."""
+        request, index = self._asked(closure.group)
+        if request is None or not request.open or index in request.answers or closure.outcome == "buffered":
+            return
+        if closure.reason == VERSION_PASSED:
+            self._close(request, missed=True)
+        elif closure.attempt >= request.attempts.get(index, 0):
+            request.answers[index] = 0.0
+
+    def published(self, result: EvalResult) -> None:
+        """A result is in the log."""
+        if result.policy == self._policy:
+            self._close(self.request(result.suite, result.version), missed=False)
+
+    def ready(self) -> list[EvalResult]:
+        """Results that are complete and not yet in the log."""
+        return [
+            self._result(request)
+            for request in self._open.values()
+            if request.num_tasks and len(request.answers) >= request.num_tasks
+        ]
+
+    def due(self, *, newest: int, first_version: int, lead: int) -> list[tuple[str, int]]:
+        """Requests to make now, (suite, version), given the newest published version.
+
+        What comes up within `lead` versions is asked for ahead, since an explorer cannot go back; what was missed is
+        asked for at a later version.
+        """
+        due: list[tuple[str, int]] = []
+        for name, suite in self._suites.items():
+            ahead = range(newest, newest + lead + 1)
+            coming = [version for version in ahead if _wanted(version, suite.every, first_version)]
+            due += [(name, version) for version in coming if (name, version) not in self.requests]
+            last = self._newest.get(name)
+            if last is not None and last.missed and not coming:
+                due.append((name, newest + max(1, lead)))
+        return due
+
+    def due_at(self, version: int) -> list[tuple[str, int]]:
+        """Requests still to be made for the last version of a run."""
+        return [(name, version) for name in self._suites if (name, version) not in self.requests]
+
+    def incomplete(self) -> list[Request]:
+        """Requests that were never issued as a whole: just asked for, or cut short by a restart."""
+        return [request for request in self._open.values() if not request.num_tasks]
+
+    def overdue(self, now: float, limit: float, *, newest: int) -> list[tuple[Request, list[int]]]:
+        """Tasks of requests for versions that are there, unanswered for `limit` since their issue."""
+        return [
+            (request, [index for index in sorted(request.attempts) if index not in request.answers])
+            for request in self._open.values()
+            if request.num_tasks and request.version <= newest and now - request.issued_at >= limit
+        ]
+
+    def done(self, keys: Iterable[tuple[str, int]]) -> bool:
+        """Whether each of these requests has a result, or was missed."""
+        return all(key in self.requests and not self.requests[key].open for key in keys)
+
+    def _asked(self, group: str) -> tuple[Request | None, int]:
+        parsed = parse_eval_group(group)
+        if parsed is None or parsed[0] not in self._suites:
+            return None, -1
+        return self.request(parsed[0], parsed[1]), parsed[2]
+
+    def _close(self, request: Request, *, missed: bool) -> None:
+        request.missed, request.result = missed, not missed
+        request.answers, request.attempts = {}, {}
+        self._open.pop((request.suite, request.version), None)
+
+    def _result(self, request: Request) -> EvalResult:
+        values = list(request.answers.values())
+        return EvalResult(
+            policy=self._policy,
+            version=request.version,
+            suite=request.suite,
+            num_tasks=len(values),
+            num_correct=sum(value >= 1.0 for value in values),
+            mean_score=sum(values) / len(values),
+            request=f"{request.version}/{request.suite}",
+        )
+
+
+def _wanted(version: int, every: int, first_version: int) -> bool:
+    return version in (0, first_version) or (version > first_version and version % every == 0)
+
+
+def accuracy(result: EvalResult) -> float:
+    """Share of correct answers."""
+    return result.num_correct / max(1, result.num_tasks)

@@ -1,0 +1,190 @@
+"""The explorer: takes issued tasks, runs their episodes on one engine, publishes what was sampled, follows the policy.
+
+    tasks ──> intake ──> Desk ──> dispatch ──> run_group (many) ──> experiences, verified (stubs), progress (closures)
+             (commits)    ^ ended, reloaded          │ generate
+    policies ──> PolicyFollower ───── load ──────> engine
+
+Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt, and
+what dies with this process is issued again by the master, as another attempt. Nothing is started whose commit was
+refused.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+from actors.config import ExploreConfig
+from actors.desk import Desk
+from actors.engine import Engine
+from actors.evaluation import VERSION_PASSED
+from actors.plan import SERVING
+from actors.policy_follower import PolicyFollower
+from actors.role import run_until
+from actors.rollout import Rig, pass_over, run_group
+from actors.session import CachedTokenizer, Tokenizer
+from actors.workflow import Workflows
+from infra.bus.bus import CommitRefused, Partition, Reader
+from infra.bus.log import Log, Message
+from infra.config import Floor
+from infra.metrics import Metrics
+from infra.store import Store
+from schemas import Progress, Task
+from schemas.topics import PROGRESS, TASKS
+
+_log = logging.getLogger(__name__)
+
+GROUP = "explore"
+_POLL_S = 0.5
+_SETTLE_S = 5.0  # of waiting for a share of the partitions; there may be none for this explorer
+
+
+async def run_explorer(
+    floor: Floor,
+    config: ExploreConfig,
+    *,
+    log: Log,
+    store: Store,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    stop_tokens: tuple[int, ...],
+    metrics: Metrics,
+    stop: asyncio.Event,
+    instance: str = "",
+) -> None:
+    """Start the engine and serve until `stop` is set; running groups then get `drain_s` to finish."""
+    instance = instance or f"explore/{os.getpid()}"
+    rig = Rig(
+        log=log,
+        engine=engine,
+        tokenizer=CachedTokenizer(tokenizer),
+        workflows=Workflows(config.workflow, config.options),
+        config=config,
+        metrics=metrics,
+        stop=stop_tokens,
+        origin=instance,
+    )
+    desk = Desk(max_episodes=config.episodes_in_flight)
+    await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading"))
+    await engine.start()
+    try:
+        follower = PolicyFollower(rig, desk, store, floor.policy.name)
+        reader = await log.subscribed(TASKS, group=GROUP)
+        halt = asyncio.Event()
+        await run_until(
+            halt,
+            _take_tasks(reader, rig, desk, stop),
+            _dispatch(rig, desk),
+            follower.read(),
+            follower.load(),
+            _report(rig, desk, follower, instance),
+            _drain(desk, config.drain_s, stop, halt),
+        )
+    finally:
+        await engine.close()
+
+
+async def _take_tasks(reader: Reader, rig: Rig, desk: Desk, stop: asyncio.Event) -> None:
+    """Commit, then hand over. Nothing is read while too much waits."""
+    started = time.monotonic()
+    ends = await rig.log.bus.end_offsets(rig.log.name(TASKS))
+    try:
+        while not stop.is_set():
+            if len(desk.waiting) >= rig.config.max_held:
+                await desk.next_start()
+                continue
+            messages = await rig.log.read(reader, timeout_s=_POLL_S if desk.settled.is_set() else 0.1)
+            for message in await _committed(messages, reader):
+                await _accept(message, rig, desk)
+            desk.changed.set()
+            if not desk.settled.is_set():
+                mine = reader.positions()
+                read = bool(mine) and all(mine[partition] >= ends[partition] for partition in mine)
+                if read or time.monotonic() - started > _SETTLE_S:
+                    desk.settled.set()
+    finally:
+        await reader.close()
+
+
+async def _committed(messages: Sequence[Message], reader: Reader) -> list[Message]:
+    """Commit what was read and return it, without the partitions that are another explorer's by now: it gets those."""
+    batches: dict[Partition, list[Message]] = {}
+    for message in messages:
+        batches.setdefault(Partition(message.record.topic, message.partition), []).append(message)
+    kept: list[Message] = []
+    for partition, batch in batches.items():
+        try:
+            await reader.commit({partition: batch[-1].offset + 1})
+            kept += batch
+        except CommitRefused as error:
+            _log.info("commit_refused tasks=%d error=%s", len(batch), error)
+    return kept
+
+
+async def _accept(message: Message, rig: Rig, desk: Desk) -> None:
+    """Put a task on the desk; what is none goes to the dead letters."""
+    task = message.value
+    if not isinstance(task, Task) or task.issued is None:
+        reason = "bad frame" if message.error is not None else "not an issued task"
+        rig.metrics.counter("dead_letters", reason=reason).inc()
+        await rig.log.dead_letter(message, stage=GROUP, reason=reason)
+    elif not desk.waiting.add(task):
+        rig.metrics.counter("duplicate_tasks").inc()
+
+
+async def _dispatch(rig: Rig, desk: Desk) -> None:
+    """Start whatever may start, after every change."""
+    async with asyncio.TaskGroup() as group:
+        while True:
+            desk.changed.clear()
+            version = rig.engine.version
+            if passed := desk.pass_over(version):
+                rig.metrics.counter("evals_passed").inc(len(passed))
+                await pass_over(passed, VERSION_PASSED, rig.log)
+            while (task := desk.take(rig.engine.version)) is not None:
+                group.create_task(_run(task, rig, desk))
+            await desk.changed.wait()
+
+
+async def _run(task: Task, rig: Rig, desk: Desk) -> None:
+    try:
+        await run_group(task, rig)
+    finally:
+        desk.end(task)
+
+
+async def _drain(desk: Desk, drain_s: float, stop: asyncio.Event, halt: asyncio.Event) -> None:
+    """At a stop let running groups finish, within bounds, then halt everything."""
+    await stop.wait()
+    desk.closed = True
+    deadline = time.monotonic() + drain_s
+    while desk.num_groups and (left := deadline - time.monotonic()) > 0:
+        await desk.next_end(left)
+    if desk.num_groups:
+        _log.warning("drain_expired groups=%d", desk.num_groups)
+    halt.set()
+
+
+async def _report(rig: Rig, desk: Desk, follower: PolicyFollower, instance: str) -> None:
+    """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group."""
+    metrics = rig.metrics
+    while True:
+        if busy_s := desk.busy_s():
+            metrics.gauge("tokens_per_s").set(metrics.counters().get("tokens", 0.0) / busy_s)
+        metrics.gauge("idle_share").set(desk.idle_share())
+        metrics.gauge("episodes_in_flight").set(desk.num_episodes)
+        metrics.gauge("tasks_waiting").set(len(desk.waiting))
+        for name, value in follower.times.gauges().items():
+            metrics.gauge(name).set(value)
+        metrics.gauge("policy_version").set(rig.engine.version)
+        progress = Progress(
+            role="explore",
+            instance=instance,
+            version=rig.engine.version,
+            counters=metrics.counters(),
+            gauges=metrics.gauges(),
+            state=SERVING,
+        )
+        await rig.log.publish(PROGRESS, progress)
+        await asyncio.sleep(rig.config.report_s)

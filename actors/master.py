@@ -1,0 +1,138 @@
+"""The master: issues groups as fast as learning can take them, issues again what nobody finished, and asks for evals.
+
+    taskset ─────┐                            ┌──> tasks      groups, re-issues, eval tasks
+    progress ────┤ follow ─> Plan ─ changed ─>┤
+    policies ────┤  (state)                   ├──> evals      results
+    evals ───────┘                            └──> progress   report, every few seconds
+
+Waits for the log alone: each batch read wakes the one loop that decides. Delivery: what is issued is confirmed by the
+broker before the next decision; a restart recounts everything from the log, so nothing is issued twice under one
+attempt and no result is published twice. Holds no lease: run one master per app.
+"""
+
+import asyncio
+import logging
+import os
+
+from actors.config import MasterConfig
+from actors.follow import follow, readable
+from actors.plan import Plan
+from actors.role import run_until
+from infra.bus.log import Log, Message
+from infra.config import Floor, Pacing
+from infra.metrics import Metrics
+from schemas import Block, Closure, Drawn, EvalResult, PolicyEvent, Progress, Task
+from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS, TASKSET
+
+_log = logging.getLogger(__name__)
+
+
+async def run_master(
+    floor: Floor,
+    config: MasterConfig,
+    pacing: Pacing,
+    log: Log,
+    metrics: Metrics,
+    stop: asyncio.Event,
+    *,
+    finish: asyncio.Event | None = None,
+    instance: str = "",
+) -> None:
+    """Run until `stop` is set. `finish` ends issuing as the stop rule does: drain, last evals, then state "done"."""
+    plan = Plan(config, pacing, policy=floor.policy.name)
+    await _recount(log, plan, metrics)
+    decide = _decide(log, plan, metrics, finish)
+    report = _report(log, plan, metrics, config.report_s, instance or f"master/{os.getpid()}")
+    await run_until(stop, decide, report)
+
+
+async def _recount(log: Log, plan: Plan, metrics: Metrics) -> None:
+    """All that was ever issued."""
+    async for message in log.read_all(TASKS):
+        if readable(message, TASKS, metrics) and isinstance(message.value, Task) and message.value.issued is not None:
+            plan.issued(message.value.issued)
+            plan.tick(message.timestamp_ms)
+    _log.info("recounted next_sequence=%d", plan.admission.next_sequence)
+
+
+async def _decide(log: Log, plan: Plan, metrics: Metrics, finish: asyncio.Event | None) -> None:
+    """Read, wait until all of the past is read, then decide after every change."""
+    wake = asyncio.Event()
+    caught_up: list[asyncio.Event] = []
+
+    def apply(message: Message) -> None:
+        _apply(plan, metrics, message)
+
+    async with asyncio.TaskGroup() as followers:
+        for topic in (TASKSET, POLICIES, EVALS, PROGRESS):
+            caught_up.append(asyncio.Event())
+            loop = follow(log, topic, apply, metrics=metrics, caught_up=caught_up[-1], changed=wake.set)
+            followers.create_task(loop)
+        for event in caught_up:
+            await event.wait()
+        plan.caught_up()
+        while True:
+            if finish is not None and finish.is_set():
+                plan.finish()
+            await _act(log, plan, metrics)
+            await wake.wait()
+            wake.clear()
+
+
+def _apply(plan: Plan, metrics: Metrics, message: Message) -> None:
+    """Give one record to the plan."""
+    plan.tick(message.timestamp_ms)
+    record = message.value
+    if isinstance(record, Task):
+        plan.task(record)
+    elif isinstance(record, Closure):
+        plan.closure(record)
+        metrics.counter("closures", outcome=record.outcome, reason=record.reason).inc()
+    elif isinstance(record, Drawn):
+        metrics.counter("groups_drawn").inc(plan.drawn(record))
+    elif isinstance(record, Progress):
+        plan.progress(record, message.timestamp_ms)
+    elif isinstance(record, PolicyEvent):
+        plan.policy(record, message.offset)
+    elif isinstance(record, EvalResult):
+        plan.result(record)
+    elif isinstance(record, Block):
+        for experience in record.experiences:
+            plan.evals.scored(experience)
+
+
+async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
+    """Publish what follows from what is known now."""
+    for result in plan.results():
+        await log.publish(EVALS, result)
+        metrics.counter("eval_results", suite=result.suite).inc()
+        metrics.gauge("accuracy", suite=result.suite).set(result.num_correct / result.num_tasks)
+        correct = f"{result.num_correct}/{result.num_tasks}"
+        _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
+    for kind, tasks in (("rollout", plan.rollouts()), ("reissue", plan.reissues()), ("eval", plan.eval_tasks())):
+        if tasks:
+            await log.publish_all(TASKS, tasks)
+            metrics.counter("issued", kind=kind).inc(len(tasks))
+
+
+async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instance: str) -> None:
+    """Tell what is going on; the reports also keep the log's clock moving."""
+    while True:
+        admission = plan.admission
+        metrics.gauge("outstanding_groups").set(len(admission.outstanding))
+        metrics.gauge("max_outstanding_groups").set(admission.limits.max_outstanding)
+        metrics.gauge("issued_groups").set(admission.next_sequence)
+        metrics.gauge("tasks").set(len(plan.book.tasks))
+        metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
+        await log.publish(
+            PROGRESS,
+            Progress(
+                role="master",
+                instance=instance,
+                version=plan.feed.newest,
+                counters=metrics.counters(),
+                gauges=metrics.gauges(),
+                state=plan.state,
+            ),
+        )
+        await asyncio.sleep(every_s)

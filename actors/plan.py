@@ -1,0 +1,273 @@
+"""The plan: all the master knows, and what it decides from it. State without clock, task or client.
+
+Inputs are records of the log in the order of their topics; decisions are the records to publish. Time is the log's:
+the newest log-append timestamp seen; for re-issues the time during which explorers were reporting, so that a fleet that
+is starting or gone makes nothing overdue; for the stop rule the time during which anything was reporting. Everything is
+recounted from the log at a restart, except how long groups have been waiting: that begins anew.
+"""
+
+import logging
+
+from actors.admission import Admission, Limits
+from actors.config import MasterConfig
+from actors.curriculum import choose
+from actors.evaluation import EvalBook, accuracy, parse_eval_group
+from actors.issue import evaluation, rollout, round_of
+from actors.policy_feed import PolicyFeed
+from actors.taskbook import TaskBook
+from infra.config import Pacing, duration_s
+from schemas import Closure, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
+from schemas.ids import task_of
+
+_log = logging.getLogger(__name__)
+
+SERVING = "serving"  # state an explorer reports once it takes tasks
+
+_MAX_GAP_MS = 5_000  # explorers report every few seconds: a longer silence is absence
+_SETTLED_MS = 3_000  # nothing new for so long: a taskset is loaded, a drained trainer is through
+
+_STUCK_MS = 10_000
+
+
+class Plan:
+    """What to issue, to issue again, to evaluate and to report as a result."""
+
+    def __init__(self, config: MasterConfig, pacing: Pacing, *, policy: str) -> None:
+        self.config = config
+        self.pacing = pacing
+        self.book = TaskBook()
+        self.feed = PolicyFeed(policy)
+        self.evals = EvalBook(config.evals, policy=policy)
+        self.admission = Admission(
+            Limits(
+                groups_per_step=pacing.groups_per_step,
+                max_staleness=pacing.max_staleness,
+                steps_per_version=pacing.steps_per_version,
+                first_version=config.first_version,
+            )
+        )
+        self.clock_ms = 0
+        self.active_s = 0.0
+        self.running_ms = 0
+        self._explorer_ms: int | None = None
+        self._task_ms = 0
+        self._moved_ms = 0
+        self._issued_any = False
+        self._stopped_ms: int | None = None
+        self._reached = False
+        self._finish = False
+
+    # ---- what the log says
+
+    def tick(self, timestamp_ms: int) -> None:
+        """A record was appended at this time."""
+        if self._issued_any and self.clock_ms:
+            self.running_ms += max(0, min(timestamp_ms - self.clock_ms, _MAX_GAP_MS))
+        self.clock_ms = max(self.clock_ms, timestamp_ms)
+        if self._stopped_ms is None and self.stopped:
+            self._stopped_ms = self.clock_ms
+
+    def caught_up(self) -> None:
+        """The log is read as it was at the start: what is outstanding begins to wait now."""
+        self.admission.wait_anew(self.active_s)
+        self.evals.wait_anew(self.active_s)
+
+    def task(self, task: Task) -> None:
+        """A record of `taskset`."""
+        self.book.add(task)
+        self._task_ms = self.clock_ms
+
+    def issued(self, issued: Issued) -> None:
+        """A record of `tasks`, ours or of an earlier life."""
+        if parse_eval_group(issued.group) is not None:
+            self.evals.issued(issued, self.active_s)
+            return
+        self.admission.issued(issued, self.active_s)
+        self.book.issued(task_of(issued.group), round_of(issued.group))
+        self._issued_any = True
+
+    def closure(self, closure: Closure) -> bool:
+        """A Closure of `progress`; True if it ended an outstanding group."""
+        self._moved_ms = self.clock_ms
+        if parse_eval_group(closure.group) is not None:
+            self.evals.closed(closure)
+            return False
+        if closure.mean_reward is not None and closure.revision == 0:
+            self.book.rewarded(closure.group, closure.mean_reward)
+        return self.admission.closed(closure)
+
+    def drawn(self, drawn: Drawn) -> int:
+        """A Drawn of `progress`; how many outstanding groups it ended."""
+        self._moved_ms = self.clock_ms
+        return self.admission.drawn(drawn)
+
+    def progress(self, progress: Progress, timestamp_ms: int) -> None:
+        """A report of a role."""
+        if progress.role != "explore" or progress.state != SERVING:
+            return
+        if self._explorer_ms is not None:
+            self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
+        self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
+
+    def policy(self, event: PolicyEvent, offset: int) -> None:
+        """A record of `policies`."""
+        if self.feed.apply(event, offset):
+            self._moved_ms = self.clock_ms
+            self.feed.forget_below(self.feed.newest)
+
+    def result(self, result: EvalResult) -> None:
+        """An EvalResult of `evals`."""
+        self.evals.published(result)
+        stop = self.config.stop
+        if stop.suite and result.suite == stop.suite and accuracy(result) >= stop.at:
+            self._reached = True
+
+    def finish(self) -> None:
+        """Somebody asked for the end: as if the stop rule held."""
+        self._finish = True
+
+    # ---- what follows from it
+
+    @property
+    def stopped(self) -> bool:
+        """Whether issuing is over."""
+        stop = self.config.stop
+        return (
+            self._finish
+            or self._reached
+            or 0 < stop.versions <= self.feed.newest
+            or 0 < stop.groups <= self.admission.next_sequence
+            or (bool(stop.after) and self.running_ms >= duration_s(stop.after) * 1000)
+        )
+
+    @property
+    def state(self) -> str:
+        """warming up | issuing | draining | evaluating | done."""
+        if not self.stopped:
+            return "issuing" if self._begun() else "warming up"
+        if not self._drained():
+            return "draining"
+        finals = [(suite.suite, self.feed.newest) for suite in self.config.evals]
+        return "done" if self.evals.done(finals) or self._given_up(2) else "evaluating"
+
+    def rollouts(self) -> list[Task]:
+        """New groups to issue now; they count as issued."""
+        tasks = self.book.of_split(self.config.split)
+        if self.stopped or not self._begun() or not tasks:
+            return []
+        room = self.admission.room
+        if self.config.stop.groups:
+            room = min(room, self.config.stop.groups - self.admission.next_sequence)
+        return [self._rollout(tasks) for _ in range(room)]
+
+    def reissues(self) -> list[Task]:
+        """Groups and eval tasks to issue again; they count as issued. One whose task is gone is skipped and logged."""
+        again: list[Task] = []
+        for name in self.admission.overdue(self.active_s, self.pacing.reissue_s):
+            group = self.admission.outstanding[name]
+            task = self.book.tasks.get(task_of(name))
+            if task is None:
+                _log.warning("reissue_without_task group=%s", name)
+                continue
+            again.append(
+                rollout(
+                    task,
+                    self.config,
+                    round=round_of(name),
+                    attempt=group.attempt + 1,
+                    sequence=group.sequence,
+                    # The version that is there must do: waiting for one nobody may publish could stop everything.
+                    min_version=min(self.feed.newest, self.admission.min_version(ahead=self.admission.ahead(name))),
+                )
+            )
+        return self._count([*again, *self._eval_reissues()])
+
+    def eval_tasks(self) -> list[Task]:
+        """Eval tasks to issue now, of whole requests; they count as issued."""
+        if not self.stopped:
+            lead, first = self.config.eval_lead, self.config.first_version
+            due = self.evals.due(newest=self.feed.newest, first_version=first, lead=lead)
+        else:
+            due = self.evals.due_at(self.feed.newest) if self._drained() else []
+        for suite, version in due:
+            self.evals.request(suite, version)
+        tasks: list[Task] = []
+        for request in self.evals.incomplete():
+            suite_tasks = self._suite_tasks(request.suite)
+            missing = [index for index in range(len(suite_tasks)) if index not in request.attempts]
+            tasks += [self._eval(request.suite, request.version, index, 0) for index in missing]
+            if suite_tasks:
+                self.evals.complete(request.suite, request.version, len(suite_tasks))
+        return self._count(tasks)
+
+    def results(self) -> list[EvalResult]:
+        """Results to publish now; they count as published."""
+        results = self.evals.ready()
+        for result in results:
+            self.result(result)
+        return results
+
+    def _begun(self) -> bool:
+        return self.feed.newest >= self.config.first_version
+
+    def _drained(self) -> bool:
+        """Nothing is outstanding (or less than a step, for longer) and nothing moves; or it took too long."""
+        quiet_ms = self.clock_ms - self._moved_ms
+        num_outstanding = len(self.admission.outstanding)
+        return (
+            (quiet_ms >= _SETTLED_MS and num_outstanding == 0)
+            or (quiet_ms >= _STUCK_MS and num_outstanding < self.pacing.groups_per_step)
+            or self._given_up(1)
+        )
+
+    def _given_up(self, factor: int) -> bool:
+        limit_ms = duration_s(self.config.drain) * 1000 * factor
+        return self._stopped_ms is not None and self.clock_ms - self._stopped_ms >= limit_ms
+
+    def _rollout(self, tasks: list[Task]) -> Task:
+        sequence = self.admission.next_sequence
+        index = choose(
+            self.config.curriculum,
+            num_tasks=len(tasks),
+            success=lambda index: self.book.success(tasks[index].id),
+            seed=self.config.seed,
+            sequence=sequence,
+            ramp_groups=self.config.ramp_groups,
+        )
+        task = tasks[index]
+        issued = rollout(
+            task,
+            self.config,
+            round=self.book.next_round(task.id),
+            attempt=0,
+            sequence=sequence,
+            min_version=self.admission.min_version(),
+        )
+        return self._count([issued])[0]
+
+    def _eval(self, suite: str, version: int, index: int, attempt: int) -> Task:
+        task = self._suite_tasks(suite)[index]
+        return evaluation(task, self.config, suite=suite, version=version, index=index, attempt=attempt)
+
+    def _eval_reissues(self) -> list[Task]:
+        overdue = self.evals.overdue(self.active_s, self.pacing.reissue_s, newest=self.feed.newest)
+        return [
+            self._eval(request.suite, request.version, index, request.attempts[index] + 1)
+            for request, indexes in overdue
+            for index in indexes
+            if index < len(self._suite_tasks(request.suite))
+        ]
+
+    def _suite_tasks(self, suite: str) -> list[Task]:
+        """Tasks of a suite: as many as are wanted, or all there are once no more arrive; none before that."""
+        wanted = next(config.tasks for config in self.config.evals if config.suite == suite)
+        tasks = self.book.of_split(suite)
+        if len(tasks) < wanted and self.clock_ms - self._task_ms < _SETTLED_MS:
+            return []
+        return tasks[:wanted]
+
+    def _count(self, tasks: list[Task]) -> list[Task]:
+        for task in tasks:
+            assert task.issued is not None
+            self.issued(task.issued)
+        return tasks

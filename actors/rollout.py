@@ -1,0 +1,158 @@
+"""Runs one issued task: its episodes at once, each published as soon as it is worth a block.
+
+Guarantees: every episode ends as an experience, or, where nothing was sampled, as a stub that lets its group complete
+(for an eval, a closure); one episode's failure is its own; a straggler holds back finished ones for at most `linger_s`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from actors.config import ExploreConfig
+from actors.engine import Engine, EngineStopped, Sampling
+from actors.session import Session, Tokenizer
+from actors.waiting import issued_of
+from actors.workflow import Workflow, Workflows
+from infra.bus.log import Log
+from infra.metrics import Metrics
+from infra.plugin import describe
+from schemas import Block, Closure, Experience, Issued, Score, Stub, Task
+from schemas.errors import ConfigError
+from schemas.experience import MAX_MEMBERS
+from schemas.ids import experience_id
+from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
+
+_log = logging.getLogger(__name__)
+
+FAILED = "episode failed"
+STAGE = "explore"
+_MAX_FAILURE_CHARS = 500
+
+
+class Rig(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rollout of an explorer uses. stop: token ids that end a turn. origin: who made the experiences."""
+
+    log: Log
+    engine: Engine
+    tokenizer: Tokenizer
+    workflows: Workflows
+    config: ExploreConfig
+    metrics: Metrics
+    stop: tuple[int, ...]
+    origin: str
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    """One episode: what it recorded, or why there is nothing."""
+
+    episode: int
+    experiences: list[Experience]
+    failure: str = ""
+
+
+async def run_group(task: Task, rig: Rig) -> None:
+    """Run all episodes of the task and publish them; raises only what the log raises."""
+    issued = issued_of(task)
+    try:
+        workflow = rig.workflows.get(task.workflow)
+    except ConfigError as error:
+        _log.warning("workflow_missing group=%s error=%s", issued.group, error)
+        rig.metrics.counter("requests_failed").inc(issued.num_episodes)
+        await _publish([_Ended(episode, [], str(error)) for episode in range(issued.num_episodes)], issued, rig)
+        return
+    sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=rig.stop)
+    async with asyncio.TaskGroup() as group:
+        pending = {
+            group.create_task(_run_episode(task, episode, workflow, sampling, rig))
+            for episode in range(issued.num_episodes)
+        }
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=rig.config.linger_s)
+            if done:
+                await _publish([ended.result() for ended in done], issued, rig)
+    rig.metrics.counter("groups").inc()
+
+
+async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
+    """Tell the master that these evals get no answer here."""
+    closures = [_closure(issued_of(task), reason) for task in tasks]
+    await log.publish_all(PROGRESS, closures)
+
+
+async def _run_episode(task: Task, episode: int, workflow: Workflow, sampling: Sampling, rig: Rig) -> _Ended:
+    session = Session(rig.engine, rig.tokenizer, sampling)
+    scores: tuple[Score, ...] = ()
+    failure = ""
+    try:
+        async with asyncio.timeout(rig.config.episode_timeout_s):
+            scores = tuple(await workflow(task, session))
+    except EngineStopped:  # no episode can succeed any more: this process ends, the master issues its groups again
+        raise
+    except TimeoutError:
+        failure = f"not finished after {rig.config.episode_timeout_s:g} s"
+    except Exception as error:  # whatever a workflow raises is this episode's failure, recorded as data
+        failure = describe(error)[:_MAX_FAILURE_CHARS]
+    if failure:
+        rig.metrics.counter("requests_failed").inc()
+        _log.warning("episode_failed group=%s episode=%d failure=%s", issued_of(task).group, episode, failure)
+    if not session.num_sampled:
+        return _Ended(episode, [], failure or "nothing was sampled")
+    return _Ended(episode, _experiences(session, task, episode, failure, scores, rig.origin), failure)
+
+
+def _experiences(
+    session: Session, task: Task, episode: int, failure: str, scores: tuple[Score, ...], origin: str
+) -> list[Experience]:
+    issued = issued_of(task)
+    return session.experiences(
+        group=issued.group,
+        attempt=issued.attempt,
+        episode=episode,
+        failure=failure,
+        group_size=issued.num_episodes,
+        sequence=issued.sequence,
+        suite=issued.suite,
+        origin=origin,
+        scores=() if failure else scores,
+        meta={**task.meta, "answer": task.answer, "task": task.id},
+    )
+
+
+async def _publish(ended: Sequence[_Ended], issued: Issued, rig: Rig) -> None:
+    """Blocks of what was recorded, stubs (or an eval's closure) for what was not."""
+    ended = sorted(ended, key=lambda episode: episode.episode)
+    experiences = [experience for episode in ended for experience in episode.experiences]
+    empty = [episode for episode in ended if not episode.experiences]
+    for start in range(0, len(experiences), MAX_MEMBERS):
+        await rig.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
+    if empty and issued.suite:
+        await rig.log.publish(PROGRESS, _closure(issued, FAILED))
+    elif empty:
+        await rig.log.publish_all(VERIFIED, [_stub(episode.episode, issued) for episode in empty])
+    metrics = rig.metrics
+    metrics.counter("episodes").inc(len(ended))
+    metrics.counter("experiences").inc(len(experiences))
+    metrics.counter("tokens").inc(sum(experience.num_sampled for experience in experiences))
+    if empty:
+        metrics.counter("stubs", reason=FAILED).inc(len(empty))
+
+
+def _stub(episode: int, issued: Issued) -> Stub:
+    return Stub(
+        id=experience_id(issued.group, issued.attempt, episode),
+        group=issued.group,
+        episode=episode,
+        group_size=issued.num_episodes,
+        attempt=issued.attempt,
+        sequence=issued.sequence,
+        reason=FAILED,
+        stage=STAGE,
+    )
+
+
+def _closure(issued: Issued, reason: str) -> Closure:
+    return Closure(
+        group=issued.group, outcome="dropped", reason=reason, attempt=issued.attempt, sequence=issued.sequence
+    )

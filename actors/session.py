@@ -1,0 +1,202 @@
+"""The session: what a workflow talks to. It records every sampled token, logprob and version of one episode.
+
+    session = Session(engine, tokenizer, Sampling(max_tokens=64, stop=tokenizer.eos_ids))
+    reply = await session.reply(messages)                    # Message(role="assistant", ...); call it once per turn
+    ...                                                      # messages += (reply, observation); reply again
+    session.experiences(group=issued.group, attempt=issued.attempt, episode=7, group_size=16, sequence=412)
+
+Guarantees: token-in token-out (the next turn's prompt is the exact earlier tokens, sampled ones included, plus the tokens
+the chat template adds after them; nothing sampled is ever tokenized again); a hot reload in the middle begins a new span;
+a conversation that no longer extends what was sampled (rewritten or branched history, a template that drops text) begins
+a new part instead of inventing tokens; what was sampled before an error is still returned.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Protocol, TypedDict, Unpack
+
+import msgspec
+
+from actors.engine import Completion, Engine, Sampling
+from schemas import End, Experience, Lane, Message, Score, Span, make_experience
+from schemas.ids import experience_id
+from schemas.records import Meta
+
+Conversation = tuple[Message, ...]
+
+
+class Tokenizer(Protocol):
+    """The part of `infra.model` tokenizers that a session needs."""
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of the conversation under the chat template, ready for the next assistant turn."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the tokens."""
+
+
+class Header(TypedDict, total=False):
+    """Header fields that the caller knows and the session does not; see `schemas.Experience`."""
+
+    group_size: int
+    lane: Lane
+    origin: str
+    tenant: str
+    subject: str
+    key_id: str
+    sequence: int
+    suite: str
+    scores: tuple[Score, ...]
+    priority: float
+    meta: Meta
+
+
+class Session:
+    """One episode's conversation with the policy. Not for concurrent use: one turn at a time."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._parts: list[_Part] = []
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled so far."""
+        return sum(len(part.logprobs) for part in self._parts)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last turn ended by a stop token (False: by max_tokens, or there was none)."""
+        return bool(self._parts) and self._parts[-1].stopped
+
+    async def reply(self, messages: Sequence[Message], *, sampling: Sampling | None = None) -> Message:
+        """Sample the next assistant message of the whole conversation `messages`.
+
+        sampling: for this turn only. Raises ValueError for an empty conversation; errors of the engine pass through.
+        """
+        conversation = tuple(messages)
+        if not conversation:
+            raise ValueError("messages: got none, expected the conversation so far")
+        rendered = self._tokenizer.encode_chat(conversation)
+        tail = self._tail(conversation, rendered)
+        prompt = list(rendered) if tail is None else self._parts[-1].tokens + tail
+        completion = await self._engine.generate(prompt, sampling or self._sampling)
+        content = self._tokenizer.decode(completion.tokens[:-1] if completion.stopped else completion.tokens)
+        reply = Message(role="assistant", content=content)
+        if tail is None:
+            self._parts.append(_Part())
+        self._parts[-1].add(prompt, rendered, completion, (*conversation, reply))
+        return reply
+
+    def experiences(
+        self, *, group: str, attempt: int, episode: int, failure: str = "", **header: Unpack[Header]
+    ) -> list[Experience]:
+        """What was recorded, as the parts of one episode, the last flagged.
+
+        failure: why the episode failed; recorded in `meta`, and every part's `end` is "failed". Otherwise `end` is
+        "terminal", or "truncated" where the last turn ran into max_tokens. A session that sampled nothing gives one
+        empty experience, so that its group can still complete.
+        """
+        end: End = "failed" if failure else "terminal" if self.stopped or not self._parts else "truncated"
+        meta: Meta = {**header.get("meta", {}), **({"failure": failure} if failure else {})}
+        parts = self._parts or [_Part()]
+        fields = {"group_size": 1, **header, "meta": meta}
+        return [
+            make_experience(
+                tokens=part.tokens,
+                logprobs=part.logprobs,
+                messages=part.conversation,
+                id=experience_id(group, attempt, episode, index),
+                group=group,
+                attempt=attempt,
+                episode=episode,
+                part=index,
+                last=index == len(parts) - 1,
+                end=end,
+                spans=tuple(part.spans),
+                **fields,
+            )
+            for index, part in enumerate(parts)
+        ]
+
+    def _tail(self, conversation: Conversation, rendered: Sequence[int]) -> list[int] | None:
+        """Observation tokens that continue the last part; None where a new part begins."""
+        if not self._parts:
+            return None
+        last = self._parts[-1]
+        known = len(last.conversation)
+        if len(conversation) <= known or conversation[:known] != last.conversation:
+            return None
+        return _added_tokens(rendered, last, self._tokenizer)
+
+
+class CachedTokenizer:
+    """A tokenizer that remembers the last conversations it rendered: the episodes of a group share their prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, *, max_conversations: int = 256) -> None:
+        self._tokenizer = tokenizer
+        self._max_conversations = max_conversations
+        self._rendered: dict[Conversation, list[int]] = {}
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """As the wrapped tokenizer's; callers must not change the list."""
+        key = tuple(messages)
+        tokens = self._rendered.get(key)
+        if tokens is None:
+            if len(self._rendered) >= self._max_conversations:
+                del self._rendered[next(iter(self._rendered))]
+            tokens = self._rendered[key] = list(self._tokenizer.encode_chat(messages))
+        return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As the wrapped tokenizer's."""
+        return self._tokenizer.decode(ids)
+
+
+class _Part(msgspec.Struct):
+    """One token sequence being grown.
+
+    rendered: the template's own tokens for the last turn's prompt. turn: what the last turn sampled.
+    """
+
+    tokens: list[int] = []
+    rendered: Sequence[int] = ()
+    turn: tuple[int, ...] = ()
+    logprobs: list[float] = []
+    spans: list[Span] = []
+    conversation: Conversation = ()
+    stopped: bool = False
+
+    def add(
+        self, prompt: list[int], rendered: Sequence[int], completion: Completion, conversation: Conversation
+    ) -> None:
+        start = len(prompt)
+        for span in completion.spans:
+            self.spans.append(msgspec.structs.replace(span, start=start + span.start, stop=start + span.stop))
+        self.tokens = [*prompt, *completion.tokens]
+        self.logprobs.extend(completion.logprobs)
+        self.rendered, self.turn = rendered, completion.tokens
+        self.conversation, self.stopped = conversation, completion.stopped
+
+
+def _added_tokens(rendered: Sequence[int], part: _Part, tokenizer: Tokenizer) -> list[int] | None:
+    """Tokens the template adds after the last sampled turn of `part`; None where `rendered` does not extend it.
+
+    The template's rendering of our reply need not be the tokens that were sampled (a text has many spellings), so its
+    end is found by the stop token, or by the text where there is none, and the sampled spelling is kept.
+    """
+    num_prompt = len(part.rendered)
+    if list(rendered[:num_prompt]) != list(part.rendered):
+        return None
+    rest, turn, content = list(rendered[num_prompt:]), list(part.turn), part.conversation[-1].content
+    if part.stopped:
+        if turn[-1] not in rest:
+            return None
+        end = rest.index(turn[-1])
+        spelled = rest[:end] == turn[:-1] or tokenizer.decode(rest[:end]) == content
+        return rest[end + 1 :] if spelled else None
+    if rest[: len(turn)] == turn:
+        return rest[len(turn) :]
+    end = bisect_left(range(len(rest)), len(content), key=lambda stop: len(tokenizer.decode(rest[:stop])))
+    return rest[end:] if tokenizer.decode(rest[:end]) == content else None

@@ -1,0 +1,35 @@
+"""The taskset: where tasks come from, and the rows they and demonstrations are read as.
+
+A taskset is a function or struct named by `use`; called, it yields tasks, the same ones in the same order every time.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+
+from schemas import Message, Task
+from schemas.records import Meta, Struct
+
+
+class Taskset(Protocol):
+    """Yields tasks; options are keyword-only parameters."""
+
+    def __call__(self) -> Iterator[Task]:
+        """All tasks. Raises ConfigError for a source that cannot be read, naming the line."""
+
+
+class Demonstration(Struct, frozen=True):
+    """A worked answer. split: "validation" is never trained on, it decides when a warm-up stops.
+
+    Example: Demonstration(id="add-37-45", messages=(Message(role="user", content="37+45="),), response="280",
+                           answer="280")
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    response: str
+    answer: str | None = None
+    split: str = "train"
+    subject: str = ""
+    meta: Meta = msgspec.field(default_factory=dict)

@@ -1,0 +1,83 @@
+"""Two-digit addition with the answer written backwards, three digits always: "37+45=" is "280".
+
+The splits share no pair of operands in either order, so an answer cannot be looked up from its mirror image. The same
+seed gives the same tasks.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from actors.taskset import Demonstration
+from schemas import Message, Task
+
+HELD_OUT = "held-out"
+DEV = "dev"
+TRAIN = "train"
+VALIDATION = "validation"
+
+Pair = tuple[int, int]
+
+
+class Splits(msgspec.Struct, frozen=True):
+    """Ordered operand pairs of each split."""
+
+    train: tuple[Pair, ...]
+    dev: tuple[Pair, ...]
+    held_out: tuple[Pair, ...]
+
+
+def split_pairs(seed: int, *, num_dev: int = 250, num_held_out: int = 500) -> Splits:
+    """Pairs of 0 to 99: unordered ones are dealt to the splits; train has both orders of its own, the others one."""
+    pairs = [(first, second) for first in range(100) for second in range(first, 100)]
+    random = Random(f"arithmetic/{seed}")
+    random.shuffle(pairs)
+    kept = [pair if random.random() < 0.5 else pair[::-1] for pair in pairs[: num_held_out + num_dev]]
+    train = [order for pair in pairs[num_held_out + num_dev :] for order in sorted({pair, pair[::-1]})]
+    random.shuffle(train)
+    return Splits(train=tuple(train), dev=tuple(kept[num_held_out:]), held_out=tuple(kept[:num_held_out]))
+
+
+def arithmetic(*, seed: int = 0, num_dev: int = 250, num_held_out: int = 500) -> Iterator[Task]:
+    """The tasks of all splits: "held-out", "dev" and "train"."""
+    splits = split_pairs(seed, num_dev=num_dev, num_held_out=num_held_out)
+    for split, pairs in ((HELD_OUT, splits.held_out), (DEV, splits.dev), (TRAIN, splits.train)):
+        for pair in pairs:
+            yield _task(pair, split)
+
+
+def arithmetic_demonstrations(
+    *, seed: int = 0, num_train: int = 2000, num_validation: int = 300, num_dev: int = 250, num_held_out: int = 500
+) -> Iterator[Demonstration]:
+    """Worked answers to tasks of the train split; those of "validation" share no pair with the others."""
+    train = split_pairs(seed, num_dev=num_dev, num_held_out=num_held_out).train
+    shown, rest = train[:num_train], train[num_train:]
+    seen = {frozenset(pair) for pair in shown}
+    unseen = [pair for pair in rest if frozenset(pair) not in seen][:num_validation]
+    for split, pairs in ((TRAIN, shown), (VALIDATION, unseen)):
+        for pair in pairs:
+            task = _task(pair, split)
+            yield Demonstration(
+                id=task.id, messages=task.messages, response=task.answer or "", answer=task.answer, split=split
+            )
+
+
+def write_arithmetic(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
+    """Write tasks.jsonl and experts.jsonl, as `headrace load` reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks, experts = folder / "tasks.jsonl", folder / "experts.jsonl"
+    tasks.write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in arithmetic(seed=seed)))
+    experts.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in arithmetic_demonstrations(seed=seed)))
+    return tasks, experts
+
+
+def _task(pair: Pair, split: str) -> Task:
+    first, second = pair
+    return Task(
+        id=f"add-{first:02d}{second:02d}",
+        messages=(Message(role="user", content=f"{first:02d}+{second:02d}="),),
+        answer=f"{first + second:03d}"[::-1],
+        split=split,
+    )

@@ -1,0 +1,36 @@
+"""Tasks of one of reasoning-gym's generators, the same for the same seed. Only this module imports reasoning-gym."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from schemas import Message, Task
+from schemas.errors import ConfigError
+
+
+def reasoning_gym(
+    *, generator: str, size: int = 1000, seed: int = 0, split: str = "train", options: dict[str, Any] | None = None
+) -> Iterator[Task]:
+    """`size` tasks. generator: its name, as "chain_sum". options: of the generator. Another split needs another seed.
+
+    Raises ConfigError for a generator or an option that does not exist.
+    """
+    with warnings.catch_warnings():  # one of its dependencies has a literal comparison that Python warns of
+        warnings.simplefilter("ignore", SyntaxWarning)
+        from reasoning_gym.factory import DATASETS, create_dataset
+    if generator not in DATASETS:
+        known = ", ".join(sorted(DATASETS))
+        raise ConfigError(f"reasoning_gym: got generator {generator!r}, expected one of {known}")
+    try:
+        dataset = create_dataset(generator, size=size, seed=seed, **(options or {}))
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ConfigError(f"reasoning_gym: {generator}: {error}") from error
+    for index in range(size):
+        entry = dataset[index]
+        yield Task(
+            id=f"{generator}-{seed}-{index}",
+            messages=(Message(role="user", content=str(entry["question"])),),
+            answer=None if entry["answer"] is None else str(entry["answer"]),
+            split=split,
+            meta={"generator": generator, "seed": seed, "index": index},
+        )

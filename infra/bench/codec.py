@@ -1,0 +1,273 @@
+"""Benchmark of the block codec against msgspec lists and zstd level 1, side by side in one run.
+
+Round trip: token ids and logprobs as Python lists, conversation as text, to bytes, and back to numpy arrays and
+messages. Text is real (docstrings of Python's own library), logprobs have the shape of a language model's.
+Ratios are what counts; each contestant runs in turn within each round and its best round is kept.
+"""
+
+import inspect
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import zstandard
+from msgspec import structs
+
+from schemas import Block, Experience, Message, Score, Span, decode, encode, make_experience
+
+VOCABULARY = 151_643
+SHAPES = {  # episodes, tokens of the prompt, tokens of each response
+    "16 x (6 + 5)": (16, 6, 5),
+    "16 x (200 + 500)": (16, 200, 500),
+    "16 x (1500 + 500)": (16, 1500, 500),
+    "16 x (500 + 4000)": (16, 500, 4000),
+    "64 x (2000 + 2000)": (64, 2000, 2000),
+}
+TARGETS = {"round_trip_ratio": 2.5, "size_ratio": 1.2, "header_edit_ratio": 100.0}
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One experience as an engine hands it over: lists and text."""
+
+    id: str
+    prompt: list[int]
+    response: list[int]
+    logprobs: list[float]
+    messages: tuple[Message, ...]
+
+
+class Listed(msgspec.Struct, frozen=True, array_like=True):
+    """The contestant: the same fields, bulk as plain lists, the prompt in each."""
+
+    id: str
+    group: str
+    episode: int
+    group_size: int
+    tokens: list[int]
+    logprobs: list[float]
+    messages: tuple[Message, ...]
+    spans: tuple[Span, ...]
+    scores: tuple[Score, ...]
+    reward: float | None
+    advantage: float | None
+    priority: float
+    stamps: tuple[str, ...]
+    meta: dict[str, str]
+
+
+def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0) -> list[Sample]:
+    """A group: one prompt, `num_episodes` responses, all cut from real text."""
+    pieces, ids = _corpus()
+    random = np.random.default_rng(seed)
+
+    def passage(length: int) -> tuple[list[int], str]:
+        start = int(random.integers(0, len(pieces) - length))
+        part = pieces[start : start + length]
+        return [ids[piece] for piece in part], "".join(part)
+
+    prompt, question = passage(num_prompt)
+    group = []
+    for episode in range(num_episodes):
+        response, answer = passage(num_response)
+        logprobs = _sampled_logprobs(num_response, random)
+        messages = (Message("user", question), Message("assistant", answer))
+        group.append(Sample(f"task-1.0.0-{episode}-0", prompt, response, logprobs, messages))
+    return group
+
+
+def _sampled_logprobs(count: int, random: np.random.Generator) -> list[float]:
+    """Logprobs as an engine has them: a float32 log-softmax, of which the sampled entry is taken.
+
+    The best token leads by max(0, N(8, 5)), which leaves a little over half of all tokens above p = 0.99.
+    """
+    logits = random.normal(0, 2, (count, 256)).astype(np.float32)
+    logits[:, 0] = logits.max(axis=1) + np.maximum(random.normal(8, 5, count), 0)
+    logits -= logits.max(axis=1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    chosen = (logprobs + random.gumbel(size=logprobs.shape)).argmax(axis=1)
+    sampled: list[float] = logprobs[np.arange(count), chosen].tolist()
+    return sampled
+
+
+def _corpus() -> tuple[list[str], dict[str, int]]:
+    """Real text in word pieces, and an id for each: frequent ones low, as a trained vocabulary has them."""
+    modules = [sys.modules[name] for name in sorted(sys.modules) if name in sys.stdlib_module_names]
+    texts = []
+    for module in modules:
+        texts.append(module.__doc__ or "")
+        for _, member in inspect.getmembers(module, inspect.isroutine):
+            texts.append(inspect.getdoc(member) or "")
+    pieces = re.findall(r" ?\w{1,7}|\s+|[^\w\s]", "\n\n".join(texts))
+    ranks = {piece: rank for rank, (piece, _) in enumerate(Counter(pieces).most_common())}
+    spread = VOCABULARY / (len(ranks) + 1) ** 2
+    return pieces, {piece: rank + int(spread * rank * rank) for piece, rank in ranks.items()}
+
+
+def _header(sample: Sample, episode: int, size: int) -> dict[str, object]:
+    start = len(sample.prompt)
+    return {
+        "id": sample.id,
+        "group": "task-1.0",
+        "episode": episode,
+        "group_size": size,
+        "spans": (Span(start, start + len(sample.response), 12),),
+        "scores": (Score("exact", 1.0),),
+        "stamps": ("validate@1", "dedupe@1", "filter@1"),
+        "meta": {"answer": "280"},
+    }
+
+
+def pack_block(group: Sequence[Sample]) -> bytes:
+    """Lists to a block frame."""
+    members = []
+    for episode, sample in enumerate(group):
+        header = _header(sample, episode, len(group))
+        members.append(
+            make_experience(
+                tokens=sample.prompt + sample.response,
+                logprobs=sample.logprobs,
+                messages=sample.messages,
+                **header,  # type: ignore[arg-type]
+            )
+        )
+    return encode(Block(tuple(members)))
+
+
+def open_block(frame: bytes) -> list[tuple[object, object, tuple[Message, ...]]]:
+    """A block frame to arrays and messages."""
+    block = decode(frame)
+    assert isinstance(block, Block)
+    return [(member.tokens, member.logprobs, member.messages) for member in block.experiences]
+
+
+class Lists:
+    """The contestant's codec: one msgpack blob of lists, one zstd frame."""
+
+    def __init__(self) -> None:
+        self.encoder = msgspec.msgpack.Encoder()
+        self.decoder = msgspec.msgpack.Decoder(list[Listed])
+        self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+    def pack(self, group: Sequence[Sample]) -> bytes:
+        """Lists to bytes."""
+        members = []
+        for episode, sample in enumerate(group):
+            header = _header(sample, episode, len(group))
+            members.append(
+                Listed(
+                    tokens=sample.prompt + sample.response,
+                    logprobs=sample.logprobs,
+                    messages=sample.messages,
+                    reward=None,
+                    advantage=None,
+                    priority=1.0,
+                    **header,  # type: ignore[arg-type]
+                )
+            )
+        return self.compressor.compress(self.encoder.encode(members))
+
+    def open(self, data: bytes) -> list[tuple[object, object, tuple[Message, ...]]]:
+        """Bytes to arrays and messages."""
+        members = self.decoder.decode(self.decompressor.decompress(data))
+        return [
+            (np.array(member.tokens, np.uint32), np.array(member.logprobs, np.float32), member.messages)
+            for member in members
+        ]
+
+    def edit(self, data: bytes) -> bytes:
+        """A reward set on every member, the way this format needs it: decode, edit, encode."""
+        members = self.decoder.decode(self.decompressor.decompress(data))
+        return self.compressor.compress(
+            self.encoder.encode([structs.replace(member, reward=1.0) for member in members])
+        )
+
+
+def edit_header(frame: bytes) -> bytes:
+    """A reward set on every member of a block frame; sections stay as they are."""
+    block = decode(frame)
+    assert isinstance(block, Block)
+    return encode(Block(tuple([structs.replace(member, reward=1.0) for member in block.experiences])))
+
+
+def edit_whole(frame: bytes) -> bytes:
+    """The same edit by decoding everything and encoding it anew."""
+    block = decode(frame)
+    assert isinstance(block, Block)
+    return encode(Block(tuple([_remade(member) for member in block.experiences])))
+
+
+def _remade(member: Experience) -> Experience:
+    edited = member.with_bulk(tokens=member.tokens, logprobs=member.logprobs, messages=member.messages)
+    return structs.replace(edited, reward=1.0)
+
+
+def best_times(contestants: dict[str, Callable[[], object]], rounds: int, budget_s: float) -> dict[str, float]:
+    """Seconds per call of each, taken in turn within each round; the best round counts."""
+    best = dict.fromkeys(contestants, float("inf"))
+    for _ in range(rounds):
+        for name, contestant in contestants.items():
+            calls, start = 0, time.perf_counter()
+            while (spent := time.perf_counter() - start) < budget_s or not calls:
+                contestant()
+                calls += 1
+            best[name] = min(best[name], spent / calls)
+    return best
+
+
+def measure(num_episodes: int, num_prompt: int, num_response: int, *, rounds: int, budget_s: float) -> dict[str, float]:
+    """Times in µs, sizes in bytes and the ratios of one shape of group."""
+    group = samples(num_episodes, num_prompt, num_response)
+    lists = Lists()
+    frame, listed = pack_block(group), lists.pack(group)
+    times = best_times(
+        {
+            "block_pack": lambda: pack_block(group),
+            "lists_pack": lambda: lists.pack(group),
+            "block_open": lambda: open_block(frame),
+            "lists_open": lambda: lists.open(listed),
+            "header_edit": lambda: edit_header(frame),
+            "whole_edit": lambda: edit_whole(frame),
+            "lists_edit": lambda: lists.edit(listed),
+        },
+        rounds,
+        budget_s,
+    )
+    block_s, lists_s = times["block_pack"] + times["block_open"], times["lists_pack"] + times["lists_open"]
+    return {
+        **{f"{name}_us": 1e6 * value for name, value in times.items()},
+        "block_bytes": float(len(frame)),
+        "lists_bytes": float(len(listed)),
+        "round_trip_ratio": lists_s / block_s,
+        "size_ratio": len(listed) / len(frame),
+        "header_edit_ratio": lists_s / times["header_edit"],
+        "header_edit_over_whole": times["whole_edit"] / times["header_edit"],
+    }
+
+
+def run(*, rounds: int = 7, budget_s: float = 0.03) -> dict[str, dict[str, float]]:
+    """Shape of group to its numbers: short answers of the demo, chat, long prompts, long traces, large groups."""
+    return {name: measure(*shape, rounds=rounds, budget_s=budget_s) for name, shape in SHAPES.items()}
+
+
+def rows(result: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
+    """The result as table rows, names first."""
+    table = [("", *result)]
+    for name in next(iter(result.values())):
+        target = f" (target {TARGETS[name]:g})" if name in TARGETS else ""
+        table.append((name + target, *(f"{numbers[name]:,.2f}" for numbers in result.values())))
+    return table
+
+
+def main() -> None:
+    """Prints the table."""
+    for name, *values in rows(run()):
+        print(f"{name:<40}" + "".join(f"{value:>22}" for value in values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The log as the roles see it: bytes in, bytes out, positions. Kafka and memory implement it under one contract.
+
+Delivery: `send` returns only after the broker has confirmed the record (acks=all); a failed send may still have
+been stored, so every record carries an id and readers absorb duplicates. Order: per partition. Loss: a reader never
+skips an offset that retention has removed; it raises OffsetOutOfRange.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from schemas.errors import HeadraceError, RecordTooLarge
+from schemas.topics import MAX_RECORD_BYTES
+
+# What Kafka's record batch adds at most: 61 bytes of batch, 21 of record, five for each length.
+BATCH_BYTES = 96
+HEADER_BYTES = 10
+
+Headers = tuple[tuple[str, bytes], ...]
+
+
+class CommitRefused(HeadraceError):
+    """The group has rebalanced, and a partition to commit is another reader's now, who reads again what was not."""
+
+
+class Partition(msgspec.Struct, frozen=True, order=True):
+    """One partition of one topic (full topic name)."""
+
+    topic: str
+    index: int
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where a record was stored; timestamp_ms is the broker's (log-append) clock."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One stored record, as bytes."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes
+    value: bytes
+    headers: Headers = ()
+
+
+class Reader(Protocol):
+    """Reads assigned partitions in offset order. Not safe for concurrent use."""
+
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
+        """Records ready now, or within timeout_s; empty on timeout. Raises OffsetOutOfRange, BrokerUnavailable."""
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """Next read of `partition` starts at `offset`."""
+
+    def positions(self) -> dict[Partition, int]:
+        """Next offset to be returned, per assigned partition; right after a rebalance some may be absent."""
+
+    async def commit(self, offsets: Mapping[Partition, int]) -> None:
+        """Commit next-to-read offsets for the reader's group; ValueError without a group.
+
+        Raises CommitRefused where a subscribed reader has lost one of the partitions; reading on is fine.
+        """
+
+    async def close(self) -> None:
+        """Release the connection; pending commits are not implied."""
+
+
+class Bus(Protocol):
+    """One connection to the log."""
+
+    async def start(self) -> None:
+        """Connect, retrying with backoff until the deadline; raises BrokerUnavailable naming the address."""
+
+    async def close(self) -> None:
+        """Flush what was sent and disconnect."""
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
+    ) -> Position:
+        """Store one record; returns once confirmed. The key picks the partition (murmur2, as in Java) unless given.
+
+        Raises RecordTooLarge before sending, BrokerUnavailable after the deadline, ValueError for a topic or partition
+        that does not exist. Concurrent sends are batched.
+        """
+
+    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+        """A reader of exactly these partitions from exactly these offsets; `group` only lets it commit."""
+
+    async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:
+        """A reader that shares the topics with its group, from committed offsets.
+
+        A partition the group never committed starts at its beginning, by an explicit commit before the first read.
+        """
+
+    async def partitions(self, topic: str) -> tuple[int, ...]:
+        """Partition indexes of a topic; ValueError if it does not exist."""
+
+    async def beginning_offsets(self, topic: str) -> dict[Partition, int]:
+        """Oldest kept offset of each partition."""
+
+    async def end_offsets(self, topic: str) -> dict[Partition, int]:
+        """Next offset of each partition."""
+
+    async def committed(self, group: str, topic: str) -> dict[Partition, int]:
+        """Committed next-to-read offsets; partitions without one are absent."""
+
+    async def commit_beginnings(self, group: str, topic: str) -> None:
+        """Commit the oldest kept offset of each partition for which `group` has committed nothing; others stay."""
+
+    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
+        """Create a topic; False if it was there. ConfigError if it is there with another partition count."""
+
+    async def delete_records(self, partition: Partition, before: int) -> None:
+        """Remove all records below `before`; OffsetOutOfRange if that is past the end."""
+
+
+def check_size(topic: str, key: bytes, value: bytes, headers: Headers) -> None:
+    """Raise RecordTooLarge for what no broker configured as `schemas.topics` says would take."""
+    size = len(key) + len(value) + sum(len(name) + len(data) + HEADER_BYTES for name, data in headers) + BATCH_BYTES
+    if size > MAX_RECORD_BYTES:
+        raise RecordTooLarge(f"record for {topic}: got {size} bytes, expected at most {MAX_RECORD_BYTES}")

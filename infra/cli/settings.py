@@ -1,0 +1,54 @@
+"""The whole TOML file as one struct: the floor's sections and each wing's own."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from actors.config import ExploreConfig, MasterConfig
+from infra.config import Floor, Use, decode, read_toml
+from schemas.errors import ConfigError
+from streams.config import (
+    CollectConfig,
+    FeedbackConfig,
+    ProcessorConfig,
+    RewardConfig,
+    ScoreConfig,
+    StreamsConfig,
+    VerifyConfig,
+)
+from trainer.config import TrainerConfig
+
+DEFAULT_FILE = "headrace.toml"
+
+
+class Settings(Floor):
+    """Every table of the file; the sections are documented where they are defined.
+
+    Example: Settings(app="support-bot")
+    """
+
+    engine: Use = Use(use="actors.engines.vllm.engine:VllmEngine")
+    explore: ExploreConfig = ExploreConfig()
+    master: MasterConfig = MasterConfig()
+    feedback: tuple[FeedbackConfig, ...] = ()
+    processor: tuple[ProcessorConfig, ...] = ()
+    score: tuple[ScoreConfig, ...] = ()
+    reward: RewardConfig = RewardConfig()
+    verify: VerifyConfig = VerifyConfig()
+    collect: CollectConfig = CollectConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+    def streams(self) -> StreamsConfig:
+        """The streams wing's part."""
+        return StreamsConfig(
+            **{field.name: getattr(self, field.name) for field in msgspec.structs.fields(StreamsConfig)}
+        )
+
+
+def load_settings(path: Path, sets: Iterable[str] = ()) -> Settings:
+    """Read, override and check the file; raises ConfigError."""
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file; expected a {DEFAULT_FILE} here, or --config FILE")
+    settings = decode(read_toml(path, sets), Settings, str(path))
+    return msgspec.structs.replace(settings, folder=path.resolve().parent)

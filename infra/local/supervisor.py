@@ -1,0 +1,262 @@
+"""Runs the processes of one machine: starts them, restarts those that die, stops them in order.
+
+    keeper (one per child)  waits for  its process to end, then restarts it after a backoff
+    sampler                 waits for  the clock, then measures each process tree
+    stop()                  wakes all: SIGTERM by tier, a deadline, SIGKILL of the process group
+
+Guarantee: no process outlives the supervisor, whatever ends it; a death is an event and a count, never silence.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+
+from infra.local.process import Watched, start_watched
+
+SAMPLE_S = 1.0
+FIRST_BACKOFF_S = 0.3
+MAX_BACKOFF_S = 10.0
+HEALTHY_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+EventKind = Literal["started", "exited", "restarting", "gave_up", "stopped"]
+
+
+class Child(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to keep running.
+
+    env: added to this process's. final_codes: exit codes after which it has done its work, or cannot, and stays down.
+    max_failures: deaths in a row (each within HEALTHY_S of its start) before it is given up. tier: the highest is
+    stopped first, members of a tier together. stop_s: from SIGTERM to SIGKILL.
+
+    Example: Child(name="train", argv=(sys.executable, "-m", "infra.cli.main", "train"), log=Path("logs/train.log"))
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    log: Path
+    env: dict[str, str] = {}
+    cwd: Path | None = None
+    final_codes: tuple[int, ...] = (0,)
+    max_failures: int = 20
+    tier: int = 1
+    stop_s: float = 15.0
+
+
+class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a child. exit_code is negative for a signal."""
+
+    name: str
+    kind: EventKind
+    pid: int
+    exit_code: int | None = None
+    restarts: int = 0
+
+
+class ChildState(msgspec.Struct, kw_only=True):
+    """What is known of a child now. pid leads its process group; peak_rss_bytes is of its whole process tree."""
+
+    name: str
+    pid: int | None = None
+    restarts: int = 0
+    exit_code: int | None = None
+    given_up: bool = False
+    rss_bytes: int = 0
+    peak_rss_bytes: int = 0
+
+
+class Supervisor:
+    """Keeps `children` running inside `async with`; leaving stops them. `on_event` is called in the event loop."""
+
+    def __init__(self, children: Sequence[Child], on_event: Callable[[ChildEvent], None] | None = None) -> None:
+        names = [child.name for child in children]
+        if len(set(names)) < len(names):
+            raise ValueError(f"children need names of their own: got {names}")
+        self._children = {child.name: child for child in children}
+        self._states = {child.name: ChildState(name=child.name) for child in children}
+        self._running: dict[str, Watched] = {}
+        self._on_event = on_event
+        self._stopping: set[str] = set()
+        self._wake = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._waiters = ThreadPoolExecutor(len(children), "wait-child")
+        self._sampler: asyncio.Task[None] | None = None
+
+    @property
+    def states(self) -> dict[str, ChildState]:
+        """State by name."""
+        return self._states
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        for child in self._children.values():
+            self._keepers[child.name] = self._tasks.create_task(self._keep(child), name=f"keep-{child.name}")
+        self._sampler = self._tasks.create_task(self._sample(), name="sample-rss")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        try:
+            await self.stop()
+        finally:
+            for watched in self._running.values():
+                watched.kill_group()
+            if self._sampler is not None:
+                self._sampler.cancel()
+        await self._tasks.__aexit__(kind, error, at)
+        self._waiters.shutdown()
+
+    async def wait(self, *names: str) -> None:
+        """Until the named children (all, if none is named) have ended for good."""
+        await asyncio.wait([self._keepers[name] for name in names or self._keepers])
+
+    async def stop(self, *names: str) -> None:
+        """Stop the named children, by default all, tier by tier from the highest."""
+        wanted = [self._children[name] for name in names or self._children]
+        self._stopping.update(child.name for child in wanted)
+        self._wake.set()
+        for tier in sorted({child.tier for child in wanted}, reverse=True):
+            async with asyncio.TaskGroup() as group:
+                for child in wanted:
+                    if child.tier == tier:
+                        group.create_task(self._stop(child))
+
+    def kill(self, name: str) -> bool:
+        """SIGKILL a child and all it started, as a crash would; False if it is not running. It is restarted."""
+        watched = self._running.get(name)
+        if watched is None:
+            return False
+        watched.kill_group()
+        return True
+
+    async def _keep(self, child: Child) -> None:
+        state, failures = self._states[child.name], 0
+        while child.name not in self._stopping:
+            started_s = time.monotonic()
+            await self._run_once(child, state)
+            if child.name in self._stopping:
+                self._tell(child, "stopped")
+                return
+            if state.exit_code in child.final_codes:
+                return
+            failures = 1 if time.monotonic() - started_s > HEALTHY_S else failures + 1
+            if failures > child.max_failures:
+                state.given_up = True
+                self._tell(child, "gave_up")
+                return
+            await self._pause(child.name, min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S))
+            if child.name not in self._stopping:
+                state.restarts += 1
+                self._tell(child, "restarting")
+
+    async def _run_once(self, child: Child, state: ChildState) -> None:
+        """Start the process and wait for its end; what it leaves of its group is killed."""
+        watched = start_watched(child.argv, log=child.log, env=child.env, cwd=child.cwd)
+        self._running[child.name] = watched
+        state.pid, state.exit_code = watched.pid, None
+        try:
+            self._tell(child, "started")
+            state.exit_code = await asyncio.get_running_loop().run_in_executor(self._waiters, watched.process.wait)
+        finally:
+            watched.kill_group()
+            watched.process.wait()
+            watched.release()
+            del self._running[child.name]
+            self._tell(child, "exited")
+            state.pid, state.rss_bytes = None, 0
+
+    async def _stop(self, child: Child) -> None:
+        keeper, watched = self._keepers[child.name], self._running.get(child.name)
+        if watched is not None and watched.process.poll() is None:
+            watched.process.send_signal(signal.SIGTERM)
+        done, _ = await asyncio.wait([keeper], timeout=child.stop_s)
+        if not done:
+            logger.warning("child.stop.forced name=%s after_s=%.0f", child.name, child.stop_s)
+            if (watched := self._running.get(child.name)) is not None:
+                watched.kill_group()
+            await asyncio.wait([keeper])
+
+    async def _pause(self, name: str, backoff_s: float) -> None:
+        """Sleep, but not past a call to `stop` for this child."""
+        deadline_s = time.monotonic() + backoff_s
+        while name not in self._stopping and (left_s := deadline_s - time.monotonic()) > 0:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    async def _sample(self) -> None:
+        while True:
+            pids = {name: watched.pid for name, watched in self._running.items()}
+            for name, rss_bytes in (await asyncio.to_thread(tree_rss_bytes, pids)).items():
+                state = self._states[name]
+                if state.pid == pids[name]:
+                    state.rss_bytes = rss_bytes
+                    state.peak_rss_bytes = max(state.peak_rss_bytes, rss_bytes)
+            await asyncio.sleep(SAMPLE_S)
+
+    def _tell(self, child: Child, kind: EventKind) -> None:
+        state = self._states[child.name]
+        level = logging.WARNING if kind in ("restarting", "gave_up") else logging.INFO
+        logger.log(level, "child.%s name=%s pid=%s code=%s", kind, child.name, state.pid, state.exit_code)
+        if self._on_event is not None:
+            self._on_event(
+                ChildEvent(
+                    name=child.name,
+                    kind=kind,
+                    pid=state.pid or 0,
+                    exit_code=state.exit_code,
+                    restarts=state.restarts,
+                )
+            )
+
+
+def tree_rss_bytes(roots: dict[str, int]) -> dict[str, int]:
+    """Resident bytes of each root process and all that descend from it; empty where there is no /proc."""
+    parents: dict[int, int] = {}
+    resident: dict[int, int] = {}
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    for entry in Path("/proc").glob("[0-9]*") if roots else ():
+        try:
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        pid = int(entry.name)
+        parents[pid], resident[pid] = int(fields[1]), int(fields[21]) * page_bytes
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    totals = {}
+    for name, root in roots.items():
+        pending, totals[name] = [root], 0
+        while pending:
+            pid = pending.pop()
+            totals[name] += resident.get(pid, 0)
+            pending += children.get(pid, [])
+    return totals
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code as a person reads it: "exit 1", "SIGKILL"."""
+    if code is None:
+        return "running"
+    if code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit {code}"

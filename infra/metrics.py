@@ -1,0 +1,143 @@
+"""Metrics of one role: a Prometheus registry of its own, served over HTTP with a health check.
+
+Guarantees: names and labels are created on first use and never clash between roles in one process; `/healthz` answers
+200 only while every registered check passes, and names those that do not.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+PREFIX = "headrace_"
+DEFAULT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0)
+
+
+class Metrics:
+    """Counters, gauges and histograms of one role.
+
+    A name always takes the same label names. Safe to use from any thread.
+    """
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.registry = CollectorRegistry()
+        self._lock = threading.Lock()
+        self._families: dict[str, Counter | Gauge | Histogram] = {}
+        self._checks: dict[str, Callable[[], str]] = {}
+        self._server: ThreadingHTTPServer | None = None
+
+    def counter(self, name: str, **labels: str) -> Counter:
+        """The counter `name` (exported as headrace_<name>_total) under these labels; `.inc(amount)` it."""
+        family = self._family(name, labels, lambda: Counter(PREFIX + name, name, list(labels), registry=self.registry))
+        assert isinstance(family, Counter)
+        return family.labels(**labels) if labels else family
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        """The gauge `name` under these labels; `.set(value)` it."""
+        family = self._family(name, labels, lambda: Gauge(PREFIX + name, name, list(labels), registry=self.registry))
+        assert isinstance(family, Gauge)
+        return family.labels(**labels) if labels else family
+
+    def histogram(self, name: str, *, buckets: Sequence[float] = DEFAULT_BUCKETS, **labels: str) -> Histogram:
+        """The histogram `name` under these labels; `.observe(value)` it. The first call decides the buckets."""
+        family = self._family(
+            name, labels, lambda: Histogram(PREFIX + name, name, list(labels), buckets=buckets, registry=self.registry)
+        )
+        assert isinstance(family, Histogram)
+        return family.labels(**labels) if labels else family
+
+    def check(self, name: str, state: Callable[[], str]) -> None:
+        """Have `/healthz` ask `state`: "" is healthy, anything else says what is wrong."""
+        with self._lock:
+            self._checks[name] = state
+
+    def faults(self) -> dict[str, str]:
+        """What is wrong now, by check; a check that raises is wrong."""
+        with self._lock:
+            checks = dict(self._checks)
+        states: dict[str, str] = {}
+        for name, state in checks.items():
+            try:
+                states[name] = state()
+            except Exception as error:
+                states[name] = f"check raised {type(error).__name__}: {error}"
+        return {name: state for name, state in states.items() if state}
+
+    def counters(self) -> dict[str, float]:
+        """Value of every counter, as `name` or `name{label=value,…}`: what a Progress record carries."""
+        return self._values("counter")
+
+    def gauges(self) -> dict[str, float]:
+        """Value of every gauge, named as `counters` are."""
+        return self._values("gauge")
+
+    def snapshot(self) -> dict[str, float]:
+        """Counters and gauges together."""
+        return {**self.counters(), **self.gauges()}
+
+    def serve(self, port: int = 0, host: str = "127.0.0.1") -> int:
+        """Serve /metrics and /healthz from a daemon thread; returns the port (0 picks a free one)."""
+        if self._server is not None:
+            raise ValueError(f"already served on port {self._server.server_port}")
+        self._server = ThreadingHTTPServer((host, port), _handler(self))
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, name="headrace-metrics", daemon=True).start()
+        return self._server.server_port
+
+    def close(self) -> None:
+        """Stop serving; the values stay."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+    def _family(
+        self, name: str, labels: dict[str, str], create: Callable[[], Counter | Gauge | Histogram]
+    ) -> Counter | Gauge | Histogram:
+        with self._lock:
+            family = self._families.get(name)
+            if family is None:
+                family = self._families[name] = create()
+            return family
+
+    def _values(self, kind: str) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for family in self.registry.collect():
+            if family.type != kind:
+                continue
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+                values[f"{name}{{{labels}}}" if labels else name] = sample.value
+        return values
+
+
+def _handler(metrics: Metrics) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
+                self._answer(200, CONTENT_TYPE_LATEST, generate_latest(metrics.registry))
+            elif path == "/healthz":
+                faults = metrics.faults()
+                lines = [f"{name}: {fault}" for name, fault in sorted(faults.items())] or ["ok"]
+                self._answer(503 if faults else 200, "text/plain; charset=utf-8", "\n".join(lines).encode() + b"\n")
+            else:
+                self._answer(404, "text/plain; charset=utf-8", b"expected /metrics or /healthz\n")
+
+        def _answer(self, status: int, content_type: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Scrapes are not news."""
+
+    return Handler

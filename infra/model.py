@@ -1,0 +1,162 @@
+"""Models and tokenizers from a folder: safetensors and JSON only, nothing is fetched, no code in the folder is run."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.weights.tensors import Tensor, from_torch, load_tensors, to_torch
+from schemas.errors import ConfigError
+from schemas.records import Message
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Tokenizer:
+    """Text to token ids and back, with the model's chat template."""
+
+    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a response; the first is the tokenizer's own."""
+        return self._eos_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids the tokenizer knows; the model may have more."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone, nothing put before or after it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
+        known = [int(token) for token in ids if 0 <= token < len(self._tokenizer)]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the conversation up to where the assistant's next answer begins."""
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        return self.encode(text)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model folder (or of a model already in the local Hugging Face cache). Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("tokenizer", folder, "tokenizer.json", error) from error
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"tokenizer: {folder} has no chat template; put a chat_template.jinja into the folder")
+    return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id))
+
+
+def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Module":
+    """The causal language model of a folder, on the CPU, in evaluation mode. dtype: see DTYPES. Raises ConfigError."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+    except (OSError, ValueError) as error:
+        raise _not_loadable("model", folder, "config.json and *.safetensors", error) from error
+    module: torch.nn.Module = model.eval()
+    return module
+
+
+def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:
+    """A copy of every parameter and saved buffer, by the model's own names; tied weights appear under each name."""
+    return {name: from_torch(value) for name, value in module.state_dict().items()}
+
+
+def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:
+    """Copy tensors into a model in place, converting to its dtype; nothing changes unless all of them fit.
+
+    partial: names of the model may be absent. ValueError names what does not fit.
+    """
+    import torch
+
+    state = module.state_dict()
+    if unknown := sorted(set(tensors) - set(state)):
+        raise ValueError(f"tensors: the model has no {unknown[0]} ({len(unknown)} unknown names)")
+    if not partial and (missing := sorted(set(state) - set(tensors))):
+        raise ValueError(f"tensors: {missing[0]} is missing ({len(missing)} of {len(state)} names)")
+    for name, tensor in tensors.items():
+        if tuple(state[name].shape) != tensor.shape:
+            raise ValueError(f"tensors: {name}: got shape {tensor.shape}, expected {tuple(state[name].shape)}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            state[name].copy_(to_torch(tensor))
+
+
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors in a model folder's safetensors files, as they are, without torch. Raises ConfigError.
+
+    Where the folder ties its embeddings, the output matrix appears under its own name too, as in `model_tensors`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= load_tensors(path.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"model: {path}: {error}") from error
+    if not tensors:
+        raise ConfigError(f"model: {folder} holds no *.safetensors file")
+    embeddings = tensors.get("model.embed_tokens.weight")
+    if embeddings is not None and "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = embeddings
+    return tensors
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing on a terminal that belongs to the command."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    ids = [] if own is None else [own]
+    try:
+        ends = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:  # a model folder need not have one
+        ends = None
+    ids += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if not ids:
+        raise ConfigError(f"tokenizer: {folder} names no end-of-sequence token; set eos_token in tokenizer_config.json")
+    return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def _not_loadable(what: str, folder: str | Path, expected: str, error: Exception) -> ConfigError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}")

@@ -1,0 +1,18 @@
+"""What plugins import: `from headrace import Drop, Experience, Feedback, processor, …`. Re-exports only."""
+
+from infra.processor import Drop, Memory, feedback, processor, score
+from schemas import Experience, Feedback, Message, Score, Span, Task
+
+__all__ = [
+    "Drop",
+    "Experience",
+    "Feedback",
+    "Memory",
+    "Message",
+    "Score",
+    "Span",
+    "Task",
+    "feedback",
+    "processor",
+    "score",
+]

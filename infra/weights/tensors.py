@@ -1,0 +1,184 @@
+"""A tensor as bytes: dtype, shape and data, without torch, so that weights can be hashed, diffed and stored anywhere.
+
+The file format is safetensors, read and written here without the library so that the floor needs neither it nor torch;
+reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and never copies the data.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES: dict[str, int] = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library itself
+
+# The bits of the exponent: all set means infinity or NaN.
+_EXPONENT_BITS: dict[str, int] = {
+    "F64": 0x7FF0_0000_0000_0000, "F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80, "F8_E5M2": 0x7C,
+}  # fmt: skip
+
+_NUMPY_NAMES: dict[str, str] = {
+    "F64": "<f8", "I64": "<i8", "U64": "<u8", "F32": "<f4", "I32": "<i4", "U32": "<u4", "F16": "<f2", "I16": "<i2",
+    "U16": "<u2", "I8": "|i1", "U8": "|u1", "BOOL": "|b1",
+}  # fmt: skip
+_FROM_NUMPY: dict[str, str] = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
+
+_TORCH_NAMES: dict[str, str] = {
+    "F64": "float64", "I64": "int64", "U64": "uint64", "F32": "float32", "I32": "int32", "U32": "uint32",
+    "F16": "float16", "BF16": "bfloat16", "I16": "int16", "U16": "uint16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_FROM_TORCH: dict[str, str] = {f"torch.{name}": dtype for dtype, name in _TORCH_NAMES.items()}
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """Values of one tensor. dtype: a safetensors name. data: little-endian, row-major, exactly as many bytes as needed.
+
+    Example: Tensor("F32", (2,), b"\\x00\\x00\\x80?\\x00\\x00\\x00@")
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype: got {self.dtype!r}, expected one of {', '.join(ITEM_BYTES)}")
+        expected = math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        if min(self.shape, default=0) < 0 or len(self.data) != expected:
+            what = f"{self.dtype}{list(self.shape)}"
+            raise ValueError(f"data: got {len(self.data)} bytes, expected {expected} for {what}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the data."""
+        return len(self.data)
+
+
+def bits(tensor: Tensor) -> np.ndarray:
+    """The raw patterns, flat: [num_elements] unsigned integers of the element's width, read-only, not copied."""
+    return np.frombuffer(tensor.data, dtype=f"<u{ITEM_BYTES[tensor.dtype]}")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is infinite or NaN; integers always are finite."""
+    if tensor.dtype not in FLOATS:
+        return True
+    patterns = bits(tensor)
+    if tensor.dtype == "F8_E4M3":  # has no infinities, and NaN is all ones
+        return not bool(np.any((patterns & 0x7F) == 0x7F))
+    if tensor.dtype in ("F32", "F64"):
+        return bool(np.isfinite(patterns.view(_NUMPY_NAMES[tensor.dtype])).all())
+    mask = patterns.dtype.type(_EXPONENT_BITS[tensor.dtype])
+    return not bool(np.any((patterns & mask) == mask))
+
+
+def from_numpy(array: np.ndarray) -> Tensor:
+    """A copy of an array. ValueError for dtypes safetensors does not have."""
+    # ascontiguousarray would make a scalar one-dimensional; tobytes writes row-major whatever the layout.
+    little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    name = little_endian.dtype.str
+    if name not in _FROM_NUMPY:
+        raise ValueError(f"array: got dtype {array.dtype}, expected one of {', '.join(_FROM_NUMPY)}")
+    return Tensor(_FROM_NUMPY[name], array.shape, little_endian.tobytes())
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The values; read-only and not copied, but for BF16, which is widened to float32 (exactly).
+
+    ValueError for 8-bit floats, which numpy does not have: `bits` gives their patterns.
+    """
+    if tensor.dtype == "BF16":
+        return (bits(tensor).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
+    if tensor.dtype not in _NUMPY_NAMES:
+        raise ValueError(f"tensor: got {tensor.dtype}, expected a dtype numpy has; use bits()")
+    return np.frombuffer(tensor.data, dtype=_NUMPY_NAMES[tensor.dtype]).reshape(tensor.shape)
+
+
+def from_torch(tensor: "torch.Tensor") -> Tensor:
+    """A copy of a torch tensor on any device; later in-place changes do not reach it."""
+    import torch
+
+    name = str(tensor.dtype)
+    if name not in _FROM_TORCH:
+        raise ValueError(f"tensor: got {name}, expected one of {', '.join(_FROM_TORCH)}")
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return Tensor(_FROM_TORCH[name], tuple(tensor.shape), data)
+
+
+def to_torch(tensor: Tensor) -> "torch.Tensor":
+    """A copy as a CPU torch tensor that owns its memory."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _TORCH_NAMES[tensor.dtype])
+    if not tensor.num_bytes:
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The tensors as one safetensors file; the same tensors always give the same bytes."""
+    # Widest first, as the safetensors library writes them, so that every tensor starts aligned to its width.
+    names = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in names:
+        if name == "__metadata__":
+            raise ValueError("tensors: '__metadata__' is a reserved name")
+        tensor = tensors[name]
+        stop = offset + tensor.num_bytes
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, stop)}
+        offset = stop
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    return b"".join([len(encoded).to_bytes(8, "little"), encoded, *(tensors[name].data for name in names)])
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def load_tensors(data: bytes | memoryview) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, as views of `data`. ValueError names what does not hold."""
+    view = memoryview(data).toreadonly()
+    if len(view) < 8:
+        raise ValueError(f"safetensors: got {len(view)} bytes, expected at least 8")
+    header_bytes = int.from_bytes(view[:8], "little")
+    if header_bytes > min(MAX_HEADER_BYTES, len(view) - 8):
+        raise ValueError(f"safetensors: header of {header_bytes} bytes does not fit into {len(view)}")
+    try:
+        header = msgspec.json.decode(view[8 : 8 + header_bytes], type=dict[str, msgspec.Raw])
+        entries = {
+            name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items() if name != "__metadata__"
+        }
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"safetensors: header is not valid: {error}") from error
+    body = view[8 + header_bytes :]
+    tensors: dict[str, Tensor] = {}
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        if start != position or stop < start or stop > len(body):
+            raise ValueError(
+                f"safetensors: {name} at {start}:{stop}, expected a start at {position} within {len(body)}"
+            )
+        try:
+            tensors[name] = Tensor(entry.dtype, entry.shape, body[start:stop])
+        except ValueError as error:
+            raise ValueError(f"safetensors: {name}: {error}") from error
+        position = stop
+    if position != len(body):
+        raise ValueError(f"safetensors: {len(body) - position} bytes after the last tensor")
+    return tensors

@@ -1,0 +1,73 @@
+"""What can go wrong with bytes and records, and whether trying again can help.
+
+    HeadraceError
+    ├── BadFrame            bytes that are not a valid record: dead-letter them, never retry
+    ├── UnknownMajor        a record from a newer headrace: stop the reader before the ack, upgrade it first
+    ├── ConfigError         a setting that cannot hold: fix the file
+    ├── RecordTooLarge      a frame no topic takes: refused before it is sent
+    ├── BrokerUnavailable   the log cannot be reached: retriable
+    ├── OffsetOutOfRange    a position that retention has trimmed: never skipped silently
+    ├── StoreError          the object store failed: retriable
+    │   └── NotInStore      the key is not there
+    ├── PolicyRefused       a policy that is incomplete, altered, unhealthy or not reproduced: keep serving the old one
+    ├── FencedOut           a newer lease exists: this process must end
+    └── SandboxUnavailable  code cannot be confined here: refuse to run it
+
+Callers' mistakes raise ValueError; a broken assumption of ours is an assert.
+"""
+
+
+class HeadraceError(Exception):
+    """Anything headrace raises on purpose; `retriable` says whether the same call may succeed later."""
+
+    retriable = False
+
+
+class BadFrame(HeadraceError):
+    """Bytes that do not decode to a valid record; the one error of the decoder."""
+
+
+class UnknownMajor(HeadraceError):
+    """A frame of a newer major format. Stop before the ack and upgrade readers first."""
+
+
+class ConfigError(HeadraceError):
+    """A setting that cannot hold: says what was got, what was expected, and where."""
+
+
+class RecordTooLarge(HeadraceError):
+    """A frame over the topic's size limit, refused before the send."""
+
+
+class BrokerUnavailable(HeadraceError):
+    """The log could not be reached within its deadline."""
+
+    retriable = True
+
+
+class OffsetOutOfRange(HeadraceError):
+    """A position below the oldest kept record (or past the end) of its partition."""
+
+
+class StoreError(HeadraceError):
+    """The object store failed or timed out."""
+
+    retriable = True
+
+
+class NotInStore(StoreError):
+    """No object under that key."""
+
+    retriable = False
+
+
+class PolicyRefused(HeadraceError):
+    """A policy that must not be served: incomplete, altered, not finite, or not reproduced by the engine."""
+
+
+class FencedOut(HeadraceError):
+    """Another trainer holds a newer lease on this run."""
+
+
+class SandboxUnavailable(HeadraceError):
+    """Untrusted code cannot be confined on this machine, so it is not run."""

@@ -1,0 +1,91 @@
+"""The bytes of every record: one bounded encoder and decoder, and the Kafka headers that let nobody open them to route.
+
+    frame    magic "HR" · format u8 · flags u8 · body_len u32 LE · body
+    control  flag bit 7: the body is the msgpack map of the record, and nothing follows
+    block    the body is the header of `schemas.block`; section lengths and sections follow
+
+Guarantee: `decode` raises BadFrame or UnknownMajor and nothing else, and never allocates what a frame only announces.
+"""
+
+import struct
+
+import msgspec
+
+from schemas.block import Block, decode_block, encode_block
+from schemas.errors import BadFrame, UnknownMajor
+from schemas.experience import encoder
+from schemas.records import MAJOR, Control
+
+MAGIC = b"HR"
+CONTROL = 0x80  # bit 0 is kept for sealed sections
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+MAX_TOTAL_BYTES = 128 * 1024 * 1024
+
+_PREFIX = struct.Struct("<2sBBI")
+_control_decoder = msgspec.msgpack.Decoder(Control)
+
+
+def encode(record: Control | Block) -> bytes:
+    """The frame of a record; raises ValueError for one that no reader would accept.
+
+    Putting members of several frames in one block opens their sections, so that BadFrame may be raised for these.
+    """
+    if isinstance(record, Block):
+        header, rest = encode_block(record)
+        return b"".join((_PREFIX.pack(MAGIC, MAJOR, 0, len(header)), header, rest))
+    try:
+        body = encoder.encode(record)
+        _control_decoder.decode(body)
+    except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise ValueError(f"{type(record).__name__}: {error}") from error
+    return _PREFIX.pack(MAGIC, MAJOR, CONTROL, len(body)) + body
+
+
+def decode(data: bytes | bytearray | memoryview) -> Control | Block:
+    """The record in a frame; raises BadFrame, or UnknownMajor for a frame of a newer headrace."""
+    view = memoryview(data)
+    if len(view) < _PREFIX.size:
+        raise BadFrame(f"frame: got {len(view)} bytes, expected at least {_PREFIX.size}")
+    magic, major, flags, length = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise BadFrame(f"frame: got magic {magic!r}, expected {MAGIC!r}")
+    if major > MAJOR or flags & ~CONTROL:
+        raise UnknownMajor(f"frame of format {major}, flags {flags:#x}; this reader knows {MAJOR}: upgrade it first")
+    if major < 1:
+        raise BadFrame(f"frame: got format {major}, expected 1 to {MAJOR}")
+    if len(view) > MAX_TOTAL_BYTES or length > MAX_HEADER_BYTES or length > len(view) - _PREFIX.size:
+        raise BadFrame(f"frame: got {len(view)} bytes with a header of {length}, expected a header that fits")
+    body, rest = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
+    if not flags & CONTROL:
+        return decode_block(body, rest)
+    if len(rest):
+        raise BadFrame(f"frame: {len(rest)} bytes after the record, expected none")
+    try:
+        record: Control = _control_decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise BadFrame(f"record: {error}") from error
+    return record
+
+
+def kafka_headers(record: Control | Block) -> tuple[tuple[str, bytes], ...]:
+    """What routing, tracing and the answer to a poisoned frame need, so that none of them opens the value."""
+    found: dict[str, object] = {"schema": MAJOR, "kind": kind_of(record)}
+    if isinstance(record, Block):
+        first = record.experiences[0]
+        versions = [span.version for experience in record.experiences for span in experience.spans]
+        found |= {"id": first.id, "group": record.group, "min_version": min(versions, default=-1)}
+        found |= {"max_version": max(versions, default=-1), "traceparent": first.meta.get("traceparent")}
+    else:
+        issued = getattr(record, "issued", None)
+        for name in ("id", "group", "run"):
+            found[name] = getattr(record, name, None)
+        found["group"] = found["group"] or getattr(issued, "group", None)
+        found["traceparent"] = getattr(record, "meta", {}).get("traceparent")
+        if (version := getattr(record, "version", None)) is not None:
+            found |= {"min_version": version, "max_version": version}
+    return tuple((name, str(value).encode()) for name, value in found.items() if value is not None)
+
+
+def kind_of(record: Control | Block) -> str:
+    """ "block", or the tag of a control record."""
+    return "block" if isinstance(record, Block) else str(record.__struct_config__.tag)

@@ -1,0 +1,360 @@
+"""Every record of the log but the block: what it means, its units, and one literal example.
+
+Evolution: new fields come last and have defaults; nothing is reordered, retyped or reused; readers ignore fields they
+do not know. An incompatible change raises `MAJOR`, which stops older readers before they acknowledge anything.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta as Bounds
+
+MAJOR = 1
+
+# Every list has a bound, since a decoder makes room for as many items as a frame of five bytes may announce.
+_MAX_FLOAT = 1.7976931348623157e308
+Finite = Annotated[float, Bounds(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
+Id = Annotated[str, Bounds(min_length=1, max_length=1024)]
+Count = Annotated[int, Bounds(ge=0)]
+Number = Annotated[int, Bounds(ge=-1)]  # -1 stands for none
+Ids = Annotated[tuple[Id, ...], Bounds(max_length=65_536)]
+Counts = Annotated[dict[str, Count], Bounds(max_length=65_536)]
+Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: infinite where what they measure is
+
+Lane = Literal["usual", "live", "expert", "synthetic", "human"]
+End = Literal["terminal", "truncated", "failed"]
+Outcome = Literal["buffered", "dropped", "superseded"]
+PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "refused"]
+FeedbackKind = Literal["value", "label", "correction", "retraction"]
+Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all records: immutable, keyword-only, absent fields are defaults."""
+
+
+class Message(Struct, frozen=True):
+    """One message of a conversation.
+
+    Example: Message(role="user", content="37+45=")
+    """
+
+    role: str
+    content: str
+
+
+class Issued(Struct, frozen=True):
+    """How the master wants one task run.
+
+    group: `<task>.<round>`. attempt: 0 first, +1 for each re-issue. num_episodes: runs compared with each other.
+    sequence: issue order among usual groups, -1 for evals. min_version: the engine waits until it holds at least this
+    version. version: the exact version of an eval, -1 for none. suite: name of the eval set, "" for rollouts.
+    temperature: 0 is greedy. max_tokens: per turn.
+
+    Example: Issued(group="add-3745.2", attempt=0, num_episodes=16, sequence=412, min_version=9, max_tokens=5)
+    """
+
+    group: Id
+    attempt: Count
+    num_episodes: Annotated[int, Bounds(ge=1, le=1_000_000)]
+    max_tokens: Count
+    sequence: Number = -1
+    min_version: Count = 0
+    temperature: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
+    suite: str = ""
+    version: Number = -1
+
+
+class Task(Struct, frozen=True, tag_field="kind", tag="task"):
+    """Something to do, and what is known of its right answer.
+
+    id: unique in its taskset, without "." at its end. workflow: module:name of how it is run. difficulty: 0 (easy) to
+    1. split: "train", or the name of the eval suite it is kept for. parent: the task it is a variation of.
+
+    Example: Task(id="add-3745", messages=(Message(role="user", content="37+45="),), answer="280")
+    """
+
+    id: Id
+    messages: Annotated[tuple[Message, ...], Bounds(max_length=16_384)]
+    answer: str | None = None
+    workflow: str = ""
+    difficulty: Finite | None = None
+    split: str = "train"
+    parent: str = ""
+    meta: Meta = {}
+    issued: Issued | None = None
+
+
+class Stub(Struct, frozen=True, tag_field="kind", tag="stub"):
+    """Stands in `verified` for an experience that was dropped, so that its group can complete.
+
+    id: of the dropped experience. stage, processor: who dropped it. reason: a short constant phrase, used as a label.
+
+    Example: Stub(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, last=True, group_size=16, reason="too short")
+    """
+
+    id: Id
+    group: Id
+    episode: Count
+    group_size: Annotated[int, Bounds(ge=1, le=1_000_000)]
+    reason: str
+    attempt: Count = 0
+    part: Count = 0
+    last: bool = True
+    lane: Lane = "usual"
+    sequence: Number = -1
+    stage: str = ""
+    processor: str = ""
+    revision: Count = 0
+
+
+class Feedback(Struct, frozen=True, tag_field="kind", tag="feedback"):
+    """What somebody or something said later about an answer. Append-only: a newer one with the same
+    (ref, source, rater, type) revises the older; a retraction takes it back.
+
+    ref: experience id or answer id. id: unique at its source. value: 0 to 1, None where only text was given.
+    source: the configured feedback name, which becomes `scores.<source>`. type: see FeedbackKind. text: a label or
+    correction.
+
+    Example: Feedback(ref="hr-a1b2.0-3-0", id="ticket-81", value=0.8, source="csat")
+    """
+
+    ref: Id
+    id: Id
+    value: Finite | None = None
+    source: str = ""
+    type: FeedbackKind = "value"
+    text: str | None = None
+    rater: str = ""
+
+
+class Tick(Struct, frozen=True, tag_field="kind", tag="tick"):
+    """Time passing on an idle partition of `verified`, so that deadlines fire. Duplicates are harmless.
+
+    due_ms: the deadline that asked for it, log-append milliseconds. partition: of `verified`.
+
+    Example: Tick(partition=3, due_ms=1763715600000)
+    """
+
+    partition: Count
+    due_ms: int
+
+
+class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
+    """How one attempt's group ended in collect; exactly one per (group, attempt, revision).
+
+    outcome: buffered, dropped (with reason) or superseded (another attempt completed first). experiences: how many went
+    on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason to count of members.
+
+    Example: Closure(group="add-3745.2", outcome="dropped", reason="all rewards equal", sequence=412, mean_reward=1.0)
+    """
+
+    group: Id
+    outcome: Outcome
+    reason: str = ""
+    attempt: Count = 0
+    revision: Count = 0
+    sequence: Number = -1
+    lane: Lane = "usual"
+    experiences: Count = 0
+    mean_reward: Finite | None = None
+    drops: Counts = {}
+
+
+class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
+    """What the trainer took from its buffer for one step, told to the master after it is journaled.
+
+    step: optimizer step that is about to run. version: policy version when drawn. groups: trained. dropped: groups the
+    trainer will never train, with the reason.
+
+    Example: Drawn(token=17, step=40, version=40, groups=("add-3745.2",), dropped={"add-99.0": "stale"})
+    """
+
+    token: Count
+    step: int
+    version: int
+    groups: Ids
+    dropped: Annotated[dict[str, str], Bounds(max_length=65_536)] = {}
+
+
+class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
+    """A role's report of itself, every few seconds; what `status` and the demo screen show.
+
+    counters only grow within one `instance`; gauges are of now. Names are those of the Prometheus metrics.
+
+    Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
+    """
+
+    role: str
+    instance: str
+    version: int = -1
+    counters: Numbers = {}
+    gauges: Numbers = {}
+    state: str = ""
+
+
+class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
+    """What happened to a policy. Its offset orders events; a `lease` event's offset is that trainer's fencing token.
+
+    version: content, never reused. parent: the version it was trained from. manifest: store key, verified by
+    manifest_sha256. token: of the trainer that published, 0 on the lease itself. channel: candidate or stable.
+    owner: who speaks (trainer or engine instance). stats: small numbers worth showing.
+
+    Example: PolicyEvent(event="published", policy="main", version=12, parent=11, token=17,
+                         manifest="policies/main/17/manifests/12.json", manifest_sha256="9f…", step=12)
+    """
+
+    event: PolicyEventKind
+    policy: str
+    version: int = -1
+    parent: int = -1
+    token: int = 0
+    manifest: str = ""
+    manifest_sha256: str = ""
+    step: int = -1
+    channel: Literal["candidate", "stable"] = "candidate"
+    reason: str = ""
+    owner: str = ""
+    stats: Numbers = {}
+
+
+class BatchItem(Struct, frozen=True, array_like=True):
+    """One experience as trained: where it lies in `buffer`, and the numbers the loss used.
+
+    index: within its block. use: 0 the first time this (id, revision) is trained. min_version: oldest sampled token's.
+    weight: multiplies its loss terms.
+
+    Example: BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual", min_version=11,
+                       advantage=0.93)
+    """
+
+    id: Id
+    partition: Count
+    offset: Count
+    index: Count
+    lane: Lane
+    revision: Count = 0
+    use: Count = 0
+    min_version: Number = -1
+    advantage: Finite = 0.0
+    weight: Finite = 1.0
+
+
+Items = Annotated[tuple[BatchItem, ...], Bounds(max_length=65_536)]
+
+
+class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
+    """The journal: what one optimizer step trains on, in order, written before the step.
+
+    token: fencing token; the first record per (token, step) counts. version: policy version before the step.
+    phase: "warmup" or "train". drops: reason to experiences dropped at the draw. seed: of everything random in the
+    step. config_hash: of the settings that shape the step.
+
+    Example: Batch(run="demo", token=17, step=40, version=40, seed=40,
+                   items=(BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual"),))
+    """
+
+    run: str
+    token: int
+    step: int
+    version: int
+    items: Items
+    phase: Literal["warmup", "train"] = "train"
+    drops: Counts = {}
+    dropped: Items = ()
+    seed: int = 0
+    config_hash: str = ""
+
+
+class Fence(Struct, frozen=True, tag_field="kind", tag="fence"):
+    """First record of a new lease in the journal: lower tokens after it count for nothing.
+
+    Example: Fence(run="demo", token=17, owner="train/4711")
+    """
+
+    run: str
+    token: int
+    owner: str = ""
+
+
+class Skip(Struct, frozen=True, tag_field="kind", tag="skip"):
+    """A journaled step that changed no weights, and why.
+
+    Example: Skip(run="demo", token=17, step=41, reason="gradient not finite")
+    """
+
+    run: str
+    token: int
+    step: int
+    reason: str
+
+
+class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
+    """The trainer went back: steps from_step to to_step (inclusive) are quarantined, their batches never re-executed.
+
+    version: the new, higher version whose content equals restored_version.
+
+    Example: Rollback(run="demo", token=17, from_step=41, to_step=44, restored_version=40, version=45, reason="3 skips")
+    """
+
+    run: str
+    token: int
+    from_step: int
+    to_step: int
+    restored_version: int
+    version: int
+    reason: str
+
+
+class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
+    """A suite answered by exactly one version, greedily.
+
+    Example: EvalResult(policy="main", version=40, suite="held-out", num_tasks=500, num_correct=431,
+                        request="40/held-out")
+    """
+
+    policy: str
+    version: int
+    suite: str
+    num_tasks: Count
+    num_correct: Count
+    mean_score: Finite = 0.0
+    request: str = ""
+
+
+class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
+    """Bytes or a record that could not be processed, where it lay, and why; `reprocess` can try it again.
+
+    reason: short constant phrase. error: the message, which names the field. value: the record as it was, cut to
+    64 KiB.
+
+    Example: DeadLetter(topic="experiences", partition=2, offset=77, stage="verify", reason="bad frame",
+                        error="header: checksum differs", value=b"HR...")
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    stage: str
+    reason: str
+    error: str = ""
+    value: bytes = b""
+    key: bytes = b""
+
+
+Control = (
+    Task
+    | Stub
+    | Feedback
+    | Tick
+    | Closure
+    | Drawn
+    | Progress
+    | PolicyEvent
+    | Batch
+    | Fence
+    | Skip
+    | Rollback
+    | EvalResult
+    | DeadLetter
+)

@@ -1,0 +1,83 @@
+"""The topics of one app: the only place that knows their names, records, keys, partitions and retention.
+
+Every topic uses LogAppendTime: the broker's clock is the only clock in the log.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from schemas import records
+
+Retention = Literal["keep", "forever", "compact"]
+
+
+class Topic(msgspec.Struct, frozen=True):
+    """One topic: records it may hold (class names; "Block" is the experience block), its key and its cleanup.
+
+    partitions: None takes the app's configured number, 1 gives a total order.
+
+    Example: Topic("buffer", ("Block",), key="group", partitions=1, retention="keep")
+    """
+
+    name: str
+    holds: tuple[str, ...]
+    key: str
+    partitions: int | None
+    retention: Retention
+
+
+TASKSET_RAW = Topic("taskset.raw", ("Task",), "task", None, "keep")
+TASKSET = Topic("taskset", ("Task",), "task", None, "compact")
+TASKS = Topic("tasks", ("Task",), "group", None, "keep")
+EXPERIENCES = Topic("experiences", ("Block",), "group", None, "keep")
+EXPERTS = Topic("experts", ("Block",), "group", None, "forever")
+FEEDBACK = Topic("feedback", ("Feedback",), "group", None, "keep")
+VERIFIED = Topic("verified", ("Block", "Stub", "Feedback", "Tick"), "group", None, "keep")
+# Trimmed by delete_records below the oldest kept checkpoint, so time alone never removes what a resume needs.
+BUFFER = Topic("buffer", ("Block",), "group", 1, "forever")
+EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")
+BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback"), "run", 1, "forever")
+PROGRESS = Topic("progress", ("Closure", "Drawn", "Progress"), "run", 1, "keep")
+POLICIES = Topic("policies", ("PolicyEvent",), "policy", 1, "forever")
+DEAD_LETTERS = Topic("dead-letters", ("DeadLetter",), "original", None, "keep")
+
+ALL: tuple[Topic, ...] = (
+    TASKSET_RAW, TASKSET, TASKS, EXPERIENCES, EXPERTS, FEEDBACK, VERIFIED, BUFFER, EVALS, BATCHES, PROGRESS, POLICIES,
+    DEAD_LETTERS,
+)  # fmt: skip
+
+MAX_FRAME_BYTES = 768 * 1024  # larger frames go to the store by content hash (claim check)
+MAX_RECORD_BYTES = 8 * 1024 * 1024  # what the broker takes: journal records of large batches
+
+
+def topic_name(app: str, topic: Topic) -> str:
+    """Full name of a topic in the broker.
+
+    >>> topic_name("support-bot", BUFFER)
+    'support-bot.buffer'
+    """
+    return f"{app}.{topic.name}"
+
+
+def by_name(name: str) -> Topic:
+    """The topic called `name` (without the app); raises ValueError naming those there are."""
+    for topic in ALL:
+        if topic.name == name:
+            return topic
+    raise ValueError(f"no topic {name!r}: expected one of {', '.join(topic.name for topic in ALL)}")
+
+
+def topic_config(topic: Topic, keep_ms: int) -> dict[str, str]:
+    """Broker settings of a topic at creation."""
+    config = {
+        "message.timestamp.type": "LogAppendTime",
+        "compression.type": "producer",
+        "max.message.bytes": str(MAX_RECORD_BYTES),
+        "cleanup.policy": "compact" if topic.retention == "compact" else "delete",
+        "retention.ms": str(keep_ms if topic.retention == "keep" else -1),
+    }
+    return config
+
+
+assert all(hasattr(records, kind) or kind == "Block" for topic in ALL for kind in topic.holds)

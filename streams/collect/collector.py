@@ -1,0 +1,249 @@
+"""One partition of `verified` folded on this worker: the state found or rebuilt, outputs confirmed, then saved.
+
+    records -> fold -> publish blocks, then closure (confirmed) -> state + next offset in one transaction -> acknowledge
+
+Guarantees: what the file says was folded was published; a file that is missing, older than the group's offset or of
+another log is brought up to it by reading the log through the same fold; what already has a closure in `progress` is
+not sent again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from infra.bus.bus import Partition, Record
+from infra.bus.log import Log
+from infra.chain import Step, new_memories
+from infra.metrics import Metrics
+from schemas import Block, Closure, Tick
+from schemas.errors import OffsetOutOfRange
+from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
+from streams.collect.fold import Arrival, Chain, Decision, Folded, Rules, chain_of, fold, group_named, wanted
+from streams.collect.pending import Pending
+from streams.collect.state import State
+from streams.stage import Output, confirmed, letter, publish_all, read
+
+logger = logging.getLogger(__name__)
+
+STAGE = "collect"
+READ_TIMEOUT_S = 1.0
+REBUILD_RECORDS = 500
+ClosureKey = tuple[str, int, int]
+
+
+class CollectSettings(msgspec.Struct, frozen=True):
+    """What every partition's collector shares. folder: of the state files. give_up_s: of publishing one decision.
+
+    Example: CollectSettings(folder=Path("state"), rules=Rules(deadline_ms=300_000, keep_ms=86_400_000), steps=())
+    """
+
+    folder: Path
+    rules: Rules
+    steps: tuple[Step, ...]
+    give_up_s: float = 120.0
+
+
+class TakenAway(Exception):
+    """The partition is being given to another worker, so its rebuild stops."""
+
+
+class Collector:
+    """State and outputs of one partition. Not safe for concurrent use."""
+
+    def __init__(self, log: Log, metrics: Metrics, partition: int, settings: CollectSettings) -> None:
+        self.partition = partition
+        self._log = log
+        self._metrics = metrics
+        self._settings = settings
+        self._chain: Chain = chain_of(settings.steps)
+        self._pending = Pending(settings.folder / f"collect-{partition}.sqlite")
+        self._state = State()
+        self._published: set[ClosureKey] = set()
+        self._published_until = 0
+
+    @property
+    def next_offset(self) -> int:
+        """Everything below is folded, published and saved."""
+        return self._state.next_offset
+
+    def next_due_ms(self) -> int:
+        """When time decides something next, 0 for never."""
+        return self._state.next_due_ms()
+
+    def num_open(self) -> int:
+        """Groups that wait."""
+        return self._state.num_open()
+
+    def close(self) -> None:
+        """Close the state file."""
+        self._pending.close()
+
+    async def recover(self, committed: int, taken_away: Callable[[], bool]) -> None:
+        """Bring the state to at least `committed`; raises TakenAway between chunks once `taken_away()`."""
+        topic = self._log.name(VERIFIED)
+        at = Partition(topic, self.partition)
+        begin = (await self._log.bus.beginning_offsets(topic))[at]
+        end = (await self._log.bus.end_offsets(topic))[at]
+        self._state = self._pending.load(new_memories(self._settings.steps))
+        if self._state.next_offset and not await self._is_of_this_log(begin, end):
+            logger.warning("collect_state_foreign partition=%d next_offset=%d", self.partition, self._state.next_offset)
+            self._pending.clear()
+            self._state = self._pending.load(new_memories(self._settings.steps))
+        self._state.next_offset = max(self._state.next_offset, begin)
+        self._published = await self._closures_since(self._pending.progress_offset)
+        self._published_until = end
+        if self._state.next_offset < committed:
+            logger.info("collect_rebuild partition=%d from=%d to=%d", self.partition, self.next_offset, committed)
+            await self._replay(committed, taken_away)
+        logger.info("collect_ready partition=%d offset=%d open=%d", self.partition, self.next_offset, self.num_open())
+
+    async def take(self, records: Sequence[Record]) -> None:
+        """Fold records in offset order; on return they are published and saved."""
+        fresh = [record for record in records if record.offset >= self.next_offset]
+        if not fresh:
+            return
+        if fresh[0].offset > self.next_offset:
+            logger.warning("collect_gap partition=%d from=%d to=%d", self.partition, self.next_offset, fresh[0].offset)
+            await self._replay(fresh[0].offset, lambda: False)
+        await self._fold_all(fresh, counted=True)
+
+    async def tick(self, now_ms: int) -> bool:
+        """Append a tick if the state waits for a moment that has come; True if it did."""
+        due_ms = self._state.next_due_ms()
+        if not due_ms or due_ms > now_ms:
+            return False
+        await self._publish([Output(VERIFIED, Tick(partition=self.partition, due_ms=due_ms))])
+        return True
+
+    async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
+        arrivals = []
+        letters: list[Output] = []
+        for record in records:
+            message = await read(self._log, record, self._settings.give_up_s)
+            if message.error is not None:
+                letters.append(letter(message, STAGE, "bad frame", str(message.error)))
+                self._metrics.counter("dropped", reason="bad frame").inc()
+            frame = record.value if record.value[:2] == b"HR" else b""
+            arrivals.append(
+                Arrival(
+                    partition=record.partition, offset=record.offset, timestamp_ms=record.timestamp_ms,
+                    value=message.value, frame=frame,
+                )
+            )  # fmt: skip
+        self._pending.look_up(self._state, {name for arrival in arrivals if (name := group_named(arrival.value))})
+        folded = [await self._fold(arrival) for arrival in arrivals]
+        decisions = [decision for one in folded for decision in one.decisions if self._is_new(decision)]
+        letters += [Output(DEAD_LETTERS, dead) for one in folded for dead in one.letters]
+        await self._emit(decisions, letters)
+        if self.next_offset >= self._published_until:
+            self._published = set()
+        await self._pending.save(self._state, self._settings.rules.keep_ms)
+        if counted:
+            self._count(folded, decisions)
+
+    async def _fold(self, arrival: Arrival) -> Folded:
+        rules = self._settings.rules
+        offsets = wanted(self._state, arrival, rules)
+        fetched = await self._blocks_at(sorted(offsets)) if offsets else {}
+        return await fold(self._state, arrival, rules, self._chain, fetched)
+
+    async def _emit(self, decisions: Sequence[Decision], letters: Sequence[Output]) -> None:
+        """Publish everything; the closure of a decision after its blocks."""
+        blocks = [Output(BUFFER, block) for decision in decisions for block in decision.blocks]
+        await self._publish([*blocks, *letters])
+        closures = [decision.closure for decision in decisions]
+        if closures:
+            positions = await asyncio.gather(*(self._close(closure) for closure in closures))
+            self._pending.progress_offset = max(self._pending.progress_offset, max(positions) + 1)
+
+    async def _close(self, closure: Closure) -> int:
+        position = await confirmed(lambda: self._log.publish(PROGRESS, closure), "progress", self._settings.give_up_s)
+        return position.offset
+
+    async def _publish(self, outputs: Sequence[Output]) -> None:
+        await publish_all(self._log, outputs, self._settings.give_up_s)
+
+    def _is_new(self, decision: Decision) -> bool:
+        closure = decision.closure
+        return (closure.group, closure.attempt, closure.revision) not in self._published
+
+    async def _replay(self, until: int, taken_away: Callable[[], bool]) -> None:
+        """Fold the log from next_offset up to `until`."""
+        reader = await self._log.assigned(VERIFIED, {self.partition: self.next_offset})
+        try:
+            while self.next_offset < until:
+                if taken_away():
+                    raise TakenAway
+                records = await reader.get_many(timeout_s=READ_TIMEOUT_S, max_records=REBUILD_RECORDS)
+                wanted_records = [record for record in records if record.offset < until]
+                if wanted_records:
+                    await self._fold_all(wanted_records, counted=False)
+        finally:
+            await reader.close()
+
+    async def _is_of_this_log(self, begin: int, end: int) -> bool:
+        """Whether the file continues this log: its last record is where and when the file says."""
+        state = self._state
+        if state.next_offset > end or state.next_offset < begin:
+            return False
+        if state.next_offset == begin:
+            return True
+        reader = await self._log.assigned(VERIFIED, {self.partition: state.next_offset - 1})
+        try:
+            records: list[Record] = []
+            while not records:
+                records = await reader.get_many(timeout_s=READ_TIMEOUT_S, max_records=1)
+            return records[0].timestamp_ms == state.last_ms
+        finally:
+            await reader.close()
+
+    async def _closures_since(self, offset: int) -> set[ClosureKey]:
+        """Closures in `progress` from `offset` to its end now: they were published, whoever did it."""
+        topic = self._log.name(PROGRESS)
+        at = Partition(topic, 0)
+        end = (await self._log.bus.end_offsets(topic))[at]
+        start = max(offset, (await self._log.bus.beginning_offsets(topic))[at])
+        found: set[ClosureKey] = set()
+        if start >= end:
+            return found
+        reader = await self._log.assigned(PROGRESS, {0: start})
+        try:
+            while reader.positions().get(at, start) < end:
+                for message in await self._log.read(reader, timeout_s=READ_TIMEOUT_S, max_records=REBUILD_RECORDS):
+                    closure = message.value
+                    if isinstance(closure, Closure):
+                        found.add((closure.group, closure.attempt, closure.revision))
+        finally:
+            await reader.close()
+        return found
+
+    async def _blocks_at(self, offsets: Sequence[int]) -> dict[int, Block]:
+        """Blocks of `verified` at these offsets; those that retention has removed are missing."""
+        blocks: dict[int, Block] = {}
+        reader = await self._log.assigned(VERIFIED, {self.partition: offsets[0]})
+        try:
+            for offset in offsets:
+                reader.seek(Partition(self._log.name(VERIFIED), self.partition), offset)
+                try:
+                    records: list[Record] = []
+                    while not records:
+                        records = await reader.get_many(timeout_s=READ_TIMEOUT_S, max_records=1)
+                except OffsetOutOfRange:
+                    continue
+                message = await read(self._log, records[0], self._settings.give_up_s)
+                if isinstance(message.value, Block):
+                    blocks[offset] = message.value
+        finally:
+            await reader.close()
+        return blocks
+
+    def _count(self, folded: Sequence[Folded], decisions: Sequence[Decision]) -> None:
+        for one in folded:
+            for reason, number in one.dropped.items():
+                self._metrics.counter("dropped", reason=reason).inc(number)
+        for decision in decisions:
+            self._metrics.counter("closures", outcome=decision.closure.outcome).inc()
+            self._metrics.counter("experiences_out", stage=STAGE).inc(decision.closure.experiences)

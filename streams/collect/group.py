@@ -1,0 +1,131 @@
+"""What collect knows of one group: its attempts, who has arrived, what was said about them, and how it ended.
+
+An attempt is complete when every episode 0..group_size-1 has all its parts up to its last one; a stub counts like the
+experience it stands for. Arrivals are known by (episode, part), so a redelivery changes nothing.
+"""
+
+import msgspec
+
+from schemas import Experience, Feedback, Lane, Stub
+
+
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Where an experience lies: offset of its block in `verified`, index within it.
+
+    Example: Place(offset=981, index=7)
+    """
+
+    offset: int
+    index: int
+
+
+class Episode(msgspec.Struct, array_like=True):
+    """Parts of one episode by number: a Place, or the reason of the stub that came instead. last: -1 not seen yet.
+
+    Example: Episode(parts={0: Place(981, 7)}, last=0)
+    """
+
+    parts: dict[int, Place | str] = {}
+    last: int = -1
+
+    @property
+    def is_done(self) -> bool:
+        return self.last >= 0 and all(part in self.parts for part in range(self.last + 1))
+
+
+class Attempt(msgspec.Struct, array_like=True):
+    """One try of a group. first_ms: log-append time of its first record. num_done: episodes that are done.
+
+    Example: Attempt(number=0, group_size=16, lane="usual", sequence=412, first_ms=1763715600000)
+    """
+
+    number: int
+    group_size: int
+    lane: Lane
+    sequence: int
+    first_ms: int
+    episodes: dict[int, Episode] = {}
+    num_done: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_done >= self.group_size
+
+    def has(self, episode: int, part: int) -> bool:
+        """Whether that part, or its stub, has arrived."""
+        known = self.episodes.get(episode)
+        return known is not None and part in known.parts
+
+    def add(self, record: Experience | Stub, arrived: Place | str) -> bool:
+        """Note an arrival; False if it was there already or lies outside the group."""
+        if record.episode >= self.group_size or self.has(record.episode, record.part):
+            return False
+        episode = self.episodes.setdefault(record.episode, Episode())
+        was_done = episode.is_done
+        episode.parts[record.part] = arrived
+        if record.last:
+            episode.last = record.part
+        self.num_done += episode.is_done - was_done
+        return True
+
+    def places(self, *, done_only: bool = False) -> list[Place]:
+        """Experiences that arrived, by (episode, part); done_only: without those of episodes that miss a part."""
+        return [
+            arrived
+            for _, episode in sorted(self.episodes.items())
+            if episode.is_done or not done_only
+            for _, arrived in sorted(episode.parts.items())
+            if isinstance(arrived, Place)
+        ]
+
+    def drops(self) -> dict[str, int]:
+        """Stubs that arrived: reason to count."""
+        counts: dict[str, int] = {}
+        for episode in self.episodes.values():
+            for arrived in episode.parts.values():
+                if isinstance(arrived, str):
+                    counts[arrived] = counts.get(arrived, 0) + 1
+        return counts
+
+
+class Said(msgspec.Struct, array_like=True, frozen=True):
+    """One feedback as it lies in the log.
+
+    Example: Said(feedback=Feedback(ref="hr-a1b2.0-3-0", id="ticket-81", value=0.8), offset=982, time_ms=1763715600000)
+    """
+
+    feedback: Feedback
+    offset: int
+    time_ms: int
+
+
+class Group(msgspec.Struct, array_like=True):
+    """Everything about one group. attempts: those still open, and the one that won. winner: its number, -1 before.
+
+    superseded: attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone
+    decides something, 0 never. said: experience id to its feedback, in log order.
+
+    Example: Group(id="add-3745.2", attempts={0: Attempt(...)}, due_ms=1763719200000)
+    """
+
+    id: str
+    attempts: dict[int, Attempt] = {}
+    winner: int = -1
+    superseded: list[int] = []
+    revision: int = 0
+    closed_ms: int = 0
+    due_ms: int = 0
+    said: dict[str, list[Said]] = {}
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closed_ms > 0
+
+    def offsets(self) -> set[int]:
+        """Blocks that hold an experience of an attempt still here."""
+        return {place.offset for attempt in self.attempts.values() for place in attempt.places()}
+
+
+def fullest(attempts: dict[int, Attempt]) -> Attempt:
+    """The attempt a deadline closes: most episodes done, then most that arrived at all, then the earliest."""
+    return max(attempts.values(), key=lambda attempt: (attempt.num_done, len(attempt.episodes), -attempt.number))

@@ -1,0 +1,209 @@
+"""Feeds one partition's records to its collector in batches, and time when there are none.
+
+    deliveries ─> queue ─> batch (64 records or 50 ms) ─> Collector.take ─> acknowledge
+                    └── idle and a deadline is due ─> Collector.tick, which comes back as a record
+
+Guarantees: records are taken in offset order and acknowledged after they are saved; a partition that is taken away is
+let go between two batches, what waited is delivered again; nothing escapes: an error ends the process before the
+acknowledgement.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from infra.bus.log import Log
+from infra.metrics import Metrics
+from streams.collect.collector import Collector, CollectSettings, TakenAway
+from streams.stage import Delivery, end_for
+
+logger = logging.getLogger(__name__)
+
+BATCH_RECORDS = 64
+LINGER_S = 0.05
+MAX_QUEUED = 256
+IDLE_S = 1.0
+TICK_AGAIN_S = 1.0
+
+
+class Inbox:
+    """One partition of one generation."""
+
+    def __init__(self, partition: int, generation: int) -> None:
+        self.partition = partition
+        self.generation = generation
+        self.moved_at_s = time.monotonic()
+        self.num_open = 0
+        self._queue: deque[Delivery] = deque()
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._retired = False
+        self._ticked_at_s = 0.0
+
+    async def put(self, delivery: Delivery) -> None:
+        """Queue a record; waits while the queue is full."""
+        while len(self._queue) >= MAX_QUEUED and not self._retired:
+            self._room.clear()
+            await self._room.wait()
+        if self._retired:
+            delivery.abandon()
+            return
+        self._queue.append(delivery)
+        self._changed.set()
+
+    def retire(self) -> None:
+        """Let the partition go: what is queued is not begun, what is begun is finished."""
+        self._retired = True
+        while self._queue:
+            self._queue.popleft().abandon()
+        self._changed.set()
+        self._room.set()
+
+    def num_queued(self) -> int:
+        """Records that wait."""
+        return len(self._queue)
+
+    async def run(
+        self,
+        make: Callable[[], Collector],
+        committed: Callable[[], Awaitable[int]],
+        before: "asyncio.Task[None] | None",
+    ) -> None:
+        """Recover, then fold until retired. before: the task that still may hold the state file."""
+        try:
+            if before is not None:
+                await asyncio.wait((before,))
+            if self._retired:
+                return
+            collector = make()
+            try:
+                await collector.recover(await committed(), lambda: self._retired)
+                await self._fold(collector)
+            finally:
+                collector.close()
+        except TakenAway:
+            logger.info("collect_taken_away partition=%d", self.partition)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            end_for(error, f"collect: partition {self.partition}")
+
+    async def _fold(self, collector: Collector) -> None:
+        while not self._retired:
+            batch = await self._batch()
+            if batch:
+                await collector.take([delivery.record for delivery in batch])
+                for delivery in batch:
+                    delivery.acknowledge()
+                self.moved_at_s = time.monotonic()
+            elif not self._retired:
+                await self._tick(collector)
+            self.num_open = collector.num_open()
+
+    async def _batch(self) -> list[Delivery]:
+        """The next records; empty when none came for a while."""
+        if not self._queue and not await self._wait(IDLE_S):
+            return []
+        until_s = time.monotonic() + LINGER_S
+        while 0 < len(self._queue) < BATCH_RECORDS:
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0 or not await self._wait(remaining_s):
+                break
+        batch = [self._queue.popleft() for _ in range(min(BATCH_RECORDS, len(self._queue)))]
+        self._room.set()
+        return batch
+
+    async def _wait(self, timeout_s: float) -> bool:
+        """Whether something came within timeout_s."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+            return True
+        except TimeoutError:
+            return False
+
+    async def _tick(self, collector: Collector) -> None:
+        now_s = time.monotonic()
+        if now_s - self._ticked_at_s >= TICK_AGAIN_S and await collector.tick(int(time.time() * 1000)):
+            self._ticked_at_s = now_s
+
+
+class CollectDriver:
+    """All partitions of `verified` that this worker holds."""
+
+    name = "collect"
+
+    def __init__(
+        self,
+        log: Log,
+        metrics: Metrics,
+        settings: CollectSettings,
+        committed: Callable[[int], Awaitable[int]],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """committed: next offset of a partition as the group has it."""
+        self._log = log
+        self._metrics = metrics
+        self._settings = settings
+        self._committed = committed
+        self._tasks = tasks
+        self._inboxes: dict[int, Inbox] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def moved_at_s(self) -> float:
+        """When a batch was last finished, on the monotonic clock."""
+        return max((inbox.moved_at_s for inbox in self._inboxes.values()), default=time.monotonic())
+
+    async def accept(self, delivery: Delivery) -> None:
+        """Queue a record for its partition."""
+        inbox = self._inbox(delivery.record.partition, delivery.generation)
+        if inbox is None:
+            delivery.abandon()
+        else:
+            await inbox.put(delivery)
+
+    def assigned(self, partitions: set[int], generation: int) -> None:
+        """These partitions are this worker's: their states are recovered even if no record comes."""
+        for partition in partitions:
+            self._inbox(partition, generation)
+
+    def retire(self) -> None:
+        """A rebalance has begun: finish what is begun, hold nothing else."""
+        for inbox in self._inboxes.values():
+            inbox.retire()
+
+    def num_in_flight(self) -> int:
+        """Records that wait to be folded."""
+        return sum(inbox.num_queued() for inbox in self._inboxes.values())
+
+    def num_open(self) -> int:
+        """Groups that wait to be complete."""
+        return sum(inbox.num_open for inbox in self._inboxes.values())
+
+    async def finish(self) -> None:
+        """Retire everything and wait until the state files are closed."""
+        self.retire()
+        if self._running:
+            await asyncio.wait(self._running.values())
+
+    def _inbox(self, partition: int, generation: int) -> Inbox | None:
+        """The inbox of this generation, begun if need be; None for a delivery of an older one."""
+        inbox = self._inboxes.get(partition)
+        if inbox is not None and inbox.generation > generation:
+            return None
+        if inbox is None or inbox.generation < generation:
+            if inbox is not None:
+                inbox.retire()
+            inbox = self._inboxes[partition] = Inbox(partition, generation)
+            self._running[partition] = self._tasks.create_task(
+                inbox.run(
+                    lambda: Collector(self._log, self._metrics, partition, self._settings),
+                    lambda: self._committed(partition),
+                    self._running.get(partition),
+                )
+            )
+        return inbox

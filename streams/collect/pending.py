@@ -1,0 +1,164 @@
+"""The SQLite file that keeps one worker's state of one partition of `verified`.
+
+Guarantees: state and next offset change in one transaction, so the file always is the fold up to the offset it names; a
+file that cannot be read is put aside, never half used. Closed groups are read back one by one, open ones at the start.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from infra.processor import Memory
+from streams.collect.group import Group
+from streams.collect.state import Frames, State
+
+logger = logging.getLogger(__name__)
+
+LAYOUT = 1
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, closed_ms INTEGER NOT NULL, data BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS groups_by_closing ON groups (closed_ms);
+CREATE TABLE IF NOT EXISTS frames (offset INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS memories (name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
+"""
+
+_encoder = msgspec.msgpack.Encoder()
+_group_decoder = msgspec.msgpack.Decoder(Group)
+Rows = list[tuple[Any, ...]]
+
+
+class Pending:
+    """One open file. Not safe for concurrent use; `save` writes in a thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create; a damaged file is renamed to `<name>.damaged` and started anew."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.progress_offset = 0
+        self._saved_memories: dict[str, int] = {}
+        self._looked_up: set[str] = set()
+        try:
+            self._connection = self._open()
+        except sqlite3.DatabaseError as error:
+            logger.warning("collect_state_damaged path=%s error=%s", path, error)
+            path.replace(path.with_suffix(".damaged"))
+            for suffix in ("-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            self._connection = self._open()
+
+    def load(self, memories: dict[str, Memory]) -> State:
+        """The state as last saved; memories: empty ones, filled with what was remembered."""
+        meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
+        for name, data in self._connection.execute("SELECT name, data FROM memories"):
+            if name in memories:
+                memories[name] = Memory.from_bytes(data, memories[name].limit)
+        self._saved_memories = {name: memory.revision for name, memory in memories.items()}
+        state = State(Frames(self._frame), memories)
+        state.next_offset = meta.get("next_offset", 0)
+        state.last_ms = meta.get("last_ms", 0)
+        state.now_ms = meta.get("now_ms", 0)
+        self.progress_offset = meta.get("progress_offset", 0)
+        for (data,) in self._connection.execute("SELECT data FROM groups WHERE closed_ms = 0"):
+            state.restore(_group_decoder.decode(data))
+        return state
+
+    def look_up(self, state: State, group_ids: Iterable[str]) -> None:
+        """Bring closed groups that records are about to name into the state."""
+        for group_id in group_ids:
+            if group_id not in state.groups:
+                row = self._connection.execute("SELECT data FROM groups WHERE id = ?", (group_id,)).fetchone()
+                if row is not None:
+                    state.groups[group_id] = _group_decoder.decode(row[0])
+                    self._looked_up.add(group_id)
+
+    async def save(self, state: State, keep_ms: int) -> None:
+        """Make the file equal to `state`, in one transaction; closed groups then leave the memory."""
+        groups: Rows = []
+        gone: Rows = []
+        for group_id in state.touched:
+            group = state.groups.get(group_id)
+            if group is None:
+                gone.append((group_id,))
+            else:
+                groups.append((group_id, group.closed_ms, _encoder.encode(group)))
+        frames = list(state.frames.unsaved.items())
+        removed = [(offset,) for offset in state.frames.removed]
+        memories = [
+            (name, memory.to_bytes())
+            for name, memory in state.memories.items()
+            if self._saved_memories.get(name) != memory.revision
+        ]
+        meta = [
+            ("next_offset", state.next_offset),
+            ("last_ms", state.last_ms),
+            ("now_ms", state.now_ms),
+            ("progress_offset", self.progress_offset),
+        ]
+        await asyncio.to_thread(self._write, groups, gone, frames, removed, memories, meta, state.now_ms - keep_ms)
+        self._saved_memories = {name: memory.revision for name, memory in state.memories.items()}
+        state.frames.mark_saved()
+        for group_id in state.touched | self._looked_up:
+            group = state.groups.get(group_id)
+            if group is not None and group.is_closed:
+                del state.groups[group_id]
+        state.touched.clear()
+        self._looked_up.clear()
+        state.forget_closed_order()
+
+    def clear(self) -> None:
+        """Forget everything, to be rebuilt from the log."""
+        with self._connection:
+            for table in ("meta", "groups", "frames", "memories"):
+                self._connection.execute(f"DELETE FROM {table}")
+
+    def close(self) -> None:
+        """Close the file; what was saved stays."""
+        self._connection.close()
+
+    def _open(self) -> sqlite3.Connection:
+        # isolation_level None: transactions begin where this file says so.
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        try:
+            # NORMAL may lose the last transactions with the machine, never the file: the log has them.
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            (layout,) = connection.execute("PRAGMA user_version").fetchone()
+            if layout not in (0, LAYOUT):
+                raise sqlite3.DatabaseError(f"layout {layout}, expected {LAYOUT}")
+            connection.executescript(SCHEMA)
+            connection.execute(f"PRAGMA user_version = {LAYOUT}")
+            connection.execute("SELECT count(*) FROM meta").fetchone()
+        except sqlite3.DatabaseError:
+            connection.close()
+            raise
+        return connection
+
+    def _frame(self, offset: int) -> bytes:
+        row = self._connection.execute("SELECT data FROM frames WHERE offset = ?", (offset,)).fetchone()
+        if row is None:
+            raise KeyError(offset)
+        return bytes(row[0])
+
+    def _write(
+        self, groups: Rows, gone: Rows, frames: Rows, removed: Rows, memories: Rows, meta: Rows, expired_ms: int
+    ) -> None:
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            connection.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?)", groups)
+            connection.executemany("DELETE FROM groups WHERE id = ?", gone)
+            connection.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?)", frames)
+            connection.executemany("DELETE FROM frames WHERE offset = ?", removed)
+            connection.executemany("INSERT OR REPLACE INTO memories VALUES (?, ?)", memories)
+            connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
+            connection.execute("DELETE FROM groups WHERE closed_ms > 0 AND closed_ms < ?", (expired_ms,))
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")

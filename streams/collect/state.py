@@ -1,0 +1,139 @@
+"""What collect remembers of one partition, in memory: open groups, blocks they wait with, and when time decides next.
+
+Guarantee: a state is a function of the records folded so far; where its blocks and closed groups are kept (here, or in
+the file of `pending.py`) changes nothing it decides.
+"""
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from infra.processor import Memory
+from schemas import Block, decode, encode
+from streams.collect.group import Group
+
+MAX_CACHED_BYTES = 64 * 1024 * 1024
+
+
+class Frames:
+    """Blocks of open groups by offset: bytes, with a bounded cache of decoded ones."""
+
+    def __init__(self, load: Callable[[int], bytes] | None = None) -> None:
+        """load: bytes of a block that was saved before; raises KeyError."""
+        self._load = load
+        self._decoded: OrderedDict[int, tuple[Block, int]] = OrderedDict()
+        self._decoded_bytes = 0
+        self.unsaved: dict[int, bytes] = {}
+        self.removed: set[int] = set()
+
+    def put(self, offset: int, block: Block, frame: bytes) -> None:
+        """Keep a block; frame: its bytes, empty to have them made."""
+        self.unsaved[offset] = frame or encode(block)
+        self._remember(offset, block, len(self.unsaved[offset]))
+
+    def get(self, offset: int) -> Block:
+        """The block that was put at `offset`; KeyError if it was removed."""
+        if offset in self._decoded:
+            return self._decoded[offset][0]
+        frame = self.unsaved.get(offset)
+        if frame is None:
+            if self._load is None or offset in self.removed:
+                raise KeyError(offset)
+            frame = self._load(offset)
+        block = decode(frame)
+        assert isinstance(block, Block), f"frame {offset} is no block"
+        self._remember(offset, block, len(frame))
+        return block
+
+    def remove(self, offset: int) -> None:
+        """Forget a block that no open group needs."""
+        if offset in self._decoded:
+            self._decoded_bytes -= self._decoded.pop(offset)[1]
+        if self.unsaved.pop(offset, None) is None:
+            self.removed.add(offset)
+
+    def mark_saved(self) -> None:
+        """What is unsaved has been saved, and what was removed is gone there too."""
+        self.unsaved.clear()
+        self.removed.clear()
+
+    def _remember(self, offset: int, block: Block, num_bytes: int) -> None:
+        self._decoded[offset] = (block, num_bytes)
+        self._decoded_bytes += num_bytes
+        while self._decoded_bytes > MAX_CACHED_BYTES and len(self._decoded) > 1:
+            self._decoded_bytes -= self._decoded.popitem(last=False)[1][1]
+
+
+class State:
+    """One partition. next_offset: of `verified`, everything below is folded; last_ms: log-append time of the record
+    before it. now_ms: newest log-append time seen.
+
+    groups: open ones, and closed ones that were looked up. touched: changed since the last save.
+    """
+
+    def __init__(self, frames: Frames | None = None, memories: dict[str, Memory] | None = None) -> None:
+        self.next_offset = 0
+        self.last_ms = 0
+        self.now_ms = 0
+        self.groups: dict[str, Group] = {}
+        self.touched: set[str] = set()
+        self.frames = frames or Frames()
+        self.memories: dict[str, Memory] = memories or {}
+        self._due: list[tuple[int, str]] = []
+        self._closed: deque[tuple[int, str]] = deque()
+
+    def schedule(self, group: Group, due_ms: int) -> None:
+        """Time decides about `group` at due_ms; 0 for never."""
+        if due_ms == group.due_ms:
+            return
+        group.due_ms = due_ms
+        if due_ms:
+            heapq.heappush(self._due, (due_ms, group.id))
+
+    def restore(self, group: Group) -> None:
+        """Put back a group that was saved."""
+        self.groups[group.id] = group
+        if group.due_ms:
+            heapq.heappush(self._due, (group.due_ms, group.id))
+
+    def next_due_ms(self) -> int:
+        """The earliest moment at which time decides something, 0 for none."""
+        while self._due:
+            due_ms, group_id = self._due[0]
+            group = self.groups.get(group_id)
+            if group is not None and group.due_ms == due_ms:
+                return due_ms
+            heapq.heappop(self._due)
+        return 0
+
+    def pop_due(self) -> Group | None:
+        """A group whose moment has come by `now_ms`, earliest first."""
+        due_ms = self.next_due_ms()
+        if not due_ms or due_ms > self.now_ms:
+            return None
+        _, group_id = heapq.heappop(self._due)
+        group = self.groups[group_id]
+        group.due_ms = 0
+        return group
+
+    def close(self, group: Group) -> None:
+        """Mark a group closed now."""
+        group.closed_ms = max(self.now_ms, 1)
+        self.schedule(group, 0)
+        self._closed.append((group.closed_ms, group.id))
+
+    def expire(self, keep_ms: int) -> None:
+        """Forget closed groups older than keep_ms."""
+        while self._closed and self._closed[0][0] < self.now_ms - keep_ms:
+            closed_ms, group_id = self._closed.popleft()
+            group = self.groups.get(group_id)
+            if group is not None and group.closed_ms == closed_ms:
+                del self.groups[group_id]
+
+    def forget_closed_order(self) -> None:
+        """Closed groups are kept, and expire, elsewhere."""
+        self._closed.clear()
+
+    def num_open(self) -> int:
+        """Groups that have not ended."""
+        return sum(not group.is_closed for group in self.groups.values())

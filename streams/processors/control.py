@@ -1,0 +1,25 @@
+"""Controls: deliberate damage that shows what a part of the system contributes. Never on by itself."""
+
+import hashlib
+import random
+
+import msgspec
+
+from infra.processor import processor
+from schemas import Experience
+
+
+@processor(version=1, inline=True)
+def shuffle_advantages(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
+    """Permute the advantages among the members that have one: same numbers, no relation to what was done.
+
+    The permutation is seeded by the group id, so a retry and a replay shuffle alike.
+    """
+    places = [place for place, member in enumerate(group) if member.advantage is not None]
+    values = [group[place].advantage for place in places]
+    seed = int.from_bytes(hashlib.sha256(group[0].group.encode()).digest()[:8], "big")
+    random.Random(seed).shuffle(values)
+    members = list(group)
+    for place, value in zip(places, values, strict=True):
+        members[place] = msgspec.structs.replace(members[place], advantage=value)
+    return tuple(members)

@@ -1,0 +1,31 @@
+"""Episodes of a group: the parts of one episode share its reward and its advantage."""
+
+from collections.abc import Iterable
+
+from schemas import Experience
+
+
+def is_judged(experience: Experience) -> bool:
+    """Whether reward and advantage apply: to everything but demonstrations."""
+    return experience.lane != "expert"
+
+
+def by_episode(group: Iterable[Experience]) -> dict[int, list[Experience]]:
+    """Judged members of each episode, in the order of their parts."""
+    episodes: dict[int, list[Experience]] = {}
+    for experience in group:
+        if is_judged(experience):
+            episodes.setdefault(experience.episode, []).append(experience)
+    for parts in episodes.values():
+        parts.sort(key=lambda part: part.part)
+    return episodes
+
+
+def rewards_of(group: Iterable[Experience]) -> dict[int, float]:
+    """Reward of each judged episode that has one: that of its latest part."""
+    rewards: dict[int, float] = {}
+    for episode, parts in by_episode(group).items():
+        for part in parts:
+            if part.reward is not None:
+                rewards[episode] = part.reward
+    return rewards

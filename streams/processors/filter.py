@@ -1,0 +1,55 @@
+"""filter: length, repetition and truncation of what was sampled."""
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from infra.processor import Drop, processor
+from schemas import Experience
+
+WINDOW = 16
+MIN_LOOP_TOKENS = 64
+MAX_LOOKED_AT = 65_536  # tokens, from the end: a loop reaches the end
+
+
+@processor(version=1, inline=True)
+def filter(
+    experience: Experience,
+    *,
+    min_tokens: int = 0,
+    max_tokens: int = 0,
+    max_repetition: float = 0.9,
+    truncated: Literal["keep", "drop"] = "keep",
+) -> Experience | Drop:
+    """Drop answers that are too short, too long, looping or cut off; 0 is no limit. Evals and demonstrations pass."""
+    if experience.suite or experience.lane == "expert":
+        return experience
+    num_sampled = experience.num_sampled
+    if num_sampled < min_tokens:
+        return Drop("too short", f"{num_sampled} tokens, expected {min_tokens} or more")
+    if max_tokens and num_sampled > max_tokens:
+        return Drop("too long", f"{num_sampled} tokens, expected at most {max_tokens}")
+    if truncated == "drop" and experience.end == "truncated":
+        return Drop("truncated", f"cut off after {num_sampled} tokens")
+    if max_repetition < 1 and num_sampled >= MIN_LOOP_TOKENS:
+        share = repetition(sampled_tokens(experience)[-MAX_LOOKED_AT:])
+        if share > max_repetition:
+            return Drop("repetition", f"{share:.2f} of the {WINDOW}-token windows repeat, expected {max_repetition:g}")
+    return experience
+
+
+def sampled_tokens(experience: Experience) -> npt.NDArray[np.uint32]:
+    """The tokens inside spans, one after the other."""
+    return np.concatenate([experience.tokens[span.start : span.stop] for span in experience.spans])
+
+
+def repetition(tokens: npt.NDArray[np.uint32]) -> float:
+    """Share of 16-token windows that occurred before in `tokens`; 0 for fewer than 17 tokens."""
+    if len(tokens) <= WINDOW:
+        return 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), WINDOW)
+    # A polynomial hash modulo 2**64: equal windows are equal, and 65,536 of them collide once in 10**10 such answers.
+    powers = np.cumprod(np.full(WINDOW, 0x9E3779B97F4A7C15, dtype=np.uint64))
+    hashes = (windows * powers).sum(axis=1, dtype=np.uint64)
+    return 1.0 - len(np.unique(hashes)) / len(hashes)

@@ -1,0 +1,61 @@
+"""synthesize: the best episode of a group once more, as a demonstration in the expert lane."""
+
+import msgspec
+import numpy as np
+
+from infra.processor import processor
+from schemas import Experience, ids
+from streams.processors.episodes import by_episode, rewards_of
+
+PROCESSOR = "synthesize@1"
+
+
+@processor(version=1, inline=True)
+def synthesize(group: tuple[Experience, ...], *, min_reward: float = 1.0) -> tuple[Experience, ...]:
+    """The group, and behind it a demonstration made from its best episode if that reached `min_reward`.
+
+    Of equally good episodes the lowest id is taken, and the id of what is made follows from it: a retry makes the same
+    again. Only a comparison of two episodes or more makes one, from an episode of one part that ended by itself.
+    """
+    best = _best(group, min_reward)
+    return group if best is None else (*group, demonstration_of(best))
+
+
+def demonstration_of(best: Experience) -> Experience:
+    """`best` in the expert lane: same tokens, no behaviour policy, so no ratio."""
+    group = ids.synthetic_group((best.id,), PROCESSOR, 0)
+    spans = tuple(msgspec.structs.replace(span, version=-1, temperature=1.0, ratio=False) for span in best.spans)
+    made = best.with_bulk(logprobs=np.zeros(best.num_sampled, dtype=np.float32))
+    return msgspec.structs.replace(
+        made,
+        id=ids.experience_id(group, 0, 0),
+        group=group,
+        episode=0,
+        group_size=1,
+        attempt=0,
+        sequence=-1,
+        lane="expert",
+        origin="synthesize",
+        spans=spans,
+        scores=tuple(score for score in best.scores if score.at is None),
+        advantage=None,
+        priority=1.0,
+        revision=0,
+        meta={**best.meta, "parent": best.id},
+    )
+
+
+def _best(group: tuple[Experience, ...], min_reward: float) -> Experience | None:
+    episodes, rewards = by_episode(group), rewards_of(group)
+    if len(rewards) < 2:
+        return None
+    candidates = [
+        (-rewards[episode], parts[0].id, parts[0])
+        for episode, parts in episodes.items()
+        if episode in rewards and rewards[episode] >= min_reward and _is_whole(parts)
+    ]
+    return min(candidates, key=lambda candidate: candidate[:2])[2] if candidates else None
+
+
+def _is_whole(parts: list[Experience]) -> bool:
+    return len(parts) == 1 and parts[0].part == 0 and parts[0].last and parts[0].end == "terminal"

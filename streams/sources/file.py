@@ -1,0 +1,116 @@
+"""Feedback from a JSONL file that grows: one JSON object per line.
+
+Delivery: at least once; the position is saved after what it covers is published. A line counts once its line end is
+there. A file that was replaced or cut is read from its beginning. One process per file: the others wait for its lock.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from infra.bus.log import Log
+from infra.metrics import Metrics
+from streams.source import Event, EventSource, publish_events
+
+POLL_S = 0.5
+LOCK_POLL_S = 5.0
+MAX_CHUNK_BYTES = 1024 * 1024  # a longer line is invalid
+logger = logging.getLogger(__name__)
+
+
+class FilePosition(msgspec.Struct, frozen=True):
+    """Everything before `offset` in the file with this inode is published.
+
+    Example: FilePosition(inode=1311, offset=4096)
+    """
+
+    inode: int = 0
+    offset: int = 0
+
+
+async def run_file(source: EventSource, log: Log, metrics: Metrics, state: Path) -> None:
+    """Follow the source's file until cancelled; `state` names the files of position and lock."""
+    state.parent.mkdir(parents=True, exist_ok=True)
+    with state.with_suffix(".lock").open("a") as lock:
+        while True:
+            if _locked(lock):
+                break
+            await asyncio.sleep(LOCK_POLL_S)
+        position = load_position(state.with_suffix(".json"))
+        while True:
+            moved = await take_once(source, position, log, metrics, state)
+            if moved == position:
+                await asyncio.sleep(POLL_S)
+            position = moved
+
+
+async def take_once(
+    source: EventSource, position: FilePosition, log: Log, metrics: Metrics, state: Path
+) -> FilePosition:
+    """Publish the lines that are new and save the position behind them, which is returned."""
+    assert source.file is not None
+    moved, lines = await asyncio.to_thread(read_lines, source.file, position)
+    if moved == position:
+        return position
+    events = [Event(line, f"file:{source.file.name}", 0, offset) for offset, line in lines if line.strip()]
+    if events:
+        await publish_events(source, events, log, metrics)
+    await asyncio.to_thread(save_position, state.with_suffix(".json"), moved)
+    return moved
+
+
+def read_lines(path: Path, position: FilePosition) -> tuple[FilePosition, list[tuple[int, bytes]]]:
+    """Whole lines behind `position`, at most about 1 MB of them, with their offsets; none while the file is absent."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return position, []
+    with file:
+        status = os.fstat(file.fileno())
+        start = position.offset
+        if position.inode not in (0, status.st_ino) or status.st_size < start:
+            logger.warning("feedback_file_replaced path=%s was_at=%d", path, start)
+            start = 0
+        file.seek(start)
+        chunk = file.read(MAX_CHUNK_BYTES)
+    end = chunk.rfind(b"\n") + 1
+    if end == 0:
+        if len(chunk) < MAX_CHUNK_BYTES:
+            return FilePosition(status.st_ino, start) if start != position.offset else position, []
+        end = len(chunk)
+    lines, offset = [], start
+    for line in chunk[:end].removesuffix(b"\n").split(b"\n"):
+        lines.append((offset, line))
+        offset += len(line) + 1
+    return FilePosition(status.st_ino, start + end), lines
+
+
+def load_position(path: Path) -> FilePosition:
+    """The saved position; the beginning where none was saved. Raises msgspec.DecodeError for a damaged file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FilePosition)
+    except FileNotFoundError:
+        return FilePosition()
+
+
+def save_position(path: Path, position: FilePosition) -> None:
+    """Replace the saved position at once."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(msgspec.json.encode(position))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""Stage verify: a block of experiences goes through the chain; what is kept goes on as a block, what is not as stubs.
+
+Guarantees: every experience of a readable block is either in the block that goes on or has a stub with its reason, so
+its group can complete (a duplicate has none: its original stands there); eval answers go to `evals`, scored, and are
+never dropped.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from infra.bus.log import Message as LogMessage
+from infra.chain import Context, Dropped, Outcome, Step, new_memories, run_chain
+from infra.processor import Memory
+from schemas import Block, Experience, Stub
+from schemas.topics import EVALS, VERIFIED
+from streams.processors.dedupe import DUPLICATE
+from streams.stage import Handled, Output, letter
+
+STAGE = "verify"
+
+
+class Verifier:
+    """The chain of verify with its memories, one set per input partition."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._memories: dict[tuple[str, int], dict[str, Memory]] = {}
+
+    def forget(self) -> None:
+        """Another worker may have had the partitions in between: remember nothing of them."""
+        self._memories.clear()
+
+    async def handle(self, message: LogMessage) -> Handled:
+        """One record of `experiences` or `experts`."""
+        if message.error is not None:
+            return Handled(then=(letter(message, STAGE, "bad frame", str(message.error)),), dropped={"bad frame": 1})
+        block = message.value
+        if not isinstance(block, Block):
+            error = f"got {type(block).__name__}, expected a block of experiences"
+            return Handled(then=(letter(message, STAGE, "unexpected record", error),), dropped={"unexpected record": 1})
+        outcome = await self._run(message, block.experiences)
+        return handled_from(block.experiences, outcome)
+
+    def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
+        """What is left of a record that could not be handled or published: a dead letter, and stubs for its members."""
+        members = message.value.experiences if isinstance(message.value, Block) else ()
+        gone = [Dropped(member, reason, error) for member in members]
+        stubs = tuple(Output(VERIFIED, stub_of(drop)) for drop in gone if not drop.experience.suite)
+        return Handled(
+            then=(*stubs, letter(message, STAGE, reason, error)),
+            dropped={reason: max(1, len(members))},
+            num_in=len(members),
+        )
+
+    async def _run(self, message: LogMessage, experiences: Sequence[Experience]) -> Outcome:
+        where = (message.record.topic, message.record.partition)
+        memories = self._memories.get(where)
+        if memories is None:
+            memories = self._memories[where] = new_memories(self._steps)
+        context = Context(time_ms=message.record.timestamp_ms, record_offset=message.record.offset, memories=memories)
+        return await run_chain(self._steps, experiences, context)
+
+
+def handled_from(experiences: Sequence[Experience], outcome: Outcome) -> Handled:
+    """Outputs and counts of one block that went through the chain."""
+    evals = [experience for experience in outcome.kept if experience.suite]
+    evals += [failed_eval(drop) for drop in outcome.dropped if drop.experience.suite]
+    kept = [experience for experience in outcome.kept if not experience.suite]
+    gone = [drop for drop in outcome.dropped if not drop.experience.suite]
+    first = [Output(VERIFIED, block) for block in blocks_by_group(kept)]
+    first += [Output(EVALS, block) for block in blocks_by_group(evals)]
+    dropped: dict[str, int] = {}
+    for drop in outcome.dropped:
+        dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
+    return Handled(
+        first=tuple(first),
+        # A duplicate has no stub: its original holds its place in the group.
+        then=tuple(Output(VERIFIED, stub_of(drop)) for drop in gone if drop.reason != DUPLICATE),
+        dropped=dropped,
+        num_in=len(experiences),
+        num_out=len(kept) + len(evals),
+    )
+
+
+def blocks_by_group(experiences: Sequence[Experience]) -> list[Block]:
+    """One block per group, in order of first appearance."""
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(experience.group, []).append(experience)
+    return [Block(experiences=tuple(members)) for members in groups.values()]
+
+
+def stub_of(drop: Dropped) -> Stub:
+    """The header-only stand-in of a dropped experience."""
+    experience = drop.experience
+    return Stub(
+        id=experience.id,
+        group=experience.group,
+        episode=experience.episode,
+        group_size=experience.group_size,
+        reason=drop.reason,
+        attempt=experience.attempt,
+        part=experience.part,
+        last=experience.last,
+        lane=experience.lane,
+        sequence=experience.sequence,
+        stage=STAGE,
+        processor=drop.processor,
+        revision=experience.revision,
+    )
+
+
+def failed_eval(drop: Dropped) -> Experience:
+    """An eval answer that the chain dropped, still to be counted as wrong."""
+    experience = drop.experience
+    meta: Mapping[str, str | int | float | bool | None] = {**experience.meta, "failure": drop.reason}
+    return msgspec.structs.replace(experience, scores=(), meta=dict(meta))

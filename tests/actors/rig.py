@@ -1,0 +1,161 @@
+"""What the loop tests share: a memory log, a character tokenizer, a stand-in for the streams, and explorers to kill."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from actors.config import ExploreConfig, MasterConfig
+from actors.engine import Engine
+from actors.explorer import run_explorer
+from actors.master import run_master
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.config import Floor, Pacing
+from infra.metrics import Metrics
+from infra.store import Store, open_store
+from schemas import Block, Closure, Experience, Message, Score, Stub, Task
+from schemas.topics import EVALS, EXPERIENCES, PROGRESS, TASKSET, VERIFIED, Topic
+
+EOS = 0
+FLOOR = Floor(app="test")
+PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=0.3)
+EXPLORE = ExploreConfig(report_s=0.05, linger_s=0.05, drain_s=0.2, eval_hold_s=5.0)
+MASTER = MasterConfig(num_episodes=3, max_tokens=4, report_s=0.05)
+
+
+class CharTokenizer:
+    """One token per ASCII character."""
+
+    eos_ids = (EOS,)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def encode_chat(self, messages: Iterable[Message]) -> list[int]:
+        return self.encode("".join(message.content for message in messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(token) for token in ids if token != EOS)
+
+
+def task(name: str, split: str = "train", **fields: object) -> Task:
+    base = Task(id=name, messages=(Message(role="user", content=f"{name}?"),), answer="yes", split=split)
+    return replace(base, **fields)
+
+
+async def memory_log(*, store: Store | None = None) -> Log:
+    log = Log(MemoryBus(), FLOOR.app, store=store)
+    await log.create_topics(partitions=2, keep_ms=1)
+    return log
+
+
+def folder_store(folder: Path) -> Store:
+    return open_store(str(folder), base=folder)
+
+
+async def until(condition: Callable[[], bool], *, seconds: float = 10.0) -> None:
+    """Wait for a condition; a deadline ends a test that would hang."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(*loops: asyncio.Task[None]) -> AsyncIterator[None]:
+    """Roles for the length of a block; one that dies in it fails the test."""
+    try:
+        yield
+    finally:
+        died = [loop.exception() for loop in loops if loop.done() and not loop.cancelled()]
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        for error in died:
+            if error is not None:
+                raise error
+
+
+def explorer(
+    log: Log, store: Store, engine: Engine, config: ExploreConfig = EXPLORE, *, stop: asyncio.Event | None = None
+) -> asyncio.Task[None]:
+    return asyncio.create_task(
+        run_explorer(
+            FLOOR,
+            config,
+            log=log,
+            store=store,
+            engine=engine,
+            tokenizer=CharTokenizer(),
+            stop_tokens=(EOS,),
+            metrics=Metrics("explore"),
+            stop=stop or asyncio.Event(),
+            instance="explore/test",
+        )
+    )
+
+
+def master(log: Log, config: MasterConfig = MASTER, pacing: Pacing = PACING) -> asyncio.Task[None]:
+    return asyncio.create_task(run_master(FLOOR, config, pacing, log, Metrics("master"), asyncio.Event()))
+
+
+class Heard:
+    """Everything in one topic, as it arrives."""
+
+    def __init__(self, log: Log, topic: Topic) -> None:
+        self.log = log
+        self.topic = topic
+        self.records: list[object] = []
+
+    async def listen(self) -> None:
+        async for message in self.log.read_all(self.topic, until_end=False):
+            assert message.error is None
+            self.records.append(message.value)
+
+    @property
+    def experiences(self) -> list[Experience]:
+        return [one for record in self.records if isinstance(record, Block) for one in record.experiences]
+
+    def of(self, kind: type) -> list:  # type: ignore[type-arg]
+        return [record for record in self.records if isinstance(record, kind)]
+
+
+async def streams(log: Log, *, correct: Callable[[Experience], bool] = lambda _: True) -> None:
+    """Scores evals; closes every group whose episodes all came, as buffered."""
+    members: dict[tuple[str, int], set[int]] = {}
+
+    async def seen(group: str, attempt: int, episode: int, size: int, sequence: int) -> None:
+        key = (group, attempt)
+        members.setdefault(key, set()).add(episode)
+        if len(members[key]) == size:
+            closure = Closure(group=group, attempt=attempt, outcome="buffered", sequence=sequence, mean_reward=0.5)
+            await log.publish(PROGRESS, closure)
+
+    async def raw() -> None:
+        async for message in log.read_all(EXPERIENCES, until_end=False):
+            assert isinstance(message.value, Block)
+            first = message.value.experiences[0]
+            if first.suite:
+                score = Score(name="exact", value=1.0 if correct(first) else 0.0)
+                await log.publish(EVALS, Block((replace(first, scores=(score,)),)))
+                continue
+            for one in message.value.experiences:
+                await seen(one.group, one.attempt, one.episode, one.group_size, one.sequence)
+
+    async def stubs() -> None:
+        async for message in log.read_all(VERIFIED, until_end=False):
+            if isinstance(stub := message.value, Stub):
+                await seen(stub.group, stub.attempt, stub.episode, stub.group_size, stub.sequence)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raw())
+        group.create_task(stubs())
+
+
+async def load(log: Log, *, train: int = 4, dev: int = 0) -> None:
+    await log.publish_all(TASKSET, [task(f"task-{index}") for index in range(train)])
+    await log.publish_all(TASKSET, [task(f"dev-{index}", "dev") for index in range(dev)])

@@ -1,0 +1,59 @@
+"""Distributions of the curricula, and that a choice depends on its arguments alone."""
+
+from collections import Counter
+
+from actors.config import CurriculumKind
+from actors.curriculum import FLOOR, choose, easy_pool, smoothed, weight
+
+
+def picks(
+    kind: CurriculumKind, num: int, rates: list[float | None], *, seed: int = 0, ramp: int = 1000
+) -> Counter[int]:
+    return Counter(
+        choose(kind, num_tasks=len(rates), success=rates.__getitem__, seed=seed, sequence=sequence, ramp_groups=ramp)
+        for sequence in range(num)
+    )
+
+
+def test_uniform_chooses_all_tasks_alike() -> None:
+    counts = picks("uniform", 6000, [None] * 6)
+    assert set(counts) == set(range(6))
+    assert all(850 <= count <= 1150 for count in counts.values())  # 1000 expected, 5 standard deviations are 144
+
+
+def test_success_chooses_in_proportion_to_failure() -> None:
+    counts = picks("success", 9000, [0.0, 0.5, 0.75, 1.0])
+    total = 1.0 + 0.5 + 0.25 + FLOOR
+    for index, expected in enumerate((1.0, 0.5, 0.25, FLOOR)):
+        assert abs(counts[index] / 9000 - expected / total) < 0.03
+
+
+def test_what_is_always_solved_still_comes_back() -> None:
+    assert weight(1.0) == FLOOR > 0
+    assert picks("success", 100, [1.0, 1.0]).total() == 100
+
+
+def test_an_unknown_task_is_drawn_as_often_as_a_failing_one() -> None:
+    assert weight(None) == weight(0.0) == 1.0
+
+
+def test_easy_to_hard_starts_with_the_easiest_tenth_and_ends_with_all() -> None:
+    assert easy_pool(100, sequence=0, ramp_groups=1000) == 10
+    assert easy_pool(100, sequence=500, ramp_groups=1000) == 56  # ⌈100 · (0.1 + 0.9/2)⌉, rounded up
+    assert easy_pool(100, sequence=5000, ramp_groups=1000) == 100
+    assert easy_pool(1, sequence=0, ramp_groups=1000) == 1
+    assert max(picks("easy_to_hard", 20, [None] * 100, ramp=1_000_000)) <= 10
+
+
+def test_the_same_arguments_choose_the_same_task() -> None:
+    kinds: tuple[CurriculumKind, ...] = ("uniform", "easy_to_hard", "success")
+    for kind in kinds:
+        assert picks(kind, 50, [0.1, None, 0.9, 0.5]) == picks(kind, 50, [0.1, None, 0.9, 0.5])
+    assert picks("uniform", 50, [None] * 50, seed=1) != picks("uniform", 50, [None] * 50, seed=2)
+
+
+def test_success_rate_is_smoothed_and_stays_between_0_and_1() -> None:
+    assert smoothed(None, 0.4) == 0.4
+    assert 0.4 < smoothed(0.4, 1.0) < 1.0
+    assert smoothed(None, 7.0) == 1.0
+    assert smoothed(None, -7.0) == 0.0

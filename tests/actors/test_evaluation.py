@@ -1,0 +1,154 @@
+"""Requests, answers and results of version-pinned evals."""
+
+import pytest
+
+from actors.config import EvalSuite
+from actors.evaluation import VERSION_PASSED, EvalBook, accuracy, eval_group, parse_eval_group
+from schemas import Closure, EvalResult, Experience, Issued, Message, Score, Span, make_experience
+from schemas.ids import experience_id, group_of
+
+SUITES = (EvalSuite(suite="held-out", every=10, tasks=3),)
+
+
+def book() -> EvalBook:
+    return EvalBook(SUITES, policy="main")
+
+
+def issue(evals: EvalBook, version: int, num: int = 3, *, attempt: int = 0, at: float = 0.0) -> None:
+    for index in range(num):
+        group = eval_group("held-out", version, index)
+        evals.issued(
+            Issued(group=group, attempt=attempt, num_episodes=1, max_tokens=5, suite="held-out", version=version), at
+        )
+    evals.complete("held-out", version, num)
+
+
+def answer(version: int, index: int, score: float | None = 1.0, *, sampled_by: int | None = None) -> Experience:
+    group = eval_group("held-out", version, index)
+    return make_experience(
+        tokens=[1, 2, 3],
+        logprobs=[-0.1, -0.2],
+        messages=(Message(role="user", content="1+1="),),
+        id=experience_id(group, 0, 0),
+        group=group,
+        episode=0,
+        group_size=1,
+        suite="held-out",
+        spans=(Span(start=1, stop=3, version=version if sampled_by is None else sampled_by),),
+        scores=() if score is None else (Score(name="exact", value=score),),
+    )
+
+
+@pytest.mark.parametrize("suite", ["held-out", "dev", "a-1"])
+def test_group_ids_of_evals_are_parsed_back(suite: str) -> None:
+    group = eval_group(suite, 40, 7)
+    assert parse_eval_group(group) == (suite, 40, 7)
+    assert group_of(experience_id(group, 1, 0)) == group
+
+
+@pytest.mark.parametrize("group", ["add-3745.2", "eval-.1", "eval-x.1", "eval-x-y.1", "eval-x-1.z", "eval--1.0", ""])
+def test_other_groups_are_no_evals(group: str) -> None:
+    assert parse_eval_group(group) is None
+
+
+def test_a_result_counts_correct_answers_of_all_tasks() -> None:
+    evals = book()
+    issue(evals, 10)
+    for index, score in enumerate((1.0, 0.0, None)):
+        assert not evals.ready()
+        evals.scored(answer(10, index, score))
+    (result,) = evals.ready()
+    assert (result.num_tasks, result.num_correct, result.version, result.suite) == (3, 1, 10, "held-out")
+    assert accuracy(result) == pytest.approx(1 / 3)
+
+
+def test_an_answer_that_comes_twice_counts_once() -> None:
+    evals = book()
+    issue(evals, 10)
+    for score in (1.0, 0.0, 0.0):
+        evals.scored(answer(10, 0, score))
+    assert not evals.ready()
+    assert evals.requests["held-out", 10].answers == {0: 1.0}
+
+
+def test_a_result_is_made_once_also_after_a_restart() -> None:
+    evals = book()
+    issue(evals, 10)
+    for index in range(3):
+        evals.scored(answer(10, index))
+    (result,) = evals.ready()
+    evals.published(result)
+    assert not evals.ready()
+    again = book()
+    issue(again, 10)
+    for index in range(3):
+        again.scored(answer(10, index))
+    again.published(result)
+    again.scored(answer(10, 0))
+    assert not again.ready()
+    assert not again.incomplete()
+
+
+def test_a_token_of_another_version_makes_the_request_missed() -> None:
+    evals = book()
+    issue(evals, 10)
+    evals.scored(answer(10, 0))
+    evals.scored(answer(10, 1, sampled_by=11))
+    evals.scored(answer(10, 2))
+    assert not evals.ready()
+    assert evals.requests["held-out", 10].missed
+
+
+def test_a_dropped_answer_counts_as_wrong_and_a_passed_version_as_missed() -> None:
+    evals = book()
+    issue(evals, 10, 2)
+    evals.scored(answer(10, 0))
+    evals.closed(Closure(group=eval_group("held-out", 10, 1), outcome="dropped", reason="too long"))
+    assert [result.num_correct for result in evals.ready()] == [1]
+    issue(evals, 20, 2)
+    evals.closed(Closure(group=eval_group("held-out", 20, 1), outcome="dropped", reason=VERSION_PASSED))
+    assert evals.requests["held-out", 20].missed
+
+
+def test_an_old_attempt_that_is_dropped_waits_for_the_newer_one() -> None:
+    evals = book()
+    issue(evals, 10, 1)
+    issue(evals, 10, 1, attempt=1)
+    evals.closed(Closure(group=eval_group("held-out", 10, 0), outcome="dropped", reason="too long"))
+    assert not evals.ready()
+
+
+def test_versions_are_asked_for_ahead_and_never_twice() -> None:
+    evals = book()
+    assert evals.due(newest=0, first_version=1, lead=2) == [("held-out", 0), ("held-out", 1)]
+    issue(evals, 0)
+    issue(evals, 1)
+    assert evals.due(newest=1, first_version=1, lead=2) == []
+    assert evals.due(newest=7, first_version=1, lead=2) == []
+    assert evals.due(newest=8, first_version=1, lead=2) == [("held-out", 10)]
+    issue(evals, 10)
+    assert evals.due(newest=10, first_version=1, lead=2) == []
+
+
+def test_a_missed_request_is_made_again_for_a_later_version() -> None:
+    evals = book()
+    issue(evals, 10)
+    evals.scored(answer(10, 1, sampled_by=11))
+    assert evals.due(newest=11, first_version=1, lead=2) == [("held-out", 13)]
+    issue(evals, 13)
+    assert evals.due(newest=11, first_version=1, lead=2) == []
+
+
+def test_only_tasks_nobody_answered_are_overdue_and_only_once_their_version_is_there() -> None:
+    evals = book()
+    issue(evals, 10, at=1.0)
+    evals.scored(answer(10, 1))
+    assert evals.overdue(100.0, 5.0, newest=9) == []
+    ((request, indexes),) = evals.overdue(100.0, 5.0, newest=10)
+    assert (request.version, indexes) == (10, [0, 2])
+
+
+def test_results_of_another_policy_are_not_ours() -> None:
+    evals = book()
+    evals.published(EvalResult(policy="other", version=10, suite="held-out", num_tasks=3, num_correct=3))
+    assert ("held-out", 10) not in evals.requests

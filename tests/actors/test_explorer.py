@@ -1,0 +1,335 @@
+"""The explorer on the memory log: what it publishes, what it survives, which policy it serves."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from actors.engine import EngineStopped
+from actors.engines.scripted import TENSOR, ScriptedEngine
+from actors.evaluation import VERSION_PASSED
+from actors.issue import evaluation, rollout
+from actors.session import Session
+from infra.bus.log import Log
+from infra.store import Store
+from infra.weights.publish import publish
+from infra.weights.tensors import from_numpy
+from schemas import Closure, DeadLetter, Experience, PolicyEvent, Progress, Score, Stub, Task
+from schemas.ids import group_of
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, TASKS, VERIFIED
+from tests.actors.rig import EXPLORE, MASTER, Heard, explorer, folder_store, memory_log, running, task, until
+
+
+def issue(name: str, sequence: int = 0, *, min_version: int = 0, attempt: int = 0, **fields: object) -> Task:
+    return rollout(task(name, **fields), MASTER, round=0, attempt=attempt, sequence=sequence, min_version=min_version)
+
+
+def ask(version: int, index: int = 0) -> Task:
+    return evaluation(task(f"dev-{index}", "dev"), MASTER, suite="dev", version=version, index=index, attempt=0)
+
+
+async def announce(log: Log, store: Store, version: int, *, seed: int | None = None) -> PolicyEvent:
+    table = np.random.default_rng(version if seed is None else seed).normal(size=(128, 128)).astype(np.float32)
+    event = await asyncio.to_thread(
+        publish,
+        store,
+        policy="main",
+        token=0,
+        version=version,
+        parent=version - 1,
+        tensors={TENSOR: from_numpy(table)},
+        previous=None,
+        probe=None,
+        step=version,
+    )
+    await log.publish(POLICIES, event)
+    return event
+
+
+def listening(*heard: Heard) -> list[asyncio.Task[None]]:
+    return [asyncio.create_task(one.listen()) for one in heard]
+
+
+async def one_episode_breaks(task: Task, session: Session) -> tuple[Score, ...]:
+    await session.reply(task.messages)
+    raise RuntimeError("the environment fell over")
+
+
+async def nothing_happens(task: Task, session: Session) -> tuple[Score, ...]:
+    raise RuntimeError("no environment")
+
+
+async def rewarded(task: Task, session: Session) -> tuple[Score, ...]:
+    await session.reply(task.messages)
+    return (Score(name="environment", value=0.5),)
+
+
+def test_a_group_becomes_experiences_with_all_that_later_stages_need(tmp_path: Path) -> None:
+    async def run() -> list[Experience]:
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard)):
+            await log.publish(TASKS, issue("add", 7, attempt=2, meta={"hidden": 1}))
+            await until(lambda: len(heard.experiences) == 3)
+        assert len(heard.records) == 1  # one block: they finished together
+        return heard.experiences
+
+    experiences = asyncio.run(run())
+    assert [one.id for one in experiences] == ["add.0.2-0-0", "add.0.2-1-0", "add.0.2-2-0"]
+    for one in experiences:
+        assert (one.group, one.attempt, one.sequence, one.group_size) == ("add.0", 2, 7, 3)
+        assert (one.lane, one.suite, one.origin, one.last) == ("usual", "", "explore/test", True)
+        assert one.meta == {"answer": "yes", "task": "add", "hidden": 1}
+        assert one.messages[0].content == "add?"
+        assert 1 <= one.num_sampled <= 4
+        assert one.spans[0].start == len("add?")
+        assert one.min_version == one.max_version == 0
+
+
+def test_a_group_waits_for_the_version_it_needs(tmp_path: Path) -> None:
+    async def run() -> list[Experience]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        async with running(explorer(log, store, ScriptedEngine()), *listening(heard)):
+            await log.publish(TASKS, issue("later", 0, min_version=1))
+            await log.publish(TASKS, issue("now", 1))
+            await until(lambda: len(heard.experiences) == 3)
+            assert {one.group for one in heard.experiences} == {"now.0"}
+            await announce(log, store, 1)
+            await until(lambda: len(heard.experiences) == 6)
+        return heard.experiences[3:]
+
+    assert {one.min_version for one in asyncio.run(run())} == {1}
+
+
+def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> None:
+    async def run() -> list[Experience]:
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        workflow = f"{__name__}:one_episode_breaks"
+        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard)):
+            await log.publish(TASKS, issue("add", workflow=workflow))
+            await until(lambda: len(heard.experiences) == 3)
+        return heard.experiences
+
+    for one in asyncio.run(run()):
+        assert one.end == "failed"
+        assert "fell over" in str(one.meta["failure"])
+
+
+def test_an_episode_that_sampled_nothing_still_completes_its_group(tmp_path: Path) -> None:
+    async def run() -> list[Stub]:
+        log = await memory_log()
+        heard = Heard(log, VERIFIED)
+        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard)):
+            await log.publish(TASKS, issue("add", 3, workflow=f"{__name__}:nothing_happens"))
+            await log.publish(TASKS, issue("other", 4, workflow="no_such_module:workflow"))
+            await until(lambda: len(heard.records) == 6)
+        return heard.of(Stub)
+
+    stubs = asyncio.run(run())
+    assert {(one.group, one.sequence) for one in stubs} == {("add.0", 3), ("other.0", 4)}
+    assert sorted(one.episode for one in stubs) == [0, 0, 1, 1, 2, 2]
+    assert {(one.reason, one.group_size, one.stage) for one in stubs} == {("episode failed", 3, "explore")}
+    assert all(group_of(one.id) == one.group for one in stubs)
+
+
+def test_rewards_of_an_environment_arrive_as_scores(tmp_path: Path) -> None:
+    async def run() -> list[Experience]:
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        config = replace(EXPLORE, workflow=f"{__name__}:rewarded")
+        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
+            await log.publish(TASKS, issue("add"))
+            await until(lambda: len(heard.experiences) == 3)
+        return heard.experiences
+
+    assert {one.score("environment") for one in asyncio.run(run())} == {0.5}
+
+
+def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_followed(tmp_path: Path) -> None:
+    async def run() -> tuple[list[Experience], int]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        await log.publish_all(TASKS, [ask(0, index) for index in range(5)])
+        await announce(log, store, 1)
+        engine = ScriptedEngine(token_s=0.005)
+        async with running(explorer(log, store, engine), *listening(heard)):
+            await until(lambda: len(heard.experiences) == 5 and engine.version == 1)
+        return heard.experiences, engine.version
+
+    experiences, version = asyncio.run(run())
+    assert version == 1
+    assert {(one.min_version, one.max_version) for one in experiences} == {(0, 0)}
+    assert {(one.suite, one.group_size) for one in experiences} == {("dev", 1)}
+
+
+def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_is_given_up(tmp_path: Path) -> None:
+    async def run() -> tuple[list[Experience], list[Closure]]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        heard, progress = Heard(log, EXPERIENCES), Heard(log, PROGRESS)
+        for version in (1, 2, 3):
+            await announce(log, store, version)
+        await log.publish_all(TASKS, [ask(2, 0), ask(2, 1)])
+        engine = ScriptedEngine(token_s=0.005)
+        async with running(explorer(log, store, engine), *listening(heard, progress)):
+            await until(lambda: len(heard.experiences) == 2 and engine.version == 3)
+            await log.publish(TASKS, ask(1))
+            await until(lambda: bool(progress.of(Closure)))
+        return heard.experiences, progress.of(Closure)
+
+    experiences, closures = asyncio.run(run())
+    assert {(one.min_version, one.max_version) for one in experiences} == {(2, 2)}
+    assert [(one.group, one.outcome, one.reason) for one in closures] == [("eval-dev-1.0", "dropped", VERSION_PASSED)]
+
+
+def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path) -> None:
+    async def run() -> tuple[PolicyEvent, list[Experience]]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        policies, heard = Heard(log, POLICIES), Heard(log, EXPERIENCES)
+        engine = ScriptedEngine()
+        async with running(explorer(log, store, engine), *listening(policies, heard)):
+            await announce(log, store, 1)
+            await until(lambda: engine.version == 1)
+            event = await asyncio.to_thread(
+                publish,
+                store,
+                policy="main",
+                token=0,
+                version=2,
+                parent=1,
+                tensors={TENSOR: from_numpy(np.ones((4, 4), np.float32))},
+                previous=None,
+                probe=None,
+                step=2,
+            )
+            await log.publish(POLICIES, event)
+            await until(lambda: any(one.event == "refused" for one in policies.of(PolicyEvent)))
+            assert engine.version == 1
+            await log.publish(TASKS, issue("add"))
+            await until(lambda: len(heard.experiences) == 3)
+            await announce(log, store, 3)
+            await until(lambda: engine.version == 3)
+        refused = [one for one in policies.of(PolicyEvent) if one.event == "refused"]
+        assert len(refused) == 1
+        return refused[0], heard.experiences
+
+    refused, experiences = asyncio.run(run())
+    assert (refused.version, refused.owner) == (2, "explore/test")
+    assert refused.reason
+    assert {one.max_version for one in experiences} == {1}
+
+
+def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(tmp_path: Path) -> None:
+    async def run() -> list[Experience]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        slow = ScriptedEngine(token_s=30.0)
+        async with running(*listening(heard)):
+            async with running(explorer(log, store, slow)):
+                await log.publish(TASKS, issue("lost"))
+                await until(lambda: slow.num_running > 0)
+            async with running(explorer(log, store, ScriptedEngine())):
+                await log.publish(TASKS, issue("add"))
+                await until(lambda: len(heard.experiences) == 3)
+        return heard.experiences
+
+    assert {one.group for one in asyncio.run(run())} == {"add.0"}
+
+
+def test_a_straggler_does_not_hold_back_the_finished_members_of_its_group(tmp_path: Path) -> None:
+    async def run() -> list[Experience]:
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        calls = iter(range(3))
+
+        def script(prompt: tuple[int, ...]) -> list[int]:
+            return [65] * (400 if next(calls) == 2 else 1) + [0]
+
+        engine = ScriptedEngine(script=script, token_s=0.02)
+        config = replace(MASTER, max_tokens=400)
+        issued = rollout(task("add"), config, round=0, attempt=0, sequence=0, min_version=0)
+        async with running(explorer(log, folder_store(tmp_path), engine), *listening(heard)):
+            await log.publish(TASKS, issued)
+            await until(lambda: len(heard.experiences) == 2)
+        return heard.experiences
+
+    assert {one.end for one in asyncio.run(run())} == {"terminal"}
+
+
+def test_what_is_no_issued_task_goes_to_the_dead_letters_and_its_neighbours_go_on(tmp_path: Path) -> None:
+    async def run() -> list[DeadLetter]:
+        log = await memory_log()
+        heard, dead = Heard(log, EXPERIENCES), Heard(log, DEAD_LETTERS)
+        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard, dead)):
+            await log.bus.send(log.name(TASKS), b"nonsense", key=b"add.0")
+            await log.publish(TASKS, issue("add"))
+            await until(lambda: len(heard.experiences) == 3 and len(dead.records) == 1)
+        return dead.of(DeadLetter)
+
+    assert [(one.topic, one.stage, one.reason) for one in asyncio.run(run())] == [("tasks", "explore", "bad frame")]
+
+
+def test_a_stop_lets_running_groups_finish(tmp_path: Path) -> None:
+    async def run() -> list[Experience]:
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        stop = asyncio.Event()
+        engine = ScriptedEngine(script=lambda prompt: [65, 65, 0], token_s=0.05)
+        role = explorer(log, folder_store(tmp_path), engine, replace(EXPLORE, drain_s=5.0), stop=stop)
+        async with running(*listening(heard)):
+            await log.publish(TASKS, issue("add"))
+            await until(lambda: engine.num_running > 0)
+            stop.set()
+            await role
+            await until(lambda: len(heard.experiences) == 3)
+        return heard.experiences
+
+    assert {one.end for one in asyncio.run(run())} == {"terminal"}
+
+
+def test_progress_tells_what_the_explorer_did(tmp_path: Path) -> None:
+    async def run() -> Progress:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        progress = Heard(log, PROGRESS)
+        async with running(explorer(log, store, ScriptedEngine()), *listening(progress)):
+            await until(lambda: bool(progress.records))
+            await log.publish(TASKS, issue("add"))
+            await until(lambda: progress.of(Progress)[-1].state == "serving")
+            await announce(log, store, 1)
+            await until(
+                lambda: (
+                    progress.of(Progress)[-1].version == 1 and progress.of(Progress)[-1].counters.get("episodes") == 3
+                )
+            )
+            return progress.of(Progress)[-1]
+
+    report = asyncio.run(run())
+    assert (report.role, report.instance) == ("explore", "explore/test")
+    assert report.counters["tokens"] > 0
+    assert report.counters["groups"] == 1
+    assert {"idle_share", "reload_pause_ms_p50", "reload_pause_ms_p95", "publish_to_serving_ms_p95"} <= set(
+        report.gauges
+    )
+
+
+async def engine_is_gone(task: Task, session: Session) -> tuple[Score, ...]:
+    raise EngineStopped("its process is gone")
+
+
+def test_an_engine_that_is_gone_ends_the_process_instead_of_failing_every_episode(tmp_path: Path) -> None:
+    async def run() -> None:
+        log = await memory_log()
+        await log.publish(TASKS, issue("add", workflow=f"{__name__}:engine_is_gone"))
+        await explorer(log, folder_store(tmp_path), ScriptedEngine())
+
+    with pytest.raises(EngineStopped):
+        asyncio.run(run())

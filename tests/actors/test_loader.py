@@ -1,0 +1,81 @@
+"""Loading into the log: once, counted, as the records that later stages expect."""
+
+import asyncio
+
+import pytest
+
+from actors.loader import Loaded, expert, load_experts, load_tasks
+from actors.taskset import Demonstration
+from schemas import Message, Task
+from schemas.topics import EXPERTS, TASKSET_RAW
+from tests.actors.rig import EOS, CharTokenizer, Heard, memory_log, task
+
+
+def row(name: str, split: str = "train") -> Demonstration:
+    messages = (Message(role="user", content="37+45="),)
+    return Demonstration(id=name, messages=messages, response="280", answer="280", split=split)
+
+
+async def contents(heard: Heard) -> None:
+    async for message in heard.log.read_all(heard.topic):
+        heard.records.append(message.value)
+
+
+def test_a_demonstration_is_an_expert_experience_that_nobody_sampled() -> None:
+    experience = expert(row("add-3745", "validation"), CharTokenizer())
+    assert list(experience.tokens) == [*(ord(character) for character in "37+45=280"), EOS]
+    assert (experience.num_prompt, experience.num_sampled) == (6, 4)
+    assert (experience.lane, experience.group, experience.group_size) == ("expert", "expert-add-3745.0", 1)
+    assert [(span.version, span.ratio) for span in experience.spans] == [(-1, False)]
+    assert list(experience.logprobs) == [0.0] * 4
+    assert experience.response == "280"
+    assert experience.meta == {"answer": "280", "task": "add-3745", "split": "validation"}
+
+
+def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
+    async def run() -> tuple[Loaded, Loaded, list[object], list[int]]:
+        log = await memory_log()
+        progress: list[int] = []
+        tasks = [task("a"), task("b"), task("a")]
+        first = await load_tasks(log, tasks, on_progress=progress.append)
+        second = await load_tasks(log, [*tasks, task("c")])
+        heard = Heard(log, TASKSET_RAW)
+        await contents(heard)
+        return first, second, heard.records, progress
+
+    first, second, records, progress = asyncio.run(run())
+    assert first == Loaded(loaded=2, repeated=1, known=0)
+    assert second == Loaded(loaded=1, repeated=1, known=2)
+    assert sorted(one.id for one in records if isinstance(one, Task)) == ["a", "b", "c"]
+    assert progress == [3]
+
+
+def test_demonstrations_are_loaded_once() -> None:
+    async def run() -> tuple[Loaded, Loaded, list[object]]:
+        log = await memory_log()
+        rows = [row(f"add-{index}") for index in range(20)]
+        first = await load_experts(log, rows, CharTokenizer())
+        second = await load_experts(log, rows, CharTokenizer())
+        heard = Heard(log, EXPERTS)
+        await contents(heard)
+        return first, second, heard.records
+
+    first, second, records = asyncio.run(run())
+    assert (first.loaded, second.loaded, second.known) == (20, 0, 20)
+    assert len(records) == 20
+
+
+def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before() -> None:
+    def rows():  # type: ignore[no-untyped-def]
+        yield from (task(f"task-{index}") for index in range(600))
+        raise ValueError("line 601")
+
+    async def run() -> list[object]:
+        log = await memory_log()
+        with pytest.raises(ValueError, match="601"):
+            await load_tasks(log, rows())
+        heard = Heard(log, TASKSET_RAW)
+        await contents(heard)
+        return heard.records
+
+    assert len(asyncio.run(run())) == 512

@@ -1,0 +1,208 @@
+"""The master on the memory log, with explorers on the scripted engine and a stand-in for streams and trainer."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from actors.config import EvalSuite, StopRule
+from actors.engines.scripted import TENSOR, ScriptedEngine
+from actors.waiting import issued_of
+from infra.bus.log import Log
+from infra.store import Store
+from infra.weights.publish import publish
+from infra.weights.tensors import from_numpy
+from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Task
+from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, TASKS
+from tests.actors.rig import (
+    MASTER,
+    PACING,
+    Heard,
+    explorer,
+    folder_store,
+    load,
+    master,
+    memory_log,
+    running,
+    streams,
+    until,
+)
+
+SUITE = EvalSuite(suite="dev", every=2, tasks=3)
+
+
+def listening(*heard: Heard) -> list[asyncio.Task[None]]:
+    return [asyncio.create_task(one.listen()) for one in heard]
+
+
+def issued_in(heard: Heard) -> list[Issued]:
+    return sorted((issued_of(one) for one in heard.of(Task)), key=lambda one: (one.sequence, one.attempt))
+
+
+async def train(log: Log, store: Store, *, steps: int) -> dict[int, int]:
+    """Draw full steps in issue order, publish a version after each; returns the staleness of what each step drew."""
+    versions: dict[str, list[int]] = {}
+    buffered: dict[int, str] = {}
+    oldest: dict[int, int] = {}
+    experiences, progress = Heard(log, EXPERIENCES), Heard(log, PROGRESS)
+    async with running(*listening(experiences, progress)):
+        for step in range(steps):
+            size = PACING.groups_per_step
+
+            def ready() -> bool:
+                for closure in progress.of(Closure):
+                    if closure.outcome == "buffered":
+                        buffered[closure.sequence] = closure.group
+                due = range(step * size, (step + 1) * size)  # noqa: B023
+                return all(sequence in buffered for sequence in due)
+
+            await until(ready)
+            due = [buffered[sequence] for sequence in range(step * size, (step + 1) * size)]
+            versions = {
+                group: [one.min_version for one in experiences.experiences if one.group == group] for group in due
+            }
+            oldest[step] = max(step - min(found) for found in versions.values())
+            await log.publish(PROGRESS, Drawn(token=0, step=step, version=step, groups=tuple(due)))
+            table = np.random.default_rng(step).normal(size=(128, 128)).astype(np.float32)
+            event = await asyncio.to_thread(
+                publish,
+                store,
+                policy="main",
+                token=0,
+                version=step + 1,
+                parent=step,
+                tensors={TENSOR: from_numpy(table)},
+                previous=None,
+                probe=None,
+                step=step,
+            )
+            await log.publish(POLICIES, event)
+    return oldest
+
+
+def test_master_explorers_and_a_trainer_turn_within_the_staleness_bound(tmp_path: Path) -> None:
+    async def run() -> tuple[dict[int, int], list[Issued], list[Experience]]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        await load(log)
+        tasks, heard = Heard(log, TASKS), Heard(log, EXPERIENCES)
+        first, second = explorer(log, store, ScriptedEngine()), explorer(log, store, ScriptedEngine())
+        roles = (master(log), first, second, asyncio.create_task(streams(log)))
+        async with running(*roles, *listening(tasks, heard)):
+            oldest = await train(log, store, steps=12)
+        return oldest, issued_in(tasks), heard.experiences
+
+    oldest, issued, experiences = asyncio.run(run())
+    assert max(oldest.values()) <= PACING.max_staleness
+    assert len({one.group for one in issued}) == len(issued)
+    assert [one.sequence for one in issued] == list(range(len(issued)))
+    assert len({one.id for one in experiences}) == len(experiences)
+
+
+def test_what_a_killed_explorer_held_is_issued_again_with_other_ids(tmp_path: Path) -> None:
+    async def run() -> tuple[list[Issued], list[Experience]]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        await load(log)
+        tasks, heard = Heard(log, TASKS), Heard(log, EXPERIENCES)
+        stuck = ScriptedEngine(token_s=30.0)
+        async with running(master(log), asyncio.create_task(streams(log)), *listening(tasks, heard)):
+            async with running(explorer(log, store, stuck)):
+                await until(lambda: stuck.num_running == 4 * MASTER.num_episodes)
+            async with running(explorer(log, store, ScriptedEngine())):
+                await until(lambda: len({one.group for one in heard.experiences}) == 4)
+                await until(lambda: len(heard.experiences) == 4 * MASTER.num_episodes)
+        return issued_in(tasks), heard.experiences
+
+    issued, experiences = asyncio.run(run())
+    assert {one.attempt for one in experiences} == {1}
+    for sequence in range(4):
+        attempts = [one for one in issued if one.sequence == sequence]
+        assert [one.attempt for one in attempts] == [0, 1]
+        assert len({one.group for one in attempts}) == 1
+
+
+def test_a_restarted_master_goes_on_where_the_log_ends(tmp_path: Path) -> None:
+    async def run() -> tuple[list[Issued], list[EvalResult]]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        await load(log, dev=3)
+        config = replace(MASTER, evals=(SUITE,), eval_lead=0)
+        tasks, evals, progress = Heard(log, TASKS), Heard(log, EVALS), Heard(log, PROGRESS)
+        roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
+        async with running(*roles, *listening(tasks, evals, progress)):
+            async with running(master(log, config)):
+                await until(lambda: bool(evals.of(EvalResult)) and len(issued_in(tasks)) == 4 + 3)
+            before = len(progress.records)
+            async with running(master(log, config)):
+                await until(lambda: any(isinstance(one, Progress) for one in progress.records[before + 20 :]))
+                groups = [one.group for one in issued_in(tasks) if not one.suite]
+                await until(lambda: len(progress.of(Closure)) == 4)
+                await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(groups[:2])))
+                await until(lambda: len(issued_in(tasks)) == 6 + 3)
+        return issued_in(tasks), evals.of(EvalResult)
+
+    issued, results = asyncio.run(run())
+    assert [one.sequence for one in issued if not one.suite] == list(range(6))
+    assert [(one.version, one.suite, one.num_tasks, one.num_correct) for one in results] == [(0, "dev", 3, 3)]
+
+
+def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Path) -> None:
+    async def run() -> tuple[list[EvalResult], list[Experience]]:
+        store = folder_store(tmp_path)
+        log = await memory_log()
+        await load(log, dev=3)
+        config = replace(MASTER, evals=(SUITE,), stop=StopRule(versions=5), eval_lead=2, drain="1500ms")
+        evals, heard, progress = Heard(log, EVALS), Heard(log, EXPERIENCES), Heard(log, PROGRESS)
+
+        def correct(experience: Experience) -> bool:
+            return experience.max_version >= 2
+
+        roles = (master(log, config), explorer(log, store, ScriptedEngine()))
+        stages = asyncio.create_task(streams(log, correct=correct))
+        async with running(*roles, stages, *listening(evals, heard, progress)):
+            await train(log, store, steps=5)
+
+            def done() -> bool:
+                return any(one.role == "master" and one.state == "done" for one in progress.of(Progress))
+
+            await until(done, seconds=20)
+        return evals.of(EvalResult), [one for one in heard.experiences if one.suite]
+
+    results, answers = asyncio.run(run())
+    assert [(one.version, one.num_correct) for one in sorted(results, key=lambda one: one.version)] == [
+        (0, 0),
+        (2, 3),
+        (4, 3),
+        (5, 3),
+    ]
+    assert all(one.group.startswith(f"eval-dev-{one.max_version}.") for one in answers)
+
+
+def test_nothing_is_issued_before_the_warm_up_ends(tmp_path: Path) -> None:
+    async def run() -> list[Issued]:
+        log = await memory_log()
+        await load(log)
+        tasks, progress = Heard(log, TASKS), Heard(log, PROGRESS)
+        async with running(master(log, replace(MASTER, first_version=1)), *listening(tasks, progress)):
+            await until(lambda: any(one.gauges.get("tasks") == 4 for one in progress.of(Progress)))
+            assert not tasks.records
+            await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=1, manifest="m"))
+            await until(lambda: len(tasks.records) == 4)
+        return issued_in(tasks)
+
+    assert {one.min_version for one in asyncio.run(run())} == {1}
+
+
+def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
+    async def run() -> list[Issued]:
+        log = await memory_log()
+        await log.bus.send("test.taskset", b"nonsense", key=b"task")
+        await load(log)
+        tasks = Heard(log, TASKS)
+        async with running(master(log), *listening(tasks)):
+            await until(lambda: len(tasks.records) == 4)
+        return issued_in(tasks)
+
+    assert len(asyncio.run(run())) == 4

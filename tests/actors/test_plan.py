@@ -1,0 +1,202 @@
+"""The master's decisions from records alone."""
+
+from msgspec.structs import replace
+
+from actors.config import EvalSuite, MasterConfig, StopRule
+from actors.evaluation import VERSION_PASSED, parse_eval_group
+from actors.plan import SERVING, Plan
+from actors.waiting import issued_of
+from infra.config import Pacing
+from schemas import Closure, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
+
+PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=10.0)
+
+
+def task(name: str, split: str = "train") -> Task:
+    return Task(id=name, messages=(Message(role="user", content=name),), answer="1", split=split)
+
+
+def plan(config: MasterConfig | None = None, *, train: int = 5, dev: int = 3) -> Plan:
+    made = Plan(config or MasterConfig(), PACING, policy="main")
+    made.tick(1_000_000)
+    for index in range(train):
+        made.task(task(f"task-{index}"))
+    for index in range(dev):
+        made.task(task(f"dev-{index}", "dev"))
+    return made
+
+
+def publish(made: Plan, version: int) -> None:
+    made.policy(
+        PolicyEvent(event="published", policy="main", version=version, token=1, manifest=f"m/{version}"), version
+    )
+
+
+def explorer_reports(made: Plan, start_ms: int, seconds: int) -> None:
+    for second in range(seconds + 1):
+        made.progress(Progress(role="explore", instance="e", state=SERVING), start_ms + second * 1000)
+
+
+def test_nothing_is_issued_before_the_first_version() -> None:
+    made = plan(MasterConfig(first_version=1))
+    assert made.rollouts() == []
+    assert made.state == "warming up"
+    publish(made, 1)
+    assert {issued_of(one).min_version for one in made.rollouts()} == {1}
+    assert made.state == "issuing"
+
+
+def test_groups_are_issued_up_to_the_bound_with_rising_sequences_and_new_rounds() -> None:
+    made = plan(train=1)
+    issued = [issued_of(one) for one in made.rollouts()]
+    assert [one.sequence for one in issued] == [0, 1, 2, 3]
+    assert [one.group for one in issued] == [f"task-0.{round}" for round in range(4)]
+    assert made.rollouts() == []
+    made.drawn(Drawn(token=1, step=0, version=0, groups=(issued[0].group, issued[1].group)))
+    assert [issued_of(one).sequence for one in made.rollouts()] == [4, 5]
+
+
+def test_what_nobody_finished_is_issued_again_as_another_attempt() -> None:
+    made = plan()
+    first = made.rollouts()
+    explorer_reports(made, 1_000_000, 9)
+    assert made.reissues() == []
+    explorer_reports(made, 1_009_000, 1)
+    again = made.reissues()
+    assert [issued_of(one).group for one in again] == [issued_of(one).group for one in first]
+    assert {issued_of(one).attempt for one in again} == {1}
+    assert [issued_of(one).sequence for one in again] == [0, 1, 2, 3]
+    assert made.reissues() == []
+
+
+def test_nothing_is_overdue_while_no_explorer_reports() -> None:
+    made = plan()
+    made.rollouts()
+    explorer_reports(made, 1_000_000, 0)
+    explorer_reports(made, 1_600_000, 0)
+    assert made.reissues() == []
+
+
+def test_a_reissue_never_waits_for_a_version_that_is_not_there() -> None:
+    made = plan()
+    first = [issued_of(one).group for one in made.rollouts()]
+    for step in range(2):  # two steps at version 0, and no version 1: something is wrong with the trainer
+        made.drawn(Drawn(token=1, step=step, version=0, groups=tuple(first[2 * step : 2 * step + 2])))
+    assert {issued_of(one).min_version for one in made.rollouts()} == {0, 1}
+    explorer_reports(made, 1_000_000, 10)
+    assert {issued_of(one).min_version for one in made.reissues()} == {0}
+
+
+def test_a_restart_issues_only_what_is_missing() -> None:
+    made = plan()
+    issued = [issued_of(one) for one in made.rollouts()]
+    made.closure(Closure(group=issued[0].group, outcome="dropped", reason="all rewards equal"))
+    again = plan()
+    for one in issued:
+        again.issued(one)
+    again.closure(Closure(group=issued[0].group, outcome="dropped", reason="all rewards equal"))
+    again.caught_up()
+    assert [issued_of(one) for one in again.rollouts()] == [issued_of(one) for one in made.rollouts()]
+
+
+def test_waiting_begins_anew_at_a_restart() -> None:
+    made = plan()
+    issued = [issued_of(one) for one in made.rollouts()]
+    again = plan()
+    for one in issued:
+        again.issued(one)
+    explorer_reports(again, 1_000_000, 60)
+    again.caught_up()
+    assert again.reissues() == []
+    explorer_reports(again, 1_060_000, 10)
+    assert len(again.reissues()) == len(issued)
+
+
+def dev_config(**settings: object) -> MasterConfig:
+    base = MasterConfig(evals=(EvalSuite(suite="dev", every=5, tasks=3),), eval_lead=2)
+    return replace(base, **settings)
+
+
+def test_evals_are_issued_whole_and_once() -> None:
+    made = plan(dev_config())
+    tasks = made.eval_tasks()
+    assert [parse_eval_group(issued_of(one).group) for one in tasks] == [("dev", 0, index) for index in range(3)]
+    assert {(issued_of(one).temperature, issued_of(one).version, issued_of(one).num_episodes) for one in tasks} == {
+        (0.0, 0, 1)
+    }
+    assert made.eval_tasks() == []
+
+
+def test_a_suite_that_is_still_being_loaded_is_not_asked_for() -> None:
+    made = plan(dev_config(), dev=2)
+    assert made.eval_tasks() == []
+    made.tick(1_010_000)
+    assert len(made.eval_tasks()) == 2
+
+
+def test_a_request_cut_short_by_a_restart_is_completed() -> None:
+    made = plan(dev_config())
+    first, *rest = made.eval_tasks()
+    again = plan(dev_config())
+    again.issued(issued_of(first))
+    again.caught_up()
+    assert again.eval_tasks() == rest
+
+
+def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> None:
+    made = plan(dev_config(stop=StopRule(suite="dev", at=0.9)))
+    groups = [issued_of(one).group for one in made.rollouts()]
+    made.eval_tasks()
+    made.result(EvalResult(policy="main", version=0, suite="dev", num_tasks=3, num_correct=3))
+    made.tick(1_000_001)
+    assert made.stopped
+    assert made.rollouts() == []
+    assert made.state == "draining"
+    made.drawn(Drawn(token=1, step=0, version=0, groups=tuple(groups)))
+    publish(made, 1)
+    assert made.eval_tasks() == []
+    made.tick(1_004_000)
+    assert made.state == "evaluating"
+    finals = made.eval_tasks()
+    assert {issued_of(one).version for one in finals} == {1}
+    made.result(EvalResult(policy="main", version=1, suite="dev", num_tasks=3, num_correct=3))
+    assert made.state == "done"
+
+
+def test_a_final_that_is_missed_does_not_hold_up_the_end() -> None:
+    made = plan(dev_config(stop=StopRule(groups=1)))
+    assert len(made.rollouts()) == 1
+    made.tick(1_010_000)
+    assert made.state == "evaluating"  # one group is too few for a step
+    (final, *_) = made.eval_tasks()
+    made.closure(Closure(group=issued_of(final).group, outcome="dropped", reason=VERSION_PASSED))
+    made.tick(1_020_000)
+    assert made.state == "done"
+
+
+def test_issuing_stops_after_its_groups_versions_or_time() -> None:
+    assert len(plan(MasterConfig(stop=StopRule(groups=3))).rollouts()) == 3
+    by_version = plan(MasterConfig(stop=StopRule(versions=2)))
+    publish(by_version, 2)
+    assert by_version.rollouts() == []
+    by_time = plan(MasterConfig(stop=StopRule(after="5s")))
+    assert by_time.rollouts()
+    for second in (1, 2, 3, 4):
+        by_time.tick(1_000_000 + second * 1000)
+    assert not by_time.stopped
+    by_time.tick(1_005_000)
+    assert by_time.stopped
+
+
+def test_time_during_which_nothing_ran_does_not_count_for_the_stop_rule() -> None:
+    made = plan(MasterConfig(stop=StopRule(after="8s")))
+    made.rollouts()
+    made.tick(1_000_000 + 3_600_000)
+    assert not made.stopped
+
+
+def test_success_rates_come_from_closures() -> None:
+    made = plan()
+    group = issued_of(made.rollouts()[0]).group
+    made.closure(Closure(group=group, outcome="buffered", mean_reward=0.5))
+    assert made.book.success(group.rpartition(".")[0]) == 0.5

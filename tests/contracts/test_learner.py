@@ -1,0 +1,227 @@
+"""The contract of `trainer.learner.Learner`: one suite, every implementation that runs in one process."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infra.demo.char_model import build_char_model
+from infra.plugin import load
+from infra.weights.tensors import Tensor, to_numpy
+from schemas import BatchItem, Lane, Span, make_experience
+from schemas.errors import ConfigError
+from trainer.batch import PackedBatch, TrainItem, pack
+from trainer.config import LaneConfig, TrainerConfig
+from trainer.learner import Learner, open_learner
+
+LANES: dict[Lane, LaneConfig] = {
+    "usual": LaneConfig(loss="grpo", weight=0.9),
+    "expert": LaneConfig(loss="sft", weight=0.1),
+}
+DECOUPLED: dict[Lane, LaneConfig] = LANES | {"usual": LaneConfig(loss="decoupled", weight=0.9)}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
+
+
+@pytest.fixture(params=["trainer.learners.torch:TorchLearner"])
+def use(request) -> str:
+    return request.param
+
+
+def opened(use: str, model: str, lanes=LANES, **settings) -> Learner:
+    config = TrainerConfig(lanes=lanes, threads=1, **settings)
+    return load(use, {"model": model, "config": config})
+
+
+def items(seed: int, *, groups: int = 4, size: int = 4, advantage: float | None = None) -> list[TrainItem]:
+    """Groups of answers with behaviour logprobs near a uniform policy's, and two demonstrations."""
+    random = np.random.default_rng(seed)
+    found = []
+    for g in range(groups + 2):
+        lane: Lane = "usual" if g < groups else "expert"
+        prompt = [1, *random.integers(10, 30, 5).tolist()]
+        for episode in range(size if lane == "usual" else 1):
+            tokens = [*prompt, *random.integers(10, 20, random.integers(2, 5)).tolist()]
+            num = len(tokens) - len(prompt)
+            name = f"{lane}-{g}.0.0-{episode}-0"
+            experience = make_experience(
+                id=name,
+                group=f"{lane}-{g}.0",
+                episode=episode,
+                group_size=size,
+                lane=lane,
+                tokens=tokens,
+                logprobs=-np.log(128) + random.normal(0, 0.1, num) if lane == "usual" else np.zeros(num),
+                messages=(),
+                spans=(Span(len(prompt), len(tokens), 0, 1.0, lane == "usual"),),
+            )
+            item = BatchItem(
+                id=name, partition=0, offset=g, index=episode, lane=lane,
+                advantage=float(random.normal()) if advantage is None else advantage,
+            )  # fmt: skip
+            found.append(TrainItem(experience, item))
+    return found
+
+
+def batch(seed: int, *, max_tokens: int = 10_000, **settings) -> PackedBatch:
+    return pack(items(seed, **settings), max_tokens=max_tokens)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(bytes(one[name].data) == bytes(other[name].data) for name in one)
+
+
+@pytest.mark.parametrize("lanes", [LANES, DECOUPLED], ids=["one step", "minibatches"])
+def test_a_step_changes_the_policy_and_reports_its_health(use, model, lanes):
+    learner = opened(use, model, lanes)
+    before = learner.tensors()
+    stats = learner.step(batch(0), learning_rate=1e-3, seed=0)
+    assert stats.finite and stats.grad_norm > 0
+    assert not same(learner.tensors(), before)
+    assert stats.values["usual/tokens"] + stats.values["expert/tokens"] == batch(0).num_tokens
+    assert 0 < stats.values["usual/ess"] <= 1
+
+
+@pytest.mark.parametrize("lanes", [LANES, DECOUPLED], ids=["one step", "minibatches"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing_and_says_so(use, model, lanes, steps_before, bad):
+    learner, twin = opened(use, model, lanes), opened(use, model, lanes)
+    for step in range(steps_before):
+        learner.step(batch(step), learning_rate=1e-3, seed=step)
+        twin.step(batch(step), learning_rate=1e-3, seed=step)
+    before = learner.save()
+    poisoned = items(7)
+    last = poisoned[12]  # of the last usual group: with minibatches, some steps may have been taken before it
+    poisoned[12] = TrainItem(last.experience, BatchItem(**{**_fields(last.item), "advantage": bad}))
+    stats = learner.step(pack(poisoned, max_tokens=10), learning_rate=1e-3, seed=7)
+    assert not stats.finite
+    assert same(learner.save(), before)
+    learner.step(batch(9), learning_rate=1e-3, seed=9)
+    twin.step(batch(9), learning_rate=1e-3, seed=9)
+    assert same(learner.save(), twin.save())
+
+
+def _fields(item: BatchItem) -> dict:
+    return {name: getattr(item, name) for name in item.__struct_fields__}
+
+
+@pytest.mark.parametrize("lanes", [LANES, DECOUPLED], ids=["one step", "minibatches"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_restore_continues_to_the_same_bits(use, model, lanes, steps_before):
+    learner = opened(use, model, lanes)
+    learner.begin_phase("warmup")
+    for step in range(steps_before):
+        learner.step(batch(step), learning_rate=1e-3, seed=step)
+    saved = learner.save()
+    other = opened(use, model, lanes)
+    other.step(batch(50), learning_rate=1e-2, seed=1)  # whatever it did before is gone
+    other.restore(saved)
+    for step in range(10, 13):
+        learner.step(batch(step), learning_rate=1e-3, seed=step)
+        other.step(batch(step), learning_rate=1e-3, seed=step)
+    assert same(learner.save(), other.save())
+    assert same(learner.tensors(), other.tensors())
+
+
+def test_a_save_is_a_copy_that_later_steps_do_not_reach(use, model):
+    learner = opened(use, model)
+    saved, tensors = learner.save(), learner.tensors()
+    copies = {name: bytes(one.data) for name, one in (saved | tensors).items()}
+    learner.step(batch(0), learning_rate=1e-3, seed=0)
+    assert {name: bytes(one.data) for name, one in (saved | tensors).items()} == copies
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(use, model):
+    learner = opened(use, model)
+    learner.step(batch(0), learning_rate=1e-3, seed=0)
+    before = learner.save()
+    name = next(name for name in before if name.endswith("lm_head.weight"))
+    cut = Tensor("F32", (1,), b"\x00" * 4)
+    for bad in ({k: v for k, v in before.items() if k != name}, before | {name: cut}):
+        with pytest.raises(ValueError, match=r"lm_head\.weight"):
+            learner.restore(bad)
+    with pytest.raises(ValueError, match="extra"):
+        learner.restore(before | {"model/extra": cut})
+    assert same(learner.save(), before)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 60, 10_000])
+def test_any_cut_into_microbatches_gives_one_gradient(use, model, max_tokens):
+    # Adam's first step is lr·sign(g) and would blow rounding up; its first moment is 0.1·g, unclipped here.
+    learner = opened(use, model, gradient_clip=1e9)
+    learner.step(batch(5, max_tokens=10_000), learning_rate=1e-3, seed=0)
+    other = opened(use, model, gradient_clip=1e9)
+    other.step(batch(5, max_tokens=max_tokens), learning_rate=1e-3, seed=0)
+    gradients, others = learner.save(), other.save()
+    for name in gradients:
+        if "exp_avg/" in name:
+            assert np.abs(to_numpy(gradients[name]) - to_numpy(others[name])).max() * 10 < 1e-6
+
+
+def test_the_probe_is_the_policy_in_tensors(use, model, tmp_path):
+    """The probe's logprobs come out of a plain transformers forward of `tensors()`."""
+    import torch
+
+    from infra.model import load_into, load_model
+
+    learner = opened(use, model)
+    learner.step(batch(0), learning_rate=1e-3, seed=0)
+    sequences = ((1, 22, 30, 41), (1, 5))
+    probe = learner.probe(sequences)
+    assert probe.sequences == sequences
+    plain = load_model(model)
+    load_into(plain, learner.tensors())
+    for tokens, logprobs in zip(sequences, probe.logprobs, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.tensor([tokens])).logits[0, :-1]
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_warmup_weighs_every_lane_one_and_a_new_phase_forgets_the_optimizer(use, model):
+    experts = pack([one for one in items(0) if one.item.lane == "expert"], max_tokens=1000)
+    norms = {}
+    for phase in ("train", "warmup"):
+        learner = opened(use, model)
+        learner.begin_phase(phase)
+        norms[phase] = learner.step(experts, learning_rate=1e-3, seed=0).grad_norm
+        learner.begin_phase("train")
+        assert not any("exp_avg" in name for name in learner.save())
+    assert norms["warmup"] == pytest.approx(10 * norms["train"], rel=1e-4)
+
+
+def test_greedy_accuracy_counts_sequences_whose_every_token_is_the_argmax(use, model):
+    learner = opened(use, model)
+    one = items(0)[0]
+    only = pack([one], max_tokens=100)
+    assert learner.greedy_accuracy(pack(items(0), max_tokens=30)) < 0.5
+    learner.begin_phase("warmup")
+    supervised = TrainItem(one.experience, BatchItem(**{**_fields(one.item), "lane": "expert"}))
+    for step in range(20):
+        learner.step(pack([supervised], max_tokens=100), learning_rate=3e-3, seed=step)
+    assert learner.greedy_accuracy(only) == 1.0
+
+
+def test_misuse_is_refused_before_anything_changes(use, model):
+    learner = opened(use, model, {"usual": LANES["usual"]})
+    before = learner.save()
+    with pytest.raises(ValueError, match="no sampled tokens"):
+        learner.step(pack([], max_tokens=10), learning_rate=1e-3, seed=0)
+    with pytest.raises(ValueError, match="lane expert"):
+        learner.step(batch(0), learning_rate=1e-3, seed=0)
+    with pytest.raises(ValueError, match="learning_rate"):
+        learner.step(batch(0), learning_rate=float("nan"), seed=0)
+    learner = opened(use, model, LANES | {"expert": LaneConfig(loss="dppo")})
+    with pytest.raises(ValueError, match="ratio=False"):
+        learner.step(batch(0), learning_rate=1e-3, seed=0)
+    assert same(learner.save(), before)
+
+
+def test_open_learner_takes_the_configured_one(use, model):
+    assert isinstance(open_learner(TrainerConfig(), model), object)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        open_learner(TrainerConfig(), str(Path(model) / "absent"))

@@ -1,0 +1,214 @@
+"""What every object store promises: one suite, every implementation, real S3 servers included."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infra.local import minio
+from infra.local.minio import MinioServer
+from infra.store import MAX_KEY_BYTES, Store
+from infra.store_directory import DirectoryStore
+from infra.store_memory import MemoryStore
+from infra.store_s3 import S3Store
+from infra.weights.fetch import Follower
+from infra.weights.publish import publish
+from infra.weights.tensors import from_numpy
+from schemas.errors import NotInStore
+
+MakeStore = Callable[[str], Store]  # from a prefix: stores of one maker share their bucket or folder
+
+
+@pytest.fixture(scope="module")
+def moto_endpoint() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinioServer]:
+    """A real one: on PATH or cached, else in Docker, else built with Go (once, minutes)."""
+    data = tmp_path_factory.mktemp("minio")
+    program = minio.find(minio.default_cache())
+    if program is None and docker_answers():
+        from testcontainers.community.minio import MinioContainer
+
+        with MinioContainer("minio/minio:RELEASE.2025-09-07T16-13-09Z") as container:
+            config = container.get_config()
+            yield MinioServer(f"http://{config['endpoint']}", config["access_key"], config["secret_key"])
+        return
+    program = program or minio.find_or_build(minio.default_cache())
+    if program is None:
+        if os.environ.get("HEADRACE_REQUIRE_MINIO") == "1":
+            pytest.fail("HEADRACE_REQUIRE_MINIO=1, and there is no minio on PATH, no Docker daemon and no Go")
+        pytest.skip("no minio on PATH, no Docker daemon, no Go")
+    with minio.running(program, data) as server:
+        yield server
+
+
+def docker_answers() -> bool:
+    import docker
+    from docker.errors import DockerException
+
+    try:
+        docker.from_env(timeout=5).ping()
+    except DockerException:
+        return False
+    return True
+
+
+STORES = ["memory", "directory", "moto", pytest.param("minio", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(params=STORES)
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
+    bucket = f"contract-{abs(hash(request.node.name)) % 10**12}"
+    match request.param:
+        case "memory":
+            shared: dict[str, Store] = {}
+            return lambda prefix: shared.setdefault(prefix, MemoryStore())
+        case "directory":
+            return lambda prefix: DirectoryStore(tmp_path / "store" / prefix)
+        case "moto":
+            endpoint = request.getfixturevalue("moto_endpoint")
+            server = MinioServer(endpoint, "test", "test-secret")
+            return lambda prefix: server.store(bucket, prefix)
+        case _:
+            server = request.getfixturevalue("minio_server")
+            return lambda prefix: server.store(bucket, prefix)
+
+
+@pytest.fixture
+def store(make_store: MakeStore) -> Store:
+    return make_store("app")
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 6_000_000])
+def test_an_object_comes_back_as_it_was_put(store: Store, size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    store.put("policies/main/17/a.safetensors", data)
+    assert store.get("policies/main/17/a.safetensors") == data
+    assert store.size("policies/main/17/a.safetensors") == size
+
+
+@pytest.mark.slow
+def test_an_object_larger_than_one_part_comes_back_as_it_was_put(store: Store) -> None:
+    data = np.random.default_rng(0).bytes(70 * 1024 * 1024)
+    store.put("large", data)
+    assert store.get("large") == data
+
+
+def test_a_second_put_replaces_the_first(store: Store) -> None:
+    store.put("key", b"a longer first version")
+    store.put("key", b"second")
+    assert store.get("key") == b"second"
+
+
+def test_an_absent_key_is_not_in_store(store: Store) -> None:
+    store.put("folder/key", b"x")
+    for absent in ("nothing", "folder", "folder/key2", "folder/key/below", "other/key"):
+        with pytest.raises(NotInStore, match=absent):
+            store.get(absent)
+        with pytest.raises(NotInStore, match=absent):
+            store.size(absent)
+
+
+def test_deleting_twice_is_fine_and_leaves_neighbours(store: Store) -> None:
+    store.put("a/1", b"x")
+    store.put("a/2", b"y")
+    for _ in range(2):
+        store.delete("a/1")
+    with pytest.raises(NotInStore):
+        store.get("a/1")
+    assert list(store.keys("")) == ["a/2"]
+
+
+def test_keys_are_sorted_and_begin_with_the_prefix(store: Store) -> None:
+    keys = ["a/1", "a/10", "a/2", "a-b", "ab/c/d", "b", "ä/ö"]
+    for key in reversed(keys):
+        store.put(key, b"x")
+    assert list(store.keys("")) == sorted(keys)
+    assert list(store.keys("a/")) == ["a/1", "a/10", "a/2"]
+    assert list(store.keys("a/1")) == ["a/1", "a/10"]
+    assert list(store.keys("ab/c")) == ["ab/c/d"]
+    assert list(store.keys("zzz/")) == []
+
+
+def test_unusual_but_valid_keys_are_kept_apart(store: Store) -> None:
+    keys = ["a b", "a+b", "a%20b", "a%2Bb", "x=1,y=2", "(1)", "α/β", "a@b:c", "~", "'", "x" * 200, "a.b..c"]
+    for index, key in enumerate(keys):
+        store.put(key, str(index).encode())
+    assert [store.get(key) for key in keys] == [str(index).encode() for index in range(len(keys))]
+    assert list(store.keys("")) == sorted(keys)
+
+
+BAD_KEYS = [
+    "", "/a", "a/", "a//b", "..", "../a", "a/../b", "a/./b", ".hidden", "a/.hidden/b", "a\\b", "a\nb", "a\0b",
+    "x" * 256, "y/" * 500 + "z", "a" * (MAX_KEY_BYTES + 1), "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", BAD_KEYS)
+def test_a_key_some_store_could_not_hold_is_refused(store: Store, key: str) -> None:
+    for call in (
+        lambda: store.put(key, b""),
+        lambda: store.get(key),
+        lambda: store.size(key),
+        lambda: store.delete(key),
+    ):
+        with pytest.raises(ValueError, match="key"):
+            call()
+
+
+def test_prefixes_are_checked_too(store: Store) -> None:
+    for prefix in ("../", "/", "a//", ".x"):
+        with pytest.raises(ValueError, match="key"):
+            list(store.keys(prefix))
+
+
+def test_stores_with_different_prefixes_do_not_see_each_other(make_store: MakeStore) -> None:
+    first, second = make_store("one"), make_store("two/deep")
+    first.put("k", b"1")
+    second.put("k", b"2")
+    assert (first.get("k"), second.get("k")) == (b"1", b"2")
+    assert list(first.keys("")) == list(second.keys("")) == ["k"]
+
+
+def test_a_reader_sees_an_object_whole_while_it_is_replaced(store: Store) -> None:
+    contents = [bytes([value]) * 300_000 for value in range(8)]
+    store.put("k", contents[0])
+    writer = threading.Thread(target=lambda: [store.put("k", content) for content in contents])
+    writer.start()
+    seen = []
+    while writer.is_alive():
+        seen.append(store.get("k"))
+    writer.join()
+    assert all(data in contents for data in seen)
+    assert store.get("k") == contents[-1]
+
+
+def test_a_policy_published_to_the_store_is_followed_from_it(store: Store) -> None:
+    generator = np.random.default_rng(0)
+    follower, previous = Follower(store, "main"), None
+    for version in range(4):
+        tensors = {name: from_numpy(generator.normal(size=(40, 30)).astype(np.float32)) for name in "ab"}
+        event = publish(
+            store, policy="main", token=3, version=version, parent=version - 1, tensors=tensors, previous=previous,
+            probe=None, step=version,
+        )  # fmt: skip
+        assert dict(follower.fetch(event).tensors) == tensors
+        previous = tensors
+
+
+def test_no_store_shows_a_secret(make_store: MakeStore) -> None:
+    store = make_store("app")
+    if isinstance(store, S3Store):
+        assert "secret" not in repr(store)

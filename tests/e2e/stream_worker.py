@@ -1,0 +1,52 @@
+"""A stream worker as a process, for tests that kill it: `python -m tests.e2e.stream_worker BOOTSTRAP APP FOLDER`."""
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from infra.config import Floor, Kafka
+from infra.metrics import Metrics
+from infra.store_directory import DirectoryStore
+from schemas.errors import HeadraceError
+from streams.app import run_worker
+from streams.config import CollectConfig, FilterConfig, ScoreConfig, StreamsConfig, Switch, VerifyConfig
+
+
+def worker_config() -> StreamsConfig:
+    """What the tests run: exact scores, answers under two tokens dropped, equal groups kept."""
+    return StreamsConfig(
+        score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),),
+        verify=VerifyConfig(filter=FilterConfig(min_tokens=2)),
+        collect=CollectConfig(deadline_s=3600, difficulty=Switch(on=False)),
+    )
+
+
+async def work(bootstrap: str, app: str, folder: Path) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    floor = Floor(app=app, kafka=Kafka(bootstrap_servers=bootstrap, deadline_s=20.0), folder=folder)
+    await run_worker(
+        floor,
+        worker_config(),
+        bootstrap=bootstrap,
+        store=DirectoryStore(folder / "store"),
+        metrics=Metrics("process"),
+        stop=stop,
+    )
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s %(message)s")
+    try:
+        asyncio.run(work(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+    except HeadraceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""The log of records: keys, claim checks, poison, and a reader that loses nothing when decoding fails."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infra.bus.bus import Partition, Reader
+from infra.bus.log import DEAD_LETTER_BYTES, Log, Message, key_of
+from infra.bus.memory import MemoryBus
+from infra.bus.partitioner import partition_for
+from infra.store import Store
+from infra.store_directory import DirectoryStore
+from schemas import (
+    Block,
+    Closure,
+    Control,
+    DeadLetter,
+    Drawn,
+    EvalResult,
+    Feedback,
+    Fence,
+    Issued,
+    PolicyEvent,
+    Progress,
+    Span,
+    Stub,
+    Task,
+    Tick,
+    encode,
+    make_experience,
+)
+from schemas import Message as Line
+from schemas.errors import BadFrame, ConfigError, NotInStore, RecordTooLarge, StoreError, UnknownMajor
+from schemas.topics import (
+    ALL,
+    BATCHES,
+    BUFFER,
+    DEAD_LETTERS,
+    EVALS,
+    EXPERIENCES,
+    FEEDBACK,
+    MAX_FRAME_BYTES,
+    POLICIES,
+    PROGRESS,
+    TASKS,
+    TASKSET,
+    VERIFIED,
+    Topic,
+)
+
+GROUP = "add-3745.2"
+STUB = Stub(id=f"{GROUP}.0-1-0", group=GROUP, episode=1, group_size=2, reason="too short")
+
+
+def block(num_tokens: int = 8, group: str = GROUP) -> Block:
+    """One experience whose tokens do not compress."""
+    tokens = np.random.default_rng(7).integers(0, 2**32, num_tokens, dtype=np.uint32)
+    experience = make_experience(
+        tokens=tokens,
+        logprobs=np.zeros(2, np.float32),
+        messages=(Line(role="user", content="37+45="),),
+        id=f"{group}.0-0-0",
+        group=group,
+        episode=0,
+        group_size=2,
+        spans=(Span(num_tokens - 2, num_tokens, 3),),
+    )
+    return Block((experience,))
+
+
+def run(check: Callable[[Log], Awaitable[None]], store: Store | None = None) -> None:
+    """A check on a log with all topics, of four partitions where that is open."""
+
+    async def main() -> None:
+        log = Log(MemoryBus(clock=lambda: 1_763_715_600_000), "app", store=store)
+        assert len(await log.create_topics(partitions=4, keep_ms=1000)) == len(ALL)
+        async with asyncio.timeout(30):
+            await check(log)
+
+    asyncio.run(main())
+
+
+async def all_of(log: Log, topic: Topic) -> list[Message]:
+    return [message async for message in log.read_all(topic)]
+
+
+KEYS: list[tuple[Topic, Control | Block, bytes]] = [
+    (TASKSET, Task(id="add-3745", messages=()), b"add-3745"),
+    (TASKS, Task(id="add-3745", messages=(), issued=Issued(group=GROUP, attempt=0, num_episodes=2, max_tokens=5)), b""),
+    (EXPERIENCES, block(), b""),
+    (VERIFIED, STUB, b""),
+    (VERIFIED, Feedback(ref=f"hr-{GROUP}.0-1-0", id="t-1", value=1.0), b""),
+    (FEEDBACK, Feedback(ref=f"{GROUP}.0-1-0", id="t-1", value=1.0), b""),
+    (EVALS, EvalResult(policy="main", version=3, suite="dev", num_tasks=2, num_correct=1), b"main"),
+    (POLICIES, PolicyEvent(event="lease", policy="main"), b"main"),
+    (BATCHES, Fence(run="demo", token=1), b"demo"),
+    (PROGRESS, Closure(group=GROUP, outcome="buffered"), b""),
+    (PROGRESS, Progress(role="explore", instance="explore-0/1"), b"explore-0/1"),
+    (DEAD_LETTERS, DeadLetter(topic="tasks", partition=0, offset=0, stage="s", reason="r", key=b"\xff"), b"\xff"),
+]
+
+
+@pytest.mark.parametrize(("topic", "record", "key"), KEYS)
+def test_the_key_comes_from_the_record(topic: Topic, record: Control | Block, key: bytes) -> None:
+    expected = key or GROUP.encode()
+    assert key_of(topic, record) == expected
+
+    async def check(log: Log) -> None:
+        position = await log.publish(topic, record)
+        (message,) = await all_of(log, topic)
+        assert (message.key, message.error) == (expected, None)
+        assert position.partition == partition_for(expected, topic.partitions or 4)
+        assert dict(message.record.headers)["kind"]
+
+    run(check)
+
+
+def test_records_come_back_equal_with_the_brokers_time() -> None:
+    async def check(log: Log) -> None:
+        position = await log.publish(VERIFIED, STUB)
+        (message,) = await all_of(log, VERIFIED)
+        assert message.value == STUB
+        assert (message.partition, message.offset) == (position.partition, position.offset)
+        assert message.timestamp_ms == position.timestamp_ms == 1_763_715_600_000
+
+    run(check)
+
+
+def test_a_tick_goes_to_its_own_partition_and_a_given_key_or_partition_rules() -> None:
+    async def check(log: Log) -> None:
+        assert [(await log.publish(VERIFIED, Tick(partition=p, due_ms=1))).partition for p in range(4)] == [0, 1, 2, 3]
+        assert (await log.publish(VERIFIED, STUB, partition=3)).partition == 3
+        assert (await log.publish(VERIFIED, STUB, key="other")).partition == partition_for(b"other", 4)
+
+    run(check)
+
+
+def test_a_topic_refuses_records_it_does_not_hold() -> None:
+    async def check(log: Log) -> None:
+        with pytest.raises(ValueError, match="buffer holds Block; got Stub"):
+            await log.publish(BUFFER, STUB)
+        with pytest.raises(ValueError, match="holds issued tasks"):
+            await log.publish(TASKS, Task(id="t", messages=()))
+
+    run(check)
+
+
+def test_large_frames_go_to_the_store_and_come_back(store_dir: Path) -> None:
+    store, large = DirectoryStore(store_dir), block(num_tokens=300_000)
+    assert len(encode(large)) > MAX_FRAME_BYTES
+
+    async def check(log: Log) -> None:
+        await log.publish(EXPERIENCES, large)
+        await log.publish(EXPERIENCES, block())
+        first, second = await all_of(log, EXPERIENCES)
+        assert len(first.record.value) < 300
+        assert isinstance(first.value, Block)
+        assert np.array_equal(first.value.experiences[0].tokens, large.experiences[0].tokens)
+        assert isinstance(second.value, Block)
+        assert len(list(store.keys("blobs/"))) == 1
+
+    run(check, store)
+
+
+def test_without_a_store_frames_are_sent_whole_up_to_the_brokers_limit() -> None:
+    async def check(log: Log) -> None:
+        await log.publish(EXPERIENCES, block(num_tokens=300_000))
+        (message,) = await all_of(log, EXPERIENCES)
+        assert isinstance(message.value, Block)
+        with pytest.raises(RecordTooLarge):
+            await log.publish(EXPERIENCES, block(num_tokens=3_000_000))
+
+    run(check)
+
+
+def test_a_claim_without_a_store_is_poison_not_silence(store_dir: Path) -> None:
+    async def check(log: Log) -> None:
+        await log.publish(EXPERIENCES, block(num_tokens=300_000))
+        (message,) = await all_of(Log(log.bus, "app"), EXPERIENCES)
+        assert message.value is None
+        assert "has none" in str(message.error)
+
+    run(check, DirectoryStore(store_dir))
+
+
+def test_poison_is_a_message_and_its_neighbours_are_read() -> None:
+    async def check(log: Log) -> None:
+        await log.publish(VERIFIED, STUB, partition=0)
+        await log.bus.send(log.name(VERIFIED), b"HR\x01\x00garbage", key=b"k", partition=0)
+        await log.publish(VERIFIED, STUB, partition=0)
+        before, poison, after = await all_of(log, VERIFIED)
+        assert (before.value, after.value, poison.value) == (STUB, STUB, None)
+        assert isinstance(poison.error, BadFrame)
+        await log.dead_letter(poison, stage="verify", reason="bad frame")
+        (letter,) = await all_of(log, DEAD_LETTERS)
+        assert letter.key == b"k"
+        assert letter.value == DeadLetter(
+            topic="verified",
+            partition=0,
+            offset=1,
+            stage="verify",
+            reason="bad frame",
+            error=str(poison.error),
+            value=b"HR\x01\x00garbage",
+            key=b"k",
+        )
+
+    run(check)
+
+
+def test_a_dead_letter_is_cut_so_that_it_always_fits() -> None:
+    async def check(log: Log) -> None:
+        await log.bus.send(log.name(EXPERIENCES), bytes(8_000_000), key=b"k")
+        (poison,) = await all_of(log, EXPERIENCES)
+        await log.dead_letter(poison.record, stage="verify", reason="bad frame", error="why")
+        (letter,) = await all_of(log, DEAD_LETTERS)
+        assert isinstance(letter.value, DeadLetter)
+        assert (len(letter.value.value), letter.value.error) == (DEAD_LETTER_BYTES, "why")
+
+    run(check)
+
+
+def test_a_newer_major_stops_the_reader_where_it_stands() -> None:
+    async def check(log: Log) -> None:
+        await log.publish(VERIFIED, STUB, partition=0)
+        await log.bus.send(log.name(VERIFIED), b"HR\x63\x00\x00\x00\x00\x00", key=b"k", partition=0)
+        reader = await log.assigned(VERIFIED, {0: 0})
+        for _ in range(2):
+            with pytest.raises(UnknownMajor):
+                await log.read(reader, timeout_s=0.1)
+            assert reader.positions() == {Partition("app.verified", 0): 0}
+
+    run(check)
+
+
+class FailingStore(DirectoryStore):
+    """A store that fails the next `failures` reads."""
+
+    failures = 0
+
+    def get(self, key: str) -> bytes:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("away")
+        return super().get(key)
+
+
+def test_a_store_that_fails_is_asked_again_and_then_loses_nothing(store_dir: Path) -> None:
+    store = FailingStore(store_dir)
+
+    async def check(log: Log) -> None:
+        await log.publish(EXPERIENCES, block(num_tokens=300_000), partition=0)
+        reader = await log.assigned(EXPERIENCES, {0: 0})
+        store.failures = 1
+        assert len(await log.read(reader, timeout_s=0.1)) == 1
+        reader.seek(Partition("app.experiences", 0), 0)
+        store.failures = 100
+        reading = asyncio.create_task(log.read(reader, timeout_s=0.1))
+        while store.failures > 99:  # noqa: ASYNC110  the reader makes it true
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert reader.positions() == {Partition("app.experiences", 0): 0}
+        store.failures = 0
+        assert len(await log.read(reader, timeout_s=0.1)) == 1
+
+    run(check, store)
+
+
+def test_read_all_ends_at_the_end_of_the_call() -> None:
+    async def check(log: Log) -> None:
+        await log.publish_all(VERIFIED, [Tick(partition=n % 4, due_ms=n) for n in range(1200)])
+        seen = []
+        async for message in log.read_all(VERIFIED):
+            seen.append(message)
+            if len(seen) == 1:
+                await log.publish(VERIFIED, Tick(partition=0, due_ms=9999))
+        assert sorted(message.value.due_ms for message in seen if isinstance(message.value, Tick)) == list(range(1200))
+
+    run(check)
+
+
+def test_readers_start_at_either_end_and_groups_belong_to_the_app() -> None:
+    async def check(log: Log) -> None:
+        await log.publish(PROGRESS, Drawn(token=1, step=1, version=0, groups=()))
+        begin: Reader = await log.assigned(PROGRESS, "beginning")
+        end: Reader = await log.assigned(PROGRESS, "end", group="late")
+        assert (set(begin.positions().values()), set(end.positions().values())) == ({0}, {1})
+        await end.commit(end.positions())
+        assert await log.bus.committed(log.group("late"), log.name(PROGRESS)) == end.positions()
+        reader = await log.subscribed(PROGRESS, group="late")
+        assert reader.positions() == end.positions()
+
+    run(check)
+
+
+def test_topics_are_created_once_and_a_changed_count_is_refused() -> None:
+    async def check(log: Log) -> None:
+        assert await log.create_topics(partitions=4, keep_ms=1000) == []
+        with pytest.raises(ConfigError, match=r"app\.taskset\.raw: got 4 partitions .* expected 8"):
+            await log.create_topics(partitions=8, keep_ms=1000)
+
+    run(check)
+
+
+def test_a_missing_blob_is_not_asked_for_again(store_dir: Path) -> None:
+    store = DirectoryStore(store_dir)
+
+    async def check(log: Log) -> None:
+        await log.publish(EXPERIENCES, block(num_tokens=300_000))
+        for key in list(store.keys("blobs/")):
+            store.delete(key)
+        with pytest.raises(NotInStore):
+            store.get("blobs/none")
+        (message,) = await all_of(log, EXPERIENCES)
+        assert "is not in the store" in str(message.error)
+
+    run(check, store)

@@ -1,0 +1,111 @@
+"""The embedded broker as a process: one per folder, an address that stays, no broker without a parent."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.bus.kafka import KafkaBus, answers
+from infra.local.address import read_address
+from infra.local.broker import EmbeddedKafka
+from schemas.errors import BrokerUnavailable, ConfigError
+
+pytestmark = pytest.mark.slow
+DEADLINE_S = 60.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def java_processes(folder: Path) -> list[int]:
+    """Pids of the Java processes that serve a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"kafka.Kafka\0" in command and str(folder).encode() in command and b"parent_watch" not in command:
+            found.append(int(entry.name))
+    return found
+
+
+async def send_one(bootstrap: str, value: bytes) -> int:
+    bus = KafkaBus(bootstrap, deadline_s=DEADLINE_S)
+    await bus.start()
+    await bus.create_topic("kept", 1, {})
+    position = await bus.send("kept", value, key=b"k")
+    await bus.close()
+    return position.offset
+
+
+def test_a_restart_keeps_address_and_records(tmp_path: Path) -> None:
+    with EmbeddedKafka(tmp_path / "kafka") as broker:
+        first = broker.bootstrap
+        assert asyncio.run(send_one(first, b"a")) == 0
+        assert broker.restart() == first
+        assert asyncio.run(send_one(first, b"b")) == 1
+        broker.kill()
+        assert broker.start() == first
+        assert asyncio.run(send_one(first, b"c")) == 2
+    assert java_processes(tmp_path) == []
+
+
+def test_two_brokers_live_side_by_side_but_not_in_one_folder(kafka: str, tmp_path: Path) -> None:
+    with EmbeddedKafka(tmp_path / "kafka") as broker:
+        assert broker.bootstrap != kafka
+        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
+            EmbeddedKafka(tmp_path / "kafka").start()
+        assert asyncio.run(answers(broker.bootstrap, timeout_s=10))
+        assert asyncio.run(answers(kafka, timeout_s=10))
+
+
+def test_a_parent_that_is_killed_leaves_no_broker_and_the_next_one_starts(tmp_path: Path) -> None:
+    folder = tmp_path / "kafka"
+    owner = subprocess.Popen([sys.executable, "-m", "infra.local.broker", str(folder)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    with owner.stdout as line:
+        assert line.readline().startswith(b"kafka at 127.0.0.1:")
+    assert len(java_processes(folder)) == 1
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    # No waiting for the old one: the lock on the folder does that.
+    with EmbeddedKafka(folder) as broker:
+        assert len(java_processes(folder)) == 1
+        assert asyncio.run(answers(broker.bootstrap, timeout_s=10))
+    until(lambda: java_processes(folder) == [])
+
+
+def test_the_command_stops_cleanly_and_reports_a_dead_broker(tmp_path: Path) -> None:
+    folder = tmp_path / "kafka"
+    command = [sys.executable, "-m", "infra.local.broker", str(folder)]
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, 1)):
+        owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert owner.stdout is not None
+        assert owner.stdout.readline().startswith(b"kafka at 127.0.0.1:")
+        (java,) = java_processes(folder)
+        os.kill(owner.pid if number == signal.SIGTERM else java, number)
+        owner.communicate()
+        assert owner.returncode == code
+        assert java_processes(folder) == []
+
+
+def test_a_broker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    jars = tmp_path / "jars"
+    jars.mkdir()
+    (jars / "kafka_2.13-0.0.jar").touch()
+    broker = EmbeddedKafka(tmp_path / "kafka", jars=jars)
+    with pytest.raises(BrokerUnavailable, match=r"broker\.log"):
+        broker.start()
+    assert broker.pid is None
+    assert read_address(tmp_path / "kafka") is not None

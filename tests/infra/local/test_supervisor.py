@@ -1,0 +1,184 @@
+"""The supervisor: restarts, order, and nothing left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infra.local.supervisor import Child, ChildEvent, Supervisor, describe_exit, tree_rss_bytes
+
+DEADLINE_S = 20.0
+
+
+def script(name: str, folder: Path, code: str, **fields: object) -> Child:
+    return Child(name=name, argv=(sys.executable, "-S", "-c", code), log=folder / f"{name}.log", **fields)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  other processes make it true
+            await asyncio.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, also one that nobody has waited for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_child_that_ends_well_is_not_restarted(tmp_path: Path) -> None:
+    events: list[ChildEvent] = []
+
+    async def run() -> None:
+        async with Supervisor([script("once", tmp_path, "print('done')")], events.append) as supervisor:
+            await supervisor.wait()
+            assert supervisor.states["once"].exit_code == 0
+
+    asyncio.run(run())
+    assert [event.kind for event in events] == ["started", "exited"]
+    assert (tmp_path / "once.log").read_text() == "done\n"
+
+
+def test_a_child_that_dies_is_restarted_and_counted(tmp_path: Path) -> None:
+    flag = tmp_path / "second"
+    code = (
+        f"import sys, pathlib; flag = pathlib.Path({str(flag)!r}); again = flag.exists(); flag.touch();"
+        "sys.exit(0 if again else 7)"
+    )
+    events: list[ChildEvent] = []
+
+    async def run() -> None:
+        async with Supervisor([script("flaky", tmp_path, code)], events.append) as supervisor:
+            await supervisor.wait()
+            assert supervisor.states["flaky"].restarts == 1
+
+    asyncio.run(run())
+    assert [event.kind for event in events] == ["started", "exited", "restarting", "started", "exited"]
+    assert events[1].exit_code == 7
+
+
+def test_a_child_that_cannot_hold_is_given_up(tmp_path: Path) -> None:
+    events: list[ChildEvent] = []
+
+    async def run() -> None:
+        child = script("broken", tmp_path, "raise SystemExit(3)", max_failures=1)
+        async with Supervisor([child], events.append) as supervisor:
+            await supervisor.wait()
+            assert supervisor.states["broken"].given_up
+
+    asyncio.run(run())
+    assert events[-1].kind == "gave_up"
+
+
+def test_final_codes_end_a_child_for_good(tmp_path: Path) -> None:
+    async def run() -> None:
+        child = script("config", tmp_path, "raise SystemExit(2)", final_codes=(0, 2))
+        async with Supervisor([child]) as supervisor:
+            await supervisor.wait()
+            assert (supervisor.states["config"].exit_code, supervisor.states["config"].restarts) == (2, 0)
+
+    asyncio.run(run())
+
+
+def test_a_killed_child_comes_back_under_another_pid(tmp_path: Path) -> None:
+    async def run() -> None:
+        child = script("role", tmp_path, "import time; print('up', flush=True); time.sleep(60)")
+        async with Supervisor([child]) as supervisor:
+            state = supervisor.states["role"]
+            await until(lambda: child.log.exists() and "up" in child.log.read_text())
+            first = state.pid
+            assert supervisor.kill("role")
+            await until(lambda: state.restarts == 1 and state.pid not in (None, first))
+
+    asyncio.run(run())
+
+
+def test_tiers_stop_from_the_highest_and_a_deaf_child_is_killed(tmp_path: Path) -> None:
+    events: list[ChildEvent] = []
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    polite = "import time; print('up', flush=True); time.sleep(60)"
+    children = [
+        script("broker", tmp_path, polite, tier=0),
+        script("role", tmp_path, polite),
+        script("deaf", tmp_path, deaf, stop_s=0.3),
+    ]
+
+    async def run() -> None:
+        async with Supervisor(children, events.append):
+            await until(lambda: all(c.log.exists() and "up" in c.log.read_text() for c in children))
+
+    asyncio.run(run())
+    stopped = [event for event in events if event.kind == "stopped"]
+    assert {event.name for event in stopped[:2]} == {"role", "deaf"}
+    assert stopped[2].name == "broker"
+    codes = {event.name: event.exit_code for event in stopped}
+    assert codes == {"broker": -signal.SIGTERM, "role": -signal.SIGTERM, "deaf": -signal.SIGKILL}
+
+
+def test_grandchildren_are_ended_with_their_parent(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time; sleep = [sys.executable, '-S', '-c', 'import time; time.sleep(60)'];"
+        "print(subprocess.Popen(sleep).pid, flush=True); time.sleep(60)"
+    )
+
+    async def run() -> None:
+        child = script("parent", tmp_path, code)
+        async with Supervisor([child]) as supervisor:
+            await until(lambda: child.log.exists() and child.log.read_text().strip().isdigit())
+            grandchild = int(child.log.read_text())
+            supervisor.kill("parent")
+            await until(lambda: gone(grandchild))
+
+    asyncio.run(run())
+
+
+def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = (
+        "import os, subprocess, sys, time; sleep = [sys.executable, '-S', '-c', 'import time; time.sleep(60)'];"
+        "print(os.getpid(), subprocess.Popen(sleep).pid, flush=True); time.sleep(60)"
+    )
+    program = (
+        "import asyncio, sys, pathlib\n"
+        "from infra.local.supervisor import Child, Supervisor\n"
+        "async def main():\n"
+        f"    log = pathlib.Path({str(tmp_path)!r}) / 'c.log'\n"
+        f"    child = Child(name='c', argv=(sys.executable, '-S', '-c', {code!r}), log=log)\n"
+        "    async with Supervisor([child]) as supervisor:\n"
+        "        await supervisor.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program])
+    log, deadline = tmp_path / "c.log", time.monotonic() + DEADLINE_S
+    while not (log.exists() and len(log.read_text().split()) == 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pids = [int(pid) for pid in log.read_text().split()]
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_memory_is_measured_over_the_process_tree(tmp_path: Path) -> None:
+    async def run() -> None:
+        child = script(
+            "large",
+            tmp_path,
+            "data = bytearray(64 << 20); data[::4096] = b'x' * (len(data) // 4096); import time; time.sleep(60)",
+        )
+        async with Supervisor([child]) as supervisor:
+            await until(lambda: supervisor.states["large"].peak_rss_bytes > 64 << 20)
+
+    asyncio.run(run())
+    assert tree_rss_bytes({"me": os.getpid()})["me"] > 10 << 20
+
+
+def test_exits_are_named() -> None:
+    assert [describe_exit(code) for code in (None, 0, 3, -9)] == ["running", "exit 0", "exit 3", "SIGKILL"]

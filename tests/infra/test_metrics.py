@@ -1,0 +1,65 @@
+"""Metrics: one registry per role, served with a health check."""
+
+import urllib.error
+import urllib.request
+
+import pytest
+
+from infra.metrics import Metrics
+
+
+def fetch(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_two_roles_in_one_process_do_not_share_values() -> None:
+    one, other = Metrics("explore"), Metrics("explore")
+    one.counter("tokens").inc(3)
+    other.counter("tokens").inc(5)
+    assert one.counters() == {"tokens": 3.0}
+    assert other.counters() == {"tokens": 5.0}
+
+
+def test_the_same_name_and_labels_are_the_same_series() -> None:
+    metrics = Metrics("process")
+    metrics.counter("dropped", reason="too short").inc()
+    metrics.counter("dropped", reason="too short").inc(2)
+    metrics.counter("dropped", reason="duplicate").inc()
+    metrics.gauge("lag").set(7)
+    metrics.histogram("step_s").observe(0.3)
+    assert metrics.counters() == {"dropped{reason=too short}": 3.0, "dropped{reason=duplicate}": 1.0}
+    assert metrics.gauges() == {"lag": 7.0}
+    assert metrics.snapshot() == {**metrics.counters(), **metrics.gauges()}
+
+
+def test_metrics_and_health_are_served_until_closed() -> None:
+    metrics = Metrics("train")
+    metrics.counter("steps").inc()
+    state = {"fault": ""}
+    metrics.check("loop", lambda: state["fault"])
+    port = metrics.serve()
+    try:
+        status, text = fetch(port, "/metrics")
+        assert status == 200
+        assert "headrace_steps_total 1.0" in text
+        assert fetch(port, "/healthz") == (200, "ok\n")
+        state["fault"] = "no step for 120 s"
+        assert fetch(port, "/healthz") == (503, "loop: no step for 120 s\n")
+        assert fetch(port, "/else")[0] == 404
+        with pytest.raises(ValueError, match="already served"):
+            metrics.serve()
+    finally:
+        metrics.close()
+    with pytest.raises(urllib.error.URLError):
+        fetch(port, "/metrics")
+
+
+def test_a_check_that_raises_is_a_fault() -> None:
+    metrics = Metrics("train")
+    metrics.check("disk", lambda: str(1 // 0))
+    assert metrics.faults() == {"disk": "check raised ZeroDivisionError: integer division or modulo by zero"}

@@ -1,0 +1,167 @@
+"""Models and tokenizers from a folder, on the demo's character model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infra.demo.char_model import build_char_model
+from infra.model import folder_tensors, load_into, load_model, load_tokenizer, model_tensors
+from infra.weights.tensors import Tensor, from_numpy, save_tensors, to_numpy
+from schemas import Message
+from schemas.errors import ConfigError
+
+pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_char_model(tmp_path_factory.mktemp("model") / "char", 0)
+
+
+def test_the_model_has_nine_tenths_of_a_million_parameters_and_untied_embeddings(folder: Path) -> None:
+    tensors = folder_tensors(folder)
+    assert sum(to_numpy(tensor).size for tensor in tensors.values()) == 886_144
+    assert {tensor.dtype for tensor in tensors.values()} == {"F32"}
+    assert tensors["lm_head.weight"] != tensors["model.embed_tokens.weight"]
+    assert tensors["lm_head.weight"].shape == (128, 128)
+
+
+def test_one_seed_gives_one_model_and_a_finished_folder_stays(folder: Path, tmp_path: Path) -> None:
+    again = build_char_model(tmp_path / "again", 0)
+    assert folder_tensors(again) == folder_tensors(folder)
+    assert folder_tensors(build_char_model(tmp_path / "other", 1)) != folder_tensors(folder)
+    build_char_model(again, 1)
+    assert folder_tensors(again) == folder_tensors(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "other"]
+
+
+def test_building_over_somebody_elses_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "thesis.txt").write_text("mine")
+    with pytest.raises(OSError, match="m"):
+        build_char_model(tmp_path / "m", 0)
+    assert [path.name for path in tmp_path.rglob("*")] == ["m", "thesis.txt"]
+
+
+def test_a_chat_is_the_start_token_and_the_characters(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode_chat([Message(role="user", content="37+45=")])
+    assert ids == [1] + [ord(character) - 32 + 3 for character in "37+45="]
+    assert tokenizer.eos_ids == (2,)
+    assert tokenizer.encode("280") == [21, 27, 19]
+
+
+def test_every_printable_character_survives_a_round_trip(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    text = "".join(chr(code) for code in range(32, 127)) + "\n  double  spaces \n\n it's n't ."
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(text)) == len(text)
+    assert tokenizer.num_tokens == 99
+
+
+def test_special_and_unknown_ids_decode_to_nothing(folder: Path) -> None:
+    assert load_tokenizer(folder).decode([1, 22, 2, 0, 127, 5000, -1, 23]) == "34"
+    assert load_tokenizer(folder).decode(np.array([21, 22], np.uint32).tolist()) == "23"
+
+
+def test_a_model_computes_with_exactly_the_tensors_of_its_folder(folder: Path) -> None:
+    model = load_model(folder)
+    assert model_tensors(model) == folder_tensors(folder)
+    assert not model.training
+
+
+def test_tensors_are_a_snapshot_and_load_back_bit_by_bit(folder: Path) -> None:
+    import torch
+
+    model = load_model(folder)
+    before = model_tensors(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert model_tensors(model) != before
+    load_into(model, before)
+    assert model_tensors(model) == before
+
+
+def test_loading_changes_nothing_unless_everything_fits(folder: Path) -> None:
+    model = load_model(folder)
+    before = model_tensors(model)
+    zeros = {name: from_numpy(np.zeros(tensor.shape, np.float32)) for name, tensor in before.items()}
+    norm = "model.norm.weight"
+    for tensors, words in (
+        (zeros | {"extra": zeros[norm]}, "the model has no extra"),
+        (
+            zeros | {norm: from_numpy(np.zeros(7, np.float32))},
+            r"model.norm.weight: got shape \(7,\), expected \(128,\)",
+        ),
+        ({norm: zeros[norm]}, "is missing"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_into(model, tensors)
+        assert model_tensors(model) == before
+    load_into(model, {norm: zeros[norm]}, partial=True)
+    assert model_tensors(model) == before | {norm: zeros[norm]}
+
+
+def test_a_bfloat16_model_publishes_bfloat16(folder: Path) -> None:
+    tensors = model_tensors(load_model(folder, dtype="bfloat16"))
+    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
+    model = load_model(folder)
+    load_into(model, tensors)
+    assert to_numpy(model_tensors(model)["lm_head.weight"]).tolist() == to_numpy(tensors["lm_head.weight"]).tolist()
+
+
+def test_a_tied_folder_yields_the_output_matrix_too(tmp_path: Path) -> None:
+    embeddings = Tensor("F32", (2, 1), bytes(8))
+    (tmp_path / "model.safetensors").write_bytes(save_tensors({"model.embed_tokens.weight": embeddings}))
+    assert folder_tensors(tmp_path)["lm_head.weight"] == embeddings
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_a_folder_that_is_not_there_is_one_line_that_names_it(tmp_path: Path, load: object) -> None:
+    assert callable(load)
+    with pytest.raises(ConfigError, match="nowhere") as caught:
+        load(tmp_path / "nowhere")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="nowhere"):
+        folder_tensors(tmp_path / "nowhere")
+
+
+def test_a_dtype_that_is_none_is_a_config_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="got 'float31', expected one of float32"):
+        load_model(folder, dtype="float31")
+
+
+def test_pickled_weights_are_never_read(folder: Path, tmp_path: Path) -> None:
+    """A folder with only pytorch_model.bin would run its code on loading."""
+    import torch
+
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="safetensors"):
+        load_model(tmp_path / "m")
+
+
+def test_code_in_a_model_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["model_type"] = "evil"
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "m" / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n"
+    )
+    with pytest.raises(ConfigError, match="model"):
+        load_model(tmp_path / "m")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_without_a_chat_template_says_so(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template"):
+        load_tokenizer(tmp_path / "m")

@@ -1,0 +1,97 @@
+"""The folder store beyond the contract: crashes, broken disks, and what `open_store` makes of a URL."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.store import open_store
+from infra.store_directory import STALE_AFTER_S, DirectoryStore
+from schemas.errors import ConfigError, StoreError
+
+
+def test_a_relative_url_lies_below_the_base(tmp_path: Path) -> None:
+    open_store("store", base=tmp_path).put("a/b", b"x")
+    assert (tmp_path / "store" / "a" / "b").read_bytes() == b"x"
+
+
+def test_absolute_folders_and_file_urls_are_taken_as_they_are(tmp_path: Path) -> None:
+    open_store(str(tmp_path / "s p"), base=Path("/nonexistent")).put("k", b"x")
+    url = f"file://{tmp_path}/s%20p"
+    assert open_store(url, base=Path("/nonexistent")).get("k") == b"x"
+
+
+@pytest.mark.parametrize("url", ["", "gs://bucket/x", "s3://", "https://key:hunter2@host/x", "file://host/x"])
+def test_a_url_no_store_can_serve_is_a_config_error_without_its_secrets(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected a folder or s3://") as caught:
+        open_store(url, base=tmp_path)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_an_unfinished_put_is_never_an_object_and_is_swept_later(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("k", b"whole")
+    left_behind = tmp_path / ".incoming" / "abc"
+    left_behind.write_bytes(b"half an obj")
+    assert list(store.keys("")) == ["k"]
+    DirectoryStore(tmp_path)
+    assert left_behind.exists()  # it may be of a writer that runs now
+    os.utime(left_behind, (0, left_behind.stat().st_mtime - STALE_AFTER_S - 60))
+    DirectoryStore(tmp_path)
+    assert not left_behind.exists()
+    assert store.get("k") == b"whole"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from infra.store_directory import DirectoryStore
+store = DirectoryStore(Path(sys.argv[1]))
+print("ready", flush=True)
+while True:
+    for value in range(256):
+        store.put("k", bytes([value]) * 2_000_000)
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_moment_leaves_a_whole_object(tmp_path: Path) -> None:
+    DirectoryStore(tmp_path).put("k", bytes(2_000_000))
+    for delay_ms in range(0, 100, 7):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            writer.wait(timeout=delay_ms / 1000)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        data = DirectoryStore(tmp_path).get("k")
+        assert (len(data), len(set(data))) == (2_000_000, 1)
+
+
+def test_a_failed_put_leaves_the_old_object_and_nothing_else(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("file", b"x")
+    with pytest.raises(StoreError, match="file/below") as caught:
+        store.put("file/below", b"y")
+    assert caught.value.retriable
+    assert store.get("file") == b"x"
+    assert list((tmp_path / ".incoming").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_says_which(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="file/store"):
+        DirectoryStore(tmp_path / "file" / "store")
+
+
+def test_links_out_of_the_folder_are_not_listed_as_folders(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_bytes(b"x")
+    store = DirectoryStore(tmp_path / "store")
+    (tmp_path / "store" / "link").symlink_to(tmp_path / "outside")
+    assert list(store.keys("")) == []

@@ -1,0 +1,181 @@
+"""The delta codec: exact for every bit pattern, small where little changes, bounded whatever it is given."""
+
+import struct
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.weights.delta import decode_tensor, encode_tensor
+from infra.weights.tensors import ITEM_BYTES, Tensor, bits, from_numpy
+
+WIDTHS = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "F64"}
+
+
+def of_bits(patterns: np.ndarray) -> Tensor:
+    return Tensor(WIDTHS[patterns.itemsize], patterns.shape, patterns.tobytes())
+
+
+def round_trip(old: Tensor, new: Tensor) -> str:
+    encoded = encode_tensor(old, new)
+    assert decode_tensor(encoded.encoder, encoded.payload, old) == new
+    assert encoded.changed == np.count_nonzero(bits(old) != bits(new))
+    assert len(encoded.payload) <= new.num_bytes
+    return encoded.encoder
+
+
+def changed_tensor(size: int, share: float, ulps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Normal bf16 weights, and the same with `share` of them moved by up to `ulps`."""
+    generator = np.random.default_rng(seed)
+    old = (generator.normal(0, 0.02, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    moved = generator.integers(1, ulps + 1, size) * (generator.random(size) < share)
+    return of_bits(old), of_bits((old + moved * generator.choice([-1, 1], size)).astype(np.uint16))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_patterns_come_back_bit_by_bit(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(sorted(ITEM_BYTES)))
+    width = ITEM_BYTES[dtype]
+    old = data.draw(st.binary(min_size=0, max_size=400).map(lambda b: b[: len(b) // width * width]))
+    new = bytearray(old)
+    for _ in range(data.draw(st.integers(0, 6))):
+        if new:
+            start = data.draw(st.integers(0, len(new) - 1))
+            patch = data.draw(st.binary(min_size=1, max_size=40))[: len(new) - start]
+            new[start : start + len(patch)] = patch
+    shape = (len(old) // width,)
+    round_trip(Tensor(dtype, shape, old), Tensor(dtype, shape, bytes(new)))
+
+
+SPECIAL = [0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7F81, 0xFFFF, 0x7FC1, 0xFFC0, 0x7F7F, 0xFF7F, 0x3F80]
+
+
+def test_every_special_value_may_become_every_other() -> None:
+    pairs = np.array([(a, b) for a in SPECIAL for b in SPECIAL], np.uint16)
+    calm = np.full(20_000, 0x3C00, np.uint16)
+    for encoder, old, new in (
+        ("k1", np.append(calm, pairs[:, 0]), np.append(calm, pairs[:, 1])),
+        (None, pairs[:, 0].copy(), pairs[:, 1].copy()),
+    ):
+        assert round_trip(of_bits(old), of_bits(new)) in (encoder, "bitmap", "planes", "raw")
+
+
+@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 70_000])
+def test_gaps_around_the_escape_are_exact(gap: int) -> None:
+    old = np.zeros(200_000, np.uint16)
+    new = old.copy()
+    new[[gap, gap + gap + 1, 199_999]] = [1, 0x8000, 0xFFFF]
+    assert round_trip(of_bits(old), of_bits(new)) == "k1"
+
+
+@pytest.mark.parametrize("ulps", [1, 2, 255, 256, 257, 258, 259, 32_767])
+@pytest.mark.parametrize("sign", [0, 0x8000])
+def test_steps_around_the_escape_are_exact(ulps: int, sign: int) -> None:
+    old = np.full(4_000, sign, np.uint16)
+    new = old.copy()
+    new[17] += ulps
+    assert round_trip(of_bits(old), of_bits(new)) == "k1"
+    assert round_trip(of_bits(new), of_bits(old)) == "k1"
+
+
+def test_crossing_zero_by_one_ulp_is_one_ulp() -> None:
+    """+0 (0x0000) and -0 (0x8000) are neighbours in the order, so one stream of signs says it all."""
+    old = np.zeros(10_000, np.uint16)
+    new = old.copy()
+    new[5_000] = 0x8000
+    one_ulp = old.copy()
+    one_ulp[5_000] = 0x0001
+    assert len(encode_tensor(of_bits(old), of_bits(new)).payload) == len(
+        encode_tensor(of_bits(old), of_bits(one_ulp)).payload
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "ulps", "encoder"), [(0.0, 1, "k1"), (0.01, 1, "k1"), (0.3, 2, "bitmap"), (1.0, 3, "bitmap")]
+)
+def test_the_smallest_encoder_is_kept(share: float, ulps: int, encoder: str) -> None:
+    assert round_trip(*changed_tensor(60_000, share, ulps)) == encoder
+
+
+def test_other_weights_altogether_fall_back_to_planes_or_raw() -> None:
+    old, _ = changed_tensor(60_000, 0, 1, seed=1)
+    new, _ = changed_tensor(60_000, 0, 1, seed=2)
+    assert round_trip(old, new) == "planes"  # exponents of weights compress, mantissas do not
+    noise = [of_bits(np.random.default_rng(seed).integers(0, 2**16, 5_000).astype(np.uint16)) for seed in (1, 2)]
+    assert round_trip(*noise) == "raw"
+
+
+def test_a_learning_step_is_ninety_times_smaller() -> None:
+    old, new = changed_tensor(1_000_000, 0.015, 1)
+    assert len(encode_tensor(old, new).payload) * 90 < new.num_bytes
+
+
+def test_a_float32_step_uses_the_planes_that_hardly_change() -> None:
+    generator = np.random.default_rng(0)
+    old = generator.normal(0, 0.02, 50_000).astype(np.float32)
+    new = old + generator.normal(0, 1e-6, 50_000).astype(np.float32)
+    encoded = encode_tensor(from_numpy(old), from_numpy(new))
+    assert encoded.encoder == "xor"
+    assert len(encoded.payload) < 0.6 * new.nbytes
+
+
+def test_a_tensor_of_another_shape_or_dtype_is_refused() -> None:
+    for other in (from_numpy(np.zeros(3, np.float32)), from_numpy(np.zeros(4, np.int32))):
+        with pytest.raises(ValueError, match="expected F32"):
+            encode_tensor(from_numpy(np.zeros(4, np.float32)), other)
+
+
+CASES = {
+    "k1": changed_tensor(3_000, 0.02, 400),
+    "bitmap": changed_tensor(3_000, 0.3, 2),
+    "planes": (changed_tensor(3_000, 0, 1, seed=1)[0], changed_tensor(3_000, 0, 1, seed=2)[0]),
+    "xor": (of_bits(np.arange(900, dtype=np.uint32)), of_bits(np.arange(900, dtype=np.uint32) | 1)),
+    "raw": tuple(of_bits(np.random.default_rng(s).integers(0, 2**16, 300).astype(np.uint16)) for s in (1, 2)),
+}
+
+
+@pytest.mark.parametrize("encoder", sorted(CASES))
+def test_damaged_payloads_raise_value_error_or_decode_to_the_right_size(encoder: str) -> None:
+    old, new = CASES[encoder]
+    encoded = encode_tensor(old, new)
+    assert encoded.encoder == encoder
+    generator = np.random.default_rng(0)
+    for attempt in range(300):
+        damaged = bytearray(encoded.payload)
+        if attempt % 3 == 0:
+            del damaged[int(generator.integers(len(damaged))) :]
+        else:
+            for _ in range(attempt % 3):
+                damaged[int(generator.integers(len(damaged)))] ^= 1 << int(generator.integers(8))
+        try:
+            decoded = decode_tensor(encoder, bytes(damaged), old)
+        except ValueError:
+            continue
+        assert (decoded.dtype, decoded.shape) == (new.dtype, new.shape)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["k1", "bitmap", "xor", "planes", "raw", "pickle"]), st.binary(max_size=300))
+def test_arbitrary_payloads_only_ever_raise_value_error(encoder: str, payload: bytes) -> None:
+    old = of_bits(np.arange(64, dtype=np.uint16))
+    try:
+        decoded = decode_tensor(encoder, payload, old)
+    except ValueError:
+        return
+    assert decoded.num_bytes == old.num_bytes
+
+
+def test_a_stream_that_would_unpack_to_more_than_the_tensor_is_refused_unread() -> None:
+    old = of_bits(np.zeros(64, np.uint16))
+    bomb = zstandard.ZstdCompressor().compress(bytes(100_000_000))
+    streams = [(100_000_000, bomb), (0, b""), (0, b""), (0, b""), (0, b""), (0, b"")]
+    payload = b"".join(struct.pack("<II", size, len(body)) for size, body in streams) + bomb
+    with pytest.raises(ValueError, match="limit 64"):
+        decode_tensor("k1", payload, old)
+    lying = [(64, bomb), *streams[1:]]
+    payload = b"".join(struct.pack("<II", size, len(body)) for size, body in lying) + bomb
+    with pytest.raises(ValueError, match="declares another size"):
+        decode_tensor("k1", payload, old)

@@ -1,0 +1,399 @@
+"""Following a policy: late joiners, touched tensors, and everything that must be refused."""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from infra.store_memory import MemoryStore
+from infra.weights.fetch import Follower, read_manifest
+from infra.weights.manifest import Manifest, Shard, decode_manifest, encode_manifest, entries_of, sha256_hex
+from infra.weights.policy import Policy, Probe
+from infra.weights.publish import publish
+from infra.weights.tensors import Tensor, from_numpy, save_tensors
+from schemas import PolicyEvent
+from schemas.errors import PolicyRefused, StoreError
+from tests.infra.weights.test_publish import NAMES, bf16, first_weights, put, put_run, small_step
+
+
+class Counting(MemoryStore):
+    """A store that counts the objects and bytes it was asked for, and can be offline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+        self.offline = False
+
+    def get(self, key: str) -> bytes:
+        if self.offline:
+            raise StoreError("store offline")
+        self.read.append(key)
+        return super().get(key)
+
+
+def test_a_late_joiner_holds_what_a_step_by_step_follower_holds() -> None:
+    store = MemoryStore()
+    events, weights = put_run(store, 24)
+    steady = Follower(store, "main")
+    for event, expected in zip(events, weights, strict=True):
+        policy = steady.fetch(event)
+        late = Follower(store, "main").fetch(event)
+        assert dict(policy.tensors) == dict(late.tensors) == expected
+        assert policy.version == late.version == event.version
+
+
+def test_a_late_joiner_reads_one_anchor_and_a_short_chain() -> None:
+    store = Counting()
+    events, _ = put_run(store, 24)
+    store.read.clear()
+    Follower(store, "main").fetch(events[23])
+    kinds = [key.split("/")[3] for key in store.read]
+    assert kinds.count("anchors") == 1
+    assert kinds.count("deltas") == 4  # 0-20, then 21, 22, 23
+
+
+def test_a_follower_that_slept_joins_through_the_deltas_it_lacks() -> None:
+    store = Counting()
+    events, weights = put_run(store, 24)
+    follower = Follower(store, "main")
+    follower.fetch(events[18])
+    store.read.clear()
+    assert dict(follower.fetch(events[22]).tensors) == weights[22]
+    assert sorted(key.split("/")[4] for key in store.read if "/deltas/" in key) == ["18-19", "19-20", "20-21", "21-22"]
+    follower.fetch(events[0])  # pinned back
+    assert dict(follower.fetch(events[11]).tensors) == weights[11]
+
+
+def test_fetching_the_held_version_reads_only_its_manifest() -> None:
+    store = Counting()
+    events, weights = put_run(store, 3)
+    follower = Follower(store, "main")
+    follower.fetch(events[2])
+    store.read.clear()
+    assert dict(follower.fetch(events[2]).tensors) == weights[2]
+    assert store.read == [events[2].manifest]
+
+
+def test_touched_counts_from_what_the_engine_confirmed() -> None:
+    store = MemoryStore()
+    weights = [first_weights()]
+    for version, name in enumerate(NAMES):
+        weights.append(small_step(weights[-1], version, (name,)))
+    events = [put(store, v, weights[v], weights[v - 1] if v else None) for v in range(4)]
+    follower = Follower(store, "main")
+    assert follower.fetch(events[0]).touched == set(NAMES)  # nothing is served yet
+    follower.confirm(follower.fetch(events[0]))
+    refused_by_the_engine = follower.fetch(events[1])
+    assert refused_by_the_engine.touched == {NAMES[0]}
+    second = follower.fetch(events[2])
+    assert second.touched == {NAMES[0], NAMES[1]}
+    follower.confirm(second)
+    assert follower.fetch(events[3]).touched == {NAMES[2]}
+    follower.confirm(refused_by_the_engine)
+    assert follower.fetch(events[3]).touched == {NAMES[1], NAMES[2]}
+
+
+def test_adopted_weights_serve_as_the_base_of_the_next_delta() -> None:
+    store = Counting()
+    events, weights = put_run(store, 2)
+    follower = Follower(store, "main")
+    follower.adopt(0, weights[0])
+    store.read.clear()
+    policy = follower.fetch(events[1])
+    assert dict(policy.tensors) == weights[1]
+    assert policy.touched == set(NAMES[:2])
+    assert not any("/anchors/" in key for key in store.read)
+
+
+def test_a_held_copy_of_another_lineage_is_rebuilt_from_the_anchor() -> None:
+    store = MemoryStore()
+    events, weights = put_run(store, 3)
+    follower = Follower(store, "main")
+    follower.adopt(1, small_step(weights[1], 99))
+    assert dict(follower.fetch(events[2]).tensors) == weights[2]
+
+
+def test_a_lease_changes_under_a_follower() -> None:
+    store = MemoryStore()
+    events, weights = put_run(store, 3)
+    follower = Follower(store, "main")
+    follower.fetch(events[2])
+    nxt = small_step(weights[2], 50)
+    event = put(store, 3, nxt, weights[2], token=99)
+    assert dict(follower.fetch(event).tensors) == nxt
+    after = small_step(nxt, 51)
+    event = put(store, 4, after, nxt, token=99)
+    assert dict(follower.fetch(event).tensors) == after
+
+
+def test_the_probe_arrives_exactly() -> None:
+    store = MemoryStore()
+    logprobs = tuple(float(np.float32(value)) for value in (-0.1, -1e-7, -13.37))
+    probe = Probe(sequences=((1, 22, 26, 2), (1, 2)), logprobs=(logprobs, (-0.5,)))
+    event = put(store, 0, first_weights(), probe=probe)
+    assert Follower(store, "main").fetch(event).probe == probe
+
+
+def test_an_unreachable_store_is_retriable_and_changes_nothing() -> None:
+    store = Counting()
+    events, weights = put_run(store, 2)
+    follower = Follower(store, "main")
+    follower.fetch(events[0])
+    store.offline = True
+    with pytest.raises(StoreError) as caught:
+        follower.fetch(events[1])
+    assert caught.value.retriable
+    assert follower.version == 0
+    store.offline = False
+    assert dict(follower.fetch(events[1]).tensors) == weights[1]
+
+
+def test_an_event_of_another_policy_or_without_a_manifest_is_the_callers_mistake() -> None:
+    for event in (
+        PolicyEvent(event="lease", policy="main"),
+        PolicyEvent(event="published", policy="other", manifest="x"),
+    ):
+        with pytest.raises(ValueError, match="expected a version of 'main'"):
+            Follower(MemoryStore(), "main").fetch(event)
+
+
+# What must be refused ------------------------------------------------------------------------------------------------
+
+
+def run_of(num_versions: int) -> tuple[dict[str, bytes], list[PolicyEvent], list[dict[str, Tensor]]]:
+    store = MemoryStore()
+    events, weights = put_run(store, num_versions)
+    return {key: store.get(key) for key in store.keys("")}, events, weights
+
+
+def store_of(objects: dict[str, bytes]) -> MemoryStore:
+    store = MemoryStore()
+    for key, data in objects.items():
+        store.put(key, data)
+    return store
+
+
+def damages(data: bytes, generator: np.random.Generator) -> list[bytes | None]:
+    """Truncations, flips, additions and absence (None) of one object."""
+    cuts: list[bytes | None] = [data[: int(cut)] for cut in generator.integers(0, len(data), 4)]
+    for _ in range(6):
+        flipped = bytearray(data)
+        flipped[int(generator.integers(len(data)))] ^= 1 << int(generator.integers(8))
+        cuts.append(bytes(flipped))
+    return [*cuts, b"", data + b"\0", data[:-1], None]
+
+
+def damaged(store: MemoryStore, key: str, data: bytes | None) -> None:
+    store.delete(key) if data is None else store.put(key, data)
+
+
+def test_every_damage_to_every_object_is_refused_by_a_joiner_and_its_copy_stays() -> None:
+    """Version 2 needs anchor 0, both deltas and three manifests; without any of them it must not exist."""
+    objects, events, weights = run_of(3)
+    assert len(objects) == 6
+    generator = np.random.default_rng(0)
+    other_lineage = first_weights() | {NAMES[0]: bf16(77)}
+    for key, whole in objects.items():
+        for data in damages(whole, generator):
+            store = store_of(objects)
+            damaged(store, key, data)
+            follower = Follower(store, "main")
+            with pytest.raises(PolicyRefused, match="version 2 of main"):
+                follower.fetch(events[2])
+            assert follower.version == -1
+            follower.adopt(0, other_lineage)
+            with pytest.raises(PolicyRefused, match="version 2 of main"):
+                follower.fetch(events[2])
+            assert follower.version == 0
+            store.put(key, whole)
+            assert dict(follower.fetch(events[2]).tensors) == weights[2]
+
+
+def test_a_steady_follower_needs_only_the_newest_objects_and_keeps_its_copy_where_they_are_damaged() -> None:
+    objects, events, weights = run_of(3)
+    generator = np.random.default_rng(1)
+    needed = [key for key in objects if "/deltas/1-2/" in key or key.endswith("manifests/2.json")]
+    assert len(needed) == 2
+    for key in needed:
+        for data in damages(objects[key], generator):
+            store = store_of(objects)
+            follower = Follower(store, "main")
+            follower.confirm(follower.fetch(events[1]))
+            damaged(store, key, data)
+            with pytest.raises(PolicyRefused):
+                follower.fetch(events[2])
+            assert follower.version == 1
+            store.put(key, objects[key])
+            policy = follower.fetch(events[2])
+            assert dict(policy.tensors) == weights[2]
+            assert policy.touched == set(NAMES[:2])
+
+
+def test_a_damaged_delta_is_walked_around_where_an_anchor_exists() -> None:
+    store = MemoryStore()
+    events, weights = put_run(store, 6, anchor_every=5)
+    follower = Follower(store, "main")
+    follower.fetch(events[4])
+    store.delete(next(store.keys("policies/main/17/deltas/4-5/")))
+    assert dict(follower.fetch(events[5]).tensors) == weights[5]
+
+
+def forged(
+    change: Callable[[Manifest], Manifest], tensors: dict[str, Tensor] | None = None
+) -> tuple[MemoryStore, PolicyEvent]:
+    """Version 1 as an anchor with a manifest that was changed before it was signed by its event."""
+    store = MemoryStore()
+    weights = first_weights()
+    put(store, 0, weights)
+    event = put(store, 1, tensors or small_step(weights, 1))
+    data = encode_manifest(change(read_manifest(store, event.manifest)[0]))
+    store.put(event.manifest, data)
+    return store, msgspec.structs.replace(event, manifest_sha256=sha256_hex(data))
+
+
+def refused(store: MemoryStore, event: PolicyEvent) -> str:
+    """The message with which a follower that holds version 0 refuses `event`."""
+    follower = Follower(store, "main")
+    follower.adopt(0, first_weights())
+    with pytest.raises(PolicyRefused) as caught:
+        follower.fetch(event)
+    assert follower.version == 0
+    return str(caught.value)
+
+
+def with_anchor(tensors: dict[str, Tensor]) -> tuple[MemoryStore, PolicyEvent]:
+    """Version 1 whose anchor and listing are exactly `tensors`, hashes and all, as a faulty trainer would write it."""
+    store = MemoryStore()
+    data = save_tensors(tensors)
+    key = "policies/main/17/anchors/1/x.safetensors"
+    store.put(key, data)
+    event = put(store, 0, first_weights())
+    manifest = read_manifest(store, event.manifest)[0]
+    source = msgspec.structs.replace(manifest.sources[0], shards=(Shard(key, sha256_hex(data), len(data)),))
+    manifest = msgspec.structs.replace(manifest, version=1, sources=(source,), tensors=entries_of(tensors))
+    encoded = encode_manifest(manifest)
+    store.put("policies/main/17/manifests/1.json", encoded)
+    return store, msgspec.structs.replace(
+        event, version=1, manifest="policies/main/17/manifests/1.json", manifest_sha256=sha256_hex(encoded)
+    )
+
+
+def test_a_missing_tensor_is_refused_by_name() -> None:
+    tensors = first_weights()
+    del tensors["layers.1.w"]
+    assert "layers.1.w is missing" in refused(*with_anchor(tensors))
+
+
+def test_an_additional_tensor_is_refused_by_name() -> None:
+    assert "extra is not expected" in refused(*with_anchor(first_weights() | {"extra": bf16(5)}))
+
+
+def test_a_wrong_shape_is_refused_by_name() -> None:
+    norm = first_weights()["norm"]
+    message = refused(*with_anchor(first_weights() | {"norm": Tensor("BF16", (100, 200), norm.data)}))
+    assert "norm is BF16[100, 200], expected BF16[200, 100]" in message
+
+
+def test_a_wrong_dtype_is_refused_by_name() -> None:
+    norm = first_weights()["norm"]
+    assert "norm is F16" in refused(*with_anchor(first_weights() | {"norm": Tensor("F16", norm.shape, norm.data)}))
+
+
+@pytest.mark.parametrize("pattern", [0x7FC0, 0x7F80, 0xFF80, 0x7F81])
+def test_a_nan_or_infinity_is_refused_by_name(pattern: int) -> None:
+    patterns = np.frombuffer(first_weights()["norm"].data, np.uint16).copy()
+    patterns[123] = pattern
+    tensors = first_weights() | {"norm": Tensor("BF16", (200, 100), patterns.tobytes())}
+    assert "norm holds values that are not finite" in refused(*with_anchor(tensors))
+
+
+def test_a_state_with_another_hash_is_refused_by_name() -> None:
+    def other_hash(manifest: Manifest) -> Manifest:
+        first, *rest = manifest.tensors
+        return msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, xxh3="0" * 32), *rest))
+
+    assert "layers.0.w has other values" in refused(*forged(other_hash))
+
+
+def test_a_tensor_listed_but_not_stored_is_refused_by_name() -> None:
+    def without_shards(manifest: Manifest) -> Manifest:
+        return msgspec.structs.replace(manifest, sources=(msgspec.structs.replace(manifest.sources[0], shards=()),))
+
+    assert "layers.0.w is missing" in refused(*forged(without_shards))
+
+
+FORGERIES: dict[str, tuple[Callable[[Manifest], Manifest], str]] = {
+    "another version": (lambda manifest: msgspec.structs.replace(manifest, version=7), "is version 7 of main"),
+    "another policy": (lambda manifest: msgspec.structs.replace(manifest, policy="x"), "is version 1 of x"),
+    "no tensors": (lambda manifest: msgspec.structs.replace(manifest, tensors=()), "empty"),
+    "twice": (lambda m: msgspec.structs.replace(m, tensors=(*m.tensors, m.tensors[0])), "twice"),
+    "no sources": (lambda manifest: msgspec.structs.replace(manifest, sources=()), "no anchor"),
+    "newer format": (lambda manifest: msgspec.structs.replace(manifest, format=2), "upgrade headrace"),
+    "foreign object": (
+        lambda m: msgspec.structs.replace(
+            m, sources=(msgspec.structs.replace(m.sources[0], shards=(Shard("keys/tenant", "0", 1),)),)
+        ),
+        "keys/tenant is not an object of main",
+    ),
+    "circle": (
+        lambda m: msgspec.structs.replace(m, sources=(msgspec.structs.replace(m.sources[0], kind="delta", base=1),)),
+        "does not end",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORGERIES))
+def test_a_manifest_that_contradicts_itself_is_refused(name: str) -> None:
+    change, words = FORGERIES[name]
+    assert words in refused(*forged(change))
+
+
+def test_a_delta_that_leads_to_a_nan_is_refused() -> None:
+    """All hashes fit: the trainer's own check is what failed here."""
+    store = MemoryStore()
+    weights = first_weights()
+    patterns = np.frombuffer(weights["norm"].data, np.uint16).copy()
+    patterns[5] = 0x7FC0
+    event = put(store, 0, weights)
+    bad_store, bad_event = with_anchor(weights | {"norm": Tensor("BF16", (200, 100), patterns.tobytes())})
+    for key in bad_store.keys(""):
+        store.put(key, bad_store.get(key))
+    follower = Follower(store, "main")
+    follower.confirm(follower.fetch(event))
+    with pytest.raises(PolicyRefused, match="version 1 of main: norm holds values"):
+        follower.fetch(bad_event)
+    assert follower.version == 0
+
+
+def test_arbitrary_manifests_only_ever_raise_value_error() -> None:
+    whole = encode_manifest(read_manifest(*published_one())[0])
+    generator = np.random.default_rng(0)
+    for _ in range(500):
+        data = bytearray(whole)
+        for _ in range(int(generator.integers(1, 4))):
+            data[int(generator.integers(len(data)))] = int(generator.integers(256))
+        try:
+            assert isinstance(decode_manifest(bytes(data)), Manifest)
+        except ValueError:
+            continue
+    for data in (b"", b"[" * 100_000, b"\xff", b"null", b'{"format": 1}', whole[:-1]):
+        with pytest.raises(ValueError, match="manifest"):
+            decode_manifest(data)
+
+
+def published_one() -> tuple[MemoryStore, str]:
+    store = MemoryStore()
+    return store, put(store, 0, first_weights()).manifest
+
+
+def test_a_policy_keeps_no_reference_to_live_arrays() -> None:
+    store = MemoryStore()
+    array = np.ones(10, np.float32)
+    event = publish(
+        store, policy="main", token=1, version=0, parent=-1, tensors={"w": from_numpy(array)}, previous=None,
+        probe=None, step=0,
+    )  # fmt: skip
+    array[:] = 2
+    policy: Policy = Follower(store, "main").fetch(event)
+    assert policy.tensors["w"] == from_numpy(np.ones(10, np.float32))

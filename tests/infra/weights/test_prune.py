@@ -1,0 +1,54 @@
+"""Pruning: what goes, and that everything that stays can still be fetched."""
+
+import pytest
+
+from infra.store_memory import MemoryStore
+from infra.weights.fetch import Follower
+from infra.weights.prune import prune
+from schemas.errors import PolicyRefused
+from tests.infra.weights.test_publish import put, put_run, small_step
+
+
+@pytest.mark.parametrize("oldest", range(0, 14))
+def test_every_kept_version_can_still_be_joined(oldest: int) -> None:
+    store = MemoryStore()
+    events, weights = put_run(store, 14, anchor_every=5)
+    prune(store, "main", oldest=oldest)
+    anchor = oldest // 5 * 5
+    for version in range(anchor, 14):
+        assert dict(Follower(store, "main").fetch(events[version]).tensors) == weights[version]
+    for version in range(anchor):
+        with pytest.raises(PolicyRefused, match="incomplete"):
+            Follower(store, "main").fetch(events[version])
+    left = [key for key in store.keys("") if int(key.split("/")[4].removesuffix(".json").split("-")[-1]) < anchor]
+    assert left == []
+
+
+def test_a_follower_of_a_pruned_version_goes_on_from_the_anchor() -> None:
+    store = MemoryStore()
+    events, weights = put_run(store, 12, anchor_every=5)
+    follower = Follower(store, "main")
+    follower.fetch(events[3])
+    prune(store, "main", oldest=11)
+    assert dict(follower.fetch(events[11]).tensors) == weights[11]
+
+
+def test_pruning_crosses_leases_and_leaves_other_policies_alone() -> None:
+    store = MemoryStore()
+    _, weights = put_run(store, 3)
+    store.put("policies/main-2/17/manifests/0.json", b"{}")
+    step = small_step(weights[2], 9)
+    event = put(store, 3, step, weights[2], token=40)
+    assert prune(store, "main", oldest=2) == 0
+    assert prune(store, "main", oldest=3) == 6
+    assert [key.split("/")[2] for key in store.keys("policies/main/")] == ["40", "40"]
+    assert list(store.keys("policies/main-2/")) == ["policies/main-2/17/manifests/0.json"]
+    assert dict(Follower(store, "main").fetch(event).tensors) == step
+
+
+def test_an_anchor_without_its_manifest_is_no_reason_to_prune() -> None:
+    store = MemoryStore()
+    events, weights = put_run(store, 3)
+    store.put("policies/main/17/anchors/3/unfinished.safetensors", b"x")
+    assert prune(store, "main", oldest=3) == 0
+    assert dict(Follower(store, "main").fetch(events[2]).tensors) == weights[2]

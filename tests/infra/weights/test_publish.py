@@ -1,0 +1,229 @@
+"""Publishing: what is written, when it is an anchor, and that a version has one content."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from infra.store import Store
+from infra.store_memory import MemoryStore
+from infra.weights.fetch import Follower, read_manifest
+from infra.weights.policy import Probe
+from infra.weights.publish import publish
+from infra.weights.tensors import Tensor, from_numpy
+from schemas import PolicyEvent
+from schemas.errors import PolicyRefused, StoreError
+
+NAMES = ("layers.0.w", "layers.1.w", "norm")
+
+
+def bf16(seed: int, size: int = 20_000) -> Tensor:
+    values = np.random.default_rng(seed).normal(0, 0.02, size).astype(np.float32)
+    return Tensor("BF16", (size // 100, 100), (values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+
+
+def first_weights() -> dict[str, Tensor]:
+    return {name: bf16(seed) for seed, name in enumerate(NAMES)}
+
+
+def small_step(tensors: Mapping[str, Tensor], seed: int, names: tuple[str, ...] = NAMES[:2]) -> dict[str, Tensor]:
+    """One ulp more or less for 1% of the values of `names`."""
+    generator = np.random.default_rng(seed)
+    moved = dict(tensors)
+    for name in names:
+        patterns = np.frombuffer(tensors[name].data, np.uint16).copy()
+        chosen = generator.choice(patterns.size, patterns.size // 100, replace=False)
+        patterns[chosen] += generator.choice([1, 0xFFFF], chosen.size).astype(np.uint16)
+        moved[name] = Tensor("BF16", tensors[name].shape, patterns.tobytes())
+    return moved
+
+
+def put(
+    store: Store,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    previous: Mapping[str, Tensor] | None = None,
+    *,
+    token: int = 17,
+    anchor_every: int = 25,
+    probe: Probe | None = None,
+    shard_bytes: int = 2**29,
+) -> PolicyEvent:
+    return publish(
+        store, policy="main", token=token, version=version, parent=version - 1, tensors=tensors, previous=previous,
+        probe=probe, step=version, anchor_every=anchor_every, shard_bytes=shard_bytes,
+    )  # fmt: skip
+
+
+def put_run(store: Store, num_versions: int, **options: int) -> tuple[list[PolicyEvent], list[dict[str, Tensor]]]:
+    """Versions 0 to num_versions - 1, each a small step after the one before."""
+    events, weights = [], [first_weights()]
+    for version in range(num_versions):
+        events.append(put(store, version, weights[-1], weights[-2] if version else None, **options))
+        weights.append(small_step(weights[-1], version))
+    return events, weights[:-1]
+
+
+class Recording(MemoryStore):
+    """A store that remembers the order of its writes, and can be told to fail at one of them."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        super().__init__()
+        self.written: list[str] = []
+        self.fail_at = fail_at
+
+    def put(self, key: str, data: bytes) -> None:
+        if len(self.written) == self.fail_at:
+            raise StoreError("disk full")
+        self.written.append(key)
+        super().put(key, data)
+
+
+def test_the_manifest_is_written_last_and_the_event_names_it() -> None:
+    store = Recording()
+    weights = first_weights()
+    event = put(store, 0, weights)
+    put(store, 1, small_step(weights, 0), weights)
+    kinds = [key.split("/")[3] for key in store.written]
+    assert kinds == ["anchors", "manifests", "deltas", "manifests"]
+    assert event.manifest == "policies/main/17/manifests/0.json"
+    assert read_manifest(store, event.manifest, event.manifest_sha256)[0].version == 0
+    assert all(key.startswith("policies/main/17/") for key in store.written)
+
+
+def test_a_small_step_costs_little_and_an_unchanged_tensor_nothing() -> None:
+    store, weights = MemoryStore(), first_weights()
+    put(store, 0, weights)
+    event = put(store, 1, small_step(weights, 1), weights)
+    assert event.stats["bytes"] * 60 < event.stats["full_bytes"]
+    assert event.stats["changed_share"] == pytest.approx(0.01 * 2 / 3)
+    manifest, _ = read_manifest(store, event.manifest)
+    assert [part.tensor for part in manifest.sources[0].parts] == list(NAMES[:2])
+    event = put(store, 2, small_step(weights, 1), small_step(weights, 1))
+    assert event.stats["bytes"] == 0.0
+
+
+def test_anchors_come_at_the_first_version_and_then_every_so_many() -> None:
+    events, _ = put_run(MemoryStore(), 12, anchor_every=5)
+    assert [event.version for event in events if event.stats["anchor"]] == [0, 5, 10]
+
+
+def test_an_anchor_comes_early_when_the_deltas_since_the_last_weigh_half_of_one() -> None:
+    store, weights = MemoryStore(), first_weights()
+    put(store, 0, weights)
+    anchors = []
+    for version in range(1, 8):
+        # 40% of the values of every tensor: a sixth of an anchor or so each time
+        step = {
+            name: small_step({name: tensor}, 100 * version + n, (name,))[name]
+            for name, tensor in weights.items()
+            for n in range(1)
+        }
+        for n in range(1, 40):
+            step = small_step(step, 100 * version + n, NAMES)
+        event = put(store, version, step, weights)
+        anchors.append(event.stats["anchor"])
+        weights = step
+    assert 0 < sum(anchors) < len(anchors)
+    assert not anchors[0]
+
+
+def test_weights_that_change_everywhere_are_anchors_without_a_delta() -> None:
+    store, generator = MemoryStore(), np.random.default_rng(0)
+    before = {"w": from_numpy(generator.normal(size=9_000).astype(np.float32))}
+    after = {"w": from_numpy(generator.normal(size=9_000).astype(np.float32))}
+    put(store, 0, before)
+    event = put(store, 1, after, before)
+    assert (event.stats["anchor"], event.stats["bytes"] / event.stats["full_bytes"]) == (
+        1.0,
+        pytest.approx(1, abs=0.01),
+    )
+    assert not list(store.keys("policies/main/17/deltas/"))
+
+
+def test_a_new_lease_starts_with_an_anchor_in_its_own_folder() -> None:
+    store, weights = MemoryStore(), first_weights()
+    put(store, 0, weights, token=17)
+    event = put(store, 1, small_step(weights, 1), weights, token=40)
+    assert event.stats["anchor"]
+    assert event.manifest.startswith("policies/main/40/")
+
+
+def test_publishing_again_gives_the_same_event_and_changes_no_object() -> None:
+    store, weights = Recording(), first_weights()
+    probe = Probe(sequences=((1, 2, 3),), logprobs=((-0.5, -1.25),))
+    put(store, 0, weights)
+    step = small_step(weights, 1)
+    event = put(store, 1, step, weights, probe=probe)
+    written = list(store.written)
+    assert put(store, 1, step, weights, probe=probe) == event
+    assert put(store, 1, step, None) == event
+    assert store.written == written
+
+
+def test_a_version_never_has_two_contents() -> None:
+    store, weights = MemoryStore(), first_weights()
+    event = put(store, 0, weights)
+    with pytest.raises(PolicyRefused, match=r"version 0 of main is published already.*layers\.0\.w has other values"):
+        put(store, 0, small_step(weights, 1))
+    assert dict(Follower(store, "main").fetch(event).tensors) == weights
+
+
+@pytest.mark.parametrize("fail_at", [2, 3])
+def test_a_publication_that_died_is_invisible_and_can_be_repeated(fail_at: int) -> None:
+    store, weights = Recording(fail_at), first_weights()
+    put(store, 0, weights)
+    step = small_step(weights, 1)
+    with pytest.raises(StoreError):
+        put(store, 1, step, weights)
+    assert list(store.keys("policies/main/17/manifests/")) == ["policies/main/17/manifests/0.json"]
+    store.fail_at = -1
+    event = put(store, 1, step, weights)
+    assert dict(Follower(store, "main").fetch(event).tensors) == step
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_never_published(bad: float) -> None:
+    store = Recording()
+    with pytest.raises(PolicyRefused, match="version 0 of main: w holds values that are not finite"):
+        put(store, 0, {"v": from_numpy(np.ones(2, np.float32)), "w": from_numpy(np.array([1, bad], np.float32))})
+    assert store.written == []
+
+
+def test_a_previous_that_is_not_what_was_published_is_the_callers_mistake() -> None:
+    store, weights = MemoryStore(), first_weights()
+    put(store, 0, weights)
+    step = small_step(weights, 1)
+    with pytest.raises(ValueError, match=r"previous: not version 0 as published: layers\.0\.w has other values"):
+        put(store, 1, small_step(step, 2), step)
+    with pytest.raises(ValueError, match="norm is missing"):
+        put(store, 1, {name: step[name] for name in NAMES[:2]}, weights)
+
+
+@pytest.mark.parametrize("policy", ["", "a/b", "..", ".x"])
+def test_a_policy_name_is_one_segment_of_a_key(policy: str) -> None:
+    with pytest.raises(ValueError, match=r"key|policy"):
+        publish(
+            MemoryStore(), policy=policy, token=1, version=0, parent=-1, tensors=first_weights(), previous=None,
+            probe=None, step=0,
+        )  # fmt: skip
+
+
+def test_large_models_are_split_into_shards() -> None:
+    store, weights = MemoryStore(), first_weights()
+    put(store, 0, weights, shard_bytes=50_000)
+    step = small_step(weights, 1)
+    event = put(store, 1, step, weights, shard_bytes=300)
+    assert len(list(store.keys("policies/main/17/anchors/0/"))) == 3
+    assert len(list(store.keys("policies/main/17/deltas/0-1/"))) == 2
+    assert dict(Follower(store, "main").fetch(event).tensors) == step
+
+
+def test_a_damaged_parent_or_anchor_leads_to_a_new_anchor() -> None:
+    for damaged in ("policies/main/17/manifests/4.json", "policies/main/17/anchors/0/"):
+        store = MemoryStore()
+        _, weights = put_run(store, 5)
+        store.put(next(store.keys(damaged)), b"{}")
+        event = put(store, 5, small_step(weights[4], 5), weights[4])
+        assert event.stats["anchor"]
+        assert dict(Follower(store, "main").fetch(event).tensors) == small_step(weights[4], 5)

@@ -1,0 +1,149 @@
+"""Records for the tests of the wire: the literal example of each docstring, and Hypothesis strategies of valid ones."""
+
+import inspect
+import re
+from typing import Any, get_args
+
+import numpy as np
+from hypothesis import strategies as st
+from msgspec import inspect as inspection
+
+import schemas
+from schemas import Block, Control, Experience, Message, Score, Span, make_experience
+from schemas import records as records_module
+
+CONTROL_KINDS: tuple[type[Any], ...] = get_args(Control)
+
+
+def example_of(kind: type[Any]) -> Any:
+    """The object that the docstring of `kind` writes after "Example:"."""
+    found = re.search(r"Example: (.*)", inspect.getdoc(kind) or "", re.DOTALL)
+    assert found, f"{kind.__name__} has no Example"
+    names = {**vars(records_module), **vars(schemas)}
+    return eval(" ".join(found[1].split("\n")), names)
+
+
+def group_block(num_members: int = 4, *, num_prompt: int = 6, num_response: int = 5) -> Block:
+    """A group as an explorer sends it: one prompt, different answers."""
+    group = "add-3745.2"
+    random = np.random.default_rng(num_members)
+    prompt = random.integers(0, 150_000, num_prompt).tolist()
+    question = (Message("system", "You add."), Message("user", "37+45="))
+    return Block(
+        tuple(
+            make_experience(
+                id=f"{group}.0-{episode}-0",
+                group=group,
+                episode=episode,
+                group_size=num_members,
+                spans=(Span(num_prompt, num_prompt + num_response, 12),) if num_response else (),
+                scores=(Score("exact", 1.0),),
+                meta={"answer": "280"},
+                tokens=prompt + random.integers(0, 150_000, num_response).tolist(),
+                logprobs=(-random.random(num_response)).tolist(),
+                messages=(*question, Message("assistant", f"{episode}")),
+            )
+            for episode in range(num_members)
+        )
+    )
+
+
+texts = st.text(max_size=20)
+ids = st.text(min_size=1, max_size=20)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**40)
+metas = st.dictionaries(texts, st.none() | st.booleans() | st.integers(-(2**60), 2**60) | finite | texts, max_size=4)
+messages = st.builds(Message, role=st.sampled_from(["system", "user", "assistant"]), content=st.text(max_size=60))
+
+
+@st.composite
+def experiences(draw: st.DrawFn, group: str, prompt: tuple[int, ...] = ()) -> Experience:
+    """One valid experience of `group`, with several spans."""
+    tokens = list(prompt)
+    spans = []
+    for length, gap in draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), max_size=4)):
+        start = len(tokens) + gap
+        spans.append(
+            Span(
+                start,
+                start + length,
+                draw(st.integers(-1, 2**40)),
+                draw(st.floats(0, 10)),
+                draw(st.booleans()),
+            )
+        )
+        tokens += draw(st.lists(st.integers(0, 2**32 - 1), min_size=gap + length, max_size=gap + length))
+    num_sampled = sum(span.stop - span.start for span in spans)
+    logprobs = st.floats(-(2.0**100), 0, width=32)
+    return make_experience(
+        id=draw(ids),
+        group=group,
+        episode=draw(st.integers(0, 63)),
+        group_size=draw(st.integers(1, 64)),
+        spans=tuple(spans),
+        tokens=tokens,
+        logprobs=draw(st.lists(logprobs, min_size=num_sampled, max_size=num_sampled)),
+        messages=draw(st.lists(messages, max_size=3)),
+        part=draw(st.integers(0, 9)),
+        last=draw(st.booleans()),
+        end=draw(st.sampled_from(["terminal", "truncated", "failed"])),
+        lane=draw(st.sampled_from(["usual", "live", "expert", "synthetic", "human"])),
+        origin=draw(texts),
+        tenant=draw(texts),
+        subject=draw(texts),
+        key_id=draw(texts),
+        attempt=draw(counts),
+        sequence=draw(st.integers(-1, 2**40)),
+        suite=draw(texts),
+        scores=tuple(draw(st.lists(st.builds(Score, name=ids, value=finite, version=texts), max_size=3))),
+        reward=draw(st.none() | finite),
+        advantage=draw(st.none() | finite),
+        priority=draw(finite),
+        revision=draw(counts),
+        stamps=tuple(draw(st.lists(texts, max_size=3))),
+        meta=draw(metas),
+    )
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Block:
+    """A valid block, mostly with a shared prompt."""
+    group = draw(ids)
+    prompt = tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=12)))
+    return Block(tuple(draw(st.lists(experiences(group, prompt), min_size=1, max_size=5))))
+
+
+def of_type(info: Any) -> st.SearchStrategy[Any]:
+    """Valid values of a msgspec type, within the bounds its annotation has."""
+    match info:
+        case inspection.BoolType():
+            return st.booleans()
+        case inspection.NoneType():
+            return st.none()
+        case inspection.IntType():
+            return st.integers(-(2**60) if info.ge is None else info.ge, 2**60 if info.le is None else info.le)
+        case inspection.FloatType():
+            low, high = (info.ge, info.le) if info.ge is not None else (-1e300, 1e300)
+            return st.floats(low, high)
+        case inspection.StrType():
+            return st.text(min_size=info.min_length or 0, max_size=20)
+        case inspection.BytesType():
+            return st.binary(max_size=40)
+        case inspection.LiteralType():
+            return st.sampled_from(info.values)
+        case inspection.UnionType():
+            return st.one_of([of_type(part) for part in info.types])
+        case inspection.VarTupleType():
+            return st.lists(of_type(info.item_type), max_size=3).map(tuple)
+        case inspection.DictType():
+            return st.dictionaries(of_type(info.key_type), of_type(info.value_type), max_size=3)
+        case inspection.StructType():
+            return st.fixed_dictionaries({part.name: of_type(part.type) for part in info.fields}).map(
+                lambda values: info.cls(**values)
+            )
+    raise TypeError(f"no strategy for {info}")
+
+
+def controls() -> st.SearchStrategy[Any]:
+    """Valid control records of every kind, from their own annotations."""
+    return st.one_of([of_type(inspection.type_info(kind)) for kind in CONTROL_KINDS])

@@ -1,0 +1,366 @@
+"""Blocks: header edits that leave sections alone, members from many frames, and bulk that is checked on first use."""
+
+import math
+import pickle
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from msgspec.structs import replace
+from record_samples import group_block
+
+from schemas import BadFrame, Block, Experience, Message, Score, Span, decode, encode, make_experience
+from schemas.bulk import Bulk
+from schemas.experience import encoder
+
+
+def decoded(data: bytes) -> Block:
+    block = decode(data)
+    assert isinstance(block, Block)
+    return block
+
+
+def parts(frame: bytes) -> tuple[list[Any], bytes]:
+    """Header as plain values, and the section lengths and bodies."""
+    end = 8 + int.from_bytes(frame[4:8], "little")
+    return msgspec.msgpack.decode(frame[8:end]), frame[end:]
+
+
+def assembled(header: Any, tail: bytes) -> bytes:
+    body = msgspec.msgpack.encode(header)
+    return b"HR\x01\x00" + struct.pack("<I", len(body)) + body + tail
+
+
+def tail_of(*raws: bytes) -> bytes:
+    bodies = [zstandard.ZstdCompressor(level=1, write_checksum=True).compress(raw) for raw in raws]
+    return struct.pack(f"<{len(bodies)}I", *map(len, bodies)) + b"".join(bodies)
+
+
+def raw_sections(tail: bytes, count: int) -> list[bytes]:
+    lengths = struct.unpack_from(f"<{count}I", tail)
+    position, raws = 4 * count, []
+    for length in lengths:
+        raws.append(zstandard.ZstdDecompressor().decompress(tail[position : position + length]))
+        position += length
+    return raws
+
+
+def with_extra(frame: bytes, name: str = "teacher") -> bytes:
+    """The frame as a newer headrace writes it: with a section, and a last field, that this one does not know."""
+    (columns, members, ranges), tail = parts(frame)
+    raws = raw_sections(tail, 3)
+    extra = np.arange(2 * len(members), dtype="<f8").tobytes()
+    for index, (member, own) in enumerate(zip(members, ranges, strict=True)):
+        member.append({"mood": "new"})
+        own.append([2 * index, 2 * index + 2])
+    return assembled([[*columns, [name, 8, 2 * len(members)]], members, ranges], tail_of(*raws, extra))
+
+
+def field(name: str) -> int:
+    return Experience.__struct_fields__.index(name)
+
+
+def test_an_edit_of_the_header_leaves_the_sections_as_they_are() -> None:
+    frame = encode(group_block(8))
+    block = decoded(frame)
+    edited = encode(Block(tuple(replace(member, reward=0.5, advantage=-1.0) for member in block.experiences)))
+    assert parts(edited)[1] == parts(frame)[1]
+    assert [member.reward for member in decoded(edited).experiences] == [0.5] * 8
+    assert encode(decoded(frame)) == frame
+
+
+def test_dropping_a_member_leaves_the_sections_as_they_are() -> None:
+    frame = encode(group_block(8))
+    rest = encode(Block(decoded(frame).experiences[1:]))
+    assert parts(rest)[1] == parts(frame)[1]
+    assert decoded(rest).experiences == group_block(8).experiences[1:]
+
+
+def test_one_member_of_many_does_not_carry_the_others_along() -> None:
+    frame = encode(group_block(16, num_response=400))
+    alone = Block(decoded(frame).experiences[3:4])
+    assert len(encode(alone)) < len(frame) / 4
+    assert decoded(encode(alone)) == alone
+
+
+def test_header_consumers_never_decompress() -> None:
+    frame = encode(group_block(4))
+    header, tail = parts(frame)
+    broken = assembled(header, tail[:12] + bytes(len(tail) - 12))
+    block = decoded(broken)
+    assert [member.num_sampled for member in block.experiences] == [5] * 4
+    assert encode(block) == broken
+    with pytest.raises(BadFrame, match="tokens"):
+        block.validate()
+
+
+def test_sections_are_decompressed_once_for_all_members() -> None:
+    block = decoded(encode(group_block(4)))
+    first, *others = block.experiences
+    first.check_bulk()
+    sections = first.held().sections
+    assert sections is not None
+    sections.bodies = ()  # what was decompressed is kept, so nobody needs these again
+    for member in others:
+        member.check_bulk()
+
+
+def test_members_of_different_frames_share_a_block() -> None:
+    one, two, fresh = (group_block(size) for size in (3, 4, 5))
+    mixed = (
+        *decoded(encode(one)).experiences[:2],
+        *decoded(encode(two)).experiences[1:],
+        *fresh.experiences[2:],
+    )
+    expected = (*one.experiences[:2], *two.experiences[1:], *fresh.experiences[2:])
+    result = decoded(encode(Block(mixed)))
+    result.validate()
+    assert result.experiences == expected
+
+
+def test_a_shared_prompt_is_stored_once() -> None:
+    columns, _, _ = parts(encode(group_block(16, num_prompt=500, num_response=5)))[0]
+    assert columns[0] == ["tokens", 4, 500 + 16 * 5]
+    text = raw_sections(parts(encode(group_block(16)))[1], 3)[2]
+    assert text.count(b"37+45=") == 1
+
+
+def test_an_unknown_section_passes_through_an_edit_and_a_rebuild() -> None:
+    frame = with_extra(encode(group_block(3)))
+    block = decoded(frame)
+    block.validate()
+    edited = encode(Block(tuple(replace(member, reward=1.0) for member in block.experiences)))
+    assert parts(edited)[1] == parts(frame)[1]
+    rebuilt = decoded(encode(Block((block.experiences[2], *group_block(5).experiences[:2]))))
+    carried = [member.held().extra_sections() for member in rebuilt.experiences]
+    assert carried[0] == {"teacher": (8, np.array([4.0, 5.0]).tobytes())}
+    assert carried[1] == {"teacher": (8, b"")}
+
+
+def test_redacting_text_keeps_unknown_sections_and_new_tokens_drop_them() -> None:
+    member = decoded(with_extra(encode(group_block(2)))).experiences[1]
+    redacted = member.with_bulk(messages=(Message("user", "[redacted]"),))
+    assert redacted.messages == (Message("user", "[redacted]"),) and np.array_equal(redacted.tokens, member.tokens)
+    assert "teacher" in decoded(encode(Block((redacted,)))).experiences[0].held().extra_sections()
+    retold = member.with_bulk(tokens=[1, 2], logprobs=[-1.0], spans=(Span(1, 2, 3),))
+    assert retold.num_tokens == 2 and not retold.held().extra_sections()
+    assert decoded(encode(Block((retold,)))) == Block((retold,))
+
+
+def test_bulk_is_read_only() -> None:
+    for member in (*group_block(1).experiences, *decoded(encode(group_block(2))).experiences):
+        for values in (member.tokens, member.logprobs):
+            with pytest.raises(ValueError):
+                values[0] = 0
+
+
+def test_the_source_of_fresh_bulk_may_be_reused() -> None:
+    tokens, logprobs = np.array([1, 2, 3], np.uint32), np.array([-1.0], np.float32)
+    member = make_experience(
+        id="a.0.0-0-0", group="a.0", episode=0, group_size=1, spans=(Span(2, 3, 0),), messages=(), tokens=tokens,
+        logprobs=logprobs,
+    )  # fmt: skip
+    tokens[:] = 9
+    logprobs[:] = 9
+    assert member.tokens.tolist() == [1, 2, 3] and member.logprobs.tolist() == [-1.0]
+
+
+def test_an_experience_survives_pickling() -> None:
+    member = decoded(with_extra(encode(group_block(3)))).experiences[2]
+    assert pickle.loads(pickle.dumps(member)) == member
+
+
+def test_a_block_is_one_group_of_1_to_64() -> None:
+    member = group_block(1).experiences[0]
+    for members in ((), (member,) * 65, (member, replace(member, group="other.0"))):
+        with pytest.raises(ValueError):
+            Block(members)
+    assert len(decoded(encode(Block((member,) * 64))).experiences) == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"reward": math.nan}, "reward"),
+        ({"advantage": math.inf}, "advantage"),
+        ({"priority": -math.inf}, "priority"),
+        ({"reward": "high"}, "reward"),
+        ({"scores": (Score("judge", math.nan),)}, "scores"),
+        ({"scores": (Score("judge", 1.0, at=11),)}, "scores"),
+        ({"spans": (Span(8, 12, 1),)}, "spans"),
+        ({"spans": (Span(8, 11, 1), Span(6, 8, 1))}, "spans"),
+        ({"spans": (Span(6, 9, 1), Span(8, 10, 1))}, "spans"),
+        ({"spans": (Span(6, 6, 1),)}, "spans"),
+        ({"spans": (Span(6, 8, 1),)}, "spans"),
+        ({"num_tokens": 12}, "num_tokens"),
+        ({"meta": {"a": [1]}}, "meta"),
+        ({"meta": {"a": math.nan}}, "meta"),
+        ({"lane": "fast"}, "lane"),
+        ({"id": ""}, "id"),
+    ],
+)
+def test_a_header_that_could_not_be_read_is_never_written(change: dict[str, Any], named: str) -> None:
+    for member in (group_block(1).experiences[0], decoded(encode(group_block(1))).experiences[0]):
+        wrong = replace(member, **change)
+        with pytest.raises(ValueError, match=named):
+            encode(Block((wrong,)))
+        with pytest.raises(ValueError, match=named):
+            wrong.check_header()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward", math.nan),
+        ("advantage", math.inf),
+        ("priority", -math.inf),
+        ("scores", [["judge", math.nan]]),
+        ("scores", [["judge", 1.0, 11]]),
+        ("spans", [[8, 12, 1]]),
+        ("spans", [[8, 11, 1], [6, 8, 1]]),
+        ("spans", [[6, 11, -2]]),
+        ("spans", [[6, 11, 1, math.nan]]),
+        ("lane", "fast"),
+        ("group_size", 0),
+        ("id", ""),
+        ("meta", {"a": [1]}),
+    ],
+)
+def test_a_bad_header_field_is_named(name: str, value: object) -> None:
+    (columns, members, ranges), tail = parts(encode(group_block(2)))
+    members[1][field(name)] = value
+    with pytest.raises(BadFrame, match=name):
+        decode(assembled([columns, members, ranges], tail))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.5])
+def test_a_bad_logprob_names_its_experience_and_spares_its_neighbours(bad: float) -> None:
+    block = group_block(3)
+    victim = block.experiences[1]
+    logprobs = victim.logprobs.copy()
+    logprobs[2] = bad
+    poisoned = replace(victim, bulk=Bulk.made(victim.tokens.copy(), logprobs, victim.messages, victim.id))
+    frame = encode(Block((block.experiences[0], poisoned, block.experiences[2])))
+    first, second, third = decoded(frame).experiences
+    first.check_bulk()
+    third.check_bulk()
+    with pytest.raises(BadFrame, match=rf"{victim.id}: logprobs.* at 2"):
+        second.check_bulk()
+    with pytest.raises(BadFrame, match="logprobs"):
+        _ = second.logprobs
+
+
+def test_runs_that_do_not_add_up_or_leave_the_section_are_bad_at_first_use() -> None:
+    (columns, members, ranges), tail = parts(encode(group_block(2)))
+    for column, runs in ((0, [0, 10]), (0, [0, 500]), (0, [9, 6]), (0, [0]), (1, [0, 4]), (2, [0, 4000]), (2, [1, 9])):
+        changed = [list(own) for own in ranges]
+        changed[1][column] = runs
+        block = decoded(assembled([columns, members, changed], tail))
+        block.experiences[0].check_bulk()
+        with pytest.raises(BadFrame, match=r"tokens|logprobs|text"):
+            block.validate()
+
+
+def test_overlapping_runs_cannot_multiply_a_small_section() -> None:
+    (columns, members, ranges), tail = parts(encode(group_block(2)))
+    raws = raw_sections(tail, 3)
+    text = encoder.encode([Message("user", "x" * 4_000_000)])
+    columns[2] = ["text", 1, len(text)]
+    for own in ranges:
+        own[2] = [0, len(text)] * 500
+    block = decoded(assembled([columns, members, ranges], tail_of(raws[0], raws[1], text)))
+    with pytest.raises(BadFrame, match="text"):
+        for own in block.experiences:
+            sections = own.held().sections
+            assert sections is not None
+            sections.cut(2, own.held().ranges[2])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [["tokens", 4, 16], ["logprobs", 4, 10]],
+        [["logprobs", 4, 10], ["tokens", 4, 16], ["text", 1, 9]],
+        [["tokens", 8, 16], ["logprobs", 4, 10], ["text", 1, 9]],
+        [["tokens", 4, 1 << 24], ["logprobs", 4, 10], ["text", 1, 9]],
+        [["tokens", 4, 16], ["logprobs", 4, 10], ["text", 1, 9], ["text", 1, 9]],
+        [[f"s{index}", 1, 0] for index in range(17)],
+        [],
+    ],
+)
+def test_a_wrong_section_table_is_a_bad_frame(columns: list[Any]) -> None:
+    (_, members, ranges), tail = parts(encode(group_block(2)))
+    for matching in (tail, tail_of(*[b"" for _ in columns])):
+        with pytest.raises(BadFrame):
+            decode(assembled([columns, members, ranges], matching))
+
+
+def test_text_that_is_not_messages_is_bad_at_first_use() -> None:
+    (columns, members, ranges), tail = parts(encode(group_block(1)))
+    raws = raw_sections(tail, 3)
+    for text in (b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"\x91\x82\xa4role\xa1a\xa7content\xa2\xff\xfe", b"\x90\x90"):
+        columns[2], ranges[0][2] = ["text", 1, len(text)], [0, len(text)]
+        block = decoded(assembled([columns, members, ranges], tail_of(raws[0], raws[1], text)))
+        with pytest.raises(BadFrame, match="text"):
+            block.validate()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "named"),
+    [
+        ([1, -1], [0.0], "tokens"),
+        ([1, 2**32], [0.0], "tokens"),
+        ([1, 2.5], [0.0], "tokens"),
+        (np.array([1, -1]), [0.0], "tokens"),
+        (np.array([1, 2**40]), [0.0], "tokens"),
+        (np.array([1.0, 2.0]), [0.0], "tokens"),
+        ([1, 2], [0.0, 0.0], "logprobs"),
+        ([1, 2], [], "logprobs"),
+        ([1, 2], [math.nan], "logprobs"),
+        ([1, 2], [0.1], "logprobs"),
+        ([1, 2], [-1e39], "logprobs"),
+        ([1, 2], np.array([-1]), "logprobs"),
+        ([1], [0.0], "spans"),
+    ],
+)
+def test_bulk_that_does_not_fit_is_refused_where_it_is_made(tokens: Any, logprobs: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=f"a.0.0-0-0: {named}"):
+        make_experience(
+            id="a.0.0-0-0", group="a.0", episode=0, group_size=1, spans=(Span(1, 2, 0),), messages=(), tokens=tokens,
+            logprobs=logprobs,
+        )  # fmt: skip
+
+
+def test_what_the_header_says_of_an_experience() -> None:
+    member = make_experience(
+        id="a.0.0-0-0", group="a.0", episode=0, group_size=1, tokens=range(9), logprobs=[-1.0] * 4,
+        spans=(Span(3, 5, 7), Span(7, 9, 8)), scores=(Score("judge", 0.1), Score("judge", 0.9)),
+        messages=(Message("user", "?"), Message("assistant", "!"), Message("user", "??")),
+    )  # fmt: skip
+    assert (member.num_tokens, member.num_prompt, member.num_sampled) == (9, 3, 4)
+    assert (member.min_version, member.max_version) == (7, 8)
+    assert (member.response, member.score("judge"), member.score("none")) == ("!", 0.9, None)
+    bare = replace(member, spans=(), bulk=None)
+    assert (bare.num_prompt, bare.num_sampled, bare.min_version, bare.max_version) == (9, 0, -1, -1)
+    with pytest.raises(ValueError, match="no bulk"):
+        _ = bare.tokens
+
+
+def test_numpy_numbers_in_a_header_are_written_as_numbers() -> None:
+    member = replace(group_block(1).experiences[0], reward=np.float32(0.5), advantage=np.float64(0.25))
+    assert decoded(encode(Block((member,)))).experiences[0].reward == 0.5
+
+
+def test_messages_are_messages() -> None:
+    with pytest.raises(ValueError, match="messages"):
+        group_block(1).experiences[0].with_bulk(messages=[{"role": "user", "content": "?"}])  # type: ignore[list-item]
+
+
+def test_more_sections_than_readers_take_are_refused() -> None:
+    members = [decoded(with_extra(encode(group_block(1)), name=f"extra-{index}")).experiences[0] for index in range(14)]
+    with pytest.raises(ValueError, match="sections"):
+        encode(Block(tuple(members)))
+    assert len(parts(encode(Block(tuple(members[:13]))))[0][0]) == 16

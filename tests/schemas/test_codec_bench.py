@@ -1,0 +1,27 @@
+"""The codec benchmark compares like with like: both contestants give back what went in."""
+
+import numpy as np
+
+from infra.bench.codec import Lists, edit_header, measure, open_block, pack_block, rows, samples
+from schemas import Block, decode
+
+
+def test_both_contestants_give_back_what_went_in() -> None:
+    group = samples(3, 20, 30)
+    lists = Lists()
+    for opened in (open_block(pack_block(group)), lists.open(lists.pack(group))):
+        for sample, (tokens, logprobs, messages) in zip(group, opened, strict=True):
+            assert np.array_equal(tokens, sample.prompt + sample.response)
+            assert np.array_equal(logprobs, np.array(sample.logprobs, np.float32))
+            assert messages == sample.messages
+
+
+def test_a_header_edit_sets_the_reward_of_every_member() -> None:
+    edited = decode(edit_header(pack_block(samples(3, 20, 30))))
+    assert isinstance(edited, Block) and {member.reward for member in edited.experiences} == {1.0}
+
+
+def test_rows_show_every_number_of_every_shape() -> None:
+    numbers = measure(2, 4, 8, rounds=1, budget_s=0.0)
+    table = rows({"small": numbers, "other": numbers})
+    assert len(table) == len(numbers) + 1 and all(len(row) == 3 for row in table)

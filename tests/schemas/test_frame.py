@@ -1,0 +1,150 @@
+"""One encoder, one bounded decoder: what they promise for any record and for any bytes."""
+
+import contextlib
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block
+
+from schemas import BadFrame, Block, Feedback, Progress, Task, Tick, UnknownMajor, decode, encode, kafka_headers
+
+FRAMES = [encode(example_of(kind)) for kind in CONTROL_KINDS] + [encode(group_block(3)), encode(group_block(1))]
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def use(data: bytes) -> None:
+    """All a reader may do with bytes from outside."""
+    record = decode(data)
+    if isinstance(record, Block):
+        record.validate()
+        for experience in record.experiences:
+            assert len(experience.tokens) == experience.num_tokens
+            assert len(experience.logprobs) == experience.num_sampled
+            assert isinstance(experience.response, str)
+        kafka_headers(record)
+        assert decode(encode(record)) == record
+
+
+@quick
+@given(controls())
+def test_every_control_record_survives_the_wire(record: Any) -> None:
+    assert decode(encode(record)) == record
+
+
+@quick
+@given(blocks())
+def test_every_block_survives_the_wire(block: Block) -> None:
+    decoded = decode(encode(block))
+    assert isinstance(decoded, Block)
+    decoded.validate()
+    assert decoded == block
+
+
+@quick
+@given(st.binary(max_size=300), st.sampled_from([b"", b"HR\x01\x00", b"HR\x01\x80"]))
+def test_arbitrary_bytes_raise_only_the_two_errors(data: bytes, start: bytes) -> None:
+    with contextlib.suppress(BadFrame, UnknownMajor):
+        use(start + data)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(FRAMES), st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4))
+def test_altered_frames_raise_only_the_two_errors(frame: bytes, changes: list[tuple[float, int]]) -> None:
+    altered = bytearray(frame)
+    for place, value in changes:
+        altered[int(place * len(altered))] = value
+    with contextlib.suppress(BadFrame, UnknownMajor):
+        use(bytes(altered))
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: f"{len(frame)}")
+def test_truncated_and_extended_frames_are_bad(frame: bytes) -> None:
+    for data in (*(frame[:length] for length in range(len(frame))), frame + b"\x00"):
+        with pytest.raises(BadFrame):
+            use(data)
+
+
+def test_a_newer_format_and_unknown_flags_stop_the_reader() -> None:
+    frame = encode(Tick(partition=3, due_ms=5))
+    for altered in (frame[:2] + b"\x02" + frame[3:], frame[:3] + b"\x81" + frame[4:]):
+        with pytest.raises(UnknownMajor, match="upgrade"):
+            decode(altered)
+
+
+def control_frame(body: bytes) -> bytes:
+    return b"HR\x01\x80" + struct.pack("<I", len(body)) + body
+
+
+def test_fields_of_a_newer_headrace_are_ignored() -> None:
+    body = msgspec.msgpack.encode({"kind": "tick", "partition": 3, "due_ms": 5, "mood": ["new", {"deep": 1}]})
+    assert decode(control_frame(body)) == Tick(partition=3, due_ms=5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x81\xa4kind\xa4none",
+        msgspec.msgpack.encode({"kind": "tick", "partition": -1, "due_ms": 5}),
+        msgspec.msgpack.encode({"kind": "feedback", "ref": "a", "id": "b", "value": float("nan")}),
+        msgspec.msgpack.encode({"kind": "feedback", "ref": "", "id": "b"}),
+        b"\x82\xa4kind\xa4task\xa8messages\xdd\xff\xff\xff\xff",
+        b"\x82\xa4kind\xa4task\xa2id\xa2\xff\xfe",
+        b"\x82\xa4kind\xa4tick\xa1x" + b"\x91" * 100_000,
+        b"\x82\xa4kind\xa4tick\xa1x" + b"\xc7\x08\xff" + b"\xff" * 8,
+    ],
+)
+def test_hostile_control_bodies_are_bad_frames(body: bytes) -> None:
+    with pytest.raises(BadFrame):
+        decode(control_frame(body))
+
+
+def test_our_own_misuse_is_a_value_error() -> None:
+    for record in (
+        Feedback(ref="a", id="b", value=float("inf")),
+        Feedback(ref="a", id="b", value="high"),  # type: ignore[arg-type]
+        Task(id="t", messages=(), meta={"a": object()}),  # type: ignore[dict-item]
+        Task(id="t", messages=(), meta={"a": "\ud800"}),
+        Tick(partition=1, due_ms=2**70),
+    ):
+        with pytest.raises(ValueError):
+            encode(record)
+
+
+def test_measurements_may_be_infinite() -> None:
+    record = Progress(role="train", instance="train-0", gauges={"max_w": float("inf")})
+    assert decode(encode(record)) == record
+
+
+def test_headers_answer_for_a_record_without_its_value() -> None:
+    headers = dict(kafka_headers(group_block(2)))
+    assert headers == {
+        "schema": b"1",
+        "kind": b"block",
+        "id": b"add-3745.2.0-0-0",
+        "group": b"add-3745.2",
+        "min_version": b"12",
+        "max_version": b"12",
+    }
+    traced = Task(id="t", messages=(), meta={"traceparent": "00-ab-cd-01"})
+    assert dict(kafka_headers(traced))["traceparent"] == b"00-ab-cd-01"
+    for kind in CONTROL_KINDS:
+        headers = dict(kafka_headers(example_of(kind)))
+        assert headers["schema"] == b"1" and headers["kind"].decode().isidentifier()
+
+
+def test_a_decompression_bomb_is_refused_by_its_declared_size() -> None:
+    bomb = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(bytes(1 << 30))
+    frame = encode(group_block(1))
+    header_length = int.from_bytes(frame[4:8], "little")
+    lengths = struct.unpack_from("<3I", frame, 8 + header_length)
+    table = struct.pack("<3I", len(bomb), *lengths[1:])
+    start = 8 + header_length + 12
+    block = decode(frame[: 8 + header_length] + table + bomb + frame[start + lengths[0] :])
+    assert isinstance(block, Block)
+    with pytest.raises(BadFrame, match="1073741824"):
+        block.validate()

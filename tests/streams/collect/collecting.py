@@ -1,0 +1,142 @@
+"""Makes groups, inboxes and a small chain for the tests of collect."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from infra.chain import Context, Dropped, Outcome
+from schemas import Block, Control, Experience, Feedback, Message, Score, Span, Stub, Tick, encode, make_experience
+from schemas.ids import experience_id
+from streams.collect.fold import Arrival, Decision, Folded, Rules, fold, wanted
+from streams.collect.state import State
+
+DEADLINE_MS = 1_000
+RULES = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000)
+
+
+def answer(
+    group: str, episode: int, *, attempt: int = 0, size: int = 2, part: int = 0, last: bool = True, lane: str = "usual"
+) -> Experience:
+    return make_experience(
+        id=experience_id(group, attempt, episode, part),
+        group=group,
+        episode=episode,
+        group_size=size,
+        attempt=attempt,
+        part=part,
+        last=last,
+        lane=lane,  # type: ignore[arg-type]
+        tokens=[1, 2, 3, 4 + episode],
+        logprobs=np.full(2, -0.5, dtype=np.float32),
+        spans=(Span(start=2, stop=4, version=1),),
+        messages=(Message(role="user", content="?"), Message(role="assistant", content=str(episode))),
+        scores=(Score(name="exact", value=float(episode % 2)),),
+    )
+
+
+def block(*experiences: Experience) -> Block:
+    return Block(experiences=experiences)
+
+
+def stub(group: str, episode: int, *, attempt: int = 0, size: int = 2, reason: str = "too short") -> Stub:
+    return Stub(
+        id=experience_id(group, attempt, episode),
+        group=group,
+        episode=episode,
+        group_size=size,
+        reason=reason,
+        attempt=attempt,
+    )
+
+
+def said(
+    ref: str, value: float, *, id: str = "", source: str = "csat", type: str = "value", rater: str = ""
+) -> Feedback:
+    return Feedback(
+        ref=ref,
+        id=id or f"{ref}-{value}",
+        value=value,
+        source=source,
+        type=type,
+        rater=rater,  # type: ignore[arg-type]
+    )
+
+
+def tick() -> Tick:
+    return Tick(partition=0, due_ms=1)
+
+
+async def scored(experiences: Sequence[Experience], context: Context) -> Outcome:
+    """A chain: reward is csat, else exact; whoever has neither is dropped."""
+    kept, dropped = [], []
+    for experience in experiences:
+        csat = experience.score("csat")
+        reward = experience.score("exact") if csat is None else csat
+        if reward is None or reward < 0:
+            dropped.append(Dropped(experience, "unlabelled", "", "reward@1"))
+        else:
+            kept.append(msgspec.structs.replace(experience, reward=reward))
+    return Outcome(kept=tuple(kept), dropped=tuple(dropped))
+
+
+class Inbox:
+    """A partition of `verified`: records with offsets and log-append times."""
+
+    def __init__(self, step_ms: int = 10) -> None:
+        self.arrivals: list[Arrival] = []
+        self.time_ms = 1_000_000
+        self.step_ms = step_ms
+
+    def append(self, record: Block | Control | None, *, after_ms: int | None = None) -> Arrival:
+        self.time_ms += self.step_ms if after_ms is None else after_ms
+        frame = encode(record) if isinstance(record, Block) else b""
+        arrival = Arrival(partition=0, offset=len(self.arrivals), timestamp_ms=self.time_ms, value=record, frame=frame)
+        self.arrivals.append(arrival)
+        return arrival
+
+    def extend(self, records: Iterable[Block | Control | None]) -> "Inbox":
+        for record in records:
+            self.append(record)
+        return self
+
+    def block_at(self, offset: int) -> Block:
+        value = self.arrivals[offset].value
+        assert isinstance(value, Block)
+        return value
+
+
+def folded(inbox: Inbox, rules: Rules = RULES, state: State | None = None, kept_from: int = 0) -> list[Folded]:
+    """Everything the inbox leads to, record by record; kept_from: the log was trimmed below it."""
+    state = State() if state is None else state
+    results = []
+    for arrival in inbox.arrivals:
+        if arrival.offset >= state.next_offset:
+            needed = [offset for offset in wanted(state, arrival, rules) if offset >= kept_from]
+            fetched = {offset: inbox.block_at(offset) for offset in needed}
+            results.append(asyncio.run(fold(state, arrival, rules, scored, fetched)))
+    return results
+
+
+def decisions(results: Iterable[Folded]) -> list[Decision]:
+    return [decision for result in results for decision in result.decisions]
+
+
+def drops(results: Iterable[Folded]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for result in results:
+        for reason, number in result.dropped.items():
+            counts[reason] = counts.get(reason, 0) + number
+    return counts
+
+
+def buffered(results: Iterable[Folded]) -> dict[tuple[str, int], list[tuple[str, float | None]]]:
+    """(group, revision) to the ids and rewards that reached the buffer; a group that comes twice fails."""
+    found: dict[tuple[str, int], list[tuple[str, float | None]]] = {}
+    for decision in decisions(results):
+        for sent in decision.blocks:
+            key = (sent.group, decision.closure.revision)
+            assert key not in found
+            found[key] = [(experience.id, experience.reward) for experience in sent.experiences]
+    return found

@@ -1,0 +1,210 @@
+"""Built-in processors of stage collect, on whole groups."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from infra.processor import Drop, Memory
+from schemas import Block, Experience, Message, Score, Span, decode, encode, ids, make_experience
+from streams.processors.advantage import BASELINE_WINDOW, advantage, from_baseline, group_normalized, leave_one_out
+from streams.processors.control import shuffle_advantages
+from streams.processors.difficulty import difficulty
+from streams.processors.prioritize import prioritize
+from streams.processors.reward import blended, reward
+from streams.processors.synthesize import synthesize
+
+
+def answer(episode: int = 0, *, part: int = 0, group: str = "t.0", group_size: int = 4, **header: Any) -> Experience:
+    return make_experience(
+        tokens=[1, 2, 7, 8, 9],
+        logprobs=[-0.1, -0.2, -0.3],
+        messages=[Message(role="user", content="?"), Message(role="assistant", content=f"{episode}")],
+        id=ids.experience_id(group, 0, episode, part),
+        group=group,
+        episode=episode,
+        part=part,
+        group_size=group_size,
+        spans=(Span(2, 5, 3),),
+        **header,
+    )
+
+
+def rewarded(rewards: Sequence[float], **header: Any) -> tuple[Experience, ...]:
+    return tuple(
+        answer(episode, reward=value, group_size=len(rewards), **header) for episode, value in enumerate(rewards)
+    )
+
+
+def advantages(group: Sequence[Experience], **options: Any) -> list[float | None]:
+    return [member.advantage for member in advantage(tuple(group), memory=Memory(8), **options)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "weights", "expected"),
+    [
+        ({"csat": 0.8, "judge": 0.2}, {"csat": 1.0, "judge": 0.3}, (0.8 + 0.06) / 1.3),
+        ({"judge": 0.2}, {"csat": 1.0, "judge": 0.3}, 0.2),
+        ({"csat": 0.8, "other": 0.0}, {"csat": 1.0, "judge": 0.3}, 0.8),
+        ({"csat": 0.0}, {"csat": 1.0}, 0.0),
+    ],
+)
+def test_absent_scores_give_their_weight_to_the_others(
+    scores: dict[str, float], weights: dict[str, float], expected: float
+) -> None:
+    assert blended(scores, weights) == pytest.approx(expected)
+
+
+def test_no_feedback_differs_from_a_reward_of_zero() -> None:
+    assert blended({"judge": 0.2}, {"csat": 1.0}) == Drop("unlabelled", "no score of csat")
+    assert blended({"judge": 0.2}, {"judge": 1.0}, require=["csat"]) == Drop("unlabelled", "no score csat")
+    assert blended({}, {}) == Drop("unlabelled", "no score of any name")
+
+
+def test_without_a_blend_every_score_counts_alike() -> None:
+    (member,) = reward((answer(scores=(Score("a", 1.0), Score("b", 0.5), Score("token", 9.0, at=2))),))
+    assert isinstance(member, Experience)
+    assert member.reward == 0.75
+
+
+def test_all_parts_of_an_episode_share_its_reward_and_advantage() -> None:
+    group = (
+        answer(0, part=0, last=False),
+        answer(0, part=1, scores=(Score("exact", 1.0),)),
+        answer(1, scores=(Score("exact", 0.0),)),
+    )
+    result = reward(group, blend={"exact": 1.0})
+    members = [member for member in result if isinstance(member, Experience)]
+    assert [member.reward for member in members] == [1.0, 1.0, 0.0]
+    # Two episodes, mean 0.5, std 0.5: the long episode does not count twice.
+    assert advantages(members, epsilon=1e-9) == pytest.approx([1.0, 1.0, -1.0])
+
+
+def test_an_unlabelled_episode_is_dropped_whole_and_demonstrations_pass() -> None:
+    expert = answer(2, lane="expert")
+    result = reward((answer(0, scores=(Score("exact", 1.0),)), answer(1), expert), blend={"exact": 1.0})
+    assert [type(member).__name__ for member in result] == ["Experience", "Drop", "Experience"]
+    assert result[2] is expert
+
+
+def test_group_advantage_is_reward_minus_mean_over_std() -> None:
+    # Rewards 1, 0, 0, 1: mean 1/2, std 1/2.
+    assert advantages(rewarded([1, 0, 0, 1])) == pytest.approx(
+        [0.5 / 0.5001, -0.5 / 0.5001] * 1 + [-0.5 / 0.5001, 0.5 / 0.5001]
+    )
+    # Rewards 1, 0, 0, 0: mean 1/4, std sqrt(3)/4.
+    std = math.sqrt(3) / 4
+    assert group_normalized([1, 0, 0, 0], 1e-4) == pytest.approx([0.75 / (std + 1e-4)] + [-0.25 / (std + 1e-4)] * 3)
+
+
+def test_equal_rewards_have_no_advantage_and_no_division_by_zero() -> None:
+    assert advantages(rewarded([1, 1])) == [0.0, 0.0]
+    assert group_normalized([], 1e-4) == []
+
+
+def test_leave_one_out_compares_with_the_others() -> None:
+    # 1 against (0 + 0.5)/2, 0 against (1 + 0.5)/2, 0.5 against (1 + 0)/2.
+    assert leave_one_out([1, 0, 0.5]) == pytest.approx([0.75, -0.75, 0.0])
+    assert leave_one_out([1]) == [0.0]
+    assert advantages(rewarded([1, 0]), kind="leave_one_out") == [1.0, -1.0]
+
+
+def test_members_without_a_reward_and_demonstrations_keep_none() -> None:
+    group = (*rewarded([1, 0]), answer(2), answer(3, lane="expert", reward=1.0))
+    assert advantages(group)[2:] == [None, None]
+
+
+def test_a_lone_answer_is_compared_with_those_before_it_from_its_tenant_and_origin() -> None:
+    memory = Memory(8)
+
+    def lone(value: float, tenant: str) -> float | None:
+        return advantage((answer(group_size=1, reward=value, tenant=tenant),), memory=memory)[0].advantage
+
+    assert lone(1.0, "a") == 0.0
+    assert lone(0.0, "a") == -1.0  # mean 1, no spread yet
+    # Mean 1/2, std 1/2 by now.
+    assert lone(1.0, "a") == pytest.approx(0.5 / 0.5001)
+    assert lone(1.0, "b") == 0.0
+
+
+def test_the_running_baseline_is_the_mean_and_std_of_what_came() -> None:
+    memory = Memory(8)
+    values = [0.2, 0.9, 0.4, 0.4, 1.0]
+    for value in values:
+        from_baseline(memory, "k", value, 1e-4)
+    known = memory.get("k")
+    assert isinstance(known, list)
+    count, mean, variance = known
+    assert count == 5
+    assert mean == pytest.approx(sum(values) / 5)
+    assert variance == pytest.approx(sum((value - sum(values) / 5) ** 2 for value in values) / 5)
+
+
+def test_the_running_baseline_follows_a_change() -> None:
+    memory = Memory(8)
+    for value in [0.0] * 1000 + [1.0] * (5 * BASELINE_WINDOW):
+        from_baseline(memory, "k", value, 1e-4)
+    known = memory.get("k")
+    assert isinstance(known, list)
+    assert float(known[1]) > 0.98
+
+
+def test_a_group_of_equal_rewards_is_dropped_with_the_reason() -> None:
+    result = difficulty(rewarded([1, 1, 1]))
+    assert [member.reason for member in result if isinstance(member, Drop)] == ["all rewards equal"] * 3
+
+
+def test_difference_and_lone_answers_pass_the_difficulty_filter() -> None:
+    assert difficulty(rewarded([1, 0, 1])) == rewarded([1, 0, 1])
+    assert difficulty(rewarded([1])) == rewarded([1])
+    assert all(isinstance(member, Drop) for member in difficulty((answer(0, reward=1.0),)))  # one left of four
+    expert = answer(3, lane="expert", reward=0.0)
+    assert difficulty((*rewarded([1, 1]), expert))[2] is expert
+
+
+def test_priority_grows_with_the_spread_of_the_group() -> None:
+    assert prioritize(rewarded([1, 0]))[0].priority == 1.0
+    assert prioritize(rewarded([1, 0, 0, 0]))[0].priority == pytest.approx(math.sqrt(3) / 2)
+    assert prioritize(rewarded([1, 1]))[0].priority == 0.1
+    lone = answer(group_size=1, reward=1.0, advantage=-0.4)
+    assert prioritize((lone,))[0].priority == 0.4
+
+
+def test_the_best_episode_becomes_a_demonstration_with_the_same_id_each_time() -> None:
+    group = rewarded([0.0, 1.0, 1.0], sequence=7, subject="ada", tenant="acme", key_id="k1", meta={"answer": "1"})
+    *members, made = synthesize(group)
+    assert tuple(members) == group
+    assert (made.lane, made.group_size, made.sequence, made.advantage) == ("expert", 1, -1, None)
+    assert made.meta["parent"] == group[1].id
+    assert (made.subject, made.tenant, made.key_id) == ("ada", "acme", "k1")
+    assert made.spans == (Span(2, 5, -1, ratio=False),)
+    assert made.logprobs.tolist() == [0.0, 0.0, 0.0]
+    assert made.tokens.tolist() == group[1].tokens.tolist()
+    assert ids.group_of(made.id) == made.group != group[0].group
+    assert synthesize(tuple(reversed(group)))[-1].id == made.id
+    assert decode(encode(Block((made,)))) == Block((made,))
+
+
+def test_nothing_is_synthesized_from_weak_lone_cut_or_long_episodes() -> None:
+    assert len(synthesize(rewarded([0.0, 0.9]))) == 2
+    assert len(synthesize(rewarded([0.0, 0.9]), min_reward=0.5)) == 3
+    assert len(synthesize(rewarded([1.0]))) == 1
+    cut = (answer(0, reward=1.0, end="truncated"), answer(1, reward=0.0))
+    assert len(synthesize(cut)) == 2
+    long = (answer(0, reward=1.0, last=False), answer(0, part=1, reward=1.0), answer(1, reward=0.0))
+    assert len(synthesize(long)) == 3
+
+
+def test_shuffling_keeps_the_numbers_and_depends_only_on_the_group() -> None:
+    group = tuple(
+        msgspec.structs.replace(member, advantage=float(index)) for index, member in enumerate(rewarded([0.0] * 16))
+    )
+    lone = (*group, answer(16))
+    shuffled = shuffle_advantages(lone)
+    values = [member.advantage for member in shuffled]
+    assert values[16] is None
+    assert values[:16] != [member.advantage for member in group]
+    assert sorted(value for value in values if value is not None) == [float(index) for index in range(16)]
+    assert shuffle_advantages(lone) == shuffled

@@ -1,0 +1,79 @@
+"""Built-in scores, each on right answers and on wrong ones that fool naive checkers."""
+
+from typing import Any
+
+import pytest
+
+from schemas import Experience, Message, Span, ids, make_experience
+from streams.scores.exact import exact
+from streams.scores.format import format as format_score
+
+
+def answer(text: str, expected: str | int | None = "280") -> Experience:
+    return make_experience(
+        tokens=[1, 2],
+        logprobs=[-0.1],
+        messages=[
+            Message(role="user", content="37+45="),
+            Message(role="assistant", content=text),
+            Message(role="user", content="280"),
+        ],
+        id=ids.experience_id("t.0", 0, 0),
+        group="t.0",
+        episode=0,
+        group_size=1,
+        spans=(Span(1, 2, 3),),
+        meta={} if expected is None else {"answer": expected},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "options", "value"),
+    [
+        ("280", "280", {}, 1.0),
+        (" 280\n", "280", {}, 1.0),
+        (" 280\n", "280", {"strip": False}, 0.0),
+        ("280", 280, {}, 1.0),
+        ("2800", "280", {}, 0.0),
+        ("1280", "280", {}, 0.0),
+        ("280 281", "280", {}, 0.0),
+        ("", "280", {}, 0.0),
+        ("", "", {}, 1.0),
+        ("Paris", "paris", {}, 0.0),
+        ("Paris", "paris", {"case": False}, 1.0),
+        ("STRASSE", "straße", {"case": False}, 1.0),
+        ("caf\u0065\u0301", "caf\u00e9", {}, 1.0),
+        ("280", None, {}, None),
+    ],
+)
+def test_exact(text: str, expected: str | int | None, options: dict[str, Any], value: float | None) -> None:
+    assert exact(answer(text, expected), **options) == value
+
+
+def test_exact_reads_the_reference_from_the_key_it_is_told() -> None:
+    assert exact(answer("280"), answer="other") is None
+
+
+THINK = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>7+5=12\ncarry</think>\n<answer>280</answer>", 1.0),
+        ("  <think></think><answer></answer>  ", 1.0),
+        ("first <think>a</think><answer>280</answer>", 0.0),
+        ("<think>a</think><answer>280</answer> or 281", 0.0),
+        ("<think>a</think><answer>280</answer><answer>281</answer>", 0.0),
+        ("<think>a<think>b</think><answer>280</answer>", 0.0),
+        ("<answer>280</answer><think>a</think>", 0.0),
+        ("<think>a</think><answer>280", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_wants_the_whole_response_in_shape(text: str, value: float) -> None:
+    assert format_score(answer(text), pattern=THINK) == value
+
+
+def test_format_counts_an_endless_response_as_out_of_shape() -> None:
+    assert format_score(answer("a" * 100_000), pattern="a*") == 0.0

@@ -1,0 +1,212 @@
+"""The chain of each stage, as settings assemble it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from infra.chain import Context, Outcome, new_memories, run_chain
+from infra.config import decode
+from infra.processor import Drop, processor, score
+from schemas import Experience, Message, Span, ids, make_experience
+from schemas.errors import ConfigError
+from streams.chain_builder import build_collect, build_stage, build_verify, describe_chain
+from streams.config import StreamsConfig
+
+HERE = "tests.streams.test_chain_builder"
+EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}
+
+
+@processor(version=1)
+def first(experience: Experience) -> Experience:
+    return experience
+
+
+@processor(version=2)
+def second(experience: Experience, *, min_tokens: int = 8) -> Experience | Drop:
+    return experience
+
+
+@processor(version=1)
+def whole(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
+    return group
+
+
+@score(version=1)
+def helpful(experience: Experience) -> float:
+    return len(experience.response) / 10
+
+
+def config(**tables: Any) -> StreamsConfig:
+    return decode(tables, StreamsConfig, "bot.toml")
+
+
+def names(stage: str, **tables: Any) -> list[str]:
+    return [step.name for step in build_stage(config(**tables), "verify" if stage == "verify" else "collect")]
+
+
+def answers(*texts: str) -> list[Experience]:
+    return [
+        make_experience(
+            tokens=[1, 2, 3],
+            logprobs=[-0.1, -0.1],
+            messages=[Message(role="user", content="37+45="), Message(role="assistant", content=text)],
+            id=ids.experience_id("t.0", 0, episode),
+            group="t.0",
+            episode=episode,
+            group_size=len(texts),
+            spans=(Span(1, 3, 3),),
+            meta={"answer": "280"},
+        )
+        for episode, text in enumerate(texts)
+    ]
+
+
+def run(settings: StreamsConfig, *texts: str) -> Outcome:
+    async def both() -> Outcome:
+        verify, collect = build_verify(settings), build_collect(settings)
+        outcome = await run_chain(verify, answers(*texts), Context(memories=new_memories(verify)))
+        return await run_chain(collect, outcome.kept, Context(memories=new_memories(collect)))
+
+    return asyncio.run(both())
+
+
+def test_the_default_chains() -> None:
+    assert names("verify", score=[EXACT]) == ["validate", "dedupe", "filter", "exact"]
+    assert names("collect") == ["reward", "advantage", "difficulty", "prioritize"]
+
+
+def test_switches_take_steps_in_and_out() -> None:
+    assert names("verify", verify={"dedupe": {"on": False}, "redact": {"on": True}}) == ["validate", "redact", "filter"]
+    collect = {"difficulty": {"on": False}, "synthesize": {"on": True}}
+    assert names("collect", collect=collect) == ["reward", "synthesize", "advantage", "prioritize"]
+
+
+def test_processors_take_their_places_in_the_files_order() -> None:
+    tables = [
+        {"use": f"{HERE}:first", "after": "validate"},
+        {"use": f"{HERE}:second", "after": "validate"},
+        {"use": f"{HERE}:first", "name": "before_dedupe", "before": "dedupe"},
+        {"use": f"{HERE}:first", "name": "anywhere"},
+        {"use": f"{HERE}:second", "name": "after_score", "after": "exact"},
+        {"use": f"{HERE}:whole", "stage": "collect", "after": "advantage"},
+        {"use": f"{HERE}:first", "stage": "collect", "name": "end"},
+    ]
+    assert names("verify", score=[EXACT], processor=tables) == [
+        "validate", "first", "second", "before_dedupe", "dedupe", "filter", "anywhere", "exact", "after_score",
+    ]  # fmt: skip
+    assert names("collect", processor=tables) == ["reward", "advantage", "whole", "difficulty", "prioritize", "end"]
+
+
+def test_a_place_next_to_a_step_that_is_off_is_still_a_place() -> None:
+    tables = [{"use": f"{HERE}:first", "after": "dedupe"}]
+    assert names("verify", processor=tables, verify={"dedupe": {"on": False}}) == ["validate", "first", "filter"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"use": f"{HERE}:first", "after": "valdate"},
+            'processor[0].after: no step "valdate" in this stage, did you mean "validate"?',
+        ),
+        ({"use": f"{HERE}:first", "after": "advantage"}, 'processor[0].after: no step "advantage" in this stage'),
+        ({"use": f"{HERE}:first", "name": "filter"}, 'processor[0]: a step "filter" is there already'),
+        ({"use": f"{HERE}:whole"}, 'takes a group: expected stage = "collect"'),
+        ({"use": f"{HERE}:helpful"}, "is marked @score, expected @processor"),
+        ({"use": f"{HERE}:config"}, "not marked"),
+        (
+            {"use": f"{HERE}:second", "options": {"min_token": 1}},
+            'processor[0].options.min_token: unknown option, did you mean "min_tokens"?',
+        ),
+    ],
+)
+def test_what_cannot_be_assembled_is_one_config_error(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_verify(config(processor=[tables]))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"processor": [{"use": "a:b", "after": "x", "before": "y"}]},
+            'processor[0]: got after = "x" and before = "y"',
+        ),
+        ({"feedback": [{"name": "c", "use": "a:b", "from": {}}]}, "feedback[0].from: got both or neither"),
+        (
+            {"feedback": [{"name": "c", "use": "a:b", "from": {"webhook": "/z"}}]},
+            "feedback[0].from.webhook: unknown key",
+        ),
+        (
+            {"feedback": [{"name": "c", "use": "a:b", "from": {"topic": "t"}, "default": "none"}]},
+            "feedback[0].default: got 'none'",
+        ),
+        ({"reward": {"use": "a:b", "blend": {"x": 1}}}, "reward: got use and blend"),
+        ({"reward": {"blend": {"x": -1}}}, "reward.blend.x: got -1 (whole number), expected a weight above 0"),
+        ({"verify": {"filter": {"max_repetition": 2}}}, "verify.filter.max_repetition: got 2"),
+        ({"score": [{"name": "a b", "use": "a:b"}]}, "score[0].name: got 'a b'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_table(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**tables)
+    assert message in str(caught.value)
+
+
+def test_feedback_reads_as_the_design_shows_it() -> None:
+    settings = config(
+        feedback=[
+            {
+                "name": "csat",
+                "use": "support:csat",
+                "from": {"topic": "zendesk.closed"},
+                "window": "24h",
+                "late": "amend",
+            }
+        ]
+    )
+    assert settings.feedback[0].from_.topic == "zendesk.closed"
+    assert settings.feedback[0].default == "unlabelled"
+
+
+def test_two_scores_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match='score: a step "exact" is there already'):
+        build_verify(config(score=[EXACT, EXACT]))
+
+
+def test_dedupe_remembers_as_many_as_the_settings_say() -> None:
+    steps = build_verify(config(verify={"dedupe": {"memory": 5}}))
+    assert new_memories(steps)["dedupe"].limit == 5
+
+
+def test_a_group_goes_through_both_stages() -> None:
+    outcome = run(
+        config(score=[EXACT], reward={"blend": {"exact": 1.0}, "require": ["exact"]}), "280", "082", "280", "7"
+    )
+    assert [member.reward for member in outcome.kept] == [1.0, 0.0, 1.0, 0.0]
+    assert [round(member.advantage or 0, 2) for member in outcome.kept] == [1.0, -1.0, 1.0, -1.0]
+    assert outcome.kept[0].stamps == (
+        "validate@1", "dedupe@1", "filter@1", "exact@1", "reward@1", "advantage@1", "difficulty@1", "prioritize@1",
+    )  # fmt: skip
+
+
+def test_an_easy_group_is_dropped_but_shows_how_if_asked_to() -> None:
+    settings = config(score=[EXACT], collect={"synthesize": {"on": True}})
+    outcome = run(settings, "280", "280")
+    assert [member.lane for member in outcome.kept] == ["expert"]
+    assert [gone.reason for gone in outcome.dropped] == ["all rewards equal"] * 2
+
+
+def test_a_reward_of_ones_own_replaces_the_blend_and_may_hang_alone() -> None:
+    outcome = run(config(reward={"use": f"{HERE}:helpful"}), "28", "2800")
+    assert [member.reward for member in outcome.kept] == [0.2, 0.4]
+    assert outcome.kept[0].stamps[3:5] == ("custom_reward@1", "reward@1")
+
+
+def test_a_chain_describes_itself_with_versions_and_options() -> None:
+    settings = config(processor=[{"use": f"{HERE}:second", "options": {"min_tokens": 3}, "timeout_s": 2}])
+    lines = describe_chain(build_verify(settings))
+    assert "second@2 (experience, timeout 2 s) min_tokens=3" in lines
+    assert "validate@1 (experience)" in lines

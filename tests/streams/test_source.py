@@ -1,0 +1,250 @@
+"""Feedback sources: every event ends as Feedback, ignored, or a dead letter with the reason."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.config import decode
+from infra.metrics import Metrics
+from infra.processor import feedback
+from schemas import DeadLetter, Feedback
+from schemas.errors import ConfigError
+from schemas.topics import DEAD_LETTERS, VERIFIED
+from streams.config import StreamsConfig
+from streams.source import Event, EventSource, build_sources, publish_events, read_events, run_sources
+from streams.sources.file import FilePosition, load_position, read_lines
+from streams.sources.file import take_once as take_from_file
+
+HERE = "tests.streams.test_source"
+REF = "hr-a1b2.0-3-0"
+
+
+@feedback(version=1)
+def csat(ticket: dict[str, Any]) -> Feedback | None:
+    if "csat" not in ticket:
+        return None
+    return Feedback(ref=ticket["answer_id"], id=ticket["id"], value=ticket["csat"] / 5)
+
+
+@feedback(version=1)
+async def remote(ticket: dict[str, Any]) -> Feedback:
+    return Feedback(ref=REF, id="1", value=1.0)
+
+
+def ticket(**fields: Any) -> bytes:
+    return json.dumps({"answer_id": REF, "id": "t-1", "csat": 4, **fields}).encode()
+
+
+def source(**fields: Any) -> EventSource:
+    return EventSource(**{"name": "csat", "function": csat, "topic": "zendesk.closed", **fields})
+
+
+def events(*values: bytes) -> list[Event]:
+    return [Event(value, "zendesk.closed", 0, offset) for offset, value in enumerate(values)]
+
+
+async def opened() -> Log:
+    log = Log(MemoryBus(), "bot")
+    await log.bus.start()
+    await log.create_topics(partitions=2, keep_ms=3_600_000)
+    return log
+
+
+async def stored(log: Log) -> tuple[list[Feedback], list[DeadLetter]]:
+    said = [message.value async for message in log.read_all(VERIFIED) if isinstance(message.value, Feedback)]
+    dead = [message.value async for message in log.read_all(DEAD_LETTERS) if isinstance(message.value, DeadLetter)]
+    return said, dead
+
+
+def test_an_event_becomes_feedback_under_the_sources_name() -> None:
+    (reading,) = asyncio.run(read_events(source(), events(ticket())))
+    assert reading.feedback == Feedback(ref=REF, id="t-1", value=0.8, source="csat")
+
+
+def test_an_async_function_reads_events_too() -> None:
+    (reading,) = asyncio.run(read_events(source(function=remote), events(ticket())))
+    assert reading.outcome == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome", "error"),
+    [
+        (b"{", "invalid", "not JSON"),
+        (b"\xff", "invalid", "not JSON"),
+        (b"[1]", "invalid", "got a JSON list, expected an object"),
+        (b"[" * 100_000, "invalid", "not JSON"),
+        (b"{}", "ignored", ""),
+        (b'{"csat": 4}', "failed", "csat failed: KeyError: 'answer_id'"),
+        (ticket(csat="4"), "failed", "csat failed: TypeError"),
+        (ticket(id=81), "invalid", "Expected `str`, got `int`"),
+        (ticket(id=""), "invalid", "at `$.id`"),
+        (ticket(csat=50), "invalid", "value: got 10.0, expected a number from 0 to 1"),
+        (ticket(answer_id="latest"), "invalid", "ref: not an experience id"),
+    ],
+)
+def test_a_bad_event_says_what_is_wrong_with_it(value: bytes, outcome: str, error: str) -> None:
+    before, reading, after = asyncio.run(read_events(source(), events(ticket(), value, ticket())))
+    assert (reading.outcome, reading.feedback) == (outcome, None)
+    assert error in reading.error
+    assert before.outcome == after.outcome == "accepted"
+
+
+def test_a_hanging_function_is_given_up() -> None:
+    release = threading.Event()
+
+    @feedback(version=1)
+    def hangs(event: dict[str, Any]) -> None:
+        release.wait(30)
+
+    try:
+        (reading,) = asyncio.run(read_events(source(function=hangs, timeout_s=0.02), events(ticket())))
+        assert reading.outcome == "failed"
+        assert "timed out" in reading.error
+    finally:
+        release.set()
+
+
+def test_feedback_goes_to_verified_in_order_and_bad_events_to_dead_letters() -> None:
+    async def scene() -> None:
+        log, metrics = await opened(), Metrics("process")
+        values = [ticket(id="1", csat=1), b"{", b"{}", ticket(id="2", csat=5)]
+        await publish_events(source(), events(*values), log, metrics)
+        said, (dead,) = await stored(log)
+        assert [one.id for one in said] == ["1", "2"]
+        assert (dead.topic, dead.offset, dead.stage, dead.reason) == (
+            "zendesk.closed",
+            1,
+            "feedback csat",
+            "event invalid",
+        )
+        assert dead.value == b"{"
+        assert metrics.counters() == {
+            "feedback_events{outcome=accepted,source=csat}": 2.0,
+            "feedback_events{outcome=ignored,source=csat}": 1.0,
+            "feedback_events{outcome=invalid,source=csat}": 1.0,
+        }
+
+    asyncio.run(scene())
+
+
+async def until(log: Log, ids: Sequence[str]) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            if [one.id for one in (await stored(log))[0]] == list(ids):
+                return
+            await asyncio.sleep(0.02)
+
+
+def test_a_topic_is_followed_from_its_beginning_and_again_from_where_it_was_left(tmp_path: Path) -> None:
+    async def scene() -> None:
+        log, metrics = await opened(), Metrics("process")
+        await log.bus.create_topic("zendesk.closed", 1, {})
+        await log.bus.send("zendesk.closed", ticket(id="1"), key=b"")
+        for number in ("2", "3"):
+            running = asyncio.create_task(run_sources([source()], log, metrics, tmp_path))
+            await log.bus.send("zendesk.closed", ticket(id=number), key=b"")
+            await until(log, ["1", "2", "3"][: int(number)])
+            committed = await log.bus.committed("bot.feedback.csat", "zendesk.closed")
+            while set(committed.values()) != {int(number)}:
+                await asyncio.sleep(0.01)
+                committed = await log.bus.committed("bot.feedback.csat", "zendesk.closed")
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_a_topic_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
+    async def scene() -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            await run_sources([source(topic="nowhere")], await opened(), Metrics("process"), tmp_path)
+        assert caught.group_contains(ConfigError, match='feedback "csat": no topic "nowhere"')
+
+    asyncio.run(scene())
+
+
+def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: Path) -> None:
+    path, state = tmp_path / "events.jsonl", tmp_path / "feedback-csat"
+
+    async def scene() -> None:
+        log, metrics = await opened(), Metrics("process")
+        mine = source(topic="", file=path)
+        assert await take_from_file(mine, FilePosition(), log, metrics, state) == FilePosition()
+        path.write_bytes(ticket(id="1") + b"\n\n" + ticket(id="2")[:10])
+        position = await take_from_file(mine, FilePosition(), log, metrics, state)
+        await until(log, ["1"])
+        assert load_position(state.with_suffix(".json")) == position
+        with path.open("ab") as file:
+            file.write(ticket(id="2")[10:] + b"\n{\n")
+        position = await take_from_file(mine, load_position(state.with_suffix(".json")), log, metrics, state)
+        await until(log, ["1", "2"])
+        assert (await stored(log))[1][0].offset == len(ticket(id="1")) + 2 + len(ticket(id="2")) + 1
+        assert await take_from_file(mine, position, log, metrics, state) == position
+
+    asyncio.run(scene())
+
+
+def test_a_running_file_source_picks_up_what_is_appended(tmp_path: Path) -> None:
+    async def scene() -> None:
+        log = await opened()
+        path = tmp_path / "events.jsonl"
+        path.write_bytes(ticket(id="1") + b"\n")
+        running = asyncio.create_task(
+            run_sources([source(topic="", file=path)], log, Metrics("process"), tmp_path / "s")
+        )
+        await until(log, ["1"])
+        with path.open("ab") as file:
+            file.write(ticket(id="2") + b"\n")
+        await until(log, ["1", "2"])
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_a_replaced_or_cut_file_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"one\ntwo\n")
+    position, lines = read_lines(path, FilePosition())
+    assert lines == [(0, b"one"), (4, b"two")]
+    path.write_bytes(b"new\n")
+    position, lines = read_lines(path, position)
+    assert lines == [(0, b"new")]
+    other = tmp_path / "other"
+    other.write_bytes(b"rotated, and longer\n")
+    other.replace(path)
+    assert read_lines(path, position)[1] == [(0, b"rotated, and longer")]
+
+
+def test_a_line_without_end_is_invalid_instead_of_blocking_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"x" * (1024 * 1024 + 5) + b"\nnext\n")
+    position, lines = read_lines(path, FilePosition())
+    assert [len(line) for _, line in lines] == [1024 * 1024]
+    assert read_lines(path, position)[1] == [(1024 * 1024, b"xxxxx"), (1024 * 1024 + 6, b"next")]
+
+
+def settings(**table: Any) -> StreamsConfig:
+    return decode({"feedback": [{"name": "csat", "from": {"file": "e.jsonl"}, **table}]}, StreamsConfig, "bot.toml")
+
+
+def test_sources_are_built_from_settings(tmp_path: Path) -> None:
+    (built,) = build_sources(settings(use=f"{HERE}:csat").feedback, tmp_path)
+    assert (built.name, built.file) == ("csat", tmp_path / "e.jsonl")
+
+
+def test_a_function_that_is_no_feedback_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"feedback\[0\]: .* is marked @score, expected @feedback"):
+        build_sources(settings(use="streams.scores.exact:exact").feedback, tmp_path)
+    with pytest.raises(ConfigError, match=r"feedback\[0\]: ticket is not marked"):
+        build_sources(settings(use=f"{HERE}:ticket").feedback, tmp_path)
+    twice = settings(use=f"{HERE}:csat").feedback * 2
+    with pytest.raises(ConfigError, match="is there already"):
+        build_sources(twice, tmp_path)

@@ -1,0 +1,71 @@
+"""The draw: issue order, the staleness bound, and what is worth waiting for."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.draw import Candidate, draw_in_order, draw_spread, missing, worth_waiting_for
+
+
+def group(sequence: int, version: int = 0, **more: int) -> Candidate:
+    return Candidate(
+        group=f"t.{sequence}", lane="usual", offset=more.pop("offset", sequence), num_experiences=4, sequence=sequence,
+        min_version=version, **more,
+    )  # fmt: skip
+
+
+def test_groups_are_drawn_in_issue_order_whatever_the_order_of_arrival() -> None:
+    arrived = [group(3, offset=0), group(1, offset=1), group(2, offset=2)]
+    draw = draw_in_order(arrived, num_groups=2, version=0, max_staleness=2)
+    assert [one.sequence for one in draw.taken] == [1, 2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 10)), unique_by=lambda pair: pair[0]),
+    st.integers(0, 12), st.integers(0, 3), st.integers(1, 8),
+)  # fmt: skip
+def test_no_group_older_than_the_bound_is_ever_drawn(pairs, version, bound, wanted) -> None:
+    draw = draw_in_order(
+        [group(sequence, at) for sequence, at in pairs], num_groups=wanted, version=version, max_staleness=bound
+    )
+    assert all(version - one.min_version <= bound for one in draw.taken)
+    assert {one.sequence for one, _ in draw.dropped} == {s for s, at in pairs if version - at > bound}
+    assert draw.wait == (len(pairs) - len(draw.dropped) < wanted)
+
+
+def test_too_few_groups_wait() -> None:
+    assert draw_in_order([group(0)], num_groups=2, version=0, max_staleness=2).wait
+
+
+def test_a_missing_group_about_to_pass_the_bound_is_waited_for() -> None:
+    arrived = [group(0, 5), group(2, 5), group(3, 5)]
+    absent = missing([0, 2, 3], closed=(), floor=0)
+    assert absent == [1]
+    hold = worth_waiting_for(absent, arrived, version=7, max_staleness=2, given_up={})
+    assert hold == 1
+    assert draw_in_order(arrived, num_groups=2, version=7, max_staleness=2, hold_for=hold).wait
+    assert draw_in_order(arrived[:1], num_groups=1, version=7, max_staleness=2, hold_for=hold).taken == (arrived[0],)
+
+
+def test_a_missing_group_with_time_left_holds_nobody_up() -> None:
+    assert worth_waiting_for([1], [group(2, 5)], version=6, max_staleness=2, given_up={}) is None
+
+
+def test_a_group_waited_for_long_enough_is_given_up() -> None:
+    assert worth_waiting_for([1], [group(2, 5)], version=7, max_staleness=2, given_up={1: 0.0}) is None
+
+
+def test_closed_groups_are_not_missing() -> None:
+    assert missing([0, 3], closed=(1,), floor=0) == [2]
+
+
+def test_spread_draw_takes_the_least_used_first_and_depends_on_the_seed_alone() -> None:
+    lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=4, uses=at % 2) for at in range(10)]
+    draw = draw_spread(lane, num_experiences=12, max_uses=9, seed=1)
+    assert len(draw.taken) == 3 and all(one.uses == 0 for one in draw.taken)
+    assert draw == draw_spread(list(reversed(lane)), num_experiences=12, max_uses=9, seed=1)
+    assert draw != draw_spread(lane, num_experiences=12, max_uses=9, seed=2)
+
+
+def test_spread_draw_respects_max_uses() -> None:
+    lane = [Candidate(group="e.0", lane="expert", offset=0, num_experiences=4, uses=2)]
+    assert draw_spread(lane, num_experiences=4, max_uses=2, seed=0).wait

@@ -1,0 +1,131 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_samples import make_item, random_items
+
+from schemas import Span
+from trainer.batch import LANES, Microbatch, PackedBatch, TrainItem, pack, split
+
+
+def visible(one: Microbatch, n: int) -> list[tuple[int, int]]:
+    """(position, token) of everything sampled token n is conditioned on, by brute force over the mask's definition."""
+    row, i = divmod(int(one.predecessor_N[n]), one.tokens_BT.shape[1])
+    seen = [j for j in range(i + 1) if i < one.reach_BT[row, j]]
+    return [(int(one.positions_BT[row, j]), int(one.tokens_BT[row, j])) for j in seen]
+
+
+def check_faithful(items: list[TrainItem], batch: PackedBatch) -> None:
+    """Every sampled token appears once, conditioned on exactly its own sequence, with its own numbers."""
+    expected = {}
+    for s, one in enumerate(items):
+        logprobs = iter(one.experience.logprobs.tolist())
+        for span in one.experience.spans:
+            for at in range(span.start, span.stop):
+                expected[s, at] = (span.version, np.float32(span.temperature or 1), span.ratio, next(logprobs))
+    for micro in batch.microbatches:
+        for n, s in enumerate(micro.sequence_N.tolist()):
+            context = visible(micro, n)
+            at = len(context)
+            tokens = items[s].experience.tokens.tolist()
+            assert context == list(enumerate(tokens[:at]))
+            assert micro.target_N[n] == tokens[at]
+            got = (micro.version_N[n], micro.temperature_N[n], micro.ratio_N[n], micro.behaviour_N[n])
+            assert got == expected.pop((s, at))
+            assert LANES[micro.lane_N[n]] == items[s].item.lane
+            assert micro.advantage_N[n] == np.float32(items[s].item.advantage)
+            assert micro.weight_N[n] == np.float32(items[s].item.weight)
+    assert not expected
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 40, 100, 10_000])
+def test_every_sampled_token_sees_exactly_its_own_sequence(max_tokens):
+    items = random_items(seed=max_tokens)
+    check_faithful(items, pack(items, max_tokens=max_tokens))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=2, max_size=9), st.integers(1, 8)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 40),
+)
+def test_any_set_of_sequences_packs_faithfully(drawn, max_tokens):
+    items = [
+        make_item(tokens, [Span(min(start, len(tokens) - 1), len(tokens), 0)], group=f"t.{group}", episode=episode)
+        for episode, (group, tokens, start) in enumerate(drawn)
+    ]
+    check_faithful(items, pack(items, max_tokens=max_tokens))
+
+
+def test_shared_prefixes_are_computed_once():
+    # Prompt 1 2 3; responses 4 5 6, 4 5 7, 4 8 9. Inputs (all but the last token): 1 2 3 4 5 and 8.
+    items = [
+        make_item([1, 2, 3, *response], [Span(3, 6, 0)], episode=episode)
+        for episode, response in enumerate([[4, 5, 6], [4, 8, 9], [4, 5, 7]])
+    ]
+    (micro,) = pack(items, max_tokens=100).microbatches
+    assert micro.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 8]]
+    assert micro.positions_BT.tolist() == [[0, 1, 2, 3, 4, 4]]
+    assert micro.reach_BT.tolist() == [[6, 6, 6, 6, 5, 6]]
+
+
+def test_microbatches_stay_within_max_tokens_and_a_longer_sequence_goes_alone():
+    items = [*random_items(seed=3), make_item(range(80), [Span(40, 80, 0)], group="long.0")]
+    batch = pack(items, max_tokens=60)
+    over = [one for one in batch.microbatches if one.tokens_BT.size > 60]
+    assert [set(one.sequence_N) for one in over] == [{len(items) - 1}]
+    assert over[0].tokens_BT.shape == (1, 79)
+
+
+def test_lane_tokens_do_not_depend_on_how_the_batch_was_cut():
+    items = random_items(seed=4)
+    expected = {"usual": 0, "expert": 0}
+    for one in items:
+        expected[one.item.lane] += one.experience.num_sampled
+    for max_tokens in (1, 30, 1000):
+        batch = pack(items, max_tokens=max_tokens)
+        assert batch.lane_tokens == expected
+        assert batch.num_tokens == sum(expected.values())
+        assert batch.num_sequences == len(items)
+
+
+def test_split_deals_every_token_once_with_a_like_share_of_each_lane():
+    items = [
+        make_item([1, g, 5], [Span(2, 3, 0)], group=f"t-{lane}-{g}.0", lane=lane)
+        for lane in ("usual", "expert")
+        for g in range(2, 10)
+    ]
+    batch = pack(items, max_tokens=2)
+    parts = split(batch, 4, seed=1)
+    assert [part.lane_tokens for part in parts] == [{"usual": 2, "expert": 2}] * 4
+    assert sorted(s for part in parts for one in part.microbatches for s in one.sequence_N) == list(range(16))
+    assert [part.lane_tokens for part in split(batch, 4, seed=1)] == [part.lane_tokens for part in parts]
+
+
+def test_split_parts_are_faithful():
+    items = random_items(seed=5)
+    parts = split(pack(items, max_tokens=60), 3, seed=0)
+    joined = PackedBatch(
+        microbatches=tuple(one for part in parts for one in part.microbatches), lane_tokens={}, num_sequences=len(items)
+    )
+    check_faithful(items, joined)
+
+
+def test_greedy_spans_are_read_at_temperature_one():
+    items = [make_item([1, 2, 3], [Span(2, 3, 0, 0.0, False)])]
+    assert pack(items, max_tokens=9).microbatches[0].temperature_N.tolist() == [1.0]
+
+
+def test_an_experience_without_sampled_tokens_or_without_a_prompt_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"task\.0\.0-0-0: spans"):
+        pack([make_item([1, 2], [])], max_tokens=9)
+    with pytest.raises(ValueError, match=r"task\.0\.0-0-0: spans"):
+        pack([make_item([1, 2], [Span(0, 2, 0)])], max_tokens=9)
+
+
+def test_nothing_packs_to_nothing():
+    assert pack([], max_tokens=9).num_tokens == 0

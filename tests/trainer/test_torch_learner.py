@@ -1,0 +1,226 @@
+"""The learner of one process: packing against a plain forward, minibatches, references, precision, and learning."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from trainer_samples import make_item, random_items
+
+from infra.demo.char_model import build_char_model
+from infra.model import load_model
+from infra.weights.tensors import from_torch, to_numpy, to_torch
+from schemas import Span
+from schemas.errors import ConfigError
+from trainer.batch import TrainItem, pack
+from trainer.config import LaneConfig, TrainerConfig
+from trainer.learners.forward import PackedModel
+from trainer.learners.torch import TorchLearner
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    torch.set_num_threads(1)
+    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
+
+
+def opened(model: str, loss: str = "grpo", options: dict | None = None, **settings) -> TorchLearner:
+    usual = LaneConfig(loss=loss, weight=0.9, options=options or {})
+    lanes = {"usual": usual, "expert": LaneConfig(loss="sft", weight=0.1)}
+    return TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, **settings), device="cpu")
+
+
+def plain_logprobs(module: torch.nn.Module, one: TrainItem) -> torch.Tensor:
+    """Logprobs of the sampled tokens of one sequence by transformers alone."""
+    ids = torch.tensor(one.experience.tokens.astype(np.int64))
+    logits = module(input_ids=ids[None], use_cache=False).logits[0]
+    found = [
+        torch.log_softmax(logits[at - 1] / span.temperature, -1)[ids[at]]
+        for span in one.experience.spans
+        for at in range(span.start, span.stop)
+    ]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(("max_tokens", "max_logits"), [(10_000, 2**26), (64, 2**26), (10_000, 2000)])
+def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(model, max_tokens, max_logits):
+    items = random_items(seed=max_tokens)
+    packed = PackedModel(model, dtype="float32", device="cpu", max_logits=max_logits)
+    found = [[] for _ in items]
+    for one in pack(items, max_tokens=max_tokens).microbatches:
+        logprob_N = packed.logprobs(one)
+        (logprob_N.sum() / 100).backward()
+        for s, value in zip(one.sequence_N.tolist(), logprob_N.tolist(), strict=True):
+            found[s].append(value)
+    plain = load_model(model)
+    for one, logprobs in zip(items, found, strict=True):
+        expected = plain_logprobs(plain, one)
+        (expected.sum() / 100).backward()
+        assert np.abs(np.array(logprobs) - expected.detach().numpy()).max() < 2e-6
+    for (name, value), (_, other) in zip(packed.module.named_parameters(), plain.named_parameters(), strict=True):
+        assert (value.grad - other.grad).abs().max() < 1e-6 * max(1, other.grad.abs().max()), name
+
+
+def test_sampled_logprobs_of_the_same_policy_show_no_mismatch(model):
+    plain = load_model(model)
+    items = []
+    for one in random_items(seed=1, groups=2):
+        logprobs = plain_logprobs(plain, one).detach().numpy() * (one.item.lane == "usual")
+        items.append(TrainItem(one.experience.with_bulk(logprobs=np.minimum(logprobs, 0)), one.item))
+    batch = pack(items, max_tokens=1000, version=3)
+    values = opened(model).step(batch, learning_rate=1e-5, seed=0).values
+    assert values["usual/mismatch_tokens"] > 0
+    assert values["usual/mismatch_abs_max"] < 1e-5
+    assert values["usual/ess"] == pytest.approx(1.0)
+    assert values["usual/staleness_max"] == 3.0
+    ahead = pack(items, max_tokens=1000, version=3, exact=False)
+    assert opened(model).step(ahead, learning_rate=1e-5, seed=0).values["usual/mismatch_tokens"] == 0
+
+
+def test_a_model_whose_head_the_packing_would_change_is_refused(model, tmp_path):
+    from transformers import CohereConfig, CohereForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    CohereForCausalLM(CohereConfig(vocab_size=64, logit_scale=0.1, **shape)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="gives other logprobs when packed"):
+        PackedModel(str(tmp_path), dtype="float32", device="cpu")
+
+
+def near_uniform(seed: int, *, advantage: float | None = None, versions: tuple[int, ...] = (0,)) -> list[TrainItem]:
+    """Groups whose behaviour is near the untrained policy."""
+    random = np.random.default_rng(seed)
+    return [
+        make_item(
+            [1, 10 + g, 20, *random.integers(10, 20, 3)],
+            [Span(3, 6, versions[g % len(versions)])],
+            group=f"t-{g}.0",
+            episode=episode,
+            advantage=float(random.normal()) if advantage is None else advantage,
+            logprobs=-np.log(128) + random.normal(0, 0.3, 3),
+        )
+        for g, episode in itertools.product(range(8), range(4))
+    ]
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "log-linear"])
+def test_the_clip_of_the_decoupled_loss_acts_from_the_second_minibatch_on(model, proximal):
+    batch = pack(near_uniform(0), max_tokens=64)
+    options = {"minibatches": 4, "proximal": proximal}
+    still = opened(model, "decoupled", options).step(batch, learning_rate=1e-9, seed=0).values
+    if proximal == "recompute":
+        assert still["usual/clip_positive"] == still["usual/clip_negative"] == 0
+    moved = opened(model, "decoupled", options).step(batch, learning_rate=1e-2, seed=0).values
+    clipped = [values["usual/clip_positive"] + values["usual/clip_negative"] for values in (still, moved)]
+    assert clipped[1] > clipped[0]
+
+
+def test_the_reference_is_the_policy_at_the_start_of_its_phase_and_is_saved(model):
+    batch = pack(near_uniform(0, advantage=0.0), max_tokens=1000)
+    other = pack(near_uniform(1), max_tokens=1000)
+    learner = opened(model, "grpo", {"kl": 1.0})
+    # k3 has its minimum where π_θ is the reference: no gradient there, some after a step away from it.
+    assert learner.step(batch, learning_rate=1e-4, seed=0).grad_norm < 1e-6
+    learner.step(other, learning_rate=1e-3, seed=1)
+    restored = opened(model, "grpo", {"kl": 1.0})
+    restored.restore(learner.save())
+    away = learner.step(batch, learning_rate=1e-9, seed=2).grad_norm
+    assert away > 1e-3
+    assert restored.step(batch, learning_rate=1e-9, seed=2).grad_norm == away
+    learner.begin_phase("train")
+    assert learner.step(batch, learning_rate=1e-9, seed=3).grad_norm < 1e-6
+
+
+def test_learning_rate_follows_the_effective_sample_size_when_asked(model):
+    batch = pack(near_uniform(0), max_tokens=1000)
+    scaled = opened(model, scale_by_ess=True)
+    share = scaled.step(batch, learning_rate=1e-3, seed=0).values["usual/ess"]
+    assert share < 0.99
+    plain = opened(model)
+    plain.step(batch, learning_rate=1e-3 * share**0.5, seed=0)
+    for name, tensor in plain.tensors().items():
+        assert np.allclose(to_numpy(tensor), to_numpy(scaled.tensors()[name]), atol=1e-7)
+
+
+def test_staleness_decay_is_a_weight_on_stale_tokens(model):
+    items = near_uniform(0, versions=(5, 3))
+    decayed = opened(model, staleness_decay=0.5)
+    decayed.step(pack(items, max_tokens=1000, version=5), learning_rate=1e-3, seed=0)
+    weighted = [
+        make_item(
+            one.experience.tokens,
+            one.experience.spans,
+            group=one.experience.group,
+            episode=one.experience.episode,
+            advantage=one.item.advantage,
+            logprobs=one.experience.logprobs,
+            weight=0.25 if one.experience.min_version == 3 else 1.0,
+        )
+        for one in items
+    ]
+    plain = opened(model)
+    plain.step(pack(weighted, max_tokens=1000, version=5), learning_rate=1e-3, seed=0)
+    assert all(decayed.tensors()[name].data == tensor.data for name, tensor in plain.tensors().items())
+
+
+def test_bfloat16_publishes_what_it_computes_with_and_keeps_what_rounding_would_lose(model):
+    learner = opened(model, dtype="bfloat16")
+    start = learner.tensors()
+    assert {tensor.dtype for tensor in start.values()} == {"BF16"}
+    batch = pack(near_uniform(0), max_tokens=1000)
+    for step in range(3):
+        assert learner.step(batch, learning_rate=1e-7, seed=step).finite
+    saved = learner.save()
+    name = "lm_head.weight"
+    published, master = learner.tensors()[name], saved[f"model/{name}"]
+    assert from_torch(to_torch(master).bfloat16()).data == published.data
+    assert (to_numpy(published) == to_numpy(start[name])).mean() > 0.99  # such steps are far below an ulp
+    assert (to_numpy(master) == to_numpy(start[name])).mean() < 0.5
+    other = opened(model, dtype="bfloat16")
+    other.restore(saved)
+    for one in (learner, other):
+        one.step(batch, learning_rate=1e-3, seed=9)
+    assert all(other.tensors()[name].data == tensor.data for name, tensor in learner.tensors().items())
+
+
+@pytest.mark.parametrize("loss", ["dppo", "grpo", "decoupled", "tis"])
+def test_reinforcement_makes_the_rewarded_token_likely(model, loss):
+    learner = opened(model, loss)
+    random = np.random.default_rng(0)
+    prompt, good = (1, 20), 30
+    for step in range(25):
+        logprobs = np.array([learner.probe(((*prompt, token),)).logprobs[0][-1] for token in (good, 31)])
+        p = np.exp(logprobs[0])
+        answers = [good if random.random() < max(p, 0.3) else 31 for _ in range(16)]
+        items = [
+            make_item(
+                [*prompt, answer],
+                [Span(2, 3, step)],
+                episode=episode,
+                group=f"bandit.{step}",
+                advantage=1.5 if answer == good else -0.5,
+                logprobs=logprobs[[0 if answer == good else 1]],
+            )
+            for episode, answer in enumerate(answers)
+        ]
+        learner.step(pack(items, max_tokens=1000, version=step), learning_rate=5e-3, seed=step)
+    before, after = 1 / 128, np.exp(learner.probe(((*prompt, good),)).logprobs[0][-1])
+    assert after > 20 * before
+    assert learner.probe(((*prompt, 31),)).logprobs[0][-1] < np.log(1 / 128)
+
+
+@pytest.mark.slow
+def test_supervised_warmup_learns_to_add(model):
+    def sum_of(a: int, b: int) -> TrainItem:
+        text = [ord(character) - 29 for character in f"{a}+{b}={a + b:02d}"[::1]]
+        return make_item([1, *text, 2], [Span(5, 8, -1, 1.0, False)], group=f"{a}+{b}.0", lane="expert")
+
+    pairs = [sum_of(a, b) for a, b in itertools.product(range(10), repeat=2)]
+    random = np.random.default_rng(0)
+    learner = opened(model)
+    learner.begin_phase("warmup")
+    everything = pack(pairs, max_tokens=10_000)
+    assert learner.greedy_accuracy(everything) < 0.1
+    for step in range(120):
+        chosen = [pairs[i] for i in random.choice(len(pairs), 64, replace=False)]
+        learner.step(pack(chosen, max_tokens=10_000), learning_rate=1e-3, seed=step)
+    assert learner.greedy_accuracy(everything) > 0.8

@@ -1,0 +1,69 @@
+"""Experiences to train on, as tests write them: token lists and spans."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from schemas import BatchItem, Lane, Span, make_experience
+from trainer.batch import TrainItem
+
+
+def make_item(
+    tokens: Sequence[int],
+    spans: Sequence[Span],
+    *,
+    group: str = "task.0",
+    episode: int = 0,
+    lane: Lane = "usual",
+    advantage: float = 1.0,
+    weight: float = 1.0,
+    logprobs: Sequence[float] | None = None,
+) -> TrainItem:
+    """One item; logprobs default to -1 per sampled token."""
+    num_sampled = sum(span.stop - span.start for span in spans)
+    name = f"{group}.0-{episode}-0"
+    experience = make_experience(
+        id=name,
+        group=group,
+        episode=episode,
+        group_size=64,
+        lane=lane,
+        tokens=list(tokens),
+        logprobs=np.full(num_sampled, -1.0) if logprobs is None else logprobs,
+        messages=(),
+        spans=tuple(spans),
+    )
+    item = BatchItem(id=name, partition=0, offset=0, index=episode, lane=lane, advantage=advantage, weight=weight)
+    return TrainItem(experience, item)
+
+
+def random_items(seed: int, *, groups: int = 5, size: int = 6, vocabulary: int = 90) -> list[TrainItem]:
+    """Groups that share prompts, some multi-turn, some truncated, some identical; and demonstrations."""
+    random = np.random.default_rng(seed)
+    items = []
+    for g in range(groups):
+        prompt = random.integers(3, vocabulary, random.integers(1, 9)).tolist()
+        for episode in range(size):
+            # Few distinct first tokens, so that responses share prefixes and some are equal.
+            response = [*random.integers(3, 5, 2), *random.integers(3, vocabulary, random.integers(0, 6))]
+            stop = len(prompt) + len(response)
+            spans = [Span(len(prompt), stop, int(random.integers(0, 4)), float(random.choice([1.0, 0.7])))]
+            tokens = [*prompt, *response]
+            if g % 2:  # another turn: an observation nobody sampled, then two spans across a reload
+                tokens += random.integers(3, vocabulary, 7).tolist()
+                spans += [Span(stop + 3, stop + 5, 4), Span(stop + 5, stop + 6, 5)]
+            logprobs = -random.random(sum(span.stop - span.start for span in spans)).astype(np.float32)
+            items.append(
+                make_item(
+                    tokens,
+                    spans,
+                    group=f"task-{g}.0",
+                    episode=episode,
+                    advantage=float(random.normal()),
+                    logprobs=logprobs,
+                )
+            )
+    for g in range(3):
+        tokens = random.integers(3, vocabulary, 6 + g).tolist()
+        items.append(make_item(tokens, [Span(3, 6 + g, -1, 1.0, False)], group=f"demo-{g}.0", lane="expert"))
+    return items

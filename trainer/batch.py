@@ -1,0 +1,348 @@
+"""Pack what a step trains on into rows for one forward: what sequences of a group share is computed once.
+
+Guarantees: a packed forward gives every sampled token the logprob it has in its own sequence; each sampled token
+appears exactly once; the order of items decides everything, nothing is random.
+
+The sequences of a group form a tree of shared prefixes, laid out depth first: a token is followed by all its
+descendants. `reach` is one past the last of them, so position i may attend to j exactly where j <= i < reach[j], and
+several trees share a row without seeing each other. The last token of a sequence is only ever a target, never an input.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, get_args
+
+import msgspec
+import numpy as np
+
+from schemas import BatchItem, Experience
+from schemas.records import Lane
+
+LANES: tuple[Lane, ...] = get_args(Lane)
+SHARED_ROW_TOKENS = 512  # short trees share rows of at most this width
+ATTENTION_TOKENS = 1024  # row width at which attention costs about what the rest of a small model does
+
+
+class TrainItem(msgspec.Struct, frozen=True):
+    """One experience with the numbers the journal gave it.
+
+    Example: TrainItem(experience=..., item=BatchItem(id="add-3745.2.0-7-0", ..., advantage=0.93))
+    """
+
+    experience: Experience
+    item: BatchItem
+
+
+class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward. B rows of T input tokens; N sampled tokens, each read at its predecessor.
+
+    tokens_BT, positions_BT int64. reach_BT int64: one past the last index of the row that may attend here.
+    predecessor_N int64: index into B*T. target_N int64. behaviour_N float32: log μ as recorded. advantage_N, weight_N,
+    temperature_N float32. version_N int64: behaviour version. ratio_N bool: μ is the policy's own. lane_N int64: index
+    into LANES. sequence_N int64: index into the packed items.
+    """
+
+    tokens_BT: np.ndarray
+    positions_BT: np.ndarray
+    reach_BT: np.ndarray
+    predecessor_N: np.ndarray
+    target_N: np.ndarray
+    behaviour_N: np.ndarray
+    advantage_N: np.ndarray
+    weight_N: np.ndarray
+    temperature_N: np.ndarray
+    version_N: np.ndarray
+    ratio_N: np.ndarray
+    lane_N: np.ndarray
+    sequence_N: np.ndarray
+
+
+class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one optimizer step trains on. lane_tokens: sampled tokens of each lane in the whole step, over all ranks and
+    microbatches: the denominators of the lanes' token means.
+
+    version: policy version before the step. exact: the weights before the step are that version's own (no optimizer
+    step since it was published), so that tokens of this version measure engine against trainer.
+    """
+
+    microbatches: tuple[Microbatch, ...]
+    lane_tokens: Mapping[Lane, int]
+    num_sequences: int
+    version: int = 0
+    exact: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(one.target_N) for one in self.microbatches)
+
+    @property
+    def num_inputs(self) -> int:
+        """Positions computed, padding included."""
+        return sum(one.tokens_BT.size for one in self.microbatches)
+
+
+class _Flat(NamedTuple):
+    """All sequences end to end. S sequences, N sampled tokens in item order."""
+
+    tokens: np.ndarray
+    start_S: np.ndarray
+    num_inputs_S: np.ndarray
+    num_sampled_S: np.ndarray
+    at_N: np.ndarray  # index within its own sequence
+    per_token: dict[str, np.ndarray]
+
+
+class _Forest(NamedTuple):
+    """Trees as flat node arrays; indexes are relative to their tree."""
+
+    token: np.ndarray
+    position: np.ndarray
+    reach: np.ndarray
+    tree: np.ndarray
+    predecessor_N: np.ndarray
+    tree_N: np.ndarray
+    size: np.ndarray  # nodes of each tree
+    lane: np.ndarray  # of each tree
+
+
+def pack(items: Sequence[TrainItem], *, max_tokens: int, version: int = 0, exact: bool = True) -> PackedBatch:
+    """Pack whole groups into rows and rows into microbatches of at most `max_tokens` positions, padding included.
+
+    A group whose tree is larger is cut between sequences; one sequence that is larger goes alone. ValueError names an
+    experience that cannot be trained (no sampled token, or nothing before the first one).
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens: got {max_tokens}, expected 1 or more")
+    if not items:
+        return PackedBatch(microbatches=(), lane_tokens={}, num_sequences=0, version=version, exact=exact)
+    flat = _flatten(items)
+    forest = _grow(items, flat, max_tokens)
+    rows = _fill_rows(forest, max_tokens)
+    microbatches = tuple(_assemble(flat, forest, some) for some in _chunk(rows, forest, max_tokens))
+    return PackedBatch(
+        microbatches=microbatches,
+        lane_tokens=_count_lanes(microbatches),
+        num_sequences=len(items),
+        version=version,
+        exact=exact,
+    )
+
+
+def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[PackedBatch, ...]:
+    """Deal the rows of a batch to at most `parts` batches, each with a like share of every lane.
+
+    seed: None deals in order. Each part counts its own lane_tokens. Fewer rows give fewer parts, at least one.
+    """
+    keys = [(m, row) for m, one in enumerate(batch.microbatches) for row in range(len(one.tokens_BT))]
+    parts = max(1, min(parts, len(keys)))
+    if seed is not None:
+        keys = [keys[i] for i in np.random.default_rng(seed).permutation(len(keys))]
+    keys.sort(key=lambda key: _row_lane(batch.microbatches[key[0]], key[1]))
+    dealt = []
+    for part in range(parts):
+        mine = keys[part::parts]
+        chosen = [
+            _select_rows(one, rows)
+            for m, one in enumerate(batch.microbatches)
+            if (rows := sorted(row for of, row in mine if of == m))
+        ]
+        dealt.append(msgspec.structs.replace(batch, microbatches=tuple(chosen), lane_tokens=_count_lanes(chosen)))
+    return tuple(dealt)
+
+
+def _flatten(items: Sequence[TrainItem]) -> _Flat:
+    for one in items:
+        if not one.experience.spans or one.experience.num_prompt < 1:
+            got = one.experience.spans[:1]
+            raise ValueError(f"{one.experience.id}: spans: got {got}, expected sampled tokens after at least one token")
+    sequences = [one.experience.tokens for one in items]
+    stop_S = np.array([one.experience.spans[-1].stop for one in items])
+    length_S = np.array([len(tokens) for tokens in sequences])
+    start_S = np.cumsum(length_S) - length_S
+    tokens = np.concatenate(sequences).astype(np.int64)
+    spans = [(s, span) for s, one in enumerate(items) for span in one.experience.spans]
+    num_L = np.array([span.stop - span.start for _, span in spans])
+    sequence_N = np.repeat(np.array([s for s, _ in spans]), num_L)
+    at_N = _ragged_arange(num_L) + np.repeat(np.array([span.start for _, span in spans]), num_L)
+    behaviour_N = np.concatenate([one.experience.logprobs for one in items]).astype(np.float32)
+    if len(behaviour_N) != len(at_N):
+        raise ValueError(f"logprobs: got {len(behaviour_N)} in all, expected {len(at_N)} as the spans say")
+    temperatures = np.array([span.temperature if span.temperature > 0 else 1.0 for _, span in spans], np.float32)
+    per_token = {
+        "target_N": tokens[start_S[sequence_N] + at_N],
+        "behaviour_N": behaviour_N,
+        "advantage_N": np.array([one.item.advantage for one in items], np.float32)[sequence_N],
+        "weight_N": np.array([one.item.weight for one in items], np.float32)[sequence_N],
+        "temperature_N": np.repeat(temperatures, num_L),
+        "version_N": np.repeat(np.array([span.version for _, span in spans]), num_L),
+        "ratio_N": np.repeat(np.array([span.ratio for _, span in spans]), num_L),
+        "lane_N": np.array([LANES.index(one.item.lane) for one in items])[sequence_N],
+        "sequence_N": sequence_N,
+    }
+    num_sampled_S = np.bincount(sequence_N, minlength=len(items))
+    return _Flat(tokens, start_S, stop_S - 1, num_sampled_S, at_N, per_token)
+
+
+def _grow(items: Sequence[TrainItem], flat: _Flat, max_tokens: int) -> _Forest:
+    """Lay each group's tree of shared prefixes out depth first."""
+    order, first_O, shared_O = _order(items, flat)
+    num_nodes = int(flat.num_inputs_S.sum())  # an upper bound
+    reach, source, depth, tree = (np.zeros(num_nodes, np.int64) for _ in range(4))
+    predecessor_N, tree_N = np.zeros(len(flat.at_N), np.int64), np.zeros(len(flat.at_N), np.int64)
+    path = np.zeros(int(flat.num_inputs_S.max()), np.int64)  # node at each depth of the sequence just laid out
+    sampled_S = np.cumsum(flat.num_sampled_S) - flat.num_sampled_S
+    node = base = open_depth = 0  # nodes so far, first node of this tree, depth of `path`
+    lanes: list[int] = []
+    bases: list[int] = []
+    ranges = np.arange(num_nodes)
+    for o, s in enumerate(order):
+        num, shared = int(flat.num_inputs_S[s]), int(shared_O[o])
+        if first_O[o] or node - base + num - shared > max_tokens:
+            reach[path[:open_depth]] = node
+            shared = 0
+            base = node
+            bases.append(base)
+            lanes.append(LANES.index(items[s].item.lane))
+        else:
+            reach[path[shared:open_depth]] = node
+        stop = node + num - shared
+        path[shared:num] = ranges[node:stop]
+        source[node:stop] = flat.start_S[s] + ranges[shared:num]
+        depth[node:stop] = ranges[shared:num]
+        tree[node:stop] = len(bases) - 1
+        mine = slice(sampled_S[s], sampled_S[s] + flat.num_sampled_S[s])
+        predecessor_N[mine] = path[flat.at_N[mine] - 1]
+        tree_N[mine] = len(bases) - 1
+        node, open_depth = stop, num
+    reach[path[:open_depth]] = node
+    base_F = np.array(bases)
+    tree, of_tree = tree[:node], base_F[tree[:node]]
+    size = np.diff(np.append(base_F, node))
+    lane = np.array(lanes)
+    return _Forest(
+        flat.tokens[source[:node]], depth[:node], reach[:node] - of_tree, tree, predecessor_N - base_F[tree_N], tree_N,
+        size, lane,
+    )  # fmt: skip
+
+
+def _order(items: Sequence[TrainItem], flat: _Flat) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Sequences by group, sorted within it; is each the first of its group; inputs it shares with the one before."""
+    groups: dict[tuple[str, Lane], list[int]] = {}
+    for s, one in enumerate(items):
+        groups.setdefault((one.experience.group, one.item.lane), []).append(s)
+    big_endian = flat.tokens.astype(">u4")  # so that bytes sort as tokens do
+    starts, nums = flat.start_S.tolist(), flat.num_inputs_S.tolist()
+    order, first = [], []
+    for members in groups.values():
+        if len(members) > 1:
+            members.sort(key=lambda s: (big_endian[starts[s] : starts[s] + nums[s]].tobytes(), s))
+        order += members
+        first += [True] + [False] * (len(members) - 1)
+    order_O = np.array(order)
+    previous_O = np.roll(order_O, 1)
+    num_O = np.minimum(flat.num_inputs_S[order_O], flat.num_inputs_S[previous_O])
+    within = _ragged_arange(num_O)
+    same = (
+        flat.tokens[np.repeat(flat.start_S[order_O], num_O) + within]
+        == flat.tokens[np.repeat(flat.start_S[previous_O], num_O) + within]
+    )
+    ends = np.where(same, np.repeat(num_O, num_O), within)  # the first difference is the least of these
+    shared_O = np.minimum.reduceat(ends, np.cumsum(num_O) - num_O)
+    return order, np.array(first), shared_O
+
+
+def _fill_rows(forest: _Forest, max_tokens: int) -> list[list[int]]:
+    """Trees into rows of the width that costs least: wide rows cost attention, narrow ones padding."""
+    fitting = forest.size[forest.size <= max_tokens]  # a tree that does not fit gets a row, and a microbatch, alone
+    widest = int(fitting.max()) if len(fitting) else max_tokens
+    widths = {widest} | {widest * i // 2 for i in (3, 4, 6) if widest * i // 2 <= min(SHARED_ROW_TOKENS, max_tokens)}
+    choices = [_first_fit(forest, width) for width in sorted(widths)]
+
+    def cost(rows: list[list[int]]) -> float:
+        width = max(int(forest.size[row].sum()) for row in rows)
+        return len(rows) * width * (1 + width / ATTENTION_TOKENS)
+
+    return min(choices, key=cost)
+
+
+def _first_fit(forest: _Forest, width: int) -> list[list[int]]:
+    """Trees, largest first, into the first row with room; a row holds one lane."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    sizes, lanes = forest.size.tolist(), forest.lane.tolist()
+    for tree in np.argsort(-forest.size, kind="stable").tolist():
+        for r, free in enumerate(room):
+            if free >= sizes[tree] and lanes[rows[r][0]] == lanes[tree]:
+                rows[r].append(tree)
+                room[r] -= sizes[tree]
+                break
+        else:
+            rows.append([tree])
+            room.append(width - sizes[tree])
+    return rows
+
+
+def _chunk(rows: list[list[int]], forest: _Forest, max_tokens: int) -> Iterator[list[list[int]]]:
+    """Rows of like width into microbatches."""
+    used = {id(row): int(forest.size[row].sum()) for row in rows}
+    rows = sorted(rows, key=lambda row: -used[id(row)])
+    while rows:
+        count = max(1, max_tokens // used[id(rows[0])])
+        yield rows[:count]
+        rows = rows[count:]
+
+
+def _assemble(flat: _Flat, forest: _Forest, rows: list[list[int]]) -> Microbatch:
+    trees = np.array([tree for row in rows for tree in row])
+    row_of, offset_of = np.full(len(forest.size), -1), np.zeros(len(forest.size), np.int64)
+    row_of[trees] = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    offset_of[trees] = np.concatenate([np.cumsum(forest.size[row]) - forest.size[row] for row in rows])
+    num_T = max(int(forest.size[row].sum()) for row in rows)
+    shape = (len(rows), num_T)
+    nodes = np.flatnonzero(row_of[forest.tree] >= 0)
+    tree = forest.tree[nodes]
+    first = np.concatenate([[0], np.cumsum(forest.size)])[tree]
+    index = row_of[tree] * num_T + offset_of[tree] + nodes - first
+    tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    reach = np.tile(np.arange(1, num_T + 1), (len(rows), 1))  # padding is seen by itself only
+    tokens.reshape(-1)[index] = forest.token[nodes]
+    positions.reshape(-1)[index] = forest.position[nodes]
+    reach.reshape(-1)[index] = forest.reach[nodes] + offset_of[tree]
+    chosen = np.flatnonzero(row_of[forest.tree_N] >= 0)
+    tree_N = forest.tree_N[chosen]
+    return Microbatch(
+        tokens_BT=tokens,
+        positions_BT=positions,
+        reach_BT=reach,
+        predecessor_N=row_of[tree_N] * num_T + offset_of[tree_N] + forest.predecessor_N[chosen],
+        **{name: values[chosen] for name, values in flat.per_token.items()},
+    )
+
+
+def _select_rows(one: Microbatch, rows: list[int]) -> Microbatch:
+    num_T = one.tokens_BT.shape[1]
+    new_row = np.full(len(one.tokens_BT), -1)
+    new_row[rows] = np.arange(len(rows))
+    row_N = new_row[one.predecessor_N // num_T]
+    chosen = np.flatnonzero(row_N >= 0)
+    picked = {
+        name: values[rows] if name.endswith("_BT") else values[chosen]
+        for name, values in msgspec.structs.asdict(one).items()
+    }
+    picked["predecessor_N"] = row_N[chosen] * num_T + picked["predecessor_N"] % num_T
+    return Microbatch(**picked)
+
+
+def _row_lane(one: Microbatch, row: int) -> int:
+    return int(one.lane_N[np.argmax(one.predecessor_N // one.tokens_BT.shape[1] == row)])
+
+
+def _count_lanes(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
+    counts = sum((np.bincount(one.lane_N, minlength=len(LANES)) for one in microbatches), np.zeros(len(LANES), int))
+    return {lane: int(count) for lane, count in zip(LANES, counts, strict=True) if count}
+
+
+def _ragged_arange(num: np.ndarray) -> np.ndarray:
+    """0..num[0]-1, 0..num[1]-1, and so on, end to end."""
+    offsets: np.ndarray = np.arange(int(num.sum())) - np.repeat(np.cumsum(num) - num, num)
+    return offsets

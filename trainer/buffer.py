@@ -1,0 +1,131 @@
+"""The buffer in memory: compressed blocks by offset, their headers as candidates, decoded again only when drawn.
+
+Guarantees: a group is trained at most `max_uses` times of its lane, counted by (group, revision, lane) across restarts;
+a second delivery of a block changes nothing; a revision replaces older ones not yet drawn.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from schemas import Block, Lane, decode
+from schemas.errors import BadFrame
+from trainer.draw import Candidate
+
+
+def use_key(group: str, revision: int, lane: str) -> bytes:
+    """What uses are counted by: 16 bytes."""
+    return hashlib.blake2b(f"{group}\x00{revision}\x00{lane}".encode(), digest_size=16).digest()
+
+
+class Buffer:
+    """Groups that may still be trained. One consumer; not thread-safe.
+
+    uses: key → times trained, over the kept horizon. max_uses: per lane.
+    """
+
+    def __init__(self, max_uses: Mapping[Lane, int], uses: Mapping[bytes, int] | None = None) -> None:
+        self._max_uses = dict(max_uses)
+        self.uses: dict[bytes, int] = dict(uses or {})
+        self._frames: dict[int, bytes] = {}
+        self._candidates: dict[Lane, dict[int, Candidate]] = {lane: {} for lane in max_uses}
+        self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
+        self._validation: dict[int, tuple[bytes, Block]] = {}
+        self.duplicates = 0
+
+    def add(self, offset: int, frame: bytes, block: Block) -> str:
+        """Take in one block; returns "" or the reason it was not kept."""
+        first = block.experiences[0]
+        if first.lane not in self._max_uses:
+            return "lane not trained"
+        if any(one.lane != first.lane for one in block.experiences):
+            return "block mixes lanes"
+        if first.meta.get("split") == "validation":
+            self._validation[offset] = (frame, block)
+            return ""
+        used = self.uses.get(use_key(block.group, first.revision, first.lane), 0)
+        if used >= self._max_uses[first.lane]:
+            self.duplicates += 1
+            return "already trained"
+        held = self._held.get((block.group, first.lane))
+        if held is not None:
+            if self._candidates[first.lane][held].revision >= first.revision:
+                self.duplicates += held != offset
+                return "" if held == offset else "duplicate"
+            self.discard(held, first.lane)
+        self._frames[offset] = frame
+        self._held[block.group, first.lane] = offset
+        self._candidates[first.lane][offset] = candidate_of(offset, block, used)
+        return ""
+
+    def candidates(self, lane: Lane) -> list[Candidate]:
+        """What may be drawn from a lane, in order of arrival."""
+        return list(self._candidates.get(lane, {}).values())
+
+    def take(self, drawn: Iterable[Candidate]) -> list[Block]:
+        """Decode the drawn groups and count their use; a group with uses left stays."""
+        blocks = []
+        for one in drawn:
+            block = decode(self._frames[one.offset])
+            if not isinstance(block, Block):
+                raise BadFrame(f"buffer offset {one.offset}: got {type(block).__name__}, expected Block")
+            blocks.append(block)
+            self.count_use(one)
+        return blocks
+
+    def count_use(self, one: Candidate) -> None:
+        """One more use of a group, drawn now or re-executed from the journal."""
+        key = use_key(one.group, one.revision, one.lane)
+        self.uses[key] = used = self.uses.get(key, 0) + 1
+        if one.offset not in self._frames:
+            return
+        if used >= self._max_uses[one.lane]:
+            self.discard(one.offset, one.lane)
+        else:
+            held = self._candidates[one.lane]
+            held[one.offset] = msgspec.structs.replace(held[one.offset], uses=used)
+
+    def discard(self, offset: int, lane: Lane) -> None:
+        """Forget a group that will not be drawn."""
+        gone = self._candidates[lane].pop(offset)
+        self._frames.pop(offset)
+        self._held.pop((gone.group, lane))
+
+    def references(self) -> list[int]:
+        """Offsets of everything held, ascending: what a resume must read again."""
+        return sorted({*self._frames, *self._validation})
+
+    def validation(self) -> list[Block]:
+        """Blocks that are never trained, in log order."""
+        return [block for _, (_, block) in sorted(self._validation.items())]
+
+    def num_groups(self, lane: Lane) -> int:
+        """Groups held in a lane."""
+        return len(self._candidates.get(lane, {}))
+
+    def num_experiences(self, lane: Lane) -> int:
+        """Experiences held in a lane."""
+        return sum(one.num_experiences for one in self._candidates.get(lane, {}).values())
+
+    def num_bytes(self) -> int:
+        """Compressed bytes held."""
+        return sum(map(len, self._frames.values()))
+
+
+def candidate_of(offset: int, block: Block, uses: int) -> Candidate:
+    """A block's header as the draw sees it."""
+    first = block.experiences[0]
+    spans = [span for one in block.experiences for span in one.spans]
+    return Candidate(
+        group=block.group,
+        lane=first.lane,
+        offset=offset,
+        num_experiences=len(block.experiences),
+        sequence=first.sequence,
+        revision=first.revision,
+        min_version=min((span.version for span in spans), default=-1),
+        priority=max(one.priority for one in block.experiences),
+        uses=uses,
+        has_ratio=bool(spans) and all(span.ratio for span in spans),
+    )

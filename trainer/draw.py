@@ -1,0 +1,121 @@
+"""Which groups a step trains on: pure decisions over what the buffer holds.
+
+Guarantees: groups of the usual lane are drawn in issue order, and none whose oldest token is more than `max_staleness`
+versions behind is ever drawn; what is dropped has a reason. Neither a clock nor a random source is owned here.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from schemas import Lane
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One group in the buffer, from its header alone.
+
+    sequence: issue order, -1 where it was not issued. min_version: oldest sampled token's. offset: of its block in
+    `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own.
+
+    Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
+    """
+
+    group: str
+    lane: Lane
+    offset: int
+    num_experiences: int
+    sequence: int = -1
+    revision: int = 0
+    min_version: int = -1
+    priority: float = 1.0
+    uses: int = 0
+    has_ratio: bool = True
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """taken: to train on, in order. dropped: never to be trained, with the reason. wait: draw nothing yet."""
+
+    taken: tuple[Candidate, ...] = ()
+    dropped: tuple[tuple[Candidate, str], ...] = ()
+    wait: bool = False
+
+
+def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> list[tuple[Candidate, str]]:
+    """Those that can no longer be trained within the bound, with the reason."""
+    return [(one, "stale") for one in candidates if version - one.min_version > max_staleness]
+
+
+def draw_in_order(
+    candidates: Sequence[Candidate],
+    *,
+    num_groups: int,
+    version: int,
+    max_staleness: int,
+    hold_for: int | None = None,
+) -> Draw:
+    """The `num_groups` oldest-issued groups within the staleness bound.
+
+    hold_for: issue number of a missing group worth waiting for (`worth_waiting_for`): nothing is drawn past it.
+    """
+    dropped = stale(candidates, version, max_staleness)
+    gone = {one.offset for one, _ in dropped}
+    fresh = sorted((one for one in candidates if one.offset not in gone), key=lambda one: (one.sequence, one.offset))
+    taken = fresh[:num_groups]
+    if len(taken) < num_groups or (hold_for is not None and taken[-1].sequence > hold_for):
+        return Draw(dropped=tuple(dropped), wait=True)
+    return Draw(taken=tuple(taken), dropped=tuple(dropped))
+
+
+def missing(sequences: Sequence[int], closed: Iterable[int], floor: int) -> list[int]:
+    """Issue numbers from `floor` up to the newest arrival that neither arrived nor were closed, oldest first."""
+    if not sequences:
+        return []
+    known = {*sequences, *closed}
+    return [number for number in range(floor, max(sequences)) if number not in known]
+
+
+def worth_waiting_for(
+    absent: Sequence[int],
+    candidates: Sequence[Candidate],
+    *,
+    version: int,
+    max_staleness: int,
+    given_up: Mapping[int, float],
+) -> int | None:
+    """The oldest missing group that would pass the bound if this draw went by without it, or None.
+
+    Its versions are unknown until it comes, so its successors in issue order stand for it: it started no later than
+    they did. given_up: groups waited for long enough already.
+    """
+    ordered = sorted(candidates, key=lambda one: one.sequence)
+    for number in absent:
+        if number in given_up:
+            continue
+        successor = next((one for one in ordered if one.sequence > number), None)
+        if successor is not None and version - successor.min_version >= max_staleness:
+            return number
+    return None
+
+
+def draw_spread(candidates: Sequence[Candidate], *, num_experiences: int, max_uses: int, seed: int) -> Draw:
+    """Whole groups worth at least `num_experiences`, least used first, in an order that `seed` alone decides.
+
+    Takes what there is when there is less; waits when there is nothing.
+    """
+    usable = [one for one in candidates if one.uses < max_uses]
+    if not usable:
+        return Draw(wait=True)
+    usable.sort(key=lambda one: (one.uses, _shuffled(seed, one.offset)))
+    taken: list[Candidate] = []
+    total = 0
+    for one in usable:
+        if total >= num_experiences:
+            break
+        taken.append(one)
+        total += one.num_experiences
+    return Draw(taken=tuple(taken))
+
+
+def _shuffled(seed: int, offset: int) -> bytes:
+    return hashlib.blake2b(f"{seed}:{offset}".encode(), digest_size=8).digest()

@@ -1,0 +1,119 @@
+"""What the trainer hears while it works: buffered groups, closures, and leases that end its own.
+
+    buffer ────> Intake.buffer (candidates)  ─┐
+    progress ──> Intake.closed (issue order)  ├─ `changed` wakes the loop in train.py
+    policies ──> FencedOut, or published      ─┘
+
+Loss: an undecodable record of `buffer` is dead-lettered by its offset and passed; the rest goes on.
+"""
+
+import asyncio
+import logging
+
+from infra.bus.bus import Reader
+from infra.bus.log import Log, Message
+from infra.metrics import Metrics
+from schemas import Block, Closure, PolicyEvent, Progress, topics
+from schemas.errors import FencedOut
+from trainer.buffer import Buffer
+from trainer.draw import missing
+from trainer.journal import Lease
+from trainer.replay import frame_of
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """The trainer's ears. buffer_next, progress_next: offsets a restart reads on from. floor: oldest issue number that may
+    still be missed.
+    """
+
+    def __init__(self, buffer: Buffer, *, buffer_next: int, progress_next: int) -> None:
+        self.buffer = buffer
+        self.buffer_next = buffer_next
+        self.progress_next = progress_next
+        self.changed = asyncio.Event()
+        self.floor = 0
+        self.draining = False
+        self.outstanding_groups = 0
+        self._arrived: set[int] = set()
+        self._closed: set[int] = set()
+
+    def absent(self) -> list[int]:
+        """Issue numbers that neither arrived nor were closed, below the newest arrival."""
+        return missing(sorted(self._arrived), self._closed, self.floor)
+
+    def settle(self, sequences: list[int]) -> None:
+        """Everything up to the newest of these has been drawn or given up; what lies below is no longer waited for."""
+        absent = self.absent()
+        top = max(sequences, default=-1)
+        self.floor = max(self.floor, min([number for number in absent if number <= top], default=top + 1))
+        self._arrived = {number for number in self._arrived if number >= self.floor}
+        self._closed = {number for number in self._closed if number >= self.floor}
+
+    def take_block(self, message: Message, block: Block) -> str:
+        """Keep one block of `buffer`; returns "" or why not."""
+        reason = self.buffer.add(message.offset, frame_of(message, block), block)
+        sequence = block.experiences[0].sequence
+        if sequence >= self.floor:
+            self._arrived.add(sequence)
+        return reason
+
+    def take_report(self, report: Progress) -> None:
+        """The master says whether more groups will come, and how many are still on their way or waiting here."""
+        if report.role == "master":
+            self.draining = report.state == "draining"
+            self.outstanding_groups = int(report.gauges.get("outstanding_groups", 0))
+
+    def take_closure(self, closure: Closure) -> None:
+        """Remember that a group will never reach the buffer."""
+        if closure.outcome == "dropped" and closure.sequence >= self.floor:
+            self._closed.add(closure.sequence)
+
+
+async def follow_buffer(log: Log, intake: Intake, metrics: Metrics) -> None:
+    """Read `buffer` for ever, in offset order."""
+    reader = await log.assigned(topics.BUFFER, {0: intake.buffer_next})
+    try:
+        while True:
+            for message in await log.read(reader, timeout_s=1.0):
+                intake.buffer_next = message.offset + 1
+                if isinstance(message.value, Block):
+                    reason = intake.take_block(message, message.value)
+                    if reason:
+                        metrics.counter("buffer_refused", reason=reason).inc()
+                elif message.error is not None:
+                    logger.warning("buffer record unreadable offset=%d error=%s", message.offset, message.error)
+                    metrics.counter("buffer_refused", reason="bad frame").inc()
+                intake.changed.set()
+    finally:
+        await reader.close()
+
+
+async def follow_progress(log: Log, intake: Intake) -> None:
+    """Read closures for ever; they only decide what is worth waiting for."""
+    reader = await log.assigned(topics.PROGRESS, {0: intake.progress_next})
+    try:
+        while True:
+            for message in await log.read(reader, timeout_s=1.0):
+                intake.progress_next = message.offset + 1
+                if isinstance(message.value, Closure):
+                    intake.take_closure(message.value)
+                    intake.changed.set()
+                elif isinstance(message.value, Progress):
+                    intake.take_report(message.value)
+    finally:
+        await reader.close()
+
+
+async def watch_leases(log: Log, reader: Reader, lease: Lease, policy: str) -> None:
+    """Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
+    while True:
+        for message in await log.read(reader, timeout_s=1.0):
+            event = message.value
+            if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
+                continue
+            if message.offset > lease.token:
+                raise FencedOut(
+                    f"run {lease.run!r}: token {lease.token} is held here, {event.owner} took {message.offset}"
+                )

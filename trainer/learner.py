@@ -1,0 +1,66 @@
+"""The learner: holds the model and the optimizer, turns one packed batch into one optimizer step.
+
+Guarantees (one contract, every learner): a step whose loss or gradient is not finite changes nothing and says so;
+`save` then `restore` continues to the same bits on one CPU process; `tensors` are exactly what the forward uses.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import msgspec
+
+from infra.plugin import load
+from infra.weights.policy import Probe
+from infra.weights.tensors import Tensor
+from trainer.batch import PackedBatch
+from trainer.config import TrainerConfig
+
+Phase = Literal["warmup", "train"]
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did. finite False: nothing was changed. values: those of `trainer.diagnostics`, by name.
+
+    loss: of the whole step (of its last minibatch where there are several). grad_norm: before clipping, the largest.
+    """
+
+    finite: bool
+    loss: float
+    grad_norm: float
+    values: Mapping[str, float]
+
+
+class Learner(Protocol):
+    """One trainable policy. Not thread-safe; calls block for as long as they compute."""
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Start a fresh optimizer. In "warmup" every lane weighs 1; a new learner is in "train"."""
+
+    def step(self, batch: PackedBatch, *, learning_rate: float, seed: int) -> StepStats:
+        """Forward, backward and one optimizer step (m minibatch steps where a loss asks for them).
+
+        seed: of everything random in the step. ValueError for an empty batch, a lane without an objective, or tokens
+        without an importance ratio under a loss that forms one: nothing is changed then either.
+        """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """A copy of the policy in its published dtype, by the model's own names."""
+
+    def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
+        """Logprobs of `sequences` under `tensors()`."""
+
+    def greedy_accuracy(self, batch: PackedBatch) -> float:
+        """Share of sequences whose every sampled token is the argmax (one teacher-forced forward)."""
+
+    def save(self) -> dict[str, Tensor]:
+        """Weights, optimizer state and phase: everything `restore` needs."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `save`; ValueError names what does not fit, and nothing is changed then."""
+
+
+def open_learner(config: TrainerConfig, model: str) -> Learner:
+    """The configured learner on a model folder. Raises ConfigError."""
+    options = {"model": model, "config": config, **config.learner.options}
+    learner: Learner = load(config.learner.use, options, "trainer.learner")
+    return learner

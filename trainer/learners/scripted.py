@@ -1,0 +1,65 @@
+"""A learner without a model: a few numbers that every item of a batch moves, in order. For tests and dry runs.
+
+Guarantee: different batches, or the same in another order, give different weights; the same batches the same bits.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from infra.weights.policy import Probe
+from infra.weights.tensors import Tensor
+from trainer.batch import PackedBatch
+from trainer.config import TrainerConfig
+from trainer.learner import Phase, StepStats
+
+SIZE = 8
+
+
+class ScriptedLearner:
+    """Weights are a hash chain of what was trained. fail_at: seeds of steps that report a loss that is not finite."""
+
+    def __init__(self, *, model: str = "", config: TrainerConfig | None = None, fail_at: tuple[int, ...] = ()) -> None:
+        self._weights = np.zeros(SIZE, dtype="<f4")
+        self._steps = 0
+        self._fail_at = frozenset(fail_at)
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Forget the optimizer, which here is a count."""
+        self._steps = 0
+
+    def step(self, batch: PackedBatch, *, learning_rate: float, seed: int) -> StepStats:
+        """Move the weights by what the batch holds."""
+        if seed in self._fail_at:
+            return StepStats(finite=False, loss=float("nan"), grad_norm=float("nan"), values={})
+        digest = hashlib.sha256(self._weights.tobytes() + f"{self._steps}:{learning_rate}:{seed}".encode())
+        for part in batch.microbatches:
+            digest.update(part.target_N.tobytes() + part.behaviour_N.tobytes() + part.advantage_N.tobytes())
+        self._weights = np.frombuffer(digest.digest(), dtype="<u4").astype("<f4") / np.float32(2**32)
+        self._steps += 1
+        return StepStats(finite=True, loss=float(self._weights[0]), grad_norm=1.0, values={})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights."""
+        return {"weights": Tensor("F32", (SIZE,), self._weights.tobytes())}
+
+    def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
+        """Logprobs that depend on the weights."""
+        value = -float(self._weights[0])
+        return Probe(sequences=sequences, logprobs=tuple((value,) * (len(one) - 1) for one in sequences))
+
+    def greedy_accuracy(self, batch: PackedBatch) -> float:
+        """Grows with every step."""
+        return min(1.0, self._steps / 10)
+
+    def save(self) -> dict[str, Tensor]:
+        """Weights and count."""
+        return self.tensors() | {"steps": Tensor("I64", (1,), np.asarray([self._steps], dtype="<i8").tobytes())}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `save`."""
+        if set(state) != {"weights", "steps"}:
+            raise ValueError(f"state: got {sorted(state)}, expected weights and steps")
+        self._weights = np.frombuffer(state["weights"].data, dtype="<f4").copy()
+        self._steps = int(np.frombuffer(state["steps"].data, dtype="<i8")[0])

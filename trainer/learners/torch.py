@@ -1,0 +1,220 @@
+"""The learner of one process, on the CPU or one GPU. With pinned threads on the CPU every step is bit-exact.
+
+In bfloat16 the forward computes with the published, rounded weights; the optimizer keeps float32 masters of them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from infra.model import model_tensors
+from infra.weights.policy import Probe
+from infra.weights.tensors import Tensor, from_torch, to_torch
+from trainer.batch import PackedBatch, split
+from trainer.config import TrainerConfig
+from trainer.diagnostics import Observed, diagnose, join
+from trainer.learner import Phase, StepStats
+from trainer.learners.forward import PackedModel
+from trainer.learners.lanes import StepContext, check_step, microbatch_loss, of_phase, open_objectives
+from trainer.offpolicy import effective_share, ess_learning_rate
+
+PHASES: tuple[Phase, ...] = ("warmup", "train")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TorchLearner:
+    """See `trainer.learner.Learner`. model: a folder. device: "auto" takes a GPU where there is one."""
+
+    def __init__(self, model: str, config: TrainerConfig, *, device: str = "auto") -> None:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self._config = config
+        self._objectives = open_objectives(config.lanes)
+        self._model = PackedModel(model, dtype=config.dtype, device=device)
+        self._reference: PackedModel | None = None
+        if any(one.reference for one in self._objectives.values()):
+            self._reference = PackedModel(model, dtype=config.dtype, device=device)
+        self._parameters = dict(self._model.module.named_parameters())
+        self._masters = {name: _master(value) for name, value in self._parameters.items()}
+        self._phase: Phase = "train"
+        self._optimizer = self._fresh_optimizer()
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Start a fresh optimizer; the reference, where a loss wants one, becomes the policy as it is now."""
+        if phase not in PHASES:
+            raise ValueError(f"phase: got {phase!r}, expected one of {', '.join(PHASES)}")
+        self._phase = phase
+        self._optimizer = self._fresh_optimizer()
+        if self._reference is not None:
+            self._reference.module.load_state_dict(self._model.module.state_dict())
+
+    def step(self, batch: PackedBatch, *, learning_rate: float, seed: int) -> StepStats:
+        """One optimizer step, or m where a loss asks for minibatches; all of them or none."""
+        check_step(self._objectives, batch, learning_rate)
+        torch.manual_seed(seed)
+        objectives = of_phase(self._objectives, self._phase)
+        present = [objectives[lane] for lane in batch.lane_tokens]
+        minibatches = max(one.minibatches for one in present)
+        parts = [batch] if minibatches == 1 else list(split(batch, minibatches, seed=seed))
+        proximal = self._proximal(parts) if any(one.proximal == "recompute" for one in present) else None
+        before = self._snapshot() if len(parts) > 1 else None
+        observed: list[Observed] = []
+        norms: list[float] = []
+        loss = 0.0
+        for index, part in enumerate(parts):
+            context = StepContext(
+                objectives=objectives,
+                lane_tokens=part.lane_tokens,
+                version=batch.version,
+                exact=batch.exact and index == 0,
+                staleness_decay=self._config.staleness_decay,
+            )
+            loss, norm = self._accumulate(context, part, proximal[index] if proximal else None, observed)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._revert(before)
+                return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
+            norms.append(norm)
+            self._apply(learning_rate, observed[-len(part.microbatches) :])
+        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """A copy of the policy in its published dtype, by the model's own names."""
+        return model_tensors(self._model.module)
+
+    def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
+        """Logprobs of `sequences` under `tensors()`."""
+        return Probe(sequences, tuple(tuple(self._model.sequence_logprobs(one)) for one in sequences))
+
+    def greedy_accuracy(self, batch: PackedBatch) -> float:
+        """Share of sequences whose every sampled token is the argmax."""
+        if not batch.num_sequences:
+            raise ValueError("batch: got no sequences, expected at least one")
+        misses = np.zeros(batch.num_sequences, np.int64)
+        for one in batch.microbatches:
+            missed = ~self._model.hits(one).cpu().numpy()
+            misses += np.bincount(one.sequence_N[missed], minlength=len(misses))
+        return float((misses == 0).mean())
+
+    def save(self) -> dict[str, Tensor]:
+        """Float32 weights, optimizer moments, phase, and the reference where there is one."""
+        state = {name: from_torch(value) for name, value in self._state(self._optimizer)}
+        state["phase"] = from_torch(torch.tensor(PHASES.index(self._phase), dtype=torch.uint8))
+        return state
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `save`."""
+        optimizer = self._fresh_optimizer()
+        if any(name.startswith("adam/") for name in state):
+            for master in self._masters.values():
+                optimizer.state[master] = {key: torch.zeros_like(master) for key in MOMENTS}
+                optimizer.state[master]["step"] = torch.zeros((), device=master.device)
+        expected = dict(self._state(optimizer)) | {"phase": torch.zeros(())}
+        if odd := sorted(set(state) ^ set(expected)):
+            what = "the model has none" if odd[0] in state else "it is missing"
+            raise ValueError(f"state: {odd[0]}: {what} ({len(odd)} names differ)")
+        for name, value in expected.items():
+            if state[name].shape != value.shape:
+                raise ValueError(f"state: {name}: got shape {state[name].shape}, expected {tuple(value.shape)}")
+        phase = int(to_torch(state["phase"]))
+        if phase >= len(PHASES):
+            raise ValueError(f"state: phase: got {phase}, expected below {len(PHASES)}")
+        self._phase, self._optimizer = PHASES[phase], optimizer
+        with torch.no_grad():
+            for name, value in self._state(optimizer):
+                value.copy_(to_torch(state[name]))
+        self._publish_masters()
+
+    def _accumulate(
+        self, context: StepContext, part: PackedBatch, proximal: Sequence[torch.Tensor] | None, observed: list[Observed]
+    ) -> tuple[float, float]:
+        """Forward and backward of one minibatch; its loss and the norm of its gradient, which is then clipped."""
+        self._clear_gradients()
+        total = torch.zeros((), device=self._model.device)
+        for index, one in enumerate(part.microbatches):
+            logprob_N = self._model.logprobs(one)
+            reference_N = None
+            if self._reference is not None:
+                with torch.no_grad():
+                    reference_N = self._reference.logprobs(one)
+            proximal_N = proximal[index] if proximal else None
+            loss, seen = microbatch_loss(context, one, logprob_N, proximal_N=proximal_N, reference_N=reference_N)
+            torch.autograd.backward(loss)
+            total += loss.detach()
+            observed.append(seen)
+        for name, value in self._parameters.items():
+            if self._masters[name] is not value and value.grad is not None:
+                self._masters[name].grad = value.grad.float()
+                value.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self._config.gradient_clip)
+        return float(total), float(norm)
+
+    def _apply(self, learning_rate: float, observed: Sequence[Observed]) -> None:
+        if self._config.scale_by_ess:
+            seen = join(observed)
+            weight = np.exp(seen.logprob[seen.ratio].astype(np.float64) - seen.behaviour[seen.ratio])
+            learning_rate = ess_learning_rate(learning_rate, effective_share(weight))
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._publish_masters()
+        self._clear_gradients()
+
+    @torch.no_grad()
+    def _proximal(self, parts: Sequence[PackedBatch]) -> list[list[torch.Tensor]]:
+        """Logprobs of every microbatch before the first minibatch step."""
+        return [[self._model.logprobs(one) for one in part.microbatches] for part in parts]
+
+    @torch.no_grad()
+    def _publish_masters(self) -> None:
+        for name, value in self._parameters.items():
+            if self._masters[name] is not value:
+                value.copy_(self._masters[name])
+
+    def _clear_gradients(self) -> None:
+        for value in (*self._parameters.values(), *self._masters.values()):
+            value.grad = None
+
+    def _fresh_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            self._masters.values(), betas=self._config.betas, weight_decay=self._config.weight_decay, fused=True
+        )
+
+    def _state(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything that is saved, by name; the tensors themselves."""
+        for name, master in self._masters.items():
+            yield f"model/{name}", master
+            for key, moment in optimizer.state.get(master, {}).items():
+                yield f"adam/{key}/{name}", moment
+        for name, value in self._saved_buffers():
+            yield f"buffer/{name}", value
+        if self._reference is not None:
+            for name, value in self._reference.module.named_parameters():
+                yield f"reference/{name}", value
+
+    def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        state = self._model.module.state_dict()
+        return ((name, value) for name, value in self._model.module.named_buffers() if name in state)
+
+    def _snapshot(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self._state(self._optimizer)}
+
+    @torch.no_grad()
+    def _revert(self, before: Mapping[str, torch.Tensor] | None) -> None:
+        """Undo the minibatch steps since `_snapshot`."""
+        self._clear_gradients()
+        if before is None:
+            return
+        if not any(name.startswith("adam/") for name in before):
+            self._optimizer = self._fresh_optimizer()
+        for name, value in self._state(self._optimizer):
+            value.copy_(before[name])
+        self._publish_masters()
+
+
+def _master(value: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The float32 weight the optimizer moves: the parameter itself where it is float32."""
+    return value if value.dtype == torch.float32 else torch.nn.Parameter(value.detach().float())

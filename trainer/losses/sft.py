@@ -1,0 +1,9 @@
+"""SFT: cross-entropy on demonstrations."""
+
+from trainer.loss import LossInputs, LossOutput, supervised
+
+
+@supervised
+def sft(inputs: LossInputs) -> LossOutput:
+    """-log π_θ."""
+    return LossOutput(-inputs.logprob)

@@ -1,0 +1,108 @@
+"""Publishing policies: weights to the store, then the event; a version number never has two contents.
+
+Order: shards, manifest, event. After a restart the executed steps are compared with what was published: equal content is
+not published again, different content takes the next free number and the old one is marked orphaned.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from infra.bus.log import Log
+from infra.store import Store
+from infra.weights.manifest import decode_manifest, entries_of, first_difference
+from infra.weights.policy import Probe
+from infra.weights.publish import publish as publish_weights
+from infra.weights.tensors import Tensor
+from schemas import PolicyEvent, topics
+from trainer.journal import Lease
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """One trainer's way to the `policies` topic. events: what was published before, by version."""
+
+    def __init__(self, log: Log, store: Store, lease: Lease, policy: str, events: Mapping[int, PolicyEvent]) -> None:
+        self._log = log
+        self._store = store
+        self._lease = lease
+        self._policy = policy
+        self._events = dict(events)
+        self._previous: Mapping[str, Tensor] | None = None
+
+    def has(self, version: int) -> bool:
+        """Whether `version` was published."""
+        return version in self._events
+
+    async def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        probe: Probe | None,
+        *,
+        parent: int,
+        step: int,
+        stats: Mapping[str, float],
+    ) -> int:
+        """Make `tensors` version `version`, or the next free one; returns the number it got."""
+        old = self._events.get(version)
+        if old is not None:
+            if await asyncio.to_thread(same_content, self._store, old, tensors):
+                self._previous = None
+                return version
+            orphan = PolicyEvent(
+                event="orphaned", policy=self._policy, version=version, token=self._lease.token, reason="executed anew"
+            )
+            await self._log.publish(topics.POLICIES, orphan)
+            logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
+            version = max(self._events) + 1
+        event = await asyncio.to_thread(
+            publish_weights,
+            self._store,
+            policy=self._policy,
+            token=self._lease.token,
+            version=version,
+            parent=parent,
+            tensors=tensors,
+            previous=self._previous,
+            probe=probe,
+            step=step,
+        )
+        event = msgspec.structs.replace(event, owner=self._lease.owner, stats=dict(stats))
+        await self._log.publish(topics.POLICIES, event)
+        self._previous = tensors
+        self._events[version] = event
+        return version
+
+
+def same_content(store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the published version holds exactly these tensors, by the hashes of its manifest."""
+    manifest = decode_manifest(store.get(event.manifest))
+    return first_difference(entries_of(tensors), manifest.tensors, values=True) is None
+
+
+def published(events: Sequence[tuple[int, PolicyEvent]], policy: str) -> dict[int, PolicyEvent]:
+    """Version → its published event, of (offset, event) in order: fenced publications and orphans do not count."""
+    token = -1
+    found: dict[int, PolicyEvent] = {}
+    for offset, event in events:
+        if event.policy != policy:
+            continue
+        if event.event == "lease":
+            token = max(token, offset)
+        elif event.event == "published" and event.token >= token:
+            found.setdefault(event.version, event)
+        elif event.event == "orphaned":
+            found.pop(event.version, None)
+    return found
+
+
+def probe_sequences(
+    sequences: Sequence[Sequence[int]], *, most: int = 4, longest: int = 64
+) -> tuple[tuple[int, ...], ...]:
+    """A few token sequences to check a loaded policy with, cut to what is cheap to score."""
+    kept = [tuple(one[:longest]) for one in sequences if len(one) >= 2]
+    return tuple(dict.fromkeys(kept))[:most]

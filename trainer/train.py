@@ -1,0 +1,92 @@
+"""The trainer: one policy learning from the buffer at its own pace, top to bottom.
+
+    lease ─> fence the journal ─> newest verifying checkpoint ─> execute journaled batches again ─┐
+     ┌────────────────────────────────────────────────────────────────────────────────────────────v──┐
+     │ wait for a draw (intake wakes us) ─> JOURNAL (confirmed) ─> tell the master ─> optimizer step ─>│
+     │ checkpoint when due ─> publish when due ────────────────────────────────────────────────────────│
+     └───────────────────────────────────────────────────────────────────────────────────────────────┘
+
+Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
+published; a killed trainer goes on with the same batches, on one CPU process to the same bits. It waits for explorers only when
+the buffer has too little for a step.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+
+from infra.bus.log import Log
+from infra.config import Floor
+from infra.metrics import Metrics
+from infra.store import Store
+from schemas import topics
+from trainer.config import TrainerConfig
+from trainer.intake import follow_buffer, follow_progress, watch_leases
+from trainer.journal import take_lease
+from trainer.learner import Learner
+from trainer.report import Report, publish_progress, report_progress
+from trainer.resume import resume
+from trainer.state import Run
+from trainer.step import publish_now, train_step, write_checkpoint
+from trainer.waiting import next_draw
+from trainer.warmup import warm_up
+
+logger = logging.getLogger(__name__)
+
+
+async def run_trainer(
+    floor: Floor,
+    config: TrainerConfig,
+    *,
+    log: Log,
+    store: Store,
+    learner: Learner,
+    metrics: Metrics,
+    stop: asyncio.Event,
+    seed: int = 0,
+) -> None:
+    """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run."""
+    owner = f"train/{socket.gethostname()}/{os.getpid()}"
+    name = floor.run or floor.app
+    lease = await take_lease(log, policy=floor.policy.name, run=name, owner=owner)
+    logger.info("lease taken run=%s token=%d", name, lease.token)
+    report = Report(metrics, owner)
+    run = await resume(floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report)
+    leases = await log.assigned(topics.POLICIES, {0: lease.token + 1})
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(follow_buffer(log, run.intake, metrics)),
+                tasks.create_task(follow_progress(log, run.intake)),
+                tasks.create_task(watch_leases(log, leases, lease, floor.policy.name)),
+                tasks.create_task(report_progress(log, report, lambda: run.position.version)),
+            ]
+            await learn(run, stop)
+            for task in background:
+                task.cancel()
+    finally:
+        await leases.close()
+        run.executor.shutdown()
+    await publish_progress(log, report, run.position.version)
+
+
+async def learn(run: Run, stop: asyncio.Event) -> None:
+    """The loop of the diagram."""
+    if run.position.step < 0 and not run.position.warmed_up:
+        await publish_now(run, 0)
+    if not run.position.warmed_up:
+        await warm_up(run, stop)
+    run.report.state = "learning"
+    while not stop.is_set() and not finished(run):
+        draw = await next_draw(run, stop)
+        if draw is not None:
+            await train_step(run, draw)
+    run.report.state = "stopped"
+    if run.position.warmed_up:
+        await write_checkpoint(run, run.position.version)
+
+
+def finished(run: Run) -> bool:
+    """True once `max_steps` optimizer steps have followed the warm-up."""
+    return 0 < run.config.max_steps <= run.position.step + 1 - run.position.first_train_step

@@ -1,0 +1,115 @@
+"""Waiting for a draw: the loop sleeps until the buffer changes, or until a straggler's time is up.
+
+Guarantee: groups dropped at the draw are told to the master at once, so that what will never be trained holds nobody up.
+"""
+
+import asyncio
+import math
+import time
+
+from schemas import Drawn, Lane, topics
+from trainer.assemble import step_seed
+from trainer.config import LaneConfig
+from trainer.draw import Candidate, Draw, draw_in_order, draw_spread, worth_waiting_for
+from trainer.report import Stopwatch
+from trainer.state import Run
+
+PACED: Lane = "usual"
+
+
+async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
+    """What the next step trains on; None when asked to stop."""
+    with Stopwatch(run.report, "idle_seconds"):
+        while not stop.is_set():
+            run.intake.changed.clear()
+            draw = decide(run, now_s=time.monotonic())
+            if draw.dropped:
+                await drop(run, draw)
+            if not draw.wait:
+                return draw
+            try:
+                async with asyncio.timeout(0.25):
+                    await run.intake.changed.wait()
+            except TimeoutError:
+                continue
+    return None
+
+
+def decide(run: Run, *, now_s: float) -> Draw:
+    """The draw as the buffer stands: the paced lane decides, the others follow in proportion."""
+    lanes = run.config.lanes
+    taken: list[Candidate] = []
+    dropped: list[tuple[Candidate, str]] = []
+    if PACED in lanes:
+        draw = paced(run, now_s)
+        dropped += draw.dropped
+        if draw.wait and not lanes[PACED].optional:
+            return Draw(dropped=tuple(dropped), wait=True)
+        taken += draw.taken
+    num_paced = sum(one.num_experiences for one in taken)
+    for lane, config in lanes.items():
+        if lane == PACED or config.weight == 0.0:
+            continue
+        wanted = round(num_paced * share_of(config)) if PACED in lanes else run.floor.pacing.groups_per_step
+        if wanted == 0:
+            continue
+        candidates = run.intake.buffer.candidates(lane)
+        unusable = [(one, "no ratio") for one in candidates if config.loss != "sft" and not one.has_ratio]
+        dropped += unusable
+        refused = {one.offset for one, _ in unusable}
+        draw = draw_spread(
+            [one for one in candidates if one.offset not in refused],
+            num_experiences=wanted,
+            max_uses=config.max_uses,
+            seed=step_seed(run.seed, run.position.step + 1),
+        )
+        if draw.wait and not config.optional and PACED not in lanes:
+            return Draw(dropped=tuple(dropped), wait=True)
+        taken += draw.taken
+    return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken)
+
+
+def share_of(config: LaneConfig) -> float:
+    """Sequences of a lane per sequence of the paced one."""
+    return config.share or config.weight / max(1.0 - config.weight, 1e-9)
+
+
+def paced(run: Run, now_s: float) -> Draw:
+    """The draw of the paced lane, waiting for a group about to pass the bound as long as `straggler_s` allows."""
+    pacing = run.floor.pacing
+    version = run.position.version
+    candidates = run.intake.buffer.candidates(PACED)
+    unusable = [(one, "no ratio") for one in candidates if not one.has_ratio and run.config.lanes[PACED].loss != "sft"]
+    refused = {one.offset for one, _ in unusable}
+    usable = [one for one in candidates if one.offset not in refused]
+    given_up = {number: since for number, since in run.given_up.items() if now_s - since > pacing.straggler_s}
+    hold_for = worth_waiting_for(
+        run.intake.absent(), usable, version=version, max_staleness=pacing.max_staleness, given_up=given_up
+    )
+    if hold_for is not None:
+        run.given_up.setdefault(hold_for, now_s)
+    # The last groups of a run may be too few for a full step: once no more can come, they make a smaller one.
+    rest = len(usable) if run.intake.draining and 0 < run.intake.outstanding_groups <= len(usable) else math.inf
+    draw = draw_in_order(
+        usable,
+        num_groups=int(min(pacing.groups_per_step, rest)),
+        version=version,
+        max_staleness=pacing.max_staleness,
+        hold_for=hold_for,
+    )
+    return Draw(taken=draw.taken, dropped=(*unusable, *draw.dropped), wait=draw.wait)
+
+
+async def drop(run: Run, draw: Draw) -> None:
+    """Forget the dropped groups, count them by reason, and tell the master."""
+    for one, reason in draw.dropped:
+        run.intake.buffer.discard(one.offset, one.lane)
+        run.report.add("dropped", one.num_experiences, reason=reason)
+    told = Drawn(
+        token=run.lease.token,
+        step=run.position.step + 1,
+        version=run.position.version,
+        groups=(),
+        dropped={one.group: reason for one, reason in draw.dropped},
+    )
+    await run.log.publish(topics.PROGRESS, told)
