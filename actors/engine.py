@@ -74,7 +74,7 @@ class Engine(Protocol):
         """Sample one continuation. Cancelling the call frees the request."""
 
     async def load(self, policy: Policy) -> LoadReport:
-        """Swap to `policy` while requests run; they go on in a new span. Raises PolicyRefused and serves the old one."""
+        """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving."""
 
     async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob (temperature 1) of every token but the first under the policy that samples now."""

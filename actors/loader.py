@@ -5,7 +5,7 @@ file repeats is loaded once; a row that cannot be read stops the load with its f
 stays.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone."""
 
-    def encode_chat(self, messages: Iterable[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the conversation up to the answer."""
 
 

@@ -5,10 +5,10 @@
     ...                                                      # messages += (reply, observation); reply again
     session.experiences(group=issued.group, attempt=issued.attempt, episode=7, group_size=16, sequence=412)
 
-Guarantees: token-in token-out (the next turn's prompt is the exact earlier tokens, sampled ones included, plus the tokens
-the chat template adds after them; nothing sampled is ever tokenized again); a hot reload in the middle begins a new span;
-a conversation that no longer extends what was sampled (rewritten or branched history, a template that drops text) begins
-a new part instead of inventing tokens; what was sampled before an error is still returned.
+Guarantees: token-in token-out (the next turn's prompt is the exact earlier tokens, sampled ones included, plus what the
+chat template adds after them; nothing sampled is ever tokenized again); a hot reload in the middle begins a new span; a
+conversation that no longer extends what was sampled (rewritten or branched history, a template that drops text) begins a
+new part instead of inventing tokens; what was sampled before an error is still returned.
 """
 
 from bisect import bisect_left
@@ -101,7 +101,7 @@ class Session:
         end: End = "failed" if failure else "terminal" if self.stopped or not self._parts else "truncated"
         meta: Meta = {**header.get("meta", {}), **({"failure": failure} if failure else {})}
         parts = self._parts or [_Part()]
-        fields = {"group_size": 1, **header, "meta": meta}
+        fields: Header = {"group_size": 1, **header, "meta": meta}
         return [
             make_experience(
                 tokens=part.tokens,

@@ -22,7 +22,6 @@ from infra.bus.log import Log
 from infra.config import Floor
 from infra.metrics import Metrics
 from infra.store import Store
-from schemas.errors import ConfigError
 from schemas.topics import EXPERIENCES, EXPERTS, MAX_RECORD_BYTES, TASKSET_RAW, VERIFIED, Topic
 from streams.chain_builder import build_collect, build_verify
 from streams.collect.collector import CollectSettings
@@ -33,7 +32,17 @@ from streams.source import build_sources, run_sources
 from streams.stage import EXIT_BUG, Delivery, causes, end_for, end_process
 from streams.tasks_stage import TaskCleaner
 from streams.verify import Verifier
-from streams.worker import ClaimedFolder, instance_name, quieten_clients, report, report_once, rules_of, watch
+from streams.worker import (
+    ClaimedFolder,
+    Held,
+    check_topics,
+    instance_name,
+    quieten_clients,
+    report,
+    report_once,
+    rules_of,
+    watch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +58,11 @@ STUCK_S = 180.0
 class Driver(Protocol):
     """What an agent hands its records to."""
 
-    @property
-    def moved_at_s(self) -> float: ...
-
     async def accept(self, delivery: Delivery) -> None: ...
 
     def num_in_flight(self) -> int: ...
+
+    def marks(self) -> dict[int, int]: ...
 
     async def finish(self) -> None: ...
 
@@ -104,6 +112,8 @@ class HostedStage:
         self.group = log.group(stage)
         self.drivers: dict[str, Driver] = {}
         self._log = log
+        self._generation = -1
+        self._assigned_in = -1  # the rebalance that ended in the assignment we hold
         self.app = faust.App(
             self.group,
             broker=[f"kafka://{address.strip()}" for address in bootstrap.split(",")],
@@ -152,16 +162,15 @@ class HostedStage:
     async def start(self) -> None:
         """Commit the beginning where the group has no place yet, then join it."""
         for name in self.drivers:
-            try:
-                await self._log.bus.commit_beginnings(self.group, name)
-            except ValueError as error:
-                raise ConfigError(f"{error}; `headrace check --create` creates the topics") from error
+            await self._log.bus.commit_beginnings(self.group, name)
         self.app.on_partitions_assigned.connect(self._on_assigned)
         async with asyncio.timeout(START_S):
             await self.app.start()
 
     async def stop(self) -> None:
         """Finish what is in flight, commit and leave the group; what takes longer than STOP_S is delivered again."""
+        if not self.app.started:
+            return
         abandoning = asyncio.create_task(self._abandon_late(STOP_S / 2))
         try:
             async with asyncio.timeout(STOP_S):
@@ -178,7 +187,7 @@ class HostedStage:
             if self.app.crashed or self.app.should_stop:
                 error = self.app.crash_reason
                 end_process(f"{self.stage}: Faust stopped: {type(error).__name__}: {error}", EXIT_BUG)
-            if self.app.rebalancing:
+            if self._is_revoking():
                 await self._let_go()
 
     def assignment(self) -> dict[str, set[int]]:
@@ -188,12 +197,16 @@ class HostedStage:
             found.setdefault(partition.topic, set()).add(partition.partition)
         return found
 
+    def _is_revoking(self) -> bool:
+        """Whether what we hold is being taken away: a rebalance has begun and has not assigned anything yet."""
+        return bool(self.app.rebalancing) and self.app.rebalancing_count != self._assigned_in
+
     async def _let_go(self) -> None:
-        generation, since_s = self.app.rebalancing_count, time.monotonic()
-        for driver in self.drivers.values():
-            if isinstance(driver, CollectDriver):
-                driver.retire()
-        while self.app.rebalancing and self.app.rebalancing_count == generation:
+        since_s = time.monotonic()
+        while self._is_revoking():
+            for driver in self.drivers.values():
+                if isinstance(driver, CollectDriver):
+                    driver.retire(self._generation)
             if time.monotonic() - since_s > DRAIN_S:
                 self._abandon()
             await asyncio.sleep(POLL_S)
@@ -208,10 +221,11 @@ class HostedStage:
                 driver.abandon()
 
     async def _on_assigned(self, app: Any, assigned: set[Any], **_: object) -> None:
+        self._generation, self._assigned_in = self.app.consumer_generation_id, self.app.rebalancing_count
         for name, driver in self.drivers.items():
             if isinstance(driver, CollectDriver):
                 indexes = {partition.partition for partition in assigned if partition.topic == name}
-                driver.assigned(indexes, self.app.consumer_generation_id)
+                driver.assigned(indexes, self._generation)
 
 
 def _made(folder: Path) -> Path:
@@ -248,9 +262,10 @@ async def run_worker(
     sources = build_sources(config.feedback, floor.folder)
     folder = ClaimedFolder(state_folder or floor.folder / "state")
     bus = KafkaBus(bootstrap, deadline_s=floor.kafka.deadline_s)
-    await bus.start()
     log = Log(bus, floor.app, store=store)
     try:
+        await bus.start()
+        await check_topics(log)
         async with asyncio.TaskGroup() as tasks:
 
             def hosted(stage: StageName) -> HostedStage:
@@ -291,18 +306,18 @@ async def _host(
                 for host in hosts:
                     starting.create_task(host.start())
             watchers += [around.create_task(host.guard()) for host in hosts]
-            watchers.append(around.create_task(watch(log, lambda: _movement(hosts), metrics, stuck_s)))
+            watchers.append(around.create_task(watch(log, lambda: _held(hosts), metrics, stuck_s)))
             state[0] = "running"
             logger.info("worker_ready instance=%s stages=%s", instance, ",".join(host.stage for host in hosts))
             await stop.wait()
         finally:
+            state[0] = "stopped"
             for watcher in watchers:
                 watcher.cancel()
-        state[0] = "stopped"
-        for host in hosts:
-            await host.stop()
-            for driver in host.drivers.values():
-                await driver.finish()
+            for host in hosts:
+                await host.stop()
+                for driver in host.drivers.values():
+                    await driver.finish()
     await report_once(log, metrics, instance, _reported(hosts, metrics, state[0]))
 
 
@@ -317,14 +332,14 @@ def _reported(hosts: Sequence[HostedStage], metrics: Metrics, state: str) -> str
     return state
 
 
-def _movement(hosts: Sequence[HostedStage]) -> dict[str, tuple[str, set[int], float]]:
-    """For the watchdog: what each topic's group holds here, and when it last moved."""
-    return {
-        name: (host.group, partitions, host.drivers[name].moved_at_s)
+def _held(hosts: Sequence[HostedStage]) -> list[Held]:
+    """For the watchdog: what this worker holds of each topic."""
+    return [
+        Held(topic=name, group=host.group, partitions=partitions, marks=host.drivers[name].marks())
         for host in hosts
         for name, partitions in host.assignment().items()
         if name in host.drivers
-    }
+    ]
 
 
 def _committed(log: Log, group: str) -> Callable[[int], Any]:

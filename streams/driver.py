@@ -10,7 +10,6 @@ escapes: what fails is retried, then dead-lettered, else the process ends before
 
 import asyncio
 import logging
-import time
 from typing import Protocol
 
 from infra.bus.log import Log
@@ -53,7 +52,6 @@ class WindowDriver:
     ) -> None:
         """limit: records in flight per partition. timeout_s: of handling one record. give_up_s: of publishing it."""
         self.name = name
-        self.moved_at_s = time.monotonic()
         self._stage = stage
         self._log = log
         self._metrics = metrics
@@ -96,6 +94,10 @@ class WindowDriver:
         """Records taken and not acknowledged."""
         return self._window.num_in_flight()
 
+    def marks(self) -> dict[int, int]:
+        """Nothing moves here but the group's offset."""
+        return {}
+
     async def finish(self) -> None:
         """Give up what is still in flight: it will be delivered again."""
         self.abandon()
@@ -118,7 +120,6 @@ class WindowDriver:
             end_for(error, f"{self.name}: {delivery.record.topic}/{delivery.record.partition} {delivery.record.offset}")
         for done in self._window.complete(ticket):
             done.acknowledge()
-        self.moved_at_s = time.monotonic()
         self._room.set()
 
     async def _handled(self, message: LogMessage) -> Handled:

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.config import Floor, duration_s
 from infra.metrics import Metrics
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError
-from schemas.topics import PROGRESS
+from schemas.topics import ALL, PROGRESS
 from streams.collect.credit import Source
 from streams.collect.fold import Rules
 from streams.config import StreamsConfig
-from streams.stage import EXIT_STUCK, end_process
+from streams.stage import EXIT_BROKER, EXIT_STUCK, end_process
 
 logger = logging.getLogger(__name__)
 
@@ -109,22 +111,31 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
     )
 
 
+async def check_topics(log: Log) -> None:
+    """Raises ConfigError naming the first topic of the app that is not there."""
+    for topic in ALL:
+        try:
+            await log.bus.partitions(log.name(topic))
+        except ValueError as error:
+            raise ConfigError(f"{error}; `headrace check --create` does") from error
+
+
 async def report(log: Log, metrics: Metrics, instance: str, state: Callable[[], str]) -> None:
-    """Say every REPORT_S how this worker is doing, until cancelled."""
+    """Say every REPORT_S how this worker is doing; a broker that is away past its deadline ends the process."""
     while True:
-        await report_once(log, metrics, instance, state())
+        try:
+            await report_once(log, metrics, instance, state())
+        except BrokerUnavailable as error:
+            end_process(str(error), EXIT_BROKER)
         await asyncio.sleep(REPORT_S)
 
 
 async def report_once(log: Log, metrics: Metrics, instance: str, state: str) -> None:
-    """One Progress record; a broker that is away is the stages' business."""
+    """One Progress record. Raises BrokerUnavailable."""
     progress = Progress(
         role="process", instance=instance, counters=metrics.counters(), gauges=metrics.gauges(), state=state
     )
-    try:
-        await log.publish(PROGRESS, progress)
-    except BrokerUnavailable as error:
-        logger.warning("report_failed error=%s", error)
+    await log.publish(PROGRESS, progress)
 
 
 def instance_name(folder: Path) -> str:
@@ -132,40 +143,62 @@ def instance_name(folder: Path) -> str:
     return f"process-{folder.name.rpartition('-')[2]}/{os.getpid()}"
 
 
-async def watch(
-    log: Log,
-    topics: Callable[[], dict[str, tuple[str, set[int], float]]],
-    metrics: Metrics,
-    stuck_s: float,
-) -> None:
-    """End the process when a topic has lag and nothing moved for stuck_s; never returns.
+class Held(msgspec.Struct, frozen=True):
+    """What a worker holds of one topic. marks: per partition, a number that changes while it is worked on.
 
-    topics: full topic name to (consumer group, assigned partitions, monotonic time of the last movement).
+    Example: Held(topic="app.verified", group="app.collect", partitions={0, 2}, marks={0: 981, 2: 12})
     """
-    idle_since_s: dict[str, float] = {}
+
+    topic: str
+    group: str
+    partitions: set[int]
+    marks: dict[int, int]
+
+
+class Movement:
+    """When each partition last moved: its offset, its mark, or the fact that nothing is left to do."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], tuple[int, int]] = {}
+        self._moved_s: dict[tuple[str, int], float] = {}
+
+    def stuck_for_s(self, topic: str, partition: int, lag: int, committed: int, mark: int, now_s: float) -> float:
+        """For how long a partition with lag has not moved."""
+        key = (topic, partition)
+        if lag <= 0 or self._seen.get(key) != (committed, mark):
+            self._moved_s[key] = now_s
+        self._seen[key] = (committed, mark)
+        return now_s - self._moved_s[key]
+
+    def keep(self, held: set[tuple[str, int]]) -> None:
+        """Forget partitions that others hold: their time begins anew when they come back."""
+        for key in [key for key in self._seen if key not in held]:
+            del self._seen[key]
+
+
+async def watch(log: Log, held: Callable[[], list[Held]], metrics: Metrics, stuck_s: float) -> None:
+    """End the process when a partition it holds has lag and did not move for stuck_s; never returns."""
+    movement = Movement()
     while True:
         await asyncio.sleep(WATCH_S)
-        for topic, (group, partitions, moved_at_s) in topics().items():
+        holding = held()
+        movement.keep({(one.topic, partition) for one in holding for partition in one.partitions})
+        for one in holding:
             try:
-                lag = await _lag(log, topic, group, partitions)
+                ends = await log.bus.end_offsets(one.topic)
+                offsets = await log.bus.committed(one.group, one.topic)
             except BrokerUnavailable as error:
                 logger.warning("watch_failed error=%s", error)
                 continue
-            metrics.gauge("lag", topic=topic).set(lag)
-            if lag == 0:
-                idle_since_s[topic] = time.monotonic()
-            last_s = max(moved_at_s, idle_since_s.setdefault(topic, time.monotonic()))
-            if time.monotonic() - last_s > stuck_s:
-                end_process(f"{topic}: {lag} records behind and nothing moved for {stuck_s:g} s; stopped", EXIT_STUCK)
-
-
-async def _lag(log: Log, topic: str, group: str, partitions: set[int]) -> int:
-    if not partitions:
-        return 0
-    ends = await log.bus.end_offsets(topic)
-    committed = await log.bus.committed(group, topic)
-    return sum(
-        max(0, ends[at] - committed.get(at, 0))
-        for at in (Partition(topic, index) for index in partitions)
-        if at in ends
-    )
+            total = 0
+            for partition in one.partitions:
+                at = Partition(one.topic, partition)
+                committed = offsets.get(at, 0)
+                lag = max(0, ends.get(at, 0) - committed)
+                total += lag
+                mark = one.marks.get(partition, 0)
+                still_s = movement.stuck_for_s(one.topic, partition, lag, committed, mark, time.monotonic())
+                if still_s > stuck_s:
+                    where = f"{one.topic}/{partition}"
+                    end_process(f"{where}: {lag} records behind and nothing moved for {still_s:.0f} s", EXIT_STUCK)
+            metrics.gauge("lag", topic=one.topic).set(total)

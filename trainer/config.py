@@ -11,7 +11,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 t
 Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 
 
-class LaneConfig(Section):
+class LaneConfig(Section, frozen=True):
     """[trainer.lanes.<lane>]: the objective of a lane and how it is drawn.
 
     loss: dppo, grpo, decoupled, tis or sft, or `module:name` of another; options are the loss's keyword parameters.
@@ -32,7 +32,7 @@ class LaneConfig(Section):
     options: Table = {}
 
 
-class WarmupConfig(Section):
+class WarmupConfig(Section, frozen=True):
     """[trainer.warmup]: supervised steps before anything else. lane: whose experiences, under that lane's loss.
 
     stop_at: greedy accuracy on experiences with meta split "validation" that ends it, looked at `every` steps from
@@ -52,7 +52,7 @@ class WarmupConfig(Section):
     batch: Positive = 64
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Section, frozen=True):
     """[trainer].
 
     learning_rate, gradient_clip (norm), betas, weight_decay: AdamW. staleness_decay: λ of λ^staleness on every ratio

@@ -4,11 +4,12 @@
     progress ──> Intake.closed (issue order)  ├─ `changed` wakes the loop in train.py
     policies ──> FencedOut, or published      ─┘
 
-Loss: an undecodable record of `buffer` is dead-lettered by its offset and passed; the rest goes on.
+Loss: a record of `buffer` that cannot be read or trained is dropped with a reason that the audit finds; the rest goes on.
 """
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from infra.bus.bus import Reader
 from infra.bus.log import Log, Message
@@ -21,6 +22,9 @@ from trainer.journal import Lease
 from trainer.replay import frame_of
 
 logger = logging.getLogger(__name__)
+
+TellDropped = Callable[[dict[str, str]], Awaitable[None]]
+REPEATS = frozenset({"already trained", "duplicate"})  # what they repeat is accounted for
 
 
 class Intake:
@@ -71,23 +75,32 @@ class Intake:
             self._closed.add(closure.sequence)
 
 
-async def follow_buffer(log: Log, intake: Intake, metrics: Metrics) -> None:
+async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped) -> None:
     """Read `buffer` for ever, in offset order."""
     reader = await log.assigned(topics.BUFFER, {0: intake.buffer_next})
     try:
         while True:
             for message in await log.read(reader, timeout_s=1.0):
                 intake.buffer_next = message.offset + 1
-                if isinstance(message.value, Block):
-                    reason = intake.take_block(message, message.value)
-                    if reason:
-                        metrics.counter("buffer_refused", reason=reason).inc()
-                elif message.error is not None:
-                    logger.warning("buffer record unreadable offset=%d error=%s", message.offset, message.error)
-                    metrics.counter("buffer_refused", reason="bad frame").inc()
+                await take_in(log, intake, metrics, tell_dropped, message)
                 intake.changed.set()
     finally:
         await reader.close()
+
+
+async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped, message: Message) -> None:
+    """One record of `buffer`: kept, known already, or dropped with a reason that the audit finds."""
+    if isinstance(message.value, Block):
+        reason, group = intake.take_block(message, message.value), message.value.group
+    else:
+        reason, group = "bad frame", dict(message.record.headers).get("group", b"").decode(errors="replace")
+        await log.dead_letter(message, stage="train", reason=reason)
+    if not reason:
+        return
+    metrics.counter("buffer_refused", reason=reason).inc()
+    if reason not in REPEATS and group:
+        logger.warning("buffer record refused offset=%d group=%s reason=%s", message.offset, group, reason)
+        await tell_dropped({group: reason})
 
 
 async def follow_progress(log: Log, intake: Intake) -> None:

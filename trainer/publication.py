@@ -14,6 +14,7 @@ from infra.bus.log import Log
 from infra.store import Store
 from infra.weights.manifest import decode_manifest, entries_of, first_difference
 from infra.weights.policy import Probe
+from infra.weights.prune import prune as prune_weights
 from infra.weights.publish import publish as publish_weights
 from infra.weights.tensors import Tensor
 from schemas import PolicyEvent, topics
@@ -23,19 +24,28 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """One trainer's way to the `policies` topic. events: what was published before, by version."""
+    """One trainer's way to the `policies` topic. events: what was published before, by version. times_ms: when."""
 
-    def __init__(self, log: Log, store: Store, lease: Lease, policy: str, events: Mapping[int, PolicyEvent]) -> None:
+    def __init__(
+        self,
+        log: Log,
+        store: Store,
+        lease: Lease,
+        policy: str,
+        events: Mapping[int, PolicyEvent],
+        times_ms: Mapping[int, int] | None = None,
+    ) -> None:
         self._log = log
         self._store = store
         self._lease = lease
         self._policy = policy
         self._events = dict(events)
+        self._times_ms = dict(times_ms or {})
         self._previous: Mapping[str, Tensor] | None = None
 
     def has(self, version: int) -> bool:
         """Whether `version` was published."""
-        return version in self._events
+        return version in self._events and self._events[version].event == "published"
 
     async def publish(
         self,
@@ -49,7 +59,9 @@ class Publisher:
     ) -> int:
         """Make `tensors` version `version`, or the next free one; returns the number it got."""
         old = self._events.get(version)
-        if old is not None:
+        if old is not None and old.event == "orphaned":
+            version = max(self._events) + 1
+        elif old is not None:
             if await asyncio.to_thread(same_content, self._store, old, tensors):
                 self._previous = None
                 return version
@@ -72,10 +84,17 @@ class Publisher:
             step=step,
         )
         event = msgspec.structs.replace(event, owner=self._lease.owner, stats=dict(stats))
-        await self._log.publish(topics.POLICIES, event)
+        position = await self._log.publish(topics.POLICIES, event)
         self._previous = tensors
         self._events[version] = event
+        self._times_ms[version] = position.timestamp_ms
         return version
+
+    def prune(self, keep_ms: int) -> int:
+        """Remove from the store what was replaced longer than keep_ms ago; how many objects went. Blocking."""
+        newest_ms = max(self._times_ms.values(), default=0)
+        old = [version for version, time_ms in self._times_ms.items() if time_ms < newest_ms - keep_ms]
+        return prune_weights(self._store, self._policy, oldest=max(old)) if old else 0
 
 
 def same_content(store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor]) -> bool:
@@ -85,7 +104,7 @@ def same_content(store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor]
 
 
 def published(events: Sequence[tuple[int, PolicyEvent]], policy: str) -> dict[int, PolicyEvent]:
-    """Version → its published event, of (offset, event) in order: fenced publications and orphans do not count."""
+    """Version → its event, of (offset, event) in order: fenced publications do not count, an orphaned number stays taken."""
     token = -1
     found: dict[int, PolicyEvent] = {}
     for offset, event in events:
@@ -95,8 +114,8 @@ def published(events: Sequence[tuple[int, PolicyEvent]], policy: str) -> dict[in
             token = max(token, offset)
         elif event.event == "published" and event.token >= token:
             found.setdefault(event.version, event)
-        elif event.event == "orphaned":
-            found.pop(event.version, None)
+        elif event.event == "orphaned" and event.version in found:
+            found[event.version] = msgspec.structs.replace(found[event.version], event="orphaned")
     return found
 
 

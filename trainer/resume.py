@@ -11,7 +11,7 @@ import logging
 from infra.bus.log import Log
 from infra.config import Floor
 from infra.store import Store
-from schemas import Batch, PolicyEvent, topics
+from schemas import Batch, PolicyEvent, Skip, topics
 from schemas.errors import ConfigError
 from trainer import checkpoint
 from trainer.assemble import train_items
@@ -43,7 +43,9 @@ async def resume(
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
     events = await read_policies(log)
-    publisher = Publisher(log, store, lease, floor.policy.name, published(events, floor.policy.name))
+    found = published([(offset, event) for offset, _, event in events], floor.policy.name)
+    times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
+    publisher = Publisher(log, store, lease, floor.policy.name, found, times_ms)
     state = checkpoint.load_newest(store, lease.run)
     position = state.position if state else checkpoint.Position()
     uses = state.uses if state else {}
@@ -79,14 +81,14 @@ async def resume(
     pending = pending_batches(journal.entries, position.step)
     if state is not None or pending:
         logger.info("resuming step=%d version=%d journaled=%d", position.step, position.version, len(pending))
-    await execute_again(run, pending)
+    await execute_again(run, pending, {entry.step for entry in journal.entries if isinstance(entry, Skip)})
     return run
 
 
-async def read_policies(log: Log) -> list[tuple[int, PolicyEvent]]:
-    """Every policy event with its offset."""
+async def read_policies(log: Log) -> list[tuple[int, int, PolicyEvent]]:
+    """Every policy event with its offset and time."""
     return [
-        (message.offset, message.value)
+        (message.offset, message.timestamp_ms, message.value)
         async for message in log.read_all(topics.POLICIES)
         if isinstance(message.value, PolicyEvent)
     ]
@@ -98,8 +100,8 @@ async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:
         run.intake.buffer.add(offset, frame, block)
 
 
-async def execute_again(run: Run, batches: list[Batch]) -> None:
-    """Execute journaled batches: same items, same seeds, same publications."""
+async def execute_again(run: Run, batches: list[Batch], skipped: set[int]) -> None:
+    """Execute journaled batches: same items, same seeds, same publications. skipped: steps the journal says were."""
     run.report.state = "executing the journal again" if batches else run.report.state
     for batch in batches:
         if batch.phase == "train" and not run.position.warmed_up:
@@ -111,4 +113,4 @@ async def execute_again(run: Run, batches: list[Batch]) -> None:
             if item.offset not in counted:
                 counted.add(item.offset)
                 run.intake.buffer.count_use(candidate_of(item.offset, found[item.offset][1], item.use))
-        await settle_verdict(run, batch, await execute(run, batch, items), again=True)
+        await settle_verdict(run, batch, await execute(run, batch, items), again=batch.step in skipped)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from infra.config import duration_s
 from schemas import Batch, Block, Drawn, Rollback, Skip, topics
 from trainer import checkpoint
 from trainer.assemble import Stamp, assemble, step_seed
@@ -128,7 +129,9 @@ async def publish_now(run: Run, version: int) -> None:
 
 
 async def write_checkpoint(run: Run, version: int) -> None:
-    """Write a checkpoint of now and prune old ones. version: of these weights; a resume publishes it if nobody did."""
+    """Write a checkpoint of now; prune old ones, and old policies. version: of these weights; a resume publishes it if
+    nobody did.
+    """
     intake = run.intake
     run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next)
     with Stopwatch(run.report, "checkpoint_seconds"):
@@ -140,6 +143,7 @@ async def write_checkpoint(run: Run, version: int) -> None:
         )
         await run.in_thread(checkpoint.save, run.store, run.name, state)
         await run.in_thread(checkpoint.prune, run.store, run.name, run.config.keep_checkpoints)
+        await run.in_thread(run.publisher.prune, int(duration_s(run.floor.keep.replay) * 1000))
     run.report.add("checkpoints")
 
 

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import socket
+from functools import partial
 
 from infra.bus.log import Log
 from infra.config import Floor
@@ -29,7 +30,7 @@ from trainer.report import Report, publish_progress, report_progress
 from trainer.resume import resume
 from trainer.state import Run
 from trainer.step import publish_now, train_step, write_checkpoint
-from trainer.waiting import next_draw
+from trainer.waiting import next_draw, tell_dropped
 from trainer.warmup import warm_up
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ async def run_trainer(
     try:
         async with asyncio.TaskGroup() as tasks:
             background = [
-                tasks.create_task(follow_buffer(log, run.intake, metrics)),
+                tasks.create_task(follow_buffer(log, run.intake, metrics, partial(tell_dropped, run))),
                 tasks.create_task(follow_progress(log, run.intake)),
                 tasks.create_task(watch_leases(log, leases, lease, floor.policy.name)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),

@@ -47,10 +47,11 @@ def decide(run: Run, *, now_s: float) -> Draw:
             return Draw(dropped=tuple(dropped), wait=True)
         taken += draw.taken
     num_paced = sum(one.num_experiences for one in taken)
+    paced_step = PACED in lanes and num_paced > 0
     for lane, config in lanes.items():
         if lane == PACED or config.weight == 0.0:
             continue
-        wanted = round(num_paced * share_of(config)) if PACED in lanes else run.floor.pacing.groups_per_step
+        wanted = round(num_paced * share_of(config)) if paced_step else run.floor.pacing.groups_per_step
         if wanted == 0:
             continue
         candidates = run.intake.buffer.candidates(lane)
@@ -63,7 +64,7 @@ def decide(run: Run, *, now_s: float) -> Draw:
             max_uses=config.max_uses,
             seed=step_seed(run.seed, run.position.step + 1),
         )
-        if draw.wait and not config.optional and PACED not in lanes:
+        if draw.wait and not config.optional and not paced_step:
             return Draw(dropped=tuple(dropped), wait=True)
         taken += draw.taken
     return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken)
@@ -105,11 +106,16 @@ async def drop(run: Run, draw: Draw) -> None:
     for one, reason in draw.dropped:
         run.intake.buffer.discard(one.offset, one.lane)
         run.report.add("dropped", one.num_experiences, reason=reason)
+    await tell_dropped(run, {one.group: reason for one, reason in draw.dropped})
+
+
+async def tell_dropped(run: Run, dropped: dict[str, str]) -> None:
+    """Tell the master and the audit which groups will never be trained, and why."""
     told = Drawn(
         token=run.lease.token,
         step=run.position.step + 1,
         version=run.position.version,
         groups=(),
-        dropped={one.group: reason for one, reason in draw.dropped},
+        dropped=dropped,
     )
     await run.log.publish(topics.PROGRESS, told)

@@ -15,7 +15,7 @@ PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
 
 
 def check_tensors(policy: Policy, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise PolicyRefused unless the policy has exactly the model's tensors, all finite. shapes: the model's, by name."""
+    """Raise PolicyRefused unless the policy has exactly the model's tensors, all finite. shapes: the model's."""
     who = f"policy {policy.version}"
     if missing := sorted(shapes.keys() - policy.tensors.keys()):
         raise PolicyRefused(f"{who}: tensor {missing[0]} is missing ({len(missing)} of {len(shapes)})")
@@ -46,8 +46,8 @@ def probe_difference(policy: Policy, scores: Sequence[Sequence[float]], toleranc
         worst = max(worst, float(difference)) if np.isfinite(difference) else float("inf")
     if worst > tolerance:
         raise PolicyRefused(
-            f"policy {policy.version}: probe logprobs differ by {worst:.2e}, expected at most {tolerance:.0e}; the engine "
-            "does not compute what the trainer published"
+            f"policy {policy.version}: probe logprobs differ by {worst:.2e}, expected at most {tolerance:.0e}; the "
+            "engine does not compute what the trainer published"
         )
     return worst
 

@@ -1,7 +1,7 @@
 """The scripted engine: a bigram table in numpy, for tests, examples and machines without a model.
 
-It keeps the whole engine contract: recorded logprobs are the table's own, a load takes effect between two tokens, and the
-same seed gives the same tokens. `script` puts words in its mouth; the logprobs stay those of the table.
+It keeps the whole engine contract: recorded logprobs are the table's own, a load takes effect between two tokens, and
+the same seed gives the same tokens. `script` puts words in its mouth; the logprobs stay those of the table.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ class ScriptedEngine:
             elif sampling.temperature == 0:
                 last = int(row.argmax())
             else:
-                last = int(min(np.searchsorted(np.exp(row).cumsum(), random.random()), len(row) - 1))
+                last = min(int(np.searchsorted(np.exp(row).cumsum(), random.random())), len(row) - 1)
             done = trace.add(last, float(row[last]), self._version)
             done = done or (script is not None and len(trace.tokens) == len(script))
         return trace.completion()

@@ -1,4 +1,4 @@
-"""Continuous batching over a transformers model: running sequences in slots, their keys and values in one tensor a layer.
+"""Continuous batching over a transformers model: running sequences in slots, keys and values in one tensor a layer.
 
 A sequence enters after a forward over its prompt (equal prompts are forwarded once), leaves at its last token, and the
 last slot moves into its place. `rebuild` recomputes every running sequence's keys and values, for new weights.
@@ -43,7 +43,7 @@ class _Captured:
 
 
 class _Slots:
-    """Keys and values of running sequences, per layer [slots, heads, capacity, head_dim]; layers allocate on first use."""
+    """Keys and values of running sequences, per layer [slots, heads, capacity, head_dim], allocated on first use."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []

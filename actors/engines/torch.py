@@ -39,7 +39,7 @@ Finished = asyncio.Future[Completion]
 
 
 class TorchEngine:
-    """model: a folder. max_batch: sequences sampled at once; more wait. threads: torch threads, None leaves them alone."""
+    """model: a folder. max_sequences: sequences sampled at once; more wait. threads: torch's, None leaves them alone."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class TorchEngine:
         model: str,
         seed: int = 0,
         dtype: str = "float32",
-        max_batch: int = 512,
+        max_sequences: int = 512,
         max_model_len: int | None = None,
         threads: int | None = None,
     ) -> None:
         self._folder = model
         self._seed = seed
         self._dtype = dtype
-        self._max_batch = max_batch
+        self._max_sequences = max_sequences
         self._max_model_len = max_model_len or 0
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -205,7 +205,7 @@ class TorchEngine:
         if self._batch.rows:
             finished += self._batch.step(self._version)
         entering: list[Row] = []
-        while self._waiting and len(self._batch.rows) + len(entering) < self._max_batch:
+        while self._waiting and len(self._batch.rows) + len(entering) < self._max_sequences:
             row = self._waiting.popleft()
             if not row.cancelled:
                 entering.append(row)

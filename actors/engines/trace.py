@@ -35,7 +35,7 @@ class Trace(msgspec.Struct):
 def spans(starts: list[tuple[int, int]], num_tokens: int, temperature: float) -> tuple[Span, ...]:
     """Runs of one version each. starts: (version, index of its first token), ascending.
 
-    Greedy tokens have no ratio: their recorded logprob is the policy's at temperature 1, but they were not drawn from it.
+    Greedy tokens have no ratio: their recorded logprob is the policy's at temperature 1, but they were not drawn.
     """
     stops = [start for _, start in starts[1:]] + [num_tokens]
     return tuple(

@@ -84,6 +84,7 @@ class KafkaBus:
         self._producer: AIOKafkaProducer | None = None
         self._admin: AIOKafkaAdminClient | None = None
         self._offsets: AIOKafkaConsumer | None = None
+        self._opening = asyncio.Lock()
         self._counts: dict[str, int] = {}
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
 
@@ -296,8 +297,9 @@ class KafkaBus:
         topic: str,
         ask: Callable[[AIOKafkaConsumer, list[TopicPartition]], Awaitable[dict[TopicPartition, int]]],
     ) -> dict[Partition, int]:
-        if self._offsets is None:
-            self._offsets = await self._started(lambda: self._consumer(None))
+        async with self._opening:  # else the first calls at once would each open a consumer, and all but one leak
+            if self._offsets is None:
+                self._offsets = await self._started(lambda: self._consumer(None))
         consumer, partitions = self._offsets, [TopicPartition(topic, index) for index in await self.partitions(topic)]
         offsets = await self._retried(f"offsets of {topic}", lambda: ask(consumer, partitions))
         return {_ours(partition): offset for partition, offset in offsets.items()}

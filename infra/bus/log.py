@@ -7,7 +7,7 @@ reader. Whatever `read` raises, the reader stands before the records of that cal
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -186,7 +186,7 @@ class Log:
         """Full name of a consumer group of this app."""
         return f"{self.app}.{name}"
 
-    async def read_all(self, topic: Topic, *, until_end: bool = True) -> AsyncIterator[Message]:
+    async def read_all(self, topic: Topic, *, until_end: bool = True) -> AsyncGenerator[Message, None]:
         """All kept records, in partition order; ends at what was the end when called, or with until_end=False never."""
         ends = await self.bus.end_offsets(self.name(topic))
         reader = await self.assigned(topic, "beginning")

@@ -1,22 +1,78 @@
-"""`headrace bench …`: runs one benchmark and prints its figures."""
+"""`headrace bench …`: runs one benchmark and prints its figures beside what was aimed at."""
 
 import importlib
 import json
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 BENCHES = {"codec": "infra.bench.codec", "delta": "infra.bench.delta", "reload": "infra.bench.reload"}
+# Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
+TARGETS: dict[str, dict[str, tuple[float, float]]] = {
+    "delta": {"full_over_delta": (90.0, float("inf")), "bit_exact": (1.0, 1.0)},
+    "reload": {
+        "pause_ms_p50": (0.0, 80.0),
+        "pause_ms_p95": (0.0, 200.0),
+        "requests_failed": (0.0, 0.0),
+        "front_mb_per_version": (float("-inf"), 0.1),
+        "core_mb_per_version": (float("-inf"), 0.1),
+    },
+}
 
 
 def run_bench(name: str, as_json: bool) -> int:
-    """Run `infra/bench/<name>.py` and print its dictionary of figures."""
-    figures: dict[str, object] = importlib.import_module(BENCHES[name]).run()
+    """Run `infra/bench/<name>.py` and print its figures; targets are shown, never asserted."""
+    module = importlib.import_module(BENCHES[name])
+    figures = module.run()
     if as_json:
         print(json.dumps(figures))
-        return 0
-    table = Table(title=f"bench {name}", show_header=False)
-    for figure, value in figures.items():
-        table.add_row(figure, f"{value:,.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    elif name == "codec":
+        Console().print(shapes_table(name, module.rows(figures)))
+    else:
+        Console().print(figures_table(name, figures))
     return 0
+
+
+def shapes_table(name: str, rows: list[tuple[str, ...]]) -> Table:
+    """Figures of several cases side by side, the first row their names; figures with a target stand out."""
+    (_, *cases), *others = rows
+    table = Table(title=f"bench {name}")
+    table.add_column("figure")
+    for case in cases:
+        table.add_column(case, justify="right")
+    for row in others:
+        table.add_row(*row, style="bold" if "target" in row[0] else None)
+    return table
+
+
+def figures_table(name: str, figures: dict[str, float]) -> Table:
+    """One figure a line, with its target if it has one."""
+    table = Table("figure", title=f"bench {name}")
+    table.add_column("value", justify="right")
+    table.add_column("target", justify="right")
+    targets = TARGETS.get(name, {})
+    for figure, value in figures.items():
+        if figure not in targets:
+            table.add_row(figure, number(value), "")
+            continue
+        low, high = targets[figure]
+        met = low <= value <= high
+        table.add_row(figure, number(value), Text(words(low, high), style="green" if met else "red"), style="bold")
+    return table
+
+
+def words(low: float, high: float) -> str:
+    """A range as a person says it.
+
+    >>> words(90.0, float("inf"))
+    'at least 90'
+    """
+    if low == high:
+        return number(low)
+    return f"at least {number(low)}" if high == float("inf") else f"at most {number(high)}"
+
+
+def number(value: float) -> str:
+    """Whole from 100 on, else three digits that count."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -1,5 +1,10 @@
-"""`headrace check`: are the settings sound, do the plugins load, what runs in which order, is the broker as expected."""
+"""`headrace check`: are the settings sound, do the plugins load, what runs in which order, is the broker as expected.
 
+Everything that a role would refuse when it starts is refused here, with the same words.
+"""
+
+import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,30 +14,65 @@ from infra.chain import Step
 from infra.cli.connect import connected
 from infra.cli.settings import Settings, load_settings
 from infra.config import duration_s
-from infra.plugin import add_plugin_folders, find
+from infra.plugin import add_plugin_folders, find, option_defaults
+from infra.processor import mark_of
+from streams.config import FeedbackConfig
 
 
 async def run_check(config: Path, sets: list[str], create: bool) -> int:
     """Print what was resolved; raises ConfigError for what cannot hold."""
     from streams.chain_builder import build_collect, build_verify
+    from streams.source import build_sources
 
     settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)
+    duration_s(settings.keep.replay)
     streams = settings.streams()
+    chains = {"verify": build_verify(streams), "collect": build_collect(streams)}
+    sources = build_sources(settings.feedback, settings.folder)
+    notes = check_plugins(settings) + check_reward(settings)
     console = Console(highlight=False)
     console.print(summary(settings))
-    for stage, steps in (("verify", build_verify(streams)), ("collect", build_collect(streams))):
+    for stage, steps in chains.items():
         console.print(chain_table(stage, steps))
-    for index, feedback in enumerate(settings.feedback):
-        find(feedback.use, f"feedback[{index}].use")
-    find(settings.engine.use, "engine.use")
-    find(settings.trainer.learner.use, "trainer.learner.use")
+    if sources:
+        versions = {source.name: mark_of(source.function).version for source in sources}
+        console.print(feedback_table(settings.feedback, versions))
+    for note in notes:
+        console.print(f"note: {note}", style="yellow")
     if create:
-        async with connected(settings, deadline_s=15.0) as log:
+        async with connected(settings, deadline_s=15.0, create=True) as log:
             keep_ms = int(duration_s(settings.keep.replay) * 1000)
             created = await log.create_topics(partitions=settings.kafka.partitions, keep_ms=keep_ms)
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
     return 0
+
+
+def check_plugins(settings: Settings) -> list[str]:
+    """Find the plugins outside the streams; returns what this machine cannot check. Raises ConfigError."""
+    find(settings.explore.workflow, "explore.workflow")
+    if importlib.util.find_spec("torch") is None:
+        return ["engine, learner and losses are not checked: they need torch, which is not installed here"]
+    from trainer.loss import open_objective
+
+    find(settings.engine.use, "engine.use")
+    find(settings.trainer.learner.use, "trainer.learner.use")
+    for lane, one in settings.trainer.lanes.items():
+        open_objective(one, f"trainer.lanes.{lane}")
+    return []
+
+
+def check_reward(settings: Settings) -> list[str]:
+    """Names in [reward] that no score or feedback source of the file gives; a workflow may still give them."""
+    given = {one.name for one in settings.score} | {one.name for one in settings.feedback}
+    named = {"blend": settings.reward.blend, "require": settings.reward.require}
+    return [
+        f'reward.{key}: no [[score]] or [[feedback]] is called "{name}"; expected one of {", ".join(sorted(given))}, or one '
+        "that a workflow returns"
+        for key, names in named.items()
+        for name in names
+        if name not in given
+    ]
 
 
 def summary(settings: Settings) -> Table:
@@ -50,20 +90,41 @@ def summary(settings: Settings) -> Table:
         "pacing": f"{pacing.groups_per_step} groups per step, {pacing.steps_per_version} steps per version, "
         f"at most {pacing.max_staleness} versions stale",
         "lanes": lanes,
-        "reward": settings.reward.use or str(settings.reward.blend or "every score alike"),
-        "feedback": ", ".join(one.name for one in settings.feedback) or "none",
+        "reward": settings.reward.use or shown(settings.reward.blend) or "every score alike",
     }
     for name, value in rows.items():
         table.add_row(name, value)
     return table
 
 
-def chain_table(stage: str, steps: tuple[Step, ...]) -> Table:
+def chain_table(stage: str, steps: Sequence[Step]) -> Table:
     """The steps of a stage in the order they run."""
-    table = Table("step", "version", "sees", "options", title=stage, title_justify="left")
+    table = Table("step", "version", "sees", "options", title=f"stage {stage}", title_justify="left")
+    sees = {"experience": "an experience", "group": "a group", "score": "an experience, gives a score"}
     for step in steps:
-        options = ", ".join(f"{name}={value!r}" for name, value in step.options.items())
-        table.add_row(
-            step.name, str(step.version), f"an {step.kind}" if step.kind == "experience" else f"a {step.kind}", options
-        )
+        options = shown(option_defaults(step.function))
+        if step.memory:
+            options = f"{options}, memory={step.memory}" if options else f"memory={step.memory}"
+        table.add_row(step.name, str(step.version), sees[step.kind], options)
     return table
+
+
+def feedback_table(configs: Sequence[FeedbackConfig], versions: dict[str, int]) -> Table:
+    """Where feedback comes from and how long it is waited for."""
+    columns = ("source", "version", "function", "listens to", "window", "default", "late")
+    table = Table(title="feedback", title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for one in configs:
+        place = f"topic {one.from_.topic}" if one.from_.topic else f"file {one.from_.file}"
+        table.add_row(one.name, str(versions[one.name]), one.use, place, one.window, str(one.default), one.late)
+    return table
+
+
+def shown(options: dict[str, object] | dict[str, float]) -> str:
+    """Options as one line.
+
+    >>> shown({"min_tokens": 8})
+    'min_tokens=8'
+    """
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

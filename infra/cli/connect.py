@@ -9,6 +9,7 @@ from pathlib import Path
 from infra.bus.log import Log
 from infra.cli.settings import Settings
 from infra.store import Store, open_store
+from schemas import topics
 from schemas.errors import ConfigError
 
 
@@ -38,16 +39,35 @@ def store_of(settings: Settings) -> Store:
 
 
 @asynccontextmanager
-async def connected(settings: Settings, *, deadline_s: float | None = None) -> AsyncIterator[Log]:
-    """A log that is connected inside the `with`. Raises BrokerUnavailable naming the address after the deadline."""
+async def connected(settings: Settings, *, deadline_s: float | None = None, create: bool = False) -> AsyncIterator[Log]:
+    """A log that is connected inside the `with`. create: the caller creates the topics, so they need not be there.
+
+    Raises BrokerUnavailable naming the address after the deadline (that of the settings, if it is shorter), ConfigError
+    for topics that are missing.
+    """
     from infra.bus.kafka import KafkaBus
 
-    bus = KafkaBus(bootstrap_of(settings), deadline_s=deadline_s or settings.kafka.deadline_s)
-    await bus.start()
+    quieten_client()
+    limit_s = settings.kafka.deadline_s
+    bus = KafkaBus(bootstrap_of(settings), deadline_s=min(deadline_s or limit_s, limit_s))
     try:
-        yield Log(bus, settings.app, store=store_of(settings))
+        await bus.start()
+        log = Log(bus, settings.app, store=store_of(settings))
+        if not create:
+            await _require_topics(log, bus.bootstrap_servers)
+        yield log
     finally:
         await bus.close()
+
+
+async def _require_topics(log: Log, address: str) -> None:
+    for topic in topics.ALL:
+        try:
+            await log.bus.partitions(log.name(topic))
+        except ValueError as error:
+            raise ConfigError(
+                f'app: Kafka at {address} has no topic "{log.name(topic)}"; `headrace check --create` creates the topics'
+            ) from error
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
@@ -55,5 +75,11 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
-    for noisy in ("aiokafka", "faust", "mode", "urllib3", "vllm"):
+    for noisy in ("faust", "mode", "urllib3", "vllm"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    quieten_client()
+
+
+def quieten_client() -> None:
+    """In an outage aiokafka prints several lines a second; the bus says the same once, with the address."""
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)

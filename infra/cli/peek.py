@@ -1,18 +1,19 @@
 """`headrace peek TOPIC`: records as a person reads them."""
 
-import json
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from infra.bus.log import Log, Message
+from infra.bus.log import Message
 from infra.cli.connect import connected
+from infra.cli.newest import newest_and_reader
 from infra.cli.settings import load_settings
-from schemas import Batch, Block, Experience, topics
-from schemas.errors import ConfigError
+from schemas import Batch, Block, DeadLetter, Experience, Progress, Task, UnknownMajor, decode, topics
+from schemas.errors import BadFrame, ConfigError
 
 SHOWN = 8  # members of a block; the rest is counted
 MAX_TEXT = 160
@@ -25,56 +26,40 @@ async def run_peek(topic: str, config: Path, sets: list[str], *, last: int, foll
         chosen = topics.by_name(topic.removeprefix(f"{settings.app}."))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    console = Console(highlight=False)
+    # Records are read as they are, whatever the terminal's width.
+    console = Console(highlight=False, soft_wrap=True)
     async with connected(settings, deadline_s=10.0) as log:
-        messages = await newest(log, chosen, last)
-        for message in messages:
-            show(console, message, as_json)
-        if not messages and not follow and not as_json:
-            console.print(f"{log.name(chosen)} is empty", style="dim")
-        if follow:
-            reader = await log.assigned(chosen, "end")
-            while True:
+        messages, reader = await newest_and_reader(log, chosen, last)
+        try:
+            for message in messages:
+                show(console, message, as_json)
+            if not messages and last and not follow and not as_json:
+                console.print(f"{log.name(chosen)} is empty", style="dim")
+            while follow:
                 for message in await log.read(reader, timeout_s=1.0):
                     show(console, message, as_json)
+        finally:
+            await reader.close()
     return 0
-
-
-async def newest(log: Log, topic: topics.Topic, last: int) -> list[Message]:
-    """The `last` newest records over all partitions, oldest first."""
-    name = log.name(topic)
-    beginnings = await log.bus.beginning_offsets(name)
-    ends = await log.bus.end_offsets(name)
-    starts = {one.index: max(beginnings[one], end - last) for one, end in ends.items()}
-    wanted = sum(end - starts[one.index] for one, end in ends.items())
-    reader = await log.assigned(topic, starts)
-    found: list[Message] = []
-    try:
-        while len(found) < wanted:
-            batch = await log.read(reader, timeout_s=2.0)
-            if not batch:
-                break
-            found += batch
-    finally:
-        await reader.close()
-    found.sort(key=lambda message: (message.timestamp_ms, message.partition, message.offset))
-    return found[-last:] if last else []
 
 
 def show(console: Console, message: Message, as_json: bool) -> None:
     """One record: where it lies and what it says."""
     if as_json:
         where = {"partition": message.partition, "offset": message.offset, "timestamp_ms": message.timestamp_ms}
-        console.print_json(json.dumps({**where, "record": plain(message)}, default=str))
+        print(msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode(), flush=True)
         return
     clock = time.strftime("%H:%M:%S", time.localtime(message.timestamp_ms / 1000))
     head = Text(f"{message.partition}/{message.offset} {clock}  ", style="dim")
-    if message.error is not None:
-        console.print(head + Text(f"unreadable: {message.error}", style="red"))
-    elif isinstance(message.value, Block):
-        show_block(console, head, message.value)
-    else:
-        console.print(head + Text(one_line(message.value)))
+    try:
+        if message.error is not None:
+            raise message.error
+        if isinstance(message.value, Block):
+            show_block(console, head, message.value)
+        else:
+            console.print(head + Text(one_line(message.value)))
+    except BadFrame as error:  # of the record, or of a block's bulk, which is decoded here first
+        console.print(head + Text(f"unreadable: {error}", style="red"))
 
 
 def show_block(console: Console, head: Text, block: Block) -> None:
@@ -105,30 +90,83 @@ def answer_line(one: Experience) -> Text:
 
 
 def one_line(record: object) -> str:
-    """A control record as `kind field=value …`; long fields are cut."""
+    """A control record as `kind field=value …`; long fields are cut, absent ones left out."""
     assert isinstance(record, msgspec.Struct)
-    if isinstance(record, Batch):
-        lanes: dict[str, int] = {}
-        for item in record.items:
-            lanes[item.lane] = lanes.get(item.lane, 0) + 1
-        counts = " ".join(f"{lane}={count}" for lane, count in lanes.items())
-        return f"batch step={record.step} version={record.version} phase={record.phase} token={record.token} {counts}"
+    match record:
+        case Task():
+            return task_line(record)
+        case Batch():
+            return batch_line(record)
+        case DeadLetter():
+            return letter_line(record)
+        case Progress():
+            counters = " ".join(f"{name}={value:g}" for name, value in sorted(record.counters.items()))
+            version = f" version={record.version}" if record.version >= 0 else ""
+            return f"progress {record.instance} {record.state}{version} {cut(counters)}"
     fields = msgspec.to_builtins(record)
     kind = fields.pop("kind", type(record).__name__)
-    return f"{kind} " + " ".join(f"{name}={cut(str(value))}" for name, value in fields.items())
+    return f"{kind} " + " ".join(f"{name}={value_text(value)}" for name, value in fields.items())
 
 
-def plain(message: Message) -> object:
+def task_line(task: Task) -> str:
+    """A task: what is asked, what is right, and how it was issued."""
+    question = " ".join(one.content for one in task.messages)
+    words = [f"task {task.id}  {cut(question)!r}"]
+    if task.answer is not None:
+        words.append(f"answer={cut(task.answer)!r}")
+    if task.split != "train":
+        words.append(f"split={task.split}")
+    if (issued := task.issued) is not None:
+        words.append(f"group={issued.group} attempt={issued.attempt} episodes={issued.num_episodes}")
+        words.append(f"eval of v{issued.version}" if issued.suite else f"sequence={issued.sequence}")
+    return "  ".join(words)
+
+
+def batch_line(batch: Batch) -> str:
+    """A journaled batch: how many experiences of which lane."""
+    lanes: dict[str, int] = {}
+    for item in batch.items:
+        lanes[item.lane] = lanes.get(item.lane, 0) + 1
+    counts = "".join(f" {lane}={count}" for lane, count in lanes.items())
+    drops = "".join(f" dropped[{reason}]={count}" for reason, count in batch.drops.items())
+    return f"batch step={batch.step} version={batch.version} phase={batch.phase} token={batch.token}{counts}{drops}"
+
+
+def letter_line(letter: DeadLetter) -> str:
+    """A dead letter: where it lay, why it died, and what it held as far as that can be told."""
+    try:
+        inner = decode(letter.value)
+        held = f"a block of {inner.group}" if isinstance(inner, Block) else one_line(inner)
+    except (BadFrame, UnknownMajor):
+        held = f"{len(letter.value)} bytes {letter.value[:16]!r}"
+    why = f"{letter.reason}: {cut(letter.error)}" if letter.error else letter.reason
+    return f"dead letter of {letter.topic} {letter.partition}/{letter.offset}  {letter.stage}: {why}  held {cut(held)}"
+
+
+def value_text(value: object) -> str:
+    """A field of a control record, cut to fit a line."""
+    return cut(repr(value) if isinstance(value, str) and " " in value else str(value))
+
+
+def plain(message: Message) -> Any:
     """A record as plain data, blocks without their token arrays."""
     if message.error is not None:
         return {"error": str(message.error)}
     if not isinstance(message.value, Block):
-        return msgspec.to_builtins(message.value, enc_hook=str)
+        return msgspec.to_builtins(message.value)
     fields = [name for name in Experience.__struct_fields__ if name != "bulk"]
     return [
-        {name: msgspec.to_builtins(getattr(one, name)) for name in fields} | {"response": one.response}
+        {name: msgspec.to_builtins(getattr(one, name)) for name in fields} | {"response": response_of(one)}
         for one in message.value.experiences
     ]
+
+
+def response_of(one: Experience) -> str | None:
+    """What was answered; None where the frame's text cannot be decoded."""
+    try:
+        return one.response
+    except BadFrame:
+        return None
 
 
 def cut(text: str) -> str:

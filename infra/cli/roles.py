@@ -40,15 +40,15 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
 
 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    folder = model_folder(settings)
     from actors.engine import Engine
     from actors.explorer import run_explorer
     from infra.model import load_tokenizer
     from infra.plugin import load
 
-    folder = model_folder(settings)
-    tokenizer = await asyncio.to_thread(load_tokenizer, folder)
-    engine: Engine = load(settings.engine.use, {"model": folder, **settings.engine.options}, "engine")
-    async with connected(settings) as log:
+    async with connected(settings) as log:  # first: a missing broker is told in seconds, a model takes longer to load
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        engine: Engine = load(settings.engine.use, {"model": folder, **settings.engine.options}, "engine")
         await run_explorer(
             settings,
             settings.explore,
@@ -76,11 +76,12 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
     from trainer.learner import open_learner
     from trainer.train import run_trainer
 
-    learner = await asyncio.to_thread(open_learner, settings.trainer, model_folder(settings))
     async with connected(settings) as log:
+        learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
         await run_trainer(
             settings,
             settings.trainer,

@@ -22,7 +22,7 @@ from trainer.config import TrainerConfig
 DEFAULT_FILE = "headrace.toml"
 
 
-class Settings(Floor):
+class Settings(Floor, frozen=True):
     """Every table of the file; the sections are documented where they are defined.
 
     Example: Settings(app="support-bot")

@@ -1,7 +1,8 @@
-"""`headrace status`: roles, versions, rates, lags and drops by reason, read from the log alone."""
+"""`headrace status`: roles, versions, rates, lags, drops and alarms, read from the log alone."""
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from rich.table import Table
 
 from infra.bus.log import Log
 from infra.cli.connect import connected
-from infra.cli.peek import newest
+from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from schemas import EvalResult, PolicyEvent, Progress, topics
 
-RECENT = 2000  # progress records looked at: minutes of a busy system
-GONE_S = 15.0  # a role that has not spoken for so long is shown as gone
+RECENT = 2000  # records looked at in each topic: minutes of a busy system
+WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
+GONE_S = 15.0  # a role that has not spoken for so long is silent
+ENDED = ("stopped", "done")  # what a role says that ended in order
 # Which group reads which topic; its lag is what waits to be done.
 CONSUMERS = (
     (topics.TASKSET_RAW, "tasks"),
@@ -24,63 +27,69 @@ CONSUMERS = (
     (topics.EXPERTS, "verify"),
     (topics.VERIFIED, "collect"),
 )
+# Counters that should stand still: one that grew in the last minute is an alarm.
+ALARMING = ("alarms", "steps_skipped", "rollbacks", "policies_refused", "policy_fetch_failed", "requests_failed")
 
 State = dict[str, Any]
+Reports = list[tuple[Progress, float]]
 
 
-async def run_status(config: Path, sets: list[str], as_json: bool) -> int:
-    """Print the state of the system; exit code 1 if a role that spoke lately has fallen silent."""
+async def run_status(config: Path, sets: list[str], *, as_json: bool, check: bool, max_lag: int) -> int:
+    """Print the state of the system; with `check`, exit code 1 if there is an alarm."""
     settings = load_settings(config, sets)
     async with connected(settings, deadline_s=10.0) as log:
-        state = await read_status(log, now_s=time.time())
+        state = await read_status(log, now_s=time.time(), max_lag=max_lag)
     if as_json:
         print(json.dumps(state))
     else:
         show(Console(highlight=False), state)
-    return 0 if all(role["age_s"] < GONE_S for role in state["roles"]) else 1
+    return 1 if check and state["alarms"] else 0
 
 
-async def read_status(log: Log, *, now_s: float) -> State:
+async def read_status(log: Log, *, now_s: float, max_lag: int) -> State:
     """Everything `status` shows, as plain data."""
-    first: dict[str, tuple[Progress, float]] = {}
-    last: dict[str, tuple[Progress, float]] = {}
+    reports: dict[str, Reports] = {}
     for message in await newest(log, topics.PROGRESS, RECENT):
         if isinstance(message.value, Progress):
-            first.setdefault(message.value.instance, (message.value, message.timestamp_ms / 1000))
-            last[message.value.instance] = (message.value, message.timestamp_ms / 1000)
-    roles = [role_state(first[name], last[name], now_s) for name in sorted(last)]
-    return {
-        "roles": newest_of_each(roles),
+            reports.setdefault(message.value.instance, []).append((message.value, message.timestamp_ms / 1000))
+    roles = newest_of_each([role_state(one, now_s) for one in reports.values()])
+    state: State = {
+        "roles": roles,
         "policies": await policy_state(log),
         "lags": {topic.name: await lag(log, topic, group) for topic, group in CONSUMERS},
-        "dropped": dropped([report for report, _ in last.values()]),
+        "dropped": dropped([one[-1][0] for one in reports.values()]),
         "accuracy": {
             message.value.suite: {
                 "version": message.value.version,
-                "share": message.value.num_correct / message.value.num_tasks,
+                "share": message.value.num_correct / max(1, message.value.num_tasks),
             }
             for message in await newest(log, topics.EVALS, RECENT)
             if isinstance(message.value, EvalResult)
         },
     }
+    return {**state, "alarms": alarms(state, max_lag)}
 
 
-def role_state(first: tuple[Progress, float], last: tuple[Progress, float], now_s: float) -> State:
-    """One process: its newest report, and rates since its oldest one at hand."""
-    (old, old_s), (new, new_s) = first, last
+def role_state(reports: Reports, now_s: float) -> State:
+    """One process: its newest report, and what its counters did in the minute before it."""
+    new, new_s = reports[-1]
+    old, old_s = next((one for one in reports if one[1] >= new_s - WINDOW_S), reports[-1])
+    grown = {name: value - old.counters.get(name, 0.0) for name, value in new.counters.items() if new is not old}
     span_s = max(new_s - old_s, 1e-9)
-    rates = {
-        name: (value - old.counters.get(name, 0.0)) / span_s
-        for name, value in new.counters.items()
-        if new is not old and "{" not in name and value > old.counters.get(name, 0.0)
-    }
+    age_s = round(now_s - new_s, 1)
     return {
         "role": new.role,
         "instance": new.instance,
         "state": new.state,
         "version": new.version,
-        "age_s": round(now_s - new_s, 1),
-        "per_s": {name: round(rate, 2) for name, rate in sorted(rates.items())},
+        "age_s": age_s,
+        "silent": age_s >= GONE_S and new.state not in ENDED,
+        "per_s": {
+            name: round(more / span_s, 2) for name, more in sorted(grown.items()) if more > 0 and "{" not in name
+        },
+        "grown": {
+            name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in ALARMING
+        },
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
     }
 
@@ -93,7 +102,7 @@ def newest_of_each(roles: list[State]) -> list[State]:
     return sorted([*alive, *last.values()], key=lambda role: role["instance"])
 
 
-def dropped(reports: list[Progress]) -> dict[str, int]:
+def dropped(reports: Sequence[Progress]) -> dict[str, int]:
     """Experiences dropped by the processes at hand: reason → count."""
     found: dict[str, int] = {}
     for report in reports:
@@ -109,9 +118,12 @@ async def policy_state(log: Log) -> State:
     events = [message.value for message in await newest(log, topics.POLICIES, RECENT)]
     published = [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
     refused = [event for event in events if isinstance(event, PolicyEvent) and event.event == "refused"]
+    version = max((event.version for event in published), default=None)
     return {
-        "published": max((event.version for event in published), default=None),
+        "published": version,
         "refused": [f"v{event.version} by {event.owner}: {event.reason}" for event in refused[-3:]],
+        # One that was refused and replaced since is history; the newest being refused means nobody learns from it.
+        "newest_refused": any(event.version == version for event in refused),
     }
 
 
@@ -124,24 +136,44 @@ async def lag(log: Log, topic: topics.Topic, group: str) -> int | None:
     return sum(max(0, end - committed.get(partition, 0)) for partition, end in ends.items())
 
 
+def alarms(state: State, max_lag: int) -> list[str]:
+    """What somebody should look at, one line each; empty when all is well."""
+    found = [] if state["roles"] else ["no role has reported"]
+    for role in state["roles"]:
+        if role["silent"]:
+            found.append(f"{role['instance']} has been silent for {role['age_s']:.0f} s")
+        else:
+            found += [
+                f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
+            ]
+    lags: Mapping[str, int | None] = state["lags"]
+    for name, waiting in lags.items():
+        if waiting is not None and waiting > max_lag:
+            found.append(f"{name}: {waiting:,} records wait, expected at most {max_lag:,}")
+    if state["policies"]["newest_refused"]:
+        found.append(f"policy v{state['policies']['published']} was refused: {state['policies']['refused'][-1]}")
+    return found
+
+
 def show(console: Console, state: State) -> None:
     """The state as tables."""
     roles = Table("role", "state", "version", "last heard", "per second")
     for role in state["roles"]:
-        silent = role["age_s"] >= GONE_S
         rates = ", ".join(f"{name} {rate:g}" for name, rate in list(role["per_s"].items())[:6])
         version = "" if role["version"] < 0 else f"v{role['version']}"
         age = f"{role['age_s']:.0f} s ago"
-        roles.add_row(role["instance"], role["state"], version, age, rates, style="red" if silent else None)
+        style = "red" if role["silent"] else None
+        roles.add_row(role["instance"], role["state"], version, age, rates, style=style)
     console.print(roles)
     policies = state["policies"]
     console.print(f"published  {'nothing yet' if policies['published'] is None else 'v' + str(policies['published'])}")
     for refusal in policies["refused"]:
-        console.print(f"refused    {refusal}", style="red")
+        console.print(f"refused    {refusal}", style="red", markup=False)
     for suite, found in state["accuracy"].items():
         console.print(f"accuracy   {suite} {found['share']:.1%} at v{found['version']}")
     lags = ", ".join(f"{name} {value}" for name, value in state["lags"].items() if value is not None)
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
-    console.print(
-        f"dropped    {', '.join(f'{reason} {count:,}' for reason, count in state['dropped'].items()) or 'nothing'}"
-    )
+    drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
+    console.print(f"dropped    {drops or 'nothing'}", markup=False)
+    for alarm in state["alarms"]:
+        console.print(f"alarm      {alarm}", style="red", markup=False)

@@ -4,15 +4,17 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from infra.cli.connect import bootstrap_of, connected, kafka_folder
+from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_client
 from infra.cli.settings import Settings, load_settings
 from infra.config import duration_s
 from infra.local.supervisor import Child, ChildEvent, Supervisor
+from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
 BROKER = "kafka"
@@ -60,27 +62,35 @@ def child_environment(settings: Settings) -> dict[str, str]:
 
 async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s: float = 120.0) -> None:
     """Until the broker answers and its topics exist. Raises ConfigError or BrokerUnavailable with the broker's last words."""
-    from infra.bus.kafka import answers
-    from schemas.errors import BrokerUnavailable, ConfigError
-
-    async with asyncio.timeout(deadline_s):
-        while True:
-            state = supervisor.states.get(BROKER)
-            if state is not None and (state.given_up or state.exit_code == CONFIG_ERROR):
-                words = (settings.folder / "logs" / "kafka.log").read_text(errors="replace").strip().splitlines()
-                kind = ConfigError if state.exit_code == CONFIG_ERROR else BrokerUnavailable
-                raise kind(words[-1] if words else "the broker did not start")
-            try:
-                address = bootstrap_of(settings)
-            except ConfigError:
-                address = ""
-            if address and await answers(address, timeout_s=2.0):
-                break
-            await asyncio.sleep(0.1)
-    async with connected(settings) as log:
+    try:
+        async with asyncio.timeout(deadline_s):
+            await _until_it_answers(settings, supervisor)
+    except TimeoutError as error:
+        where = settings.kafka.bootstrap_servers or f"the embedded broker in {kafka_folder(settings)}"
+        raise BrokerUnavailable(f"Kafka at {where} did not answer within {deadline_s:g} s") from error
+    async with connected(settings, create=True) as log:
         await log.create_topics(
             partitions=settings.kafka.partitions, keep_ms=int(duration_s(settings.keep.replay) * 1000)
         )
+
+
+async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
+    from infra.bus.kafka import answers
+
+    quieten_client()
+    while True:
+        state = supervisor.states.get(BROKER)
+        if state is not None and (state.given_up or state.exit_code == CONFIG_ERROR):
+            words = (settings.folder / "logs" / "kafka.log").read_text(errors="replace").strip().splitlines()
+            kind = ConfigError if state.exit_code == CONFIG_ERROR else BrokerUnavailable
+            raise kind(words[-1].removeprefix("headrace: ") if words else "the broker did not start")
+        try:
+            address = bootstrap_of(settings)
+        except ConfigError:
+            address = ""
+        if address and await answers(address, timeout_s=2.0):
+            return
+        await asyncio.sleep(0.1)
 
 
 async def run_up(config: Path, sets: list[str]) -> int:
@@ -98,14 +108,32 @@ async def run_up(config: Path, sets: list[str]) -> int:
 
     broker = broker_child(settings)
     async with Supervisor([broker] if broker else [], tell) as first:
-        await wait_for_broker(settings, first)
+        if not await _before(stop, wait_for_broker(settings, first, _patience_s(settings))):
+            return 130
         console.print(
             f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
         )
         async with Supervisor(children, tell) as roles:
-            ended = asyncio.create_task(roles.wait())
-            await asyncio.wait([ended, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+            await _before(stop, roles.wait())
         failed = [state.name for state in roles.states.values() if state.given_up or state.exit_code == CONFIG_ERROR]
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
     return 1 if failed else 0
+
+
+def _patience_s(settings: Settings) -> float:
+    """How long the broker may take: a configured one is there or not, an embedded one may have to fetch its jars first."""
+    return settings.kafka.deadline_s if settings.kafka.bootstrap_servers else max(120.0, settings.kafka.deadline_s)
+
+
+async def _before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Wait for the work; False, with the work cancelled, if the stop came first."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    await asyncio.wait([task])
+    return False

@@ -8,14 +8,15 @@ from schemas.errors import ConfigError
 
 CONTROLS = ("none", "shuffled", "sft", "rl")
 ENGINES = {
-    "vllm": 'use = "actors.engines.vllm.engine:VllmEngine"\noptions = { dtype = "float32", max_model_len = 64, max_num_seqs = 256 }',
+    "vllm": 'use = "actors.engines.vllm.engine:VllmEngine"\n'
+    'options = { dtype = "float32", max_model_len = 64, max_num_seqs = 256 }',
     "torch": 'use = "actors.engines.torch:TorchEngine"\noptions = { max_sequences = 256 }',
 }
 # What each control changes: the supervised share alone, reinforcement alone, or advantages that say nothing.
 LANES = {
-    "none": (0.9, 0.1),
-    "shuffled": (0.9, 0.1),
-    "sft": (0.0, 0.1),
+    "none": (0.75, 0.25),
+    "shuffled": (0.75, 0.25),
+    "sft": (0.0, 0.25),
     "rl": (1.0, 0.0),
 }
 SHUFFLE = """
@@ -58,8 +59,8 @@ temperature = 1.0
 first_version = 1                # rollouts begin after the supervised warm-up
 seed = {seed}
 evals = [
-    {{ suite = "held-out", every = 20, tasks = 500 }},
-    {{ suite = "dev", every = 10, tasks = 200 }},
+    {{ suite = "held-out", every = 40, tasks = 500 }},
+    {{ suite = "dev", every = 20, tasks = 200 }},
 ]
 
 [master.stop]                    # decided on the development set; the held-out one is only reported
@@ -80,6 +81,7 @@ deadline_s = 30.0
 {processors}
 [trainer]
 learning_rate = 2e-4
+betas = [0.9, 0.98]              # a short memory of gradient sizes: they fall fast as answers become right
 gradient_clip = 1.0
 checkpoint_every = 20
 
@@ -91,9 +93,9 @@ expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true 
 lane = "expert"
 stop_at = 0.30                   # greedy accuracy on demonstrations kept for validation
 min_steps = 150
-max_steps = 400
+max_steps = 600
 min_experiences = 2000
-learning_rate = 1e-3
+learning_rate = 5e-4
 batch = 64
 """
 

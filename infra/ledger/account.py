@@ -1,16 +1,17 @@
 """The account of a run: what became of every published experience. Pure: records go in, an Account comes out.
 
-Precedence, as promised: trained, else dropped with a reason, else pending.
+Precedence, as promised: trained, else dropped with a reason, else pending. A batch whose step was skipped or rolled back
+trained nothing: what no other batch trained is then dropped for that reason.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
 from infra.bus.log import Message
-from schemas import Batch, Block, Closure, DeadLetter, Drawn, Fence, Rollback, Skip, Stub, decode
+from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, Fence, Rollback, Skip, Stub, decode
 from schemas.errors import BadFrame, UnknownMajor
 from trainer.journal import Entry, effective
 
@@ -19,8 +20,9 @@ VALIDATION = "kept for validation"
 
 
 class Account(msgspec.Struct, frozen=True):
-    """published = trained + dropped + pending. uses: lane → times trained → experiences. trained_twice: (id, revision, use)
-    that the journal lists more than once; always empty unless a promise is broken. unknown: trained ids nobody published.
+    """published = trained + dropped + pending. uses: lane → times trained → experiences. trained_twice: ids whose
+    (revision, use) the journal lists more than once; always empty unless a promise is broken. unknown: trained ids that
+    nobody published and that are not in the buffer, where processors put what they make.
     """
 
     published: int
@@ -39,12 +41,18 @@ class Account(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """Folds the topics of one app, each in its own order; the order between topics does not matter."""
+    """Folds the topics of one app, each in its own order; the order between topics does not matter.
 
-    def __init__(self, run: str) -> None:
+    buffer_begins: oldest kept offset of `buffer`; of what was trained from below it nobody can tell where it came from.
+    """
+
+    def __init__(self, run: str, buffer_begins: int = 0) -> None:
         self._run = run
+        self._buffer_begins = buffer_begins
         self._published: dict[str, tuple[str, int]] = {}  # id → (group, attempt)
-        self._reasons: dict[str, str] = {}
+        self._stubs: dict[str, str] = {}  # id → reason, as are the next two
+        self._letters: dict[str, str] = {}
+        self._kept_apart: dict[str, str] = {}
         self._closures: dict[tuple[str, int], Closure] = {}
         self._group_drops: dict[str, str] = {}
         self._buffered: dict[str, str] = {}  # id → lane
@@ -57,12 +65,12 @@ class Ledger:
                 if not one.suite:
                     self._published[one.id] = (one.group, one.attempt)
                     if one.meta.get("split") == "validation":
-                        self._reasons.setdefault(one.id, VALIDATION)
+                        self._kept_apart[one.id] = VALIDATION
 
     def verified(self, message: Message) -> None:
         """A record of `verified`: stubs name what was dropped and why."""
         if isinstance(message.value, Stub):
-            self._reasons.setdefault(message.value.id, message.value.reason)
+            self._stubs.setdefault(message.value.id, message.value.reason)
 
     def buffered(self, message: Message) -> None:
         """A record of `buffer`."""
@@ -93,53 +101,97 @@ class Ledger:
             return
         if isinstance(inner, Block):
             for one in inner.experiences:
-                self._reasons.setdefault(one.id, message.value.reason)
+                self._letters.setdefault(one.id, message.value.reason)
 
     def account(self) -> Account:
         """The account as of what was folded in."""
         entries, _ = effective(self._journal, self._run)
-        items = [item for entry in entries if isinstance(entry, Batch) for item in entry.items]
-        counts = Counter(item.id for item in items)
-        lanes = {item.id: item.lane for item in items}
-        repeated = Counter((item.id, item.revision, item.use) for item in items)
+        without_effect = undone(entries)
+        batches = [entry for entry in entries if isinstance(entry, Batch)]
+        trained = [item for one in batches if one.step not in without_effect for item in one.items]
+        undone_ids = {
+            item.id: without_effect[one.step] for one in batches if one.step in without_effect for item in one.items
+        }
+        counts = Counter(item.id for item in trained)
+        repeated = Counter((item.id, item.revision, item.use) for one in batches for item in one.items)
+        own = self._kept_apart | self._letters | self._stubs
+        by_group = self._group_reasons(own)
         dropped: Counter[str] = Counter()
         pending = []
         for name in self._published:
             if name in counts:
                 continue
-            reason = self._reason(name)
+            reason = undone_ids.get(name) or own.get(name) or by_group.get(name)
             if reason:
                 dropped[reason] += 1
             else:
                 pending.append(name)
-        uses: dict[str, Counter[int]] = {}
-        for name, count in counts.items():
-            uses.setdefault(lanes[name], Counter())[count] += 1
-        synthetic = {name for name, lane in self._buffered.items() if name not in self._published}
+        known = self._published.keys() | self._buffered.keys()
         return Account(
             published=len(self._published),
             trained=sum(1 for name in self._published if name in counts),
             dropped=dict(dropped.most_common()),
             pending=len(pending),
-            uses={lane: dict(sorted(found.items())) for lane, found in sorted(uses.items())},
+            uses=uses_by_lane(trained),
             trained_twice=tuple(sorted({name for (name, _, _), count in repeated.items() if count > 1})),
-            unknown=tuple(sorted(name for name in counts if name not in self._published and name not in synthetic)),
+            unknown=tuple(
+                sorted({one.id for one in trained if one.id not in known and one.offset >= self._buffer_begins})
+            ),
             pending_ids=tuple(sorted(pending)),
         )
 
-    def _reason(self, name: str) -> str:
-        """Why an experience was not trained, "" while it still may be."""
-        if name in self._reasons:
-            return self._reasons[name]
-        group, attempt = self._published[name]
-        if group in self._group_drops:
-            return self._group_drops[group]
-        closure = self._closures.get((group, attempt))
-        if closure is None or (closure.outcome == "buffered" and name in self._buffered):
-            return ""
-        if closure.outcome == "buffered":
-            return max(closure.drops, key=lambda reason: closure.drops[reason], default="dropped in collect")
-        return closure.reason or closure.outcome
+    def _group_reasons(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Experiences that ended with their group: id → reason. own: reasons of their own."""
+        members: dict[tuple[str, int], list[str]] = {}
+        for name, place in self._published.items():
+            members.setdefault(place, []).append(name)
+        found: dict[str, str] = {}
+        for (group, attempt), names in members.items():
+            closure = self._closures.get((group, attempt))
+            trainer = self._group_drops.get(group, "")
+            if closure is None:
+                found |= dict.fromkeys(names, trainer)
+            elif closure.outcome == "buffered":
+                found |= dict.fromkeys(names, trainer)
+                left_out = sorted(name for name in names if name not in self._buffered and name not in own)
+                # Those with a stub have their reason already, and the closure counts it too.
+                others = Counter(closure.drops) - Counter(own[name] for name in names if name in own)
+                found |= dict(zip(left_out, spread(others, len(left_out)), strict=True))
+            else:
+                found |= dict.fromkeys(names, closure.reason or closure.outcome)
+        return {name: reason for name, reason in found.items() if reason}
+
+
+def undone(entries: Iterable[Entry]) -> dict[int, str]:
+    """Steps that changed nothing, or whose change was taken back: step → reason."""
+    found: dict[int, str] = {}
+    for entry in entries:
+        if isinstance(entry, Skip):
+            found.setdefault(entry.step, "step skipped")
+        elif isinstance(entry, Rollback):
+            found |= {step: "rolled back" for step in range(entry.from_step, entry.to_step + 1)}
+    return found
+
+
+def uses_by_lane(trained: Iterable[BatchItem]) -> dict[str, dict[int, int]]:
+    """Lane → how often trained → experiences."""
+    counts = Counter((item.lane, item.id) for item in trained)
+    uses: dict[str, Counter[int]] = {}
+    for (lane, _), count in counts.items():
+        uses.setdefault(lane, Counter())[count] += 1
+    return {lane: dict(sorted(found.items())) for lane, found in sorted(uses.items())}
+
+
+def spread(drops: Mapping[str, int], count: int) -> list[str]:
+    """Reasons for `count` members of which a closure says only how many were dropped for what.
+
+    >>> spread({"too short": 2, "odd": 1}, 2)
+    ['too short', 'too short']
+    """
+    reasons = [
+        reason for reason, times in sorted(drops.items(), key=lambda pair: (-pair[1], pair[0])) for _ in range(times)
+    ]
+    return (reasons + ["dropped in collect"] * count)[:count]
 
 
 def fold_all(ledger: Ledger, topic: str, messages: Iterable[Message]) -> None:

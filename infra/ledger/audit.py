@@ -17,7 +17,8 @@ ORDER = (
 
 async def audit(log: Log, run: str, on_topic: Callable[[str], None] = lambda name: None) -> Account:
     """The account of the kept log; `on_topic` is told what is being read."""
-    ledger = Ledger(run)
+    begins = await log.bus.beginning_offsets(log.name(topics.BUFFER))
+    ledger = Ledger(run, buffer_begins=min(begins.values()))
     for topic in ORDER:
         on_topic(topic.name)
         async for message in log.read_all(topic):

@@ -90,7 +90,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._waiters = ThreadPoolExecutor(len(children), "wait-child")
+        self._waiters = ThreadPoolExecutor(max(1, len(children)), "wait-child")
         self._sampler: asyncio.Task[None] | None = None
 
     @property

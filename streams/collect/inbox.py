@@ -34,8 +34,7 @@ class Inbox:
     def __init__(self, partition: int, generation: int) -> None:
         self.partition = partition
         self.generation = generation
-        self.moved_at_s = time.monotonic()
-        self.num_open = 0
+        self._collector: Collector | None = None
         self._queue: deque[Delivery] = deque()
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
@@ -65,6 +64,14 @@ class Inbox:
         """Records that wait."""
         return len(self._queue)
 
+    def num_open(self) -> int:
+        """Groups that wait."""
+        return 0 if self._collector is None else self._collector.num_open()
+
+    def mark(self) -> int:
+        """Grows while records are folded, in a rebuild too."""
+        return -1 if self._collector is None else self._collector.next_offset
+
     async def run(
         self,
         make: Callable[[], Collector],
@@ -77,7 +84,7 @@ class Inbox:
                 await asyncio.wait((before,))
             if self._retired:
                 return
-            collector = make()
+            collector = self._collector = make()
             try:
                 await collector.recover(await committed(), lambda: self._retired)
                 await self._fold(collector)
@@ -97,10 +104,8 @@ class Inbox:
                 await collector.take([delivery.record for delivery in batch])
                 for delivery in batch:
                     delivery.acknowledge()
-                self.moved_at_s = time.monotonic()
             elif not self._retired:
                 await self._tick(collector)
-            self.num_open = collector.num_open()
 
     async def _batch(self) -> list[Delivery]:
         """The next records; empty when none came for a while."""
@@ -153,11 +158,6 @@ class CollectDriver:
         self._inboxes: dict[int, Inbox] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    @property
-    def moved_at_s(self) -> float:
-        """When a batch was last finished, on the monotonic clock."""
-        return max((inbox.moved_at_s for inbox in self._inboxes.values()), default=time.monotonic())
-
     async def accept(self, delivery: Delivery) -> None:
         """Queue a record for its partition."""
         inbox = self._inbox(delivery.record.partition, delivery.generation)
@@ -171,10 +171,11 @@ class CollectDriver:
         for partition in partitions:
             self._inbox(partition, generation)
 
-    def retire(self) -> None:
-        """A rebalance has begun: finish what is begun, hold nothing else."""
+    def retire(self, generation: int | None = None) -> None:
+        """A rebalance takes this generation's partitions (None: all): finish what is begun, hold nothing else."""
         for inbox in self._inboxes.values():
-            inbox.retire()
+            if generation is None or inbox.generation <= generation:
+                inbox.retire()
 
     def num_in_flight(self) -> int:
         """Records that wait to be folded."""
@@ -182,7 +183,11 @@ class CollectDriver:
 
     def num_open(self) -> int:
         """Groups that wait to be complete."""
-        return sum(inbox.num_open for inbox in self._inboxes.values())
+        return sum(inbox.num_open() for inbox in self._inboxes.values())
+
+    def marks(self) -> dict[int, int]:
+        """Per partition, a number that changes while it is folded or rebuilt."""
+        return {partition: inbox.mark() for partition, inbox in self._inboxes.items()}
 
     async def finish(self) -> None:
         """Retire everything and wait until the state files are closed."""

@@ -1,6 +1,7 @@
 """What every engine guarantees; the reference is a forward that shares no code with the engine."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def scripted(_: Path) -> Case:
 
     def reference(tensors: Tensors, tokens: Sequence[int], temperature: float) -> list[float]:
         table = np.exp(to_numpy(tensors[TENSOR]).astype(np.float64) / temperature)
-        return [float(np.log(table[a, b] / table[a].sum())) for a, b in zip(tokens[:-1], tokens[1:], strict=True)]
+        return [float(np.log(table[a, b] / table[a].sum())) for a, b in itertools.pairwise(tokens)]
 
     return Case(engine, tensors, reference)
 
@@ -327,5 +328,5 @@ def test_cancelling_frees_the_request(case: Case) -> None:
 def test_a_request_that_cannot_be_served_is_the_callers_mistake(
     case: Case, prompt: tuple[int, ...], max_tokens: int
 ) -> None:
-    with pytest.raises(ValueError, match="prompt|max_tokens"):
+    with pytest.raises(ValueError, match=r"prompt|max_tokens"):
         case.run(lambda case: case.engine.generate(prompt, Sampling(max_tokens=max_tokens)))

@@ -1,4 +1,7 @@
-"""A stream worker as a process, for tests that kill it: `python -m tests.e2e.stream_worker BOOTSTRAP APP FOLDER`."""
+"""A stream worker as a process, for tests that kill it.
+
+python -m tests.e2e.stream_worker BOOTSTRAP APP FOLDER [DEADLINE_S]
+"""
 
 import asyncio
 import logging
@@ -23,11 +26,11 @@ def worker_config() -> StreamsConfig:
     )
 
 
-async def work(bootstrap: str, app: str, folder: Path) -> None:
+async def work(bootstrap: str, app: str, folder: Path, deadline_s: float) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    floor = Floor(app=app, kafka=Kafka(bootstrap_servers=bootstrap, deadline_s=20.0), folder=folder)
+    floor = Floor(app=app, kafka=Kafka(bootstrap_servers=bootstrap, deadline_s=deadline_s), folder=folder)
     await run_worker(
         floor,
         worker_config(),
@@ -41,7 +44,8 @@ async def work(bootstrap: str, app: str, folder: Path) -> None:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(work(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+        bootstrap, app, folder, *deadline_s = sys.argv[1:]
+        asyncio.run(work(bootstrap, app, Path(folder), float(deadline_s[0]) if deadline_s else 20.0))
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return 1

@@ -184,29 +184,30 @@ def compared(found: dict[tuple[str, int, int], Closure]) -> dict[tuple[str, int,
 
 
 def test_three_workers_killed_at_will_fill_the_buffer_as_one_does(kafka: str, app_name: str, tmp_path: Path) -> None:
-    records = traffic(seed=11)
+    asyncio.run(compare_with_one(kafka, app_name, tmp_path, records=traffic(seed=11), chosen=random.Random(23)))
+
+
+async def compare_with_one(
+    kafka: str, app_name: str, folder: Path, records: list[Block | bytes], chosen: random.Random
+) -> None:
+    """The same input through one worker in peace and through three under fire."""
     num_poison = sum(isinstance(record, bytes) for record in records)
-    chosen = random.Random(23)
-
-    async def run() -> None:
-        async with opened(kafka, f"{app_name}-one", tmp_path / "one") as one:
-            await feed(one, records, 0.0)
-            with crew(kafka, one.app, tmp_path / "one", 1) as workers:
-                expected = await all_closed(one, workers)
-                assert workers.stop() == [0]
-            async with opened(kafka, f"{app_name}-three", tmp_path / "three") as three:
-                with crew(kafka, three.app, tmp_path / "three", 3) as workers:
-                    feeding = asyncio.create_task(feed(three, records, 0.05))
-                    for _ in range(6):
-                        await asyncio.sleep(chosen.uniform(2.0, 6.0))
-                        number = chosen.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
-                        index = chosen.randrange(3)
-                        await asyncio.to_thread(workers.replace, index, number, chosen.uniform(0.5, 4.0))
-                    await feeding
-                    found = await all_closed(three, workers)
-                    assert workers.stop() == [0, 0, 0]
-                assert await contents(three) == await contents(one)
-                assert compared(found) == compared(expected)
-                assert len(await letters(three)) == len(await letters(one)) == num_poison
-
-    asyncio.run(run())
+    async with opened(kafka, f"{app_name}-one", folder / "one") as one:
+        await feed(one, records, 0.0)
+        with crew(kafka, one.app, folder / "one", 1) as workers:
+            expected = await all_closed(one, workers)
+            assert workers.stop() == [0]
+        async with opened(kafka, f"{app_name}-three", folder / "three") as three:
+            with crew(kafka, three.app, folder / "three", 3) as workers:
+                feeding = asyncio.create_task(feed(three, records, 0.04))
+                for _ in range(6):
+                    await asyncio.sleep(chosen.uniform(2.0, 5.0))
+                    number = chosen.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+                    index = chosen.randrange(3)
+                    await asyncio.to_thread(workers.replace, index, number, chosen.uniform(0.5, 3.0))
+                await feeding
+                found = await all_closed(three, workers)
+                assert workers.stop() == [0, 0, 0]
+            assert await contents(three) == await contents(one)
+            assert compared(found) == compared(expected)
+            assert len(await letters(three)) == len(await letters(one)) == num_poison

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from infra.chain import Context, Outcome, Step, make_step, new_memories, run_chain
-from infra.processor import Drop, Memory, feedback, processor, score
+from infra.processor import Drop, Memory, processor, score
 from schemas import Experience, Message, Score, Span, encode, ids, make_experience
 from schemas.block import Block
-from schemas.errors import ConfigError
 
 
 def answer(episode: int = 0, *, group: str = "t.0", text: str = "280", **header: Any) -> Experience:
@@ -376,30 +375,3 @@ def test_equal_experiences_are_told_apart_by_place() -> None:
 def test_an_empty_block_and_an_empty_chain_are_fine() -> None:
     assert run([step_of(same)], []) == Outcome((), ())
     assert run([], [answer()]).kept[0].stamps == ()
-
-
-def test_what_fits_no_kind_of_step_is_a_config_error() -> None:
-    @feedback(version=1)
-    def event(ticket: dict[str, Any]) -> None: ...
-
-    @processor(version=1)
-    def other(ticket: Experience) -> Experience:
-        return ticket
-
-    @processor(version=1)
-    def undeclared(experience: Experience, *, memory: Memory) -> Experience:
-        return experience
-
-    @processor(version=1, memory=3)
-    async def late(experience: Experience, *, memory: Memory) -> Experience:
-        return experience
-
-    for function, message in [
-        (event, "got a @feedback function"),
-        (other, 'first parameter is "ticket"'),
-        (undeclared, "go together"),
-        (late, "async processor with memory"),
-        (len, "not marked"),
-    ]:
-        with pytest.raises(ConfigError, match=f"step: .*{message}"):
-            step_of(function)

@@ -30,7 +30,7 @@ def poisoned(seed: int) -> list[TrainItem]:
 def main(model: str, stage: int) -> None:
     config = TrainerConfig(lanes=LANES, threads=1, learning_rate=1e-3)
     learner = DeepSpeedLearner(model, config, stage=stage)
-    if learner._rank:
+    if learner.rank:
         learner.follow()
         return
     alone = TorchLearner(model, config, device="cpu")

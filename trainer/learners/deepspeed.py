@@ -43,7 +43,10 @@ class _Forward(torch.nn.Module):
 
 
 class DeepSpeedLearner:
-    """See `trainer.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory."""
+    """See `trainer.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory.
+
+    rank: only rank 0 is called; a process with another one calls `follow`.
+    """
 
     def __init__(self, model: str, config: TrainerConfig, *, stage: int = 2, offload: bool = False) -> None:
         if stage not in (1, 2, 3):
@@ -64,17 +67,18 @@ class DeepSpeedLearner:
 
         deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo")
         self._deepspeed: Any = deepspeed
-        self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
+        self.rank: int = distributed.get_rank()
+        self._world = distributed.get_world_size()
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
         self._model = PackedModel(model, dtype=config.dtype, device=device)
         self._names = [name for name, _ in self._model.module.named_parameters()]
         self._parameters = [value for _, value in self._model.module.named_parameters()]
-        # lr 0: ZeRO takes a step without gradients to create the moments.
-        optimizer = torch.optim.AdamW(self._parameters, lr=0.0, betas=config.betas, weight_decay=config.weight_decay)
+        optimizer = torch.optim.AdamW(self._parameters, betas=config.betas, weight_decay=config.weight_decay)
         self._engine: Any = deepspeed.initialize(
             model=_Forward(self._model), optimizer=optimizer, config=_settings(config, stage, offload)
         )[0]
         self._num_steps = 0
+        self._create_moments()
         self._begin("train")
 
     def follow(self) -> None:
@@ -136,8 +140,8 @@ class DeepSpeedLearner:
         self._call(Order(name="restore", state=save_tensors(state)))
 
     def _call(self, order: Order) -> Any:
-        if self._rank:
-            raise ValueError(f"rank {self._rank}: got a call of {order.name}, expected follow(): only rank 0 is called")
+        if self.rank:
+            raise ValueError(f"rank {self.rank}: got a call of {order.name}, expected follow(): only rank 0 is called")
         return self._obey(broadcast(order, self._model.device))
 
     def _obey(self, order: Order) -> Any:
@@ -207,14 +211,18 @@ class DeepSpeedLearner:
                 observed.append(seen)
                 total += loss.detach()
             # ZeRO averages over ranks; the lanes are divided by global counts already, so their sum is wanted.
-            self._engine.backward(loss * self._world if real else loss.nan_to_num() * 0, scale_wrt_gas=False)
-        distributed.all_reduce(total)
+            loss = loss * self._world if real else loss.nan_to_num() * 0
+            if index == most - 1:
+                distributed.all_reduce(total)
+                # A step is refused by its gradient's norm alone, so a loss that is not finite must show there.
+                loss = loss if math.isfinite(float(total)) else loss * math.nan
+            self._engine.backward(loss, scale_wrt_gas=False)
         return float(total), gather_observed(observed, self._model.device)
 
     def _share(self, part: PackedBatch) -> tuple[tuple[Microbatch, ...], int]:
         """This rank's microbatches, and how many the rank with most has."""
         dealt = split(part, self._world)
-        mine = dealt[self._rank].microbatches if self._rank < len(dealt) else ()
+        mine = dealt[self.rank].microbatches if self.rank < len(dealt) else ()
         return mine, max(len(one.microbatches) for one in dealt)
 
     def _apply(self, learning_rate: float, observed: list[Observed]) -> float:
@@ -233,7 +241,7 @@ class DeepSpeedLearner:
     def _tensors(self) -> dict[str, Tensor]:
         found = {}
         with self._deepspeed.zero.GatheredParameters(self._parameters, enabled=self._stage == 3):
-            if self._rank == 0:
+            if self.rank == 0:
                 found = {name: from_torch(value) for name, value in self._model.module.state_dict().items()}
         return found
 
@@ -275,11 +283,21 @@ class DeepSpeedLearner:
             weight = to_torch(state[f"model/{name}"]).to(self._model.device)
             self._deepspeed.utils.safe_set_full_fp32_param(value, weight)
             with self._deepspeed.zero.GatheredParameters([value], modifier_rank=0, enabled=self._stage == 3):
-                if self._rank == 0 or self._stage < 3:
+                if self.rank == 0 or self._stage < 3:
                     value.copy_(weight)
         self._set_moments(state)
         step = state.get(f"adam/step/{self._names[0]}")
         self._set_num_steps(0 if step is None else int(to_torch(step)))
+
+    def _create_moments(self) -> None:
+        """ZeRO makes them at the first step, but a restore must find them."""
+        zero = self._engine.optimizer
+        flats = zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
+        for flat in flats:
+            moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+            zero.optimizer.state[flat] = moments | {"step": torch.zeros(())}
+        if self._stage < 3:
+            zero._lazy_init_hp_params_optimizer_state()
 
     def _set_moments(self, state: Mapping[str, Tensor]) -> None:
         """Moments from a state; zero where it has none."""

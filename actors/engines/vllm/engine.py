@@ -10,6 +10,7 @@ The tensors go through this host's memory, so the workers must run on it.
 """
 
 import asyncio
+import gc
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ from schemas.errors import ConfigError, PolicyRefused
 
 
 class VllmEngine:
-    """model: a folder. options: vLLM's own engine arguments. group_max_tokens: longest calls that become one request."""
+    """model: a folder. options: vLLM's engine arguments. group_max_tokens: longest calls that become one request."""
 
     def __init__(self, *, model: str, seed: int = 0, group_max_tokens: int = 64, **options: object) -> None:
         self._folder = Path(model)
@@ -85,6 +86,8 @@ class VllmEngine:
             await requests.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
+            self._llm = requests = None
+            gc.collect()  # it is part of cycles, and would shut down again, noisily, when the interpreter ends
             shutil.rmtree(self._exchange, ignore_errors=True)
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
@@ -156,8 +159,9 @@ class VllmEngine:
             except PolicyRefused:
                 raise
             except Exception as error:
-                self._attempts.fail(label, EngineStopped(f"a reload failed and could not be undone: {error}"))
-                raise
+                stopped = EngineStopped(f"a reload failed and could not be undone: {error}")
+                self._attempts.fail(label, stopped)
+                raise stopped from error
             self._held, self._version = policy.tensors, policy.version
             self._attempts.decide(label, True)
             return LoadReport(pause_ms, difference)

@@ -1,7 +1,7 @@
 """Requests to vLLM: tokens in; tokens, logprobs and exact versions out.
 
-Calls of one loop turn with the same prompt and sampling (a group) become one vLLM request, which costs far less; since it
-answers when its last member ends, only short ones are joined. Seeded and greedy calls are not.
+Calls of one loop turn with the same prompt and sampling (a group) become one vLLM request, which costs far less; since
+it answers when its last member ends, only short ones are joined. Seeded and greedy calls are not.
 """
 
 import asyncio
@@ -22,7 +22,14 @@ PROBE_PRIORITY = -1  # before every other request
 class Requests:
     """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined."""
 
-    def __init__(self, llm: Any, attempts: Attempts, *, group_max_tokens: int) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        attempts: Attempts,
+        *,
+        group_max_tokens: int,
+        sampling_params: Callable[[Sampling, int], Any] | None = None,
+    ) -> None:
         self._llm = llm
         self._attempts = attempts
         self._group_max_tokens = group_max_tokens
@@ -30,7 +37,7 @@ class Requests:
         self._num_requests = 0
         self._entering: dict[tuple[tuple[int, ...], Sampling], list[Waiting]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._params = lru_cache(64)(_sampling_params)
+        self._params = lru_cache(64)(sampling_params or _sampling_params)
         self.num_running = 0
 
     async def close(self) -> None:
@@ -58,7 +65,7 @@ class Requests:
         async def scores() -> tuple[float, ...]:
             flat = (await self._answer(queue)).prompt_logprobs
             if len(flat.logprobs) != len(tokens) - 1:
-                raise EngineStopped(f"vLLM scored {len(flat.logprobs)} tokens, expected {len(tokens) - 1}")
+                raise RuntimeError(f"vLLM scored {len(flat.logprobs)} tokens, expected {len(tokens) - 1}")
             return tuple(flat.logprobs)
 
         return scores
@@ -103,9 +110,13 @@ class Requests:
                 one.cancel()
             raise
         except Exception as error:  # vLLM's own kinds, all of them for the caller
+            failure: Exception = error
+            if self._llm.errored:
+                failure = EngineStopped(f"vLLM's process is gone: {error}")
+                failure.__cause__ = error
             for one in waiting:
                 if not one.done():
-                    one.set_exception(error)
+                    one.set_exception(failure)
 
     async def _completion(self, prompt: tuple[int, ...], sampling: Sampling, output: Any) -> Completion:
         """The completion, once all its tokens are a proved policy's.
@@ -125,7 +136,7 @@ class Requests:
                 if not starts or starts[-1][0] != version:
                     starts.append((version, len(tokens) + span.start))
             if len(output.logprobs.logprobs) != len(output.token_ids):
-                raise EngineStopped("vLLM returned a different number of tokens and logprobs")
+                raise RuntimeError("vLLM returned a different number of tokens and logprobs")
             tokens += output.token_ids[:kept]
             logprobs += output.logprobs.logprobs[:kept]
             stopped = bool(tokens) and tokens[-1] in sampling.stop
@@ -143,7 +154,7 @@ class Requests:
         answer = await self._answer(await self._submit(prompt, self._params(sampling, num)))
         for output in answer.outputs:
             if output.finish_reason not in ("stop", "length"):
-                raise EngineStopped(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
+                raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
         outputs: list[Any] = answer.outputs
         return outputs
 

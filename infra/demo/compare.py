@@ -1,0 +1,52 @@
+"""Several demo runs in one picture: held-out accuracy over versions, one curve per control.
+
+python -m infra.demo.compare runs/none runs/shuffled runs/sft runs/rl --out curves.png
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+LABELS = {
+    "none": "MIX: reinforcement and demonstrations",
+    "rl": "reinforcement alone",
+    "sft": "demonstrations alone, same steps",
+    "shuffled": "MIX with shuffled advantages",
+}
+
+
+def draw(folders: Sequence[Path], out: Path) -> None:
+    """Read report.json of each run and write the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for folder in folders:
+        report = json.loads((folder / "report.json").read_text())
+        points = report["accuracy"]["held-out"]
+        label = f"{LABELS[report['control']]} (seed {report['seed']})"
+        axes.plot(
+            [version for version, _ in points], [share for _, share in points], marker="o", markersize=3, label=label
+        )
+    axes.axhline(0.9, color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="policy version", ylabel="held-out accuracy, greedy", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Entry point of `python -m infra.demo.compare`."""
+    parser = argparse.ArgumentParser(description="Draw the held-out accuracy of several demo runs.")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders with a report.json")
+    parser.add_argument("--out", type=Path, required=True, help="PNG to write")
+    options = parser.parse_args()
+    draw(options.runs, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The parts of the vLLM engine that decide, without vLLM."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.engine import EngineStopped, Sampling
+from actors.engines.vllm.attempts import Attempts
+from actors.engines.vllm.layers import names_to_send
+from actors.engines.vllm.requests import Requests
+from actors.engines.vllm.settings import CPU_ENVIRONMENT, REQUIRED, engine_arguments, environment
+from infra.weights.tensors import Tensor, from_numpy
+from schemas import Span
+from schemas.errors import ConfigError
+
+Answer = tuple[Sequence[int], Sequence[tuple[str, int, int]]]  # tokens, and the label of each run of them
+
+
+class Queue:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def get(self) -> Any:
+        return await self.answer
+
+    def close(self) -> None: ...
+
+
+class FakeVllm:
+    """Stands in for AsyncLLM: keeps requests until the test answers them."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[list[int], Any, Queue]] = []
+        self.aborted: list[str] = []
+        self.errored = False
+        self.arrived = asyncio.Event()
+        self.abort_came = asyncio.Event()
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, priority: int = 0) -> Queue:
+        queue = Queue(request_id)
+        self.requests.append((prompt["prompt_token_ids"], params, queue))
+        self.arrived.set()
+        return queue
+
+    async def abort(self, request_id: str, internal: bool) -> None:
+        self.aborted.append(request_id)
+        self.abort_came.set()
+
+    async def next(self) -> tuple[list[int], Any, Queue]:
+        while not self.requests:
+            self.arrived.clear()
+            await self.arrived.wait()
+        return self.requests.pop(0)
+
+
+def answered(*answers: Answer, reason: str = "length") -> Any:
+    outputs = [
+        SimpleNamespace(
+            token_ids=list(tokens),
+            logprobs=SimpleNamespace(logprobs=[-1.0 - token for token in tokens]),
+            finish_reason=reason,
+            weight_versions=[SimpleNamespace(version=v, start=a, end=b) for v, a, b in labels],
+        )
+        for tokens, labels in answers
+    ]
+    return SimpleNamespace(outputs=outputs)
+
+
+def requests_to(llm: FakeVllm, attempts: Attempts) -> Requests:
+    return Requests(llm, attempts, group_max_tokens=64, sampling_params=lambda sampling, num: (sampling, num))
+
+
+def test_a_group_becomes_one_request_and_others_do_not() -> None:
+    async def check() -> None:
+        llm, attempts = FakeVllm(), Attempts()
+        requests, label = requests_to(llm, attempts), attempts.begin(3, proved=True)
+        free, long = Sampling(max_tokens=2), Sampling(max_tokens=65)
+        seeded, greedy = Sampling(max_tokens=2, seed=1), Sampling(max_tokens=2, temperature=0)
+        sampled = [free] * 3 + [long] * 2 + [seeded] * 2 + [greedy] * 2
+        calls = [asyncio.create_task(requests.generate((5,), sampling)) for sampling in sampled]
+        sizes = []
+        for _ in range(7):
+            _, (sampling, num), queue = await llm.next()
+            sizes.append((sampling, num))
+            count = sampling.max_tokens
+            queue.answer.set_result(answered(*[([9] * count, [(label, 0, count)])] * num))
+        completions = await asyncio.gather(*calls)
+        assert sorted(num for _, num in sizes) == [1] * 6 + [3]
+        assert (free, 3) in sizes
+        assert all(completion.spans[0].version == 3 for completion in completions)
+        assert requests.num_running == 0
+
+    asyncio.run(check())
+
+
+def test_a_completion_waits_for_the_verdict_on_its_policy() -> None:
+    async def check() -> None:
+        llm, attempts = FakeVllm(), Attempts()
+        requests = requests_to(llm, attempts)
+        old, new = attempts.begin(3, proved=True), attempts.begin(4)
+        call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=4)))
+        _, _, queue = await llm.next()
+        queue.answer.set_result(answered(([1, 2, 3, 4], [(old, 0, 1), (new, 1, 4)])))
+        await asyncio.sleep(0.01)
+        assert not call.done()
+        attempts.decide(new, True)
+        assert (await call).spans == (Span(0, 1, 3), Span(1, 4, 4))
+
+    asyncio.run(check())
+
+
+def test_tokens_of_a_refused_policy_are_sampled_again_from_before_them() -> None:
+    async def check() -> None:
+        llm, attempts = FakeVllm(), Attempts()
+        requests = requests_to(llm, attempts)
+        old, bad = attempts.begin(3, proved=True), attempts.begin(4)
+        call = asyncio.create_task(requests.generate((5, 6), Sampling(max_tokens=4)))
+        _, _, queue = await llm.next()
+        restored = attempts.begin(3, proved=True)
+        attempts.decide(bad, False)
+        queue.answer.set_result(answered(([1, 2, 3, 4], [(old, 0, 1), (bad, 1, 3), (restored, 3, 4)])))
+        prompt, (sampling, num), queue = await llm.next()
+        assert (prompt, sampling.max_tokens, num) == ([5, 6, 1], 3, 1)
+        queue.answer.set_result(answered(([7, 8, 9], [(restored, 0, 3)])))
+        completion = await call
+        assert completion.tokens == (1, 7, 8, 9)
+        assert completion.logprobs == (-2.0, -8.0, -9.0, -10.0)
+        assert completion.spans == (Span(0, 4, 3),)
+
+    asyncio.run(check())
+
+
+def test_a_request_is_aborted_when_all_its_callers_are_gone_and_not_before() -> None:
+    async def check() -> None:
+        llm, attempts = FakeVllm(), Attempts()
+        requests, label = requests_to(llm, attempts), attempts.begin(0, proved=True)
+        calls = [asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1))) for _ in range(2)]
+        _, _, first = await llm.next()
+        calls[0].cancel()
+        await asyncio.gather(calls[0], return_exceptions=True)
+        assert not llm.aborted
+        first.answer.set_result(answered(*[([9], [(label, 0, 1)])] * 2))
+        assert (await calls[1]).tokens == (9,)
+        call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1)))
+        _, _, second = await llm.next()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        async with asyncio.timeout(5):
+            await llm.abort_came.wait()
+        assert llm.aborted == [second.request_id]
+
+    asyncio.run(check())
+
+
+def test_every_caller_learns_that_the_process_is_gone() -> None:
+    async def check() -> None:
+        llm = FakeVllm()
+        requests = requests_to(llm, Attempts())
+        calls = [asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1))) for _ in range(2)]
+        _, _, queue = await llm.next()
+        llm.errored = True
+        queue.answer.set_exception(RuntimeError("core died"))
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(result, EngineStopped) and "core died" in str(result)
+
+    asyncio.run(check())
+
+
+def test_an_undecidable_attempt_fails_those_who_wait_and_those_who_come() -> None:
+    async def check() -> None:
+        attempts = Attempts()
+        label = attempts.begin(4)
+        waiting = asyncio.create_task(attempts.accepted(label))
+        await asyncio.sleep(0)
+        attempts.fail(label, EngineStopped("gone"))
+        for call in (waiting, attempts.accepted(label)):
+            with pytest.raises(EngineStopped):
+                await call
+
+    asyncio.run(check())
+
+
+def tensors(*sizes: tuple[str, int]) -> dict[str, Tensor]:
+    return {name: from_numpy(np.zeros(size, np.float32)) for name, size in sizes}
+
+
+def test_a_partial_reload_holds_whole_layers() -> None:
+    model = tensors(
+        ("model.embed_tokens.weight", 1000),
+        ("model.layers.0.self_attn.q_proj.weight", 10),
+        ("model.layers.0.self_attn.k_proj.weight", 10),
+        ("model.layers.10.self_attn.q_proj.weight", 10),
+        ("model.layers.1.self_attn.q_proj.weight", 10),
+        ("lm_head.weight", 10),
+    )
+    changed = frozenset({"model.layers.0.self_attn.k_proj.weight"})
+    assert names_to_send(changed, model) == [name for name in model if ".layers.0." in name]
+    assert names_to_send(frozenset({"lm_head.weight"}), model) == ["lm_head.weight"]
+    assert names_to_send(frozenset(), model) == []
+    assert names_to_send(frozenset({"model.embed_tokens.weight"}), model) == list(model)
+
+
+def test_options_reach_vllm_and_those_that_would_break_the_contract_do_not() -> None:
+    def arguments(on_cpu: bool = True, **options: object) -> dict[str, object]:
+        known = frozenset({"max_num_seqs", "enforce_eager", "kv_cache_memory_bytes", *REQUIRED})
+        return engine_arguments(model="m", seed=5, options=options, on_cpu=on_cpu, known=known)
+
+    assert arguments(max_num_seqs=9)["max_num_seqs"] == 9
+    assert arguments()["dtype"] == "float32" and "dtype" not in arguments(on_cpu=False)
+    assert "enforce_eager" not in arguments(on_cpu=False)
+    with pytest.raises(ConfigError, match="max_num_sequences"):
+        arguments(max_num_sequences=9)
+    with pytest.raises(ConfigError, match="logprobs_mode"):
+        arguments(logprobs_mode="raw_logprobs")
+
+
+def test_the_environment_is_as_before_after_the_start() -> None:
+    before = dict(os.environ)
+    with environment(on_cpu=True):
+        for name, value in CPU_ENVIRONMENT.items():
+            assert os.environ[name] == before.get(name, value)
+    assert dict(os.environ) == before

@@ -1,0 +1,125 @@
+"""What a stream worker does when its input or its broker is not as it should be: it says so in one line and stops."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.bus.bus import Partition
+from infra.bus.kafka import KafkaBus
+from infra.bus.log import Log
+from schemas import Progress, encode
+from schemas.topics import EXPERIENCES, PROGRESS
+from streams.stage import EXIT_UNKNOWN_MAJOR
+from tests.streams.collect.collecting import answer, block
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+async def prepared(bootstrap: str, app: str) -> Log:
+    bus = KafkaBus(bootstrap)
+    await bus.start()
+    log = Log(bus, app)
+    await log.create_topics(partitions=2, keep_ms=24 * 3600 * 1000)
+    return log
+
+
+def worker(bootstrap: str, app: str, folder: Path, deadline_s: float = 20.0) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.stream_worker", bootstrap, app, str(folder), str(deadline_s)],
+        cwd=REPOSITORY,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+
+
+def ended(process: "subprocess.Popen[str]", within_s: float = 90.0) -> tuple[int, str]:
+    """Exit code and what was said; the process is gone afterwards."""
+    try:
+        _, said = process.communicate(timeout=within_s)
+        return process.returncode, said
+    finally:
+        process.kill()
+        process.wait()
+
+
+def newer_major(frame: bytes) -> bytes:
+    """The same frame as a later headrace would mark it."""
+    return frame[:2] + bytes([frame[2] + 1]) + frame[3:]
+
+
+def test_a_newer_major_stops_the_worker_before_the_ack(kafka: str, app_name: str, tmp_path: Path) -> None:
+    async def feed() -> None:
+        log = await prepared(kafka, app_name)
+        await log.publish(EXPERIENCES, block(answer("t.0", 0)), partition=0)
+        frame = newer_major(encode(block(answer("t.0", 1))))
+        await log.bus.send(log.name(EXPERIENCES), frame, key=b"t.0", partition=0)
+        await log.bus.close()
+
+    async def committed() -> int:
+        log = await prepared(kafka, app_name)
+        offsets = await log.bus.committed(log.group("verify"), log.name(EXPERIENCES))
+        await log.bus.close()
+        return offsets[Partition(log.name(EXPERIENCES), 0)]
+
+    asyncio.run(feed())
+    code, said = ended(worker(kafka, app_name, tmp_path))
+    assert code == EXIT_UNKNOWN_MAJOR
+    assert "upgrade readers first" in said
+    assert asyncio.run(committed()) <= 1
+
+
+def test_offsets_that_retention_took_stop_the_worker(kafka: str, app_name: str, tmp_path: Path) -> None:
+    async def feed() -> None:
+        log = await prepared(kafka, app_name)
+        await log.bus.commit_beginnings(log.group("verify"), log.name(EXPERIENCES))
+        for episode in range(4):
+            await log.publish(EXPERIENCES, block(answer("t.0", episode, size=4)), partition=0)
+        await log.bus.delete_records(Partition(log.name(EXPERIENCES), 0), 3)
+        await log.bus.close()
+
+    asyncio.run(feed())
+    code, said = ended(worker(kafka, app_name, tmp_path))
+    assert code != 0
+    assert "OffsetOutOfRange" in said
+
+
+def test_an_unreachable_broker_is_named_within_the_deadline(app_name: str, tmp_path: Path) -> None:
+    code, said = ended(worker("127.0.0.1:1", app_name, tmp_path, deadline_s=2.0))
+    assert code != 0
+    assert "Kafka at 127.0.0.1:1 is not reachable" in said
+
+
+def test_missing_topics_are_a_settings_error(kafka: str, app_name: str, tmp_path: Path) -> None:
+    code, said = ended(worker(kafka, app_name, tmp_path))
+    assert code != 0
+    assert "headrace check --create" in said
+
+
+def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tmp_path: Path) -> None:
+    async def run() -> Progress:
+        log = await prepared(kafka, app_name)
+        process = worker(kafka, app_name, tmp_path)
+        try:
+            async with asyncio.timeout(60):
+                async for message in log.read_all(PROGRESS, until_end=False):
+                    if isinstance(message.value, Progress) and message.value.state == "running":
+                        break
+            process.terminate()
+            code, _ = await asyncio.to_thread(ended, process)
+            assert code == 0
+        finally:
+            process.kill()
+        reports = [message.value async for message in log.read_all(PROGRESS)]
+        await log.bus.close()
+        last = reports[-1]
+        assert isinstance(last, Progress)
+        return last
+
+    last = asyncio.run(run())
+    assert (last.role, last.state) == ("process", "stopped")
+    assert not [name for name in last.counters if name.startswith("dropped")]

@@ -1,0 +1,125 @@
+"""`headrace check`: what a role would refuse is refused here, and what runs in which order is shown."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from infra.cli.main import app
+
+PLUGIN = """
+from headrace import Drop, Experience, Feedback, feedback, processor
+
+@feedback(version=4)
+def csat(ticket: dict, *, scale: float = 5.0) -> Feedback | None:
+    return Feedback(ref=ticket["answer_id"], id=ticket["id"], value=ticket["csat"] / scale)
+
+@processor(version=3)
+def not_trivial(experience: Experience, *, min_tokens: int = 8) -> Experience | Drop:
+    return experience if experience.num_sampled >= min_tokens else Drop("too short")
+"""
+SETTINGS = """
+app = "bot"
+plugins = ["plugins"]
+[engine]
+use = "actors.engines.scripted:ScriptedEngine"
+[[feedback]]
+name = "csat"
+use = "{module}:csat"
+from = {{ topic = "zendesk.closed" }}
+window = "2h"
+options = {{ scale = 10.0 }}
+[[processor]]
+use = "{module}:not_trivial"
+options = {{ min_tokens = 3 }}
+after = "validate"
+[[score]]
+name = "exact"
+use = "streams.scores.exact:exact"
+[reward]
+blend = {{ csat = 1.0, judge = 0.3 }}
+[verify.dedupe]
+on = false
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder with a plugin; the module's name is its own, since a process imports a name once."""
+    module = "plugin_" + "".join(letter for letter in request.node.name if letter.isalnum())
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / f"{module}.py").write_text(PLUGIN)
+    file = tmp_path / "headrace.toml"
+    file.write_text(SETTINGS.format(module=module))
+    return file
+
+
+def check(config: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["check", "-c", str(config), *arguments], env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+def refused(config: Path, *arguments: str) -> str:
+    result = check(config, *arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def replaced(config: Path, old: str, new: str) -> Path:
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new))
+    return config
+
+
+def test_the_resolved_chain_is_shown_in_order_with_versions_and_options(config: Path) -> None:
+    result = check(config)
+    assert result.exit_code == 0, result.output
+    shown = result.stdout
+    order = [
+        shown.index(name) for name in ("stage verify", "validate", "not_trivial", "filter", "exact", "stage collect")
+    ]
+    assert order == sorted(order)
+    assert "dedupe" not in shown, "it is switched off"
+    row = next(line for line in shown.splitlines() if "not_trivial" in line)
+    assert "3" in row and "min_tokens=3" in row
+    row = next(line for line in shown.splitlines() if "zendesk.closed" in line)
+    assert all(word in row for word in ("csat", "4", "2h", "unlabelled", "amend"))
+    assert "ScriptedEngine" in shown and "dppo" in shown
+
+
+def test_a_score_that_nothing_gives_is_pointed_out(config: Path) -> None:
+    notes = [line for line in check(config).stdout.splitlines() if line.startswith("note:")]
+    assert len(notes) == 1 and '"judge"' in notes[0] and "csat, exact" in notes[0]
+
+
+def test_a_plugin_folder_that_is_not_there(config: Path) -> None:
+    assert 'plugins: got "plugins", expected a folder' in refused(moved(config))
+
+
+def moved(config: Path) -> Path:
+    (config.parent / "plugins").rename(config.parent / "elsewhere")
+    return config
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("min_tokens = 3", "min_token = 3", ["processor[0].options.min_token", "unknown option", "min_tokens"]),
+        ("min_tokens = 3", 'min_tokens = "3"', ["processor[0].options.min_tokens", "got '3'", "a whole number"]),
+        ('after = "validate"', 'after = "validat"', ["processor[0].after", 'did you mean "validate"?']),
+        (":not_trivial", ":not_trivia", ["processor[0]", "not_trivial"]),
+        (":not_trivial", ":csat", ["processor[0].options.min_tokens", "unknown option", "scale"]),
+        ("scale = 10.0", "scales = 10.0", ["feedback[0].options.scales", "scale"]),
+        ("streams.scores.exact:exact", "streams.scores.nowhere:exact", ["score[0]", "streams.scores.nowhere"]),
+        ("scripted:ScriptedEngine", "scripted:ScriptedMotor", ["engine.use", "did you mean"]),
+        ("[[score]]", "[trainer.lanes.usual]\nloss = 'dpo'\n[[score]]", ["trainer.lanes.usual.loss", '"dpo"', "dppo"]),
+        ("[[score]]", "[explore]\nworkflow = 'a.b:c'\n[[score]]", ["explore.workflow", "a.b:c"]),
+        ('window = "2h"', 'window = "2 hours"', ["feedback[0].window", "2 hours", "a duration"]),
+    ],
+)  # fmt: skip
+def test_a_plugin_that_cannot_be_used_is_one_line_that_names_its_table(
+    config: Path, old: str, new: str, words: list[str]
+) -> None:
+    line = refused(replaced(config, old, new))
+    assert all(word in line for word in words), line

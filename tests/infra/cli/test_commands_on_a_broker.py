@@ -1,0 +1,261 @@
+"""The commands against a real broker: what was put into the log is what they show."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from infra.bus.kafka import KafkaBus
+from infra.bus.log import Log
+from infra.cli.main import app
+from schemas import Block, Closure, Control, EvalResult, PolicyEvent, Progress, Stub, Tick, topics
+from tests.infra.ledger.ledger_records import batch, block
+from tests.schemas.record_samples import CONTROL_KINDS, example_of, group_block
+
+pytestmark = pytest.mark.slow
+
+TASKS = [{"id": f"add-{at}", "prompt": f"{at}+1=", "answer": str(at + 1)} for at in range(3)]
+
+
+def call(config: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments, "-c", str(config)], env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+def printed(config: Path, *arguments: str, code: int = 0) -> str:
+    result = call(config, *arguments)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def publish(bootstrap: str, app_name: str, records: list[tuple[topics.Topic, Control | Block]]) -> None:
+    async def main() -> None:
+        bus = KafkaBus(bootstrap, deadline_s=30)
+        await bus.start()
+        log = Log(bus, app_name)
+        for topic, record in records:
+            await log.publish(topic, record)
+        await bus.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def config(kafka: str, app_name: str, tmp_path: Path) -> Path:
+    """Settings of an app whose topics exist."""
+    file = tmp_path / "headrace.toml"
+    file.write_text(f'app = "{app_name}"\n[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 2\n')
+    assert "topics created" in printed(file, "check", "--create")
+    return file
+
+
+def test_topics_that_are_missing_are_one_line_that_says_how_to_create_them(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "headrace.toml"
+    config.write_text(f'app = "{app_name}"\n[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 2\n')
+    for arguments in (["status"], ["peek", "buffer"], ["audit"]):
+        result = call(config, *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        (line,) = result.stderr.splitlines()
+        assert f"{app_name}." in line and "headrace check --create" in line and kafka in line
+    assert f"{app_name}.buffer" in printed(config, "check", "--create")
+    assert "none, all were there" in printed(config, "check", "--create")
+    result = call(config, "check", "--create", "--set", "kafka.partitions=3")
+    assert result.exit_code == 2 and "2" in result.stderr and "3" in result.stderr
+
+
+def test_every_kind_of_record_can_be_peeked_at(kafka: str, app_name: str, config: Path) -> None:
+    homes = {kind: next(topic for topic in topics.ALL if kind.__name__ in topic.holds) for kind in CONTROL_KINDS}
+    examples = {**{kind: example_of(kind) for kind in CONTROL_KINDS}, Tick: Tick(partition=1, due_ms=5)}
+    records = [(homes[kind], example) for kind, example in examples.items()]
+    publish(kafka, app_name, [*records, (topics.BUFFER, group_block(3))])
+    for kind, topic in homes.items():
+        shown = printed(config, "peek", topic.name, "-n", "50").splitlines()
+        assert len(shown) == sum(1 for home in homes.values() if home is topic), kind
+        plain = [json.loads(line) for line in printed(config, "peek", topic.name, "-n", "50", "--json").splitlines()]
+        assert len(plain) == len(shown) and all(one["timestamp_ms"] > 0 for one in plain)
+    head, *answers = printed(config, "peek", f"{app_name}.buffer").splitlines()
+    assert "add-3745.2" in head and len(answers) == 3
+    (line,) = printed(config, "peek", "buffer", "--json").splitlines()
+    assert [one["response"] for one in json.loads(line)["record"]] == ["0", "1", "2"]
+    assert printed(config, "peek", "policies", "-n", "0") == ""
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    yield from process.stdout
+
+
+def test_following_shows_the_past_and_then_what_arrives(kafka: str, app_name: str, config: Path) -> None:
+    publish(kafka, app_name, [(topics.POLICIES, PolicyEvent(event="published", policy="main", version=1))])
+    command = [sys.executable, "-m", "infra.cli.main", "peek", "policies", "--follow", "--json", "-c", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        stopper = threading.Timer(60, process.kill)
+        stopper.start()
+        lines = lines_of(process)
+        assert json.loads(next(lines))["record"]["version"] == 1
+        for version in (2, 3):
+            event = PolicyEvent(event="published", policy="main", version=version)
+            publish(kafka, app_name, [(topics.POLICIES, event)])
+            assert json.loads(next(lines))["record"]["version"] == version
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        stopper.cancel()
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+def test_a_reader_that_has_seen_enough_ends_peek_quietly(kafka: str, app_name: str, config: Path) -> None:
+    event = PolicyEvent(event="published", policy="main", reason="x" * 2000)
+    publish(kafka, app_name, [(topics.POLICIES, event)] * 200)
+    command = f"{sys.executable} -m infra.cli.main peek policies --json -n 200 -c {config} | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["record"]["event"] == "published" and done.stderr == ""
+
+
+def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str, app_name: str, config: Path) -> None:
+    assert "nothing yet" in printed(config, "status"), "plain status always exits with 0"
+    assert printed(config, "status", "--check", code=1).count("no role has reported") == 1
+    told = [Progress(role=role, instance=f"{role}/1", state="running", version=4) for role in ("train", "explore")]
+    publish(
+        kafka,
+        app_name,
+        [
+            (topics.POLICIES, PolicyEvent(event="published", policy="main", version=4)),
+            (topics.EVALS, EvalResult(policy="main", version=4, suite="dev", num_tasks=10, num_correct=9)),
+            *((topics.PROGRESS, one) for one in told),
+        ],
+    )
+    shown = printed(config, "status", "--check")
+    assert "train/1" in shown and "dev 90.0% at v4" in shown and "alarm" not in shown
+    state = json.loads(printed(config, "status", "--json", "--check"))
+    assert state["alarms"] == [] and state["policies"]["published"] == 4 and set(state["lags"]) >= {"verified"}
+    refused = PolicyEvent(event="refused", policy="main", version=4, owner="explore/1", reason="NaN")
+    publish(kafka, app_name, [(topics.POLICIES, refused)])
+    state = json.loads(printed(config, "status", "--json", "--check", code=1))
+    assert state["alarms"] == ["policy v4 was refused: v4 by explore/1: NaN"]
+    assert "refused" in printed(config, "status")
+
+
+def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken(
+    kafka: str, app_name: str, config: Path
+) -> None:
+    trained = batch(0, "a.0.0-0-0", "a.0.0-1-0")
+    trained = type(trained)(run=app_name, token=0, step=0, version=0, items=trained.items)
+    publish(
+        kafka,
+        app_name,
+        [
+            *((topics.EXPERIENCES, block(group)) for group in ("a.0", "b.0", "c.0")),
+            (topics.VERIFIED, Stub(id="c.0.0-0-0", group="c.0", episode=0, group_size=4, reason="too short")),
+            (topics.BUFFER, block("a.0")),
+            (topics.PROGRESS, Closure(group="b.0", outcome="dropped", reason="all rewards equal")),
+            (topics.BATCHES, trained),
+        ],
+    )
+    found = json.loads(printed(config, "audit", "--json"))
+    assert (found["published"], found["trained"], found["pending"], found["clean"]) == (6, 2, 1, True)
+    assert found["dropped"] == {"all rewards equal": 2, "too short": 1}
+    assert "dropped: all rewards equal" in printed(config, "audit")
+    again = type(trained)(run=app_name, token=0, step=1, version=1, items=trained.items)
+    publish(kafka, app_name, [(topics.BATCHES, again)])
+    shown = printed(config, "audit", code=1)
+    assert "NOT CLEAN" in shown and "trained twice: a.0.0-0-0, a.0.0-1-0" in shown
+    assert json.loads(printed(config, "audit", "--json", code=1))["clean"] is False
+
+
+def test_audit_of_a_log_that_grows_meanwhile_always_adds_up(kafka: str, app_name: str, config: Path) -> None:
+    enough = threading.Event()
+
+    async def flow() -> None:
+        bus = KafkaBus(kafka, deadline_s=30)
+        await bus.start()
+        log = Log(bus, app_name)
+        step = 0
+        while not enough.is_set():
+            group = f"g{step}.0"
+            await log.publish(topics.EXPERIENCES, block(group))
+            await log.publish(topics.BUFFER, block(group))
+            await log.publish(topics.PROGRESS, Closure(group=group, outcome="buffered", experiences=2))
+            one = batch(step, f"{group}.0-0-0", f"{group}.0-1-0")
+            await log.publish(
+                topics.BATCHES, type(one)(run=app_name, token=0, step=step, version=step, items=one.items)
+            )
+            step += 1
+        await bus.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(flow()))
+    thread.start()
+    try:
+        sizes = []
+        for _ in range(4):
+            found = json.loads(printed(config, "audit", "--json"))
+            assert found["clean"] and not found["dropped"]
+            assert found["published"] == found["trained"] + found["pending"]
+            sizes.append(found["published"])
+    finally:
+        enough.set()
+        thread.join()
+    assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
+    assert json.loads(printed(config, "audit", "--json"))["pending"] == 0
+
+
+def test_loading_twice_adds_nothing(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*TASKS, TASKS[0]]))
+    assert "3 tasks loaded, 1 repeated, 0 there already" in call(config, "load", "tasks", str(file)).stderr
+    assert "0 tasks loaded, 1 repeated, 3 there already" in call(config, "load", "tasks", str(file)).stderr
+    shown = printed(config, "peek", "taskset.raw")
+    assert all(f"task {row['id']}" in shown and f"answer='{row['answer']}'" in shown for row in TASKS)
+
+
+def test_a_row_that_cannot_be_read_is_one_line_with_its_place(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps(TASKS[0]) + '\n{"id": "x"}\n')
+    result = call(config, "load", "tasks", str(file))
+    assert result.exit_code == 2 and f"{file}" in result.stderr and "2" in result.stderr.splitlines()[-1]
+
+
+def test_demonstrations_are_loaded_with_the_models_own_tokens(config: Path, tmp_path: Path) -> None:
+    from infra.demo.char_model import build_char_model
+
+    build_char_model(tmp_path / "model", seed=0)
+    file = tmp_path / "experts.jsonl"
+    file.write_text("".join(json.dumps({**row, "response": row["answer"]}) + "\n" for row in TASKS))
+    result = call(config, "load", "experts", str(file), "--set", "policy.model=model")
+    assert result.exit_code == 0, result.output
+    assert "3 experts loaded" in result.stderr
+    rows = [json.loads(line) for line in printed(config, "peek", "experts", "--json").splitlines()]
+    assert sorted(one["response"] for row in rows for one in row["record"]) == ["1", "2", "3"]
+    assert {one["lane"] for row in rows for one in row["record"]} == {"expert"}
+
+
+@pytest.mark.parametrize("role", ["master", "process", "train"])
+def test_a_role_whose_broker_is_away_names_the_address_and_gives_up_after_its_deadline(
+    role: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "headrace.toml"
+    config.write_text(
+        'app = "bot"\n[kafka]\nbootstrap_servers = "127.0.0.1:1"\ndeadline_s = 2\n[policy]\nmodel = "model"\n'
+    )
+    command = [sys.executable, "-m", "infra.cli.main", role, "-c", str(config)]
+    started_s = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "160"})
+    assert done.returncode == 1, done.stderr
+    *before, last = done.stderr.splitlines()
+    assert last.startswith("headrace: Kafka at 127.0.0.1:1 is not reachable") and "within 2 s" in last
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert time.monotonic() - started_s > 2, "it was tried again until the deadline"
+    retries = [line for line in before if "kafka.retry" in line]
+    assert retries and all("127.0.0.1:1" in line for line in retries)
+    assert len(before) < 12, "an outage is not a flood"

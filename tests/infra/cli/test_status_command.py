@@ -1,0 +1,161 @@
+"""`headrace status`: what the log says about the roles, and what deserves an alarm."""
+
+import asyncio
+import io
+import time
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.cli.status import alarms, read_status, show
+from schemas import EvalResult, PolicyEvent, Progress, Tick, topics
+
+START_MS = 1_763_715_600_000
+
+
+class Clock:
+    """Log-append milliseconds, set by hand."""
+
+    def __init__(self) -> None:
+        self.now_ms = START_MS
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+def progress(role: str, *, state: str = "running", version: int = -1, **counters: float) -> Progress:
+    return Progress(role=role, instance=f"{role}/1", state=state, version=version, counters=counters)
+
+
+def state_of(*events: tuple[float, Progress | PolicyEvent | EvalResult], now_s: float, max_lag: int = 10) -> dict:
+    """The status of a log in which each event was stored at its second."""
+
+    async def main() -> dict:
+        clock = Clock()
+        log = Log(MemoryBus(clock), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        homes = {Progress: topics.PROGRESS, PolicyEvent: topics.POLICIES, EvalResult: topics.EVALS}
+        for at_s, event in events:
+            clock.now_ms = START_MS + int(at_s * 1000)
+            await log.publish(homes[type(event)], event)
+        return await read_status(log, now_s=START_MS / 1000 + now_s, max_lag=max_lag)
+
+    return asyncio.run(main())
+
+
+def shown(state: dict) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    show(console, state)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_rates_are_those_of_the_last_minute() -> None:
+    state = state_of(
+        (0, progress("train", steps=0.0)),
+        (100, progress("train", steps=1000.0)),
+        (140, progress("train", steps=1020.0)),
+        (160, progress("train", steps=1030.0)),
+        now_s=161,
+    )
+    (role,) = state["roles"]
+    assert role["per_s"] == {"steps": 0.5} and role["age_s"] == 1.0 and not role["silent"]
+    assert state["alarms"] == []
+
+
+def test_a_role_that_fell_silent_is_an_alarm_and_one_that_ended_in_order_is_not() -> None:
+    state = state_of(
+        (0, progress("train")), (0, progress("process", state="stopped")), (95, progress("master")), now_s=100
+    )
+    assert state["alarms"] == ["train/1 has been silent for 100 s"]
+    assert [role["silent"] for role in state["roles"]] == [False, False, True]
+
+
+def test_a_restarted_role_hides_the_process_that_died() -> None:
+    old = Progress(role="train", instance="train/1", state="learning")
+    state = state_of((0, old), (90, Progress(role="train", instance="train/2", state="learning")), now_s=100)
+    assert [role["instance"] for role in state["roles"]] == ["train/2"] and state["alarms"] == []
+
+
+def test_nobody_there_is_an_alarm() -> None:
+    assert state_of(now_s=0)["alarms"] == ["no role has reported"]
+
+
+@pytest.mark.parametrize("counter", ["alarms{alarm=usual/ess}", "steps_skipped", "requests_failed", "policies_refused"])
+def test_a_counter_that_should_stand_still_is_an_alarm_for_a_minute_after_it_grew(counter: str) -> None:
+    def at(later_s: float) -> list[str]:
+        return state_of(
+            (0, progress("train", **{counter: 1.0})),
+            (30, progress("train", **{counter: 3.0})),
+            (30 + later_s, progress("train", **{counter: 3.0})),
+            now_s=31 + later_s,
+        )["alarms"]
+
+    assert at(20) == [f"train/1: {counter} +2 in the last minute"]
+    assert at(70) == []
+
+
+def test_the_newest_policy_being_refused_is_an_alarm_and_an_older_one_is_history() -> None:
+    published = [(0.0, PolicyEvent(event="published", policy="main", version=version)) for version in (1, 2)]
+    refused = PolicyEvent(event="refused", policy="main", version=2, owner="explore/7", reason="NaN in lm_head")
+    state = state_of(*published, (1, refused), (2, progress("explore")), now_s=3)
+    assert state["policies"]["published"] == 2
+    assert state["alarms"] == ["policy v2 was refused: v2 by explore/7: NaN in lm_head"]
+    later = (2, PolicyEvent(event="published", policy="main", version=3))
+    assert state_of(*published, (1, refused), later, (2, progress("explore")), now_s=3)["alarms"] == []
+
+
+def test_drops_are_added_up_over_roles_by_reason() -> None:
+    name = "dropped{reason=too short}"
+    state = state_of(
+        (0, progress("process", **{name: 3.0})),
+        (1, progress("train", **{name: 2.0, "dropped{reason=stale}": 9.0})),
+        now_s=2,
+    )
+    assert state["dropped"] == {"stale": 9, "too short": 5}
+
+
+def test_accuracy_is_the_newest_of_each_suite() -> None:
+    results = [
+        (0.0, EvalResult(policy="main", version=version, suite=suite, num_tasks=10, num_correct=version))
+        for version, suite in ((1, "dev"), (3, "dev"), (2, "held-out"))
+    ]
+    state = state_of(*results, now_s=1)
+    assert state["accuracy"] == {"dev": {"version": 3, "share": 0.3}, "held-out": {"version": 2, "share": 0.2}}
+
+
+def test_lag_is_what_a_group_has_yet_to_commit_and_too_much_is_an_alarm() -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        reader = await log.subscribed(topics.VERIFIED, group="collect")
+        for index in (0, 1, 1):
+            await log.publish(topics.VERIFIED, Tick(partition=index, due_ms=0))
+        await log.publish(topics.PROGRESS, progress("process"))
+        state = await read_status(log, now_s=time.time(), max_lag=2)
+        assert state["lags"]["verified"] == 3 and state["lags"]["tasks"] is None
+        assert state["alarms"] == ["verified: 3 records wait, expected at most 2"]
+        assert alarms(state, 3) == []
+        await reader.close()
+
+    asyncio.run(main())
+
+
+def test_the_screen_shows_roles_policies_drops_and_alarms() -> None:
+    drop = {"dropped{reason=[odd]}": 1234.0}
+    events: list[tuple[float, Progress | PolicyEvent | EvalResult]] = [
+        (0, PolicyEvent(event="published", policy="main", version=7)),
+        (1, PolicyEvent(event="refused", policy="main", version=7, owner="e", reason="[NaN]")),
+        (0, progress("train", version=6, steps=10.0, **drop)),
+        (10, progress("train", version=7, steps=30.0, **drop)),
+        (10, EvalResult(policy="main", version=7, suite="dev", num_tasks=10, num_correct=9)),
+    ]
+    lines = shown(state_of(*events, now_s=12)).splitlines()
+    has: Callable[..., bool] = lambda *words: any(all(word in line for word in words) for line in lines)  # noqa: E731
+    assert has("train/1", "running", "v7", "2 s ago", "steps 2")
+    assert has("published", "v7") and has("accuracy", "dev 90.0% at v7")
+    assert has("dropped", "[odd] 1,234") and has("alarm", "policy v7 was refused", "[NaN]")
+    assert has("lag", "no consumer has committed yet")

@@ -1,0 +1,41 @@
+"""`headrace up`: what it starts, and how it gives up."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from infra.cli.settings import load_settings
+from infra.cli.up import ROLES, broker_child, role_child
+
+
+def settings_file(tmp_path: Path, kafka: str = "") -> Path:
+    file = tmp_path / "headrace.toml"
+    file.write_text(f'app = "bot"\n[kafka]\n{kafka}\n')
+    return file
+
+
+def test_the_embedded_broker_is_a_child_only_where_none_is_configured(tmp_path: Path) -> None:
+    broker = broker_child(load_settings(settings_file(tmp_path)))
+    assert broker is not None and str(tmp_path / "kafka") in broker.argv
+    assert broker_child(load_settings(settings_file(tmp_path, 'bootstrap_servers = "a:1"'))) is None
+
+
+def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    settings = load_settings(file)
+    broker = broker_child(settings)
+    assert broker is not None
+    for role in ROLES:
+        child = role_child(settings, file, ["a.b=1", "c=2"], role)
+        assert child.argv[3:] == (role, "--config", str(file), "--set", "a.b=1", "--set", "c=2")
+        assert child.log == tmp_path / "logs" / f"{role}.log" and child.tier > broker.tier
+        assert 2 in child.final_codes, "a mistake in the settings is not tried again"
+        assert 1 not in child.final_codes
+
+
+def test_a_configured_broker_that_is_away_is_one_line_after_the_deadline(tmp_path: Path) -> None:
+    file = settings_file(tmp_path, 'bootstrap_servers = "127.0.0.1:1"\ndeadline_s = 0.5')
+    command = [sys.executable, "-m", "infra.cli.main", "up", "-c", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines() == ["headrace: Kafka at 127.0.0.1:1 did not answer within 0.5 s"]

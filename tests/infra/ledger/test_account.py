@@ -1,0 +1,176 @@
+"""The account: every published experience is trained, dropped with a reason, or pending, in that order of precedence."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas import Block, Control, Drawn, Feedback, Fence, Rollback, Skip, Stub
+from tests.infra.ledger.ledger_records import RUN, account, batch, block, closure, dead_letter, stub
+
+
+def test_what_nobody_has_spoken_of_yet_is_pending() -> None:
+    found = account({"experiences": [block("a.0")]})
+    assert (found.published, found.pending, found.pending_ids) == (2, 2, ("a.0.0-0-0", "a.0.0-1-0"))
+    assert found.is_clean
+
+
+def test_a_second_delivery_is_published_once() -> None:
+    assert account({"experiences": [block("a.0"), block("a.0")]}).published == 2
+
+
+def test_trained_comes_before_any_reason() -> None:
+    found = account(
+        {
+            "experiences": [block("a.0")],
+            "verified": [stub("a.0", 0, "too short"), stub("a.0", 1, "too short")],
+            "batches": [batch(0, "a.0.0-0-0")],
+        }
+    )
+    assert (found.trained, found.dropped, found.pending) == (1, {"too short": 1}, 0)
+
+
+def test_a_buffered_group_is_pending_until_it_is_trained_or_dropped_by_the_trainer() -> None:
+    topics = {
+        "experiences": [block("a.0"), block("b.0")],
+        "progress": [closure("a.0", "buffered"), closure("b.0", "buffered")],
+        "buffer": [block("a.0"), block("b.0")],
+    }
+    assert account(topics).pending == 4
+    told = Drawn(token=1, step=0, version=3, groups=(), dropped={"b.0": "stale"})
+    found = account({**topics, "progress": [*topics["progress"], told]})
+    assert (found.dropped, found.pending) == ({"stale": 2}, 2)
+
+
+def test_members_that_collect_left_out_have_the_reasons_of_the_closure_and_stubs_their_own() -> None:
+    found = account(
+        {
+            "experiences": [block("a.0", range(5))],
+            "verified": [stub("a.0", 0, "too short")],
+            "progress": [closure("a.0", "buffered", too_short=1, odd=1, unlabelled=2)],
+            "buffer": [block("a.0", [4])],
+        }
+    )
+    assert (found.dropped, found.pending) == ({"too short": 1, "unlabelled": 2, "odd": 1}, 1)
+
+
+def test_a_dropped_group_gives_its_reason_to_every_member() -> None:
+    found = account(
+        {"experiences": [block("a.0")], "progress": [closure("a.0", "dropped", reason="all rewards equal")]}
+    )
+    assert found.dropped == {"all rewards equal": 2}
+
+
+def test_a_superseded_attempt_is_dropped_whatever_became_of_the_other() -> None:
+    for end in ({"batches": [batch(0, "a.0.1-0-0", "a.0.1-1-0")]}, {}):
+        found = account(
+            {
+                "experiences": [block("a.0"), block("a.0", attempt=1)],
+                "progress": [
+                    closure("a.0", "superseded"),
+                    closure("a.0", "buffered", attempt=1),
+                    Drawn(token=1, step=0, version=3, groups=(), dropped={} if end else {"a.0": "stale"}),
+                ],
+                "buffer": [block("a.0", attempt=1)],
+                **end,
+            }
+        )
+        assert found.dropped["superseded"] == 2
+        assert found.trained == (2 if end else 0) and found.pending == 0
+
+
+def test_what_lies_in_a_dead_letter_is_accounted_for() -> None:
+    letter = dead_letter(block("a.0"), "too large")
+    unreadable = dead_letter(block("b.0"), "bad frame")
+    unreadable = type(unreadable)(
+        **{**{n: getattr(unreadable, n) for n in unreadable.__struct_fields__}, "value": b"HR"}
+    )
+    found = account({"experiences": [block("a.0"), block("b.0")], "dead-letters": [letter, unreadable]})
+    assert (found.dropped, found.pending) == ({"too large": 2}, 2)
+
+
+def test_validation_demonstrations_are_kept_apart_and_evals_are_not_counted() -> None:
+    found = account(
+        {
+            "experts": [block("demo.0", [0], lane="expert", meta={"split": "validation"})],
+            "experiences": [block("held.0", suite="held-out")],
+        }
+    )
+    assert (found.published, found.dropped) == (1, {"kept for validation": 1})
+
+
+def test_an_experience_trained_twice_under_one_use_is_found() -> None:
+    published = {"experiences": [block("a.0")]}
+    once = account({**published, "batches": [batch(0, "a.0.0-0-0"), batch(1, "a.0.0-0-0", use=1)]})
+    assert once.is_clean and once.uses == {"usual": {2: 1}}
+    twice = account({**published, "batches": [batch(0, "a.0.0-0-0"), batch(1, "a.0.0-0-0")]})
+    assert twice.trained_twice == ("a.0.0-0-0",) and not twice.is_clean
+    revised = account({**published, "batches": [batch(0, "a.0.0-0-0"), batch(1, "a.0.0-0-0", revision=1)]})
+    assert revised.is_clean
+
+
+def test_a_batch_of_an_overtaken_trainer_counts_for_nothing() -> None:
+    journal = [Fence(run=RUN, token=1), Fence(run=RUN, token=5), batch(0, "a.0.0-0-0", token=1)]
+    journal.append(batch(0, "a.0.0-0-0", token=5))
+    found = account({"experiences": [block("a.0")], "batches": journal})
+    assert found.is_clean and found.trained == 1
+
+
+def test_what_was_only_in_steps_without_effect_was_not_trained() -> None:
+    names = [f"a.0.0-{episode}-0" for episode in range(4)]
+    journal = [
+        batch(0, names[0]),
+        batch(1, names[1]),
+        Skip(run=RUN, token=1, step=1, reason="not finite"),
+        batch(2, names[2]),
+        Rollback(run=RUN, token=1, from_step=2, to_step=2, restored_version=1, version=4, reason="x"),
+        batch(3, names[3]),
+    ]
+    found = account({"experiences": [block("a.0", range(4))], "batches": journal})
+    assert (found.trained, found.dropped) == (2, {"step skipped": 1, "rolled back": 1})
+    again = account({"experiences": [block("a.0", range(4))], "batches": [*journal, batch(4, names[1], use=1)]})
+    assert (again.trained, again.dropped) == (3, {"rolled back": 1})
+
+
+def test_synthetic_experiences_are_known_by_the_buffer_and_others_are_not_known() -> None:
+    made = block("syn-1.0", [0], lane="expert")
+    trained = {"batches": [batch(0, "syn-1.0.0-0-0", lane="expert")]}
+    known = account({"buffer": [made], **trained})
+    assert known.is_clean and known.published == 0 and known.uses == {"expert": {1: 1}}
+    assert account(trained).unknown == ("syn-1.0.0-0-0",)
+    assert account(trained, buffer_begins=8).is_clean, "its block lay below what is kept"
+
+
+GROUPS = ("a.0", "b.0", "c.0")
+MEMBERS = st.tuples(st.sampled_from(GROUPS), st.integers(0, 3))
+names_of = MEMBERS.map(lambda one: f"{one[0]}.0-{one[1]}-0")
+RECORDS = {
+    "experiences": st.builds(block, st.sampled_from(GROUPS), st.lists(st.integers(0, 3), min_size=1, unique=True)),
+    "verified": st.builds(stub, st.sampled_from(GROUPS), st.integers(0, 3), st.sampled_from(["odd", "short"]))
+    | st.just(Feedback(ref="a.0.0-0-0", id="1")),
+    "buffer": st.builds(block, st.sampled_from(GROUPS), st.lists(st.integers(0, 3), min_size=1, unique=True)),
+    "progress": st.builds(closure, st.sampled_from(GROUPS), st.sampled_from(["buffered", "dropped", "superseded"]))
+    | st.builds(
+        lambda groups: Drawn(token=1, step=0, version=0, groups=(), dropped=dict.fromkeys(groups, "stale")),
+        st.lists(st.sampled_from(GROUPS)),
+    ),
+    "batches": st.builds(batch, st.integers(0, 5), names_of, use=st.integers(0, 1))
+    | st.builds(lambda step: Skip(run=RUN, token=1, step=step, reason="x"), st.integers(0, 5)),
+    "dead-letters": st.builds(dead_letter, st.builds(block, st.sampled_from(GROUPS)), st.just("too large")),
+}
+
+
+@given(
+    st.fixed_dictionaries({topic: st.lists(records, max_size=5) for topic, records in RECORDS.items()}), st.randoms()
+)
+def test_the_account_adds_up_and_the_order_between_topics_does_not_matter(
+    topics: dict[str, list[Control | Block]], shuffle: random.Random
+) -> None:
+    found = account(topics)
+    assert found.published == found.trained + sum(found.dropped.values()) + found.pending
+    assert found.pending == len(found.pending_ids) == len(set(found.pending_ids))
+    order = list(topics)
+    shuffle.shuffle(order)
+    assert account({topic: topics[topic] for topic in order}) == found
+    stubbed = {one.id for one in topics["verified"] if isinstance(one, Stub)}
+    assert not stubbed & set(found.pending_ids)

@@ -1,0 +1,67 @@
+"""`audit` over a log: what is on its way shows as pending, and what is trimmed is nobody's fault."""
+
+import asyncio
+
+from infra.bus.bus import Partition
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.ledger.audit import audit
+from schemas import topics
+from tests.infra.ledger.ledger_records import RUN, batch, block, closure
+
+
+async def log_of_a_run() -> Log:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    for group in ("a.0", "b.0", "c.0"):
+        await log.publish(topics.EXPERIENCES, block(group))
+    await log.publish(topics.BUFFER, block("a.0"))
+    await log.publish(topics.PROGRESS, closure("a.0", "buffered"))
+    await log.publish(topics.PROGRESS, closure("b.0", "dropped", reason="all rewards equal"))
+    await log.publish(topics.BATCHES, batch(0, "a.0.0-0-0", "a.0.0-1-0"))
+    return log
+
+
+def test_the_account_of_a_log() -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+        read: list[str] = []
+        found = await audit(log, RUN, read.append)
+        assert (found.trained, found.dropped, found.pending) == (2, {"all rewards equal": 2}, 2)
+        assert found.is_clean and read[0] == "batches" and read[-1] == "experts"
+
+    asyncio.run(main())
+
+
+def test_a_record_that_comes_during_the_audit_is_pending_at_most() -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+
+        def publish_all_of_a_group(topic: str) -> None:
+            if topic == "dead-letters":  # batches, progress and buffer are read by now
+                tasks.append(asyncio.ensure_future(pass_through()))
+
+        async def pass_through() -> None:
+            await log.publish(topics.EXPERIENCES, block("late.0"))
+            await log.publish(topics.BUFFER, block("late.0"))
+            await log.publish(topics.BATCHES, batch(1, "late.0.0-0-0"))
+
+        tasks: list[asyncio.Future[None]] = []
+        found = await audit(log, RUN, publish_all_of_a_group)
+        await asyncio.gather(*tasks)
+        assert found.is_clean and found.pending in (2, 4)
+
+    asyncio.run(main())
+
+
+def test_what_was_trained_from_below_the_kept_buffer_is_not_called_unknown() -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+        for _ in range(7):
+            await log.publish(topics.BUFFER, block("b.0"))
+        await log.publish(topics.BATCHES, batch(1, "gone.0.0-0-0"))
+        assert (await audit(log, RUN)).unknown == ("gone.0.0-0-0",)
+        await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 8)
+        assert (await audit(log, RUN)).is_clean
+
+    asyncio.run(main())

@@ -1,0 +1,280 @@
+"""One partition's collector on a log: rebuilt from it, never sending twice, ticking when idle."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from infra.bus.bus import Partition
+from infra.bus.log import Log
+from infra.metrics import Metrics
+from schemas import Block, Closure, DeadLetter, Tick
+from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
+from streams.collect.collector import Collector, CollectSettings, TakenAway
+from streams.collect.credit import Source
+from streams.collect.fold import Rules
+from streams.collect.inbox import CollectDriver
+from tests.streams.collect.collecting import answer, block, said
+from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
+
+RULES = Rules(deadline_ms=3_600_000, keep_ms=86_400_000)
+
+
+def settings(folder: Path, rules: Rules = RULES) -> CollectSettings:
+    return CollectSettings(folder=folder, rules=rules, steps=())
+
+
+async def opened(log: Log, folder: Path, committed: int = 0, rules: Rules = RULES) -> Collector:
+    collector = Collector(log, Metrics("process"), 0, settings(folder, rules))
+    await collector.recover(committed, lambda: False)
+    return collector
+
+
+async def fold_everything(log: Log, collector: Collector) -> None:
+    await collector.take([message.record for message in await stored(log, VERIFIED)])
+
+
+async def groups_in(log: Log) -> list[str]:
+    return [sent.group for sent in await values(log, BUFFER) if isinstance(sent, Block)]
+
+
+async def closed_groups(log: Log) -> list[str]:
+    return [end.group for end in await values(log, PROGRESS) if isinstance(end, Closure)]
+
+
+async def feed(log: Log, *groups: str) -> None:
+    for group in groups:
+        for episode in range(2):
+            await log.publish(VERIFIED, block(answer(group, episode)))
+
+
+def test_a_group_reaches_the_buffer_and_its_closure_progress(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0", "u.0")
+            collector = await opened(log, tmp_path)
+            await fold_everything(log, collector)
+            collector.close()
+            assert await groups_in(log) == await closed_groups(log) == ["t.0", "u.0"]
+
+    asyncio.run(run())
+
+
+def test_a_missing_file_is_rebuilt_without_sending_anything_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0")
+            await log.publish(VERIFIED, block(answer("u.0", 0)))
+            first = await opened(log, tmp_path / "a")
+            await fold_everything(log, first)
+            first.close()
+            second = await opened(log, tmp_path / "b", committed=3)
+            assert second.next_offset == 3
+            await log.publish(VERIFIED, block(answer("u.0", 1)))
+            await fold_everything(log, second)
+            second.close()
+            assert await groups_in(log) == await closed_groups(log) == ["t.0", "u.0"]
+
+    asyncio.run(run())
+
+
+def test_an_older_file_is_brought_up_to_the_groups_offset(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await log.publish(VERIFIED, block(answer("u.0", 0)))
+            old = await opened(log, tmp_path / "a")
+            await fold_everything(log, old)
+            old.close()
+            other = await opened(log, tmp_path / "b", committed=1)
+            await log.publish(VERIFIED, block(answer("u.0", 1)))
+            await fold_everything(log, other)
+            other.close()
+            back = await opened(log, tmp_path / "a", committed=2)
+            assert (back.next_offset, back.num_open()) == (2, 0)
+            back.close()
+            assert await groups_in(log) == ["u.0"]
+
+    asyncio.run(run())
+
+
+def test_outputs_without_a_closure_are_sent_when_a_dead_worker_left_them_out(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0")
+            # The group's offset is past the records, but their closure never reached the log.
+            collector = await opened(log, tmp_path, committed=2)
+            collector.close()
+            assert await groups_in(log) == await closed_groups(log) == ["t.0"]
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_died_before_saving_sends_no_second_closure(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0")
+            died = await opened(log, tmp_path / "a")
+            await fold_everything(log, died)
+            died.close()
+            # Another worker starts from an empty folder and the offset before the batch.
+            after = await opened(log, tmp_path / "b", committed=0)
+            await fold_everything(log, after)
+            after.close()
+            assert await closed_groups(log) == ["t.0"]
+            assert await groups_in(log) == ["t.0"]
+
+    asyncio.run(run())
+
+
+def test_a_file_of_another_log_is_not_believed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0", "u.0")
+            collector = await opened(log, tmp_path)
+            await fold_everything(log, collector)
+            collector.close()
+        async with memory_log() as log:
+            await log.publish(VERIFIED, block(answer("v.0", 0)))
+            collector = await opened(log, tmp_path)
+            assert collector.next_offset == 0
+            collector.close()
+
+    asyncio.run(run())
+
+
+def test_records_already_folded_are_skipped_and_gaps_are_read_from_the_log(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0", "u.0")
+            collector = await opened(log, tmp_path)
+            records = [message.record for message in await stored(log, VERIFIED)]
+            await collector.take(records[3:])
+            await collector.take(records)
+            collector.close()
+            assert await groups_in(log) == ["t.0", "u.0"]
+
+    asyncio.run(run())
+
+
+def test_a_rebuild_stops_when_the_partition_is_taken_away(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0")
+            collector = Collector(log, Metrics("process"), 0, settings(tmp_path))
+            try:
+                await collector.recover(2, lambda: True)
+            except TakenAway:
+                pass
+            else:
+                raise AssertionError("the rebuild went on")
+            finally:
+                collector.close()
+            assert await groups_in(log) == []
+
+    asyncio.run(run())
+
+
+def test_an_idle_partition_ticks_once_its_deadline_is_due(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await log.publish(VERIFIED, block(answer("t.0", 0)))
+            collector = await opened(log, tmp_path)
+            await fold_everything(log, collector)
+            due_ms = collector.next_due_ms()
+            assert not await collector.tick(due_ms - 1)
+            assert await collector.tick(due_ms)
+            collector.close()
+            last = (await values(log, VERIFIED))[-1]
+            assert last == Tick(partition=0, due_ms=due_ms)
+
+    asyncio.run(run())
+
+
+def test_an_unreadable_record_is_dead_lettered_and_its_neighbours_are_folded(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await log.publish(VERIFIED, block(answer("t.0", 0)))
+            await log.bus.send(log.name(VERIFIED), b"HR\x01\x00nonsense", key=b"t.0")
+            await log.publish(VERIFIED, block(answer("t.0", 1)))
+            collector = await opened(log, tmp_path)
+            await fold_everything(log, collector)
+            collector.close()
+            assert await groups_in(log) == ["t.0"]
+            (dead,) = await values(log, DEAD_LETTERS)
+            assert isinstance(dead, DeadLetter)
+            assert (dead.topic, dead.offset, dead.stage) == ("verified", 1, "collect")
+
+    asyncio.run(run())
+
+
+def test_late_feedback_finds_its_answer_in_the_log_after_a_restart(tmp_path: Path) -> None:
+    source = Source(window_ms=3_600_000, late="amend")
+    rules = msgspec.structs.replace(RULES, sources={"csat": source})
+
+    async def run() -> None:
+        async with memory_log() as log:
+            await log.publish(VERIFIED, block(answer("live.0", 0, size=1, lane="live")))
+            await log.publish(VERIFIED, said("hr-live.0.0-0-0", 0.8))
+            collector = await opened(log, tmp_path, rules=rules)
+            await fold_everything(log, collector)
+            collector.close()
+            await log.publish(VERIFIED, said("hr-live.0.0-0-0", 0.2, id="later"))
+            collector = await opened(log, tmp_path, committed=2, rules=rules)
+            await fold_everything(log, collector)
+            collector.close()
+            sent = [one.experiences[0] for one in await values(log, BUFFER) if isinstance(one, Block)]
+            assert [(one.revision, one.score("csat")) for one in sent] == [(0, 0.8), (1, 0.2)]
+
+    asyncio.run(run())
+
+
+def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0", "u.0")
+
+            async def committed(partition: int) -> int:
+                return (await log.bus.beginning_offsets(log.name(VERIFIED)))[Partition(log.name(VERIFIED), partition)]
+
+            async with asyncio.TaskGroup() as tasks:
+                driver = CollectDriver(log, Metrics("process"), settings(tmp_path), committed, tasks)
+                driver.assigned({0}, 1)
+                deliveries = [KeptDelivery(message.record) for message in await stored(log, VERIFIED)]
+                for delivery in deliveries[:3]:
+                    await driver.accept(delivery)
+                await until(lambda: all(delivery.is_acknowledged for delivery in deliveries[:3]))
+                driver.retire()
+                late = KeptDelivery(deliveries[3].record)
+                await driver.accept(late)
+                assert late.is_abandoned
+                again = [KeptDelivery(delivery.record, generation=2) for delivery in deliveries]
+                for delivery in again:
+                    await driver.accept(delivery)
+                await until(lambda: all(delivery.is_acknowledged for delivery in again))
+                await driver.finish()
+            assert sorted(await closed_groups(log)) == ["t.0", "u.0"]
+
+    asyncio.run(run())
+
+
+def test_letting_go_of_one_generation_leaves_the_next_at_work(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0")
+
+            async def committed(partition: int) -> int:
+                return 0
+
+            async with asyncio.TaskGroup() as tasks:
+                driver = CollectDriver(log, Metrics("process"), settings(tmp_path), committed, tasks)
+                driver.assigned({0}, 1)
+                driver.assigned({0}, 2)
+                driver.retire(1)
+                deliveries = [KeptDelivery(message.record, generation=2) for message in await stored(log, VERIFIED)]
+                for delivery in deliveries:
+                    await driver.accept(delivery)
+                await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
+                assert driver.marks() == {0: 2}
+                await driver.finish()
+
+    asyncio.run(run())

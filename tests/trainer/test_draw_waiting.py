@@ -1,0 +1,204 @@
+"""What a step waits for: the paced lane decides, the others follow in proportion."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.config import Floor, Pacing
+from infra.metrics import Metrics
+from infra.store_memory import MemoryStore
+from schemas import Block, Closure, Drawn, Progress, topics
+from tests.trainer.buffered_blocks import block, message
+from trainer.buffer import Buffer
+from trainer.checkpoint import Position
+from trainer.config import LaneConfig, TrainerConfig
+from trainer.draw import Draw
+from trainer.intake import Intake
+from trainer.journal import Lease
+from trainer.learners.scripted import ScriptedLearner
+from trainer.publication import Publisher
+from trainer.report import Report
+from trainer.state import Run
+from trainer.waiting import decide, next_draw, share_of
+
+USUAL = LaneConfig(weight=0.9)
+EXPERT = LaneConfig(loss="sft", weight=0.1, max_uses=9)
+
+
+def run_of(*blocks: Block, version: int = 3, lanes: dict[str, LaneConfig] | None = None, **pacing: float) -> Run:
+    given = {"groups_per_step": 2, "max_staleness": 2, "straggler_s": 5.0, **pacing}
+    floor = Floor(app="t", pacing=Pacing(**given))  # type: ignore[arg-type]
+    config = TrainerConfig(lanes=lanes or {"usual": USUAL, "expert": EXPERT})  # type: ignore[arg-type]
+    log, store, lease = Log(MemoryBus(), "t"), MemoryStore(), Lease(run="t", token=0, owner="o")
+    intake = Intake(Buffer({lane: one.max_uses for lane, one in config.lanes.items()}), buffer_next=0, progress_next=0)
+    run = Run(
+        floor=floor, config=config, log=log, store=store, learner=ScriptedLearner(), lease=lease,
+        publisher=Publisher(log, store, lease, "main", {}), intake=intake, report=Report(Metrics("train")),
+        position=Position(step=9, version=version), seed=1,
+    )  # fmt: skip
+    arrive(run, *blocks)
+    return run
+
+
+def arrive(run: Run, *blocks: Block) -> None:
+    for one in blocks:
+        offset = run.intake.buffer_next
+        assert run.intake.take_block(message(one, offset), one) == ""
+        run.intake.buffer_next = offset + 1
+
+
+def usual(sequence: int, version: int = 3, *, num_members: int = 18, ratio: bool = True) -> Block:
+    return block(f"u{sequence}.0", sequence=sequence, version=version, num_members=num_members, ratio=ratio)
+
+
+def expert(number: int) -> Block:
+    return block(f"e{number}.0", lane="expert", num_members=1, version=-1, ratio=False)
+
+
+def taken(draw: Draw) -> list[str]:
+    return [one.group for one in draw.taken]
+
+
+def master(state: str, outstanding: int) -> Progress:
+    return Progress(role="master", instance="m", state=state, gauges={"outstanding_groups": float(outstanding)})
+
+
+def test_an_empty_buffer_waits_though_there_are_experts() -> None:
+    run = run_of(*(expert(number) for number in range(9)))
+    assert decide(run, now_s=0.0) == Draw(wait=True)
+
+
+def test_experts_come_in_proportion_to_the_usual_lane() -> None:
+    draw = decide(run_of(usual(0), usual(1), *(expert(number) for number in range(9))), now_s=0.0)
+    lanes = [one.lane for one in draw.taken]
+    assert lanes.count("usual") == 2 and lanes.count("expert") == 4, "36 answers × 0.1 / 0.9"
+
+
+def test_missing_experts_hold_nobody_up() -> None:
+    assert taken(decide(run_of(usual(0), usual(1)), now_s=0.0)) == ["u0.0", "u1.0"]
+
+
+def test_a_lane_of_weight_0_is_not_drawn() -> None:
+    run = run_of(usual(0), usual(1), expert(0), lanes={"usual": USUAL, "expert": LaneConfig(loss="sft", weight=0.0)})
+    assert taken(decide(run, now_s=0.0)) == ["u0.0", "u1.0"]
+
+
+def test_a_share_that_is_given_goes_before_the_weights() -> None:
+    assert share_of(LaneConfig(share=0.5, weight=0.1)) == 0.5
+    assert share_of(LaneConfig(weight=0.1)) == pytest.approx(1 / 9)
+
+
+def test_answers_without_a_ratio_are_dropped_with_a_reason_unless_the_loss_is_supervised() -> None:
+    run = run_of(usual(0, ratio=False), usual(1), usual(2))
+    draw = decide(run, now_s=0.0)
+    assert [(one.group, reason) for one, reason in draw.dropped] == [("u0.0", "no ratio")]
+    assert taken(draw) == ["u1.0", "u2.0"]
+    assert not decide(run_of(usual(0, ratio=False), lanes={"usual": LaneConfig(loss="sft")}), now_s=0.0).dropped
+
+
+def test_what_is_too_old_is_dropped_even_while_the_draw_waits() -> None:
+    draw = decide(run_of(usual(0, version=0)), now_s=0.0)
+    assert draw.wait and [reason for _, reason in draw.dropped] == ["stale"]
+
+
+def test_a_straggler_about_to_pass_the_bound_is_waited_for_until_its_time_is_up() -> None:
+    run = run_of(usual(1, version=1), usual(2, version=1))
+    assert decide(run, now_s=100.0).wait and decide(run, now_s=105.0).wait
+    assert taken(decide(run, now_s=105.1)) == ["u1.0", "u2.0"]
+
+
+def test_a_straggler_that_comes_is_drawn_first() -> None:
+    run = run_of(usual(1, version=1), usual(2, version=1))
+    assert decide(run, now_s=0.0).wait
+    arrive(run, usual(0, version=1))
+    assert taken(decide(run, now_s=1.0)) == ["u0.0", "u1.0"]
+
+
+def test_a_straggler_that_was_closed_is_not_waited_for() -> None:
+    run = run_of(usual(1, version=1), usual(2, version=1))
+    run.intake.take_closure(Closure(group="u0.0", outcome="dropped", sequence=0))
+    assert taken(decide(run, now_s=0.0)) == ["u1.0", "u2.0"]
+
+
+@pytest.mark.parametrize(
+    ("state", "outstanding", "waits"),
+    [("issuing", 1, True), ("draining", 1, False), ("draining", 2, True), ("draining", 0, True)],
+)
+def test_the_last_groups_of_a_run_make_a_smaller_step_once_no_more_can_come(
+    state: str, outstanding: int, waits: bool
+) -> None:
+    run = run_of(usual(0), expert(0))
+    run.intake.take_report(master(state, outstanding))
+    draw = decide(run, now_s=0.0)
+    assert draw.wait == waits and ("u0.0" in taken(draw)) == (not waits)
+
+
+def test_a_drain_with_many_groups_left_still_takes_full_steps() -> None:
+    run = run_of(*(usual(number) for number in range(5)))
+    run.intake.take_report(master("draining", 5))
+    assert taken(decide(run, now_s=0.0))[:2] == ["u0.0", "u1.0"]
+    assert len([one for one in decide(run, now_s=0.0).taken if one.lane == "usual"]) == 2
+
+
+def test_an_optional_usual_lane_lets_the_others_go_alone() -> None:
+    run = run_of(expert(0), lanes={"usual": LaneConfig(weight=0.9, optional=True), "expert": EXPERT})
+    assert taken(decide(run, now_s=0.0)) == ["e0.0"]
+
+
+def test_without_a_paced_lane_the_others_fill_the_step() -> None:
+    run = run_of(*(expert(number) for number in range(9)), lanes={"expert": EXPERT}, groups_per_step=4)
+    assert len(decide(run, now_s=0.0).taken) == 4
+    assert decide(run_of(lanes={"expert": EXPERT}), now_s=0.0).wait
+
+
+def test_deciding_changes_nothing_and_the_same_state_decides_alike() -> None:
+    run = run_of(usual(0), usual(1), *(expert(number) for number in range(9)))
+    assert decide(run, now_s=0.0) == decide(run, now_s=1.0)
+    assert run.intake.buffer.num_groups("expert") == 9
+
+
+def test_dropped_groups_are_told_to_the_master_before_the_draw_goes_on() -> None:
+    async def main() -> None:
+        run = run_of(usual(0, version=0), usual(1), usual(2))
+        await run.log.create_topics(partitions=1, keep_ms=-1)
+        async with asyncio.timeout(10):
+            draw = await next_draw(run, asyncio.Event())
+        assert draw is not None and taken(draw) == ["u1.0", "u2.0"]
+        told = [message.value async for message in run.log.read_all(topics.PROGRESS)]
+        assert told == [Drawn(token=0, step=10, version=3, groups=(), dropped={"u0.0": "stale"})]
+        assert run.intake.buffer.num_groups("usual") == 2
+        assert run.report.metrics.counters()["dropped{reason=stale}"] == 18.0
+
+    asyncio.run(main())
+
+
+def test_a_stop_ends_the_wait() -> None:
+    async def main() -> None:
+        stop = asyncio.Event()
+        waiting = asyncio.create_task(next_draw(run_of(), stop))
+        await asyncio.sleep(0)
+        stop.set()
+        async with asyncio.timeout(10):
+            assert await waiting is None
+
+    asyncio.run(main())
+
+
+GROUPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=10, unique_by=lambda pair: pair[0])
+
+
+@given(GROUPS, st.integers(3, 8), st.floats(0, 20))
+def test_no_draw_breaks_issue_order_the_bound_or_the_size_of_a_step(
+    groups: list[tuple[int, int]], version: int, later_s: float
+) -> None:
+    run = run_of(*(usual(number, at, num_members=2) for number, at in groups), version=version)
+    for now_s in (0.0, later_s):
+        draw = decide(run, now_s=now_s)
+        numbers = [one.sequence for one in draw.taken if one.lane == "usual"]
+        fresh = sorted(number for number, at in groups if version - at <= 2)
+        assert numbers == ([] if draw.wait else fresh[:2])
+        assert sorted(one.sequence for one, _ in draw.dropped) == sorted(n for n, at in groups if version - at > 2)

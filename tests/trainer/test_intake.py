@@ -1,0 +1,147 @@
+"""The trainer's ears: who is missing, and what may no longer be waited for."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.metrics import Metrics
+from schemas import Closure, PolicyEvent, Progress, topics
+from schemas.errors import FencedOut
+from tests.trainer.buffered_blocks import block, message
+from trainer.buffer import Buffer
+from trainer.intake import Intake, follow_buffer, follow_progress, watch_leases
+from trainer.journal import take_lease
+
+
+def intake(**offsets: int) -> Intake:
+    return Intake(Buffer({"usual": 1}), **{"buffer_next": 0, "progress_next": 0, **offsets})
+
+
+def arrive(one: Intake, *sequences: int) -> None:
+    for sequence in sequences:
+        arrived = block(f"g{sequence}.0", sequence=sequence)
+        assert one.take_block(message(arrived, sequence), arrived) == ""
+
+
+def closed(sequence: int, outcome: str = "dropped") -> Closure:
+    return Closure(group=f"g{sequence}.0", outcome=outcome, sequence=sequence)  # type: ignore[arg-type]
+
+
+def test_numbers_below_the_newest_arrival_that_never_came_are_absent() -> None:
+    one = intake()
+    arrive(one, 4, 0, 2)
+    assert one.absent() == [1, 3]
+    one.take_closure(closed(3))
+    assert one.absent() == [1]
+    one.take_closure(closed(1, "buffered"))
+    assert one.absent() == [1], "buffered means it will come"
+
+
+def test_groups_that_were_not_issued_are_never_absent() -> None:
+    one = intake()
+    one.take_block(message(block(lane="usual", sequence=-1), 0), block(sequence=-1))
+    assert one.absent() == []
+
+
+def test_what_lies_below_a_draw_is_no_longer_waited_for_unless_it_is_still_absent() -> None:
+    one = intake()
+    arrive(one, 0, 1, 3, 4)
+    one.settle([0, 1])
+    assert one.floor == 2 and one.absent() == [2]
+    one.settle([3, 4])
+    assert one.floor == 2, "2 may still come, and is then the oldest"
+    arrive(one, 2)
+    one.settle([2])
+    assert one.floor == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30))
+def test_the_floor_only_rises_and_never_passes_an_absent_number(events: list[tuple[int, bool]]) -> None:
+    one, arrived = intake(), set()
+    for number, draw in events:
+        if number not in arrived and number >= one.floor:
+            arrive(one, number)
+            arrived.add(number)
+        if draw:
+            before, absent = one.floor, one.absent()
+            one.settle([number])
+            assert one.floor >= before
+            assert all(one.floor <= missing for missing in absent if missing <= number)
+
+
+def test_only_the_masters_word_says_that_no_more_will_come() -> None:
+    one = intake()
+    one.take_report(Progress(role="explore", instance="e", state="draining", gauges={"outstanding_groups": 9.0}))
+    assert not one.draining and one.outstanding_groups == 0
+    one.take_report(Progress(role="master", instance="m", state="draining", gauges={"outstanding_groups": 9.0}))
+    assert one.draining and one.outstanding_groups == 9
+    one.take_report(Progress(role="master", instance="m", state="issuing"))
+    assert not one.draining
+
+
+def test_what_of_the_buffer_cannot_be_read_or_trained_is_dropped_with_a_reason() -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        one, metrics = intake(), Metrics("train")
+        told: dict[str, str] = {}
+
+        async def tell_dropped(dropped: dict[str, str]) -> None:
+            told.update(dropped)
+
+        following = asyncio.create_task(follow_buffer(log, one, metrics, tell_dropped))
+        await log.bus.send(log.name(topics.BUFFER), b"no frame", key=b"k", headers=(("group", b"c.0"),))
+        await log.publish(topics.BUFFER, block("b.0", lane="live"))
+        await log.publish(topics.BUFFER, block("a.0"))
+        async with asyncio.timeout(10):
+            while one.buffer_next < 3:
+                one.changed.clear()
+                await one.changed.wait()
+        following.cancel()
+        assert one.buffer.num_groups("usual") == 1
+        refused = {name: value for name, value in metrics.counters().items() if name.startswith("buffer_refused")}
+        assert refused == {"buffer_refused{reason=bad frame}": 1.0, "buffer_refused{reason=lane not trained}": 1.0}
+        assert told == {"c.0": "bad frame", "b.0": "lane not trained"}
+        assert [message.value.reason async for message in log.read_all(topics.DEAD_LETTERS)] == ["bad frame"]
+
+    asyncio.run(main())
+
+
+def test_following_progress_hears_closures_from_where_it_stopped() -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        for number in (0, 1):
+            await log.publish(topics.PROGRESS, closed(number))
+        one = intake(progress_next=1)
+        arrive(one, 2)
+        following = asyncio.create_task(follow_progress(log, one))
+        async with asyncio.timeout(10):
+            await one.changed.wait()
+        following.cancel()
+        assert one.absent() == [0] and one.progress_next == 2
+
+    asyncio.run(main())
+
+
+def test_only_a_newer_lease_of_the_same_policy_ends_a_trainer() -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        lease = await take_lease(log, policy="main", run="r", owner="me")
+        reader = await log.assigned(topics.POLICIES, {0: lease.token})
+        watching = asyncio.create_task(watch_leases(log, reader, lease, "main"))
+        await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="other", owner="x"))
+        await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=3))
+        newer = await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main", owner="newer"))
+        try:
+            async with asyncio.timeout(10):
+                await watching
+            raise AssertionError("nobody noticed")
+        except FencedOut as error:
+            assert str(error) == f"run 'r': token {lease.token} is held here, newer took {newer.offset}"
+
+    asyncio.run(main())

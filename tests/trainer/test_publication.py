@@ -1,0 +1,165 @@
+"""Publishing: weights, then the event; a version number never has two contents."""
+
+import asyncio
+
+import pytest
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.store_memory import MemoryStore
+from infra.weights.fetch import Follower
+from infra.weights.tensors import Tensor
+from schemas import PolicyEvent, topics
+from trainer.journal import Lease, take_lease
+from trainer.publication import Publisher, probe_sequences, published
+
+
+def tensors(value: int) -> dict[str, Tensor]:
+    return {"weights": Tensor("F32", (4,), bytes([value]) * 16)}
+
+
+class Rig:
+    """A log, a store, and trainers that come one after another."""
+
+    def __init__(self) -> None:
+        self.log = Log(MemoryBus(), "t")
+        self.store = MemoryStore()
+
+    async def events(self) -> list[tuple[int, PolicyEvent]]:
+        return [
+            (message.offset, message.value)
+            async for message in self.log.read_all(topics.POLICIES)
+            if isinstance(message.value, PolicyEvent)
+        ]
+
+    async def trainer(self) -> Publisher:
+        """A trainer that has just taken the lease and read what was published."""
+        lease = await take_lease(self.log, policy="main", run="r", owner="train/1")
+        return Publisher(self.log, self.store, lease, "main", published(await self.events(), "main"))
+
+    async def said(self) -> list[tuple[str, int]]:
+        return [(event.event, event.version) for _, event in await self.events() if event.event != "lease"]
+
+
+async def publish(publisher: Publisher, version: int, value: int) -> int:
+    return await publisher.publish(version, tensors(value), None, parent=version - 1, step=version, stats={"loss": 0.5})
+
+
+def run(body) -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.log.create_topics(partitions=1, keep_ms=-1)
+        await body(rig)
+
+    asyncio.run(main())
+
+
+def test_an_event_names_a_policy_that_can_be_fetched() -> None:
+    async def body(rig: Rig) -> None:
+        trainer = await rig.trainer()
+        for version in range(3):
+            assert await publish(trainer, version, version) == version
+        follower = Follower(rig.store, "main")
+        for _, event in await rig.events():
+            if event.event == "published":
+                assert event.owner == "train/1" and event.stats == {"loss": 0.5}
+                policy = follower.fetch(event)
+                assert bytes(policy.tensors["weights"].data) == bytes([event.version]) * 16
+
+    run(body)
+
+
+def test_executing_again_to_the_same_weights_publishes_nothing() -> None:
+    async def body(rig: Rig) -> None:
+        first = await rig.trainer()
+        for version in (0, 1, 2):
+            await publish(first, version, version)
+        before = await rig.said()
+        again = await rig.trainer()
+        assert again.has(2) and not again.has(3)
+        assert [await publish(again, version, version) for version in (1, 2)] == [1, 2]
+        assert await rig.said() == before
+        assert await publish(again, 3, 3) == 3
+
+    run(body)
+
+
+def test_executing_again_to_other_weights_orphans_the_old_version_and_takes_the_next_free_number() -> None:
+    async def body(rig: Rig) -> None:
+        first = await rig.trainer()
+        for version in (0, 1, 2):
+            await publish(first, version, version)
+        again = await rig.trainer()
+        assert await publish(again, 1, 71) == 3
+        assert (await rig.said())[-2:] == [("orphaned", 1), ("published", 3)]
+        kept = published(await rig.events(), "main")
+        assert {version: event.event for version, event in kept.items()} == {
+            0: "published",
+            1: "orphaned",
+            2: "published",
+            3: "published",
+        }
+        policy = Follower(rig.store, "main").fetch(kept[3])
+        assert bytes(policy.tensors["weights"].data) == bytes([71]) * 16
+
+    run(body)
+
+
+def test_an_orphaned_number_is_never_used_again() -> None:
+    async def body(rig: Rig) -> None:
+        await publish(await rig.trainer(), 1, 1)
+        assert await publish(await rig.trainer(), 1, 71) == 2
+        assert await publish(await rig.trainer(), 1, 72) == 3
+
+    run(body)
+
+
+def test_what_an_overtaken_trainer_publishes_late_does_not_count() -> None:
+    events = [
+        PolicyEvent(event="lease", policy="main"),
+        PolicyEvent(event="published", policy="main", version=1, token=0),
+        PolicyEvent(event="lease", policy="main"),
+        PolicyEvent(event="published", policy="main", version=2, token=0, reason="late"),
+        PolicyEvent(event="published", policy="main", version=2, token=2),
+        PolicyEvent(event="published", policy="main", version=2, token=2, reason="again"),
+        PolicyEvent(event="lease", policy="other"),
+        PolicyEvent(event="published", policy="other", version=9, token=6),
+    ]
+    found = published(list(enumerate(events)), "main")
+    assert {version: (event.token, event.reason) for version, event in found.items()} == {1: (0, ""), 2: (2, "")}
+
+
+def test_two_trainers_write_to_different_places() -> None:
+    async def body(rig: Rig) -> None:
+        first, second = await rig.trainer(), await rig.trainer()
+        await publish(second, 1, 2)
+        await publish(first, 1, 1)
+        kept = published(await rig.events(), "main")
+        assert list(kept) == [1]
+        policy = Follower(rig.store, "main").fetch(kept[1])
+        assert bytes(policy.tensors["weights"].data) == bytes([2]) * 16, "the zombie overwrote nothing"
+
+    run(body)
+
+
+def test_nothing_is_said_of_weights_that_could_not_be_stored() -> None:
+    class Full(MemoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            if key.endswith(".json"):
+                raise OSError("no space left")
+            super().put(key, data)
+
+    async def body(rig: Rig) -> None:
+        publisher = Publisher(rig.log, Full(), Lease(run="r", token=0, owner="o"), "main", {})
+        with pytest.raises(OSError, match="no space"):
+            await publish(publisher, 0, 0)
+        assert await rig.said() == [] and not publisher.has(0)
+
+    run(body)
+
+
+def test_probe_sequences_are_few_short_and_different() -> None:
+    long = list(range(200))
+    found = probe_sequences([[1], [1, 2], [1, 2], long, [3, 4], [5, 6], [7, 8]])
+    assert found == ((1, 2), tuple(range(64)), (3, 4), (5, 6))
+    assert probe_sequences([]) == ()
