@@ -81,6 +81,7 @@ async def run_explorer(
             _report(rig, desk, follower, instance),
             _drain(desk, config.drain_s, stop, halt),
         )
+        await log.publish(PROGRESS, _progress(rig, instance, "stopped"))
     finally:
         await engine.close()
 
@@ -178,13 +179,17 @@ async def _report(rig: Rig, desk: Desk, follower: PolicyFollower, instance: str)
         for name, value in follower.times.gauges().items():
             metrics.gauge(name).set(value)
         metrics.gauge("policy_version").set(rig.engine.version)
-        progress = Progress(
-            role="explore",
-            instance=instance,
-            version=rig.engine.version,
-            counters=metrics.counters(),
-            gauges=metrics.gauges(),
-            state=SERVING,
-        )
-        await rig.log.publish(PROGRESS, progress)
+        await rig.log.publish(PROGRESS, _progress(rig, instance, SERVING))
         await asyncio.sleep(rig.config.report_s)
+
+
+def _progress(rig: Rig, instance: str, state: str) -> Progress:
+    """All that was counted so far."""
+    return Progress(
+        role="explore",
+        instance=instance,
+        version=rig.engine.version,
+        counters=rig.metrics.counters(),
+        gauges=rig.metrics.gauges(),
+        state=state,
+    )

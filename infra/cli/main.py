@@ -56,7 +56,7 @@ def demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where the run lives; the same folder resumes.")] = Path(
         "runs/demo"
     ),
-    minutes: Annotated[float, typer.Option(help="Stop issuing tasks after so long.")] = 5.0,
+    minutes: Annotated[float, typer.Option(help="Stop issuing tasks after so long.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Of the model, the tasks and the draws.")] = 0,
     engine: Annotated[str, typer.Option(help="vllm or torch.")] = "vllm",
     control: Annotated[

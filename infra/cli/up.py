@@ -4,9 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -108,13 +107,13 @@ async def run_up(config: Path, sets: list[str]) -> int:
 
     broker = broker_child(settings)
     async with Supervisor([broker] if broker else [], tell) as first:
-        if not await _before(stop, wait_for_broker(settings, first, _patience_s(settings))):
+        if not await finished_before(stop, wait_for_broker(settings, first, _patience_s(settings))):
             return 130
         console.print(
             f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
         )
         async with Supervisor(children, tell) as roles:
-            await _before(stop, roles.wait())
+            await finished_before(stop, roles.wait())
         failed = [state.name for state in roles.states.values() if state.given_up or state.exit_code == CONFIG_ERROR]
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
@@ -126,9 +125,9 @@ def _patience_s(settings: Settings) -> float:
     return settings.kafka.deadline_s if settings.kafka.bootstrap_servers else max(120.0, settings.kafka.deadline_s)
 
 
-async def _before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Wait for the work; False, with the work cancelled, if the stop came first."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+async def finished_before(stop: asyncio.Event, work: Awaitable[object]) -> bool:
+    """Wait for the work; False, with the work cancelled, if the stop came first. Raises what the work raises."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if task.done():

@@ -12,14 +12,13 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Awaitable
 from pathlib import Path
 
 from rich.console import Console
 
 from infra.cli.connect import connected
 from infra.cli.settings import Settings, load_settings
-from infra.cli.up import ROLES, broker_child, child_environment, role_child, wait_for_broker
+from infra.cli.up import ROLES, broker_child, child_environment, finished_before, role_child, wait_for_broker
 from infra.demo.report import finish_report
 from infra.demo.screen import Screen
 from infra.demo.settings import DemoOptions, demo_toml
@@ -77,20 +76,6 @@ async def until_done(watch: Watch, follower: asyncio.Task[None], settings: Setti
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await watch.done.wait()
-
-
-async def finished_before(stop: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Wait for the work; False (and the work cancelled) if a stop came first. Raises what the work raises."""
-    task = asyncio.ensure_future(work)
-    stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if task.done():
-        task.result()
-        return True
-    task.cancel()
-    await asyncio.wait([task])
-    return False
 
 
 def log_to_file(path: Path) -> None:

@@ -104,7 +104,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What `headrace demo` was asked for."""
 
     directory: Path
-    minutes: float = 5.0
+    minutes: float = 4.0
     seed: int = 0
     engine: str = "vllm"
     control: str = "none"

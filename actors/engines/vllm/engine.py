@@ -65,7 +65,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
         self._held = await asyncio.to_thread(folder_tensors, self._folder)
-        self._llm = await asyncio.to_thread(self._build)
+        await asyncio.to_thread(self._build)
         self._exchange = exchange_folder()
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
@@ -118,7 +118,7 @@ class VllmEngine:
             raise EngineStopped("the engine is not running")
         return self._requests
 
-    def _build(self) -> Any:
+    def _build(self) -> None:
         with cached_byte_code():
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
@@ -140,7 +140,8 @@ class VllmEngine:
                     f"model: {self._folder} ties its embeddings, and vLLM on a CPU keeps a stale output matrix after a "
                     "reload; save it with tie_word_embeddings=false and its own lm_head.weight, or use the torch engine"
                 )
-            return AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
+            # Not returned: the thread's future would keep it alive after `close`.
+            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
 
     async def _load(self, policy: Policy) -> LoadReport:
         async with self._loading:
