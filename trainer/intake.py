@@ -9,6 +9,7 @@ Loss: a record of `buffer` that cannot be read or trained is dropped with a reas
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from infra.bus.bus import Reader
@@ -40,6 +41,7 @@ class Intake:
         self.floor = 0
         self.draining = False
         self.outstanding_groups = 0
+        self.arrived_s = time.monotonic()  # of the newest block
         self._arrived: set[int] = set()
         self._closed: set[int] = set()
 
@@ -58,6 +60,7 @@ class Intake:
     def take_block(self, message: Message, block: Block) -> str:
         """Keep one block of `buffer`; returns "" or why not."""
         reason = self.buffer.add(message.offset, frame_of(message, block), block)
+        self.arrived_s = time.monotonic()
         sequence = block.experiences[0].sequence
         if sequence >= self.floor:
             self._arrived.add(sequence)

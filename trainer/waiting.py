@@ -11,10 +11,12 @@ from schemas import Drawn, Lane, topics
 from trainer.assemble import step_seed
 from trainer.config import LaneConfig
 from trainer.draw import Candidate, Draw, draw_in_order, draw_spread, worth_waiting_for
+from trainer.intake import Intake
 from trainer.report import Stopwatch
 from trainer.state import Run
 
 PACED: Lane = "usual"
+QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of a run is late
 
 
 async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
@@ -89,8 +91,7 @@ def paced(run: Run, now_s: float) -> Draw:
     )
     if hold_for is not None:
         run.given_up.setdefault(hold_for, now_s)
-    # The last groups of a run may be too few for a full step: once no more can come, they make a smaller one.
-    rest = len(usable) if run.intake.draining and 0 < run.intake.outstanding_groups <= len(usable) else math.inf
+    rest = len(usable) if is_rest(run.intake, len(usable), now_s) else math.inf
     draw = draw_in_order(
         usable,
         num_groups=int(min(pacing.groups_per_step, rest)),
@@ -99,6 +100,16 @@ def paced(run: Run, now_s: float) -> Draw:
         hold_for=hold_for,
     )
     return Draw(taken=draw.taken, dropped=(*unusable, *draw.dropped), wait=draw.wait)
+
+
+def is_rest(intake: Intake, num_groups: int, now_s: float) -> bool:
+    """Whether the groups at hand make a smaller step: no more are issued, and all of them are here or the others are late.
+
+    Late ones are issued again by the master and make a step of their own when they come.
+    """
+    if not intake.draining or not num_groups:
+        return False
+    return intake.outstanding_groups <= num_groups or now_s - intake.arrived_s >= QUIET_S
 
 
 async def drop(run: Run, draw: Draw) -> None:

@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from infra.cli.connect import connected
+from infra.cli.connect import reading
 from infra.cli.settings import load_settings
 from infra.ledger.account import Account
 from infra.ledger.audit import audit
@@ -18,7 +18,7 @@ async def run_audit(config: Path, sets: list[str], as_json: bool) -> int:
     """Print the account; exit code 1 if a promise is broken."""
     settings = load_settings(config, sets)
     console = Console(stderr=as_json, highlight=False)
-    async with connected(settings, deadline_s=10.0) as log:
+    async with reading(settings) as log:
         with console.status("reading the log") as status:
             account = await audit(log, settings.run or settings.app, lambda name: status.update(f"reading {name}"))
     if as_json:

@@ -1,5 +1,6 @@
 """From settings to a connection: which broker, which store, and a log over both."""
 
+import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator
@@ -58,6 +59,26 @@ async def connected(settings: Settings, *, deadline_s: float | None = None, crea
         yield log
     finally:
         await bus.close()
+
+
+@asynccontextmanager
+async def reading(settings: Settings) -> AsyncIterator[Log]:
+    """`connected`, for commands that only look: an embedded broker that is not running is started for as long as they take."""
+    from infra.bus.kafka import answers
+    from infra.local.broker import EmbeddedKafka
+
+    quieten_client()
+    if settings.kafka.bootstrap_servers or await answers(bootstrap_of(settings), timeout_s=2.0):
+        async with connected(settings, deadline_s=10.0) as log:
+            yield log
+        return
+    broker = EmbeddedKafka(kafka_folder(settings), jars=Path(settings.kafka.jars) if settings.kafka.jars else None)
+    await asyncio.to_thread(broker.start)
+    try:
+        async with connected(settings, deadline_s=10.0) as log:
+            yield log
+    finally:
+        await asyncio.to_thread(broker.stop)
 
 
 async def _require_topics(log: Log, address: str) -> None:

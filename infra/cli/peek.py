@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from infra.bus.log import Message
-from infra.cli.connect import connected
+from infra.cli.connect import reading
 from infra.cli.newest import newest_and_reader
 from infra.cli.settings import load_settings
 from schemas import Batch, Block, DeadLetter, Experience, Progress, Task, UnknownMajor, decode, topics
@@ -28,7 +28,7 @@ async def run_peek(topic: str, config: Path, sets: list[str], *, last: int, foll
         raise ConfigError(str(error)) from error
     # Records are read as they are, whatever the terminal's width.
     console = Console(highlight=False, soft_wrap=True)
-    async with connected(settings, deadline_s=10.0) as log:
+    async with reading(settings) as log:
         messages, reader = await newest_and_reader(log, chosen, last)
         try:
             for message in messages:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.bus.log import Log
-from infra.cli.connect import connected
+from infra.cli.connect import reading
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from schemas import EvalResult, PolicyEvent, Progress, topics
@@ -37,7 +37,7 @@ Reports = list[tuple[Progress, float]]
 async def run_status(config: Path, sets: list[str], *, as_json: bool, check: bool, max_lag: int) -> int:
     """Print the state of the system; with `check`, exit code 1 if there is an alarm."""
     settings = load_settings(config, sets)
-    async with connected(settings, deadline_s=10.0) as log:
+    async with reading(settings) as log:
         state = await read_status(log, now_s=time.time(), max_lag=max_lag)
     if as_json:
         print(json.dumps(state))

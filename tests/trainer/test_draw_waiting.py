@@ -23,7 +23,7 @@ from trainer.learners.scripted import ScriptedLearner
 from trainer.publication import Publisher
 from trainer.report import Report
 from trainer.state import Run
-from trainer.waiting import decide, next_draw, share_of
+from trainer.waiting import QUIET_S, decide, next_draw, share_of
 
 USUAL = LaneConfig(weight=0.9)
 EXPERT = LaneConfig(loss="sft", weight=0.1, max_uses=9)
@@ -124,9 +124,16 @@ def test_a_straggler_that_was_closed_is_not_waited_for() -> None:
     assert taken(decide(run, now_s=0.0)) == ["u1.0", "u2.0"]
 
 
+def test_late_groups_hold_up_the_end_of_a_run_no_longer_than_the_quiet_after_the_newest_arrival() -> None:
+    run = run_of(usual(0), expert(0))
+    run.intake.take_report(master("draining", 2))
+    assert decide(run, now_s=run.intake.arrived_s + 0.9 * QUIET_S).wait
+    assert "u0.0" in taken(decide(run, now_s=run.intake.arrived_s + QUIET_S))
+
+
 @pytest.mark.parametrize(
     ("state", "outstanding", "waits"),
-    [("issuing", 1, True), ("draining", 1, False), ("draining", 2, True), ("draining", 0, True)],
+    [("issuing", 1, True), ("draining", 1, False), ("draining", 2, True), ("draining", 0, False)],
 )
 def test_the_last_groups_of_a_run_make_a_smaller_step_once_no_more_can_come(
     state: str, outstanding: int, waits: bool
