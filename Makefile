@@ -23,7 +23,7 @@ install:         ## create .venv and install the hash-locked packages
 	  && echo "$$sum" > $(VENV)/.installed; \
 	fi
 
-demo: install    ## train a small model through Kafka, Faust and vLLM (about five minutes)
+demo: install    ## train a small model through Kafka, Faust and vLLM (three to five minutes)
 	@$(BIN)/headrace demo $(ARGS)
 
 test: check      ## everything: linters, types, unit and end-to-end tests
