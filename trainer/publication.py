@@ -59,17 +59,12 @@ class Publisher:
     ) -> int:
         """Make `tensors` version `version`, or the next free one; returns the number it got."""
         old = self._events.get(version)
-        if old is not None and old.event == "orphaned":
-            version = max(self._events) + 1
-        elif old is not None:
-            if await asyncio.to_thread(same_content, self._store, old, tensors):
-                self._previous = None
-                return version
-            orphan = PolicyEvent(
-                event="orphaned", policy=self._policy, version=version, token=self._lease.token, reason="executed anew"
-            )
-            await self._log.publish(topics.POLICIES, orphan)
-            logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
+        if old is not None:
+            if old.event == "published":
+                if await asyncio.to_thread(same_content, self._store, old, tensors):
+                    self._previous = None
+                    return version
+                await self._orphan(version)
             version = max(self._events) + 1
         event = await asyncio.to_thread(
             publish_weights,
@@ -89,6 +84,13 @@ class Publisher:
         self._events[version] = event
         self._times_ms[version] = position.timestamp_ms
         return version
+
+    async def _orphan(self, version: int) -> None:
+        orphan = PolicyEvent(
+            event="orphaned", policy=self._policy, version=version, token=self._lease.token, reason="executed anew"
+        )
+        await self._log.publish(topics.POLICIES, orphan)
+        logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
 
     def prune(self, keep_ms: int) -> int:
         """Remove from the store what was replaced longer than keep_ms ago; how many objects went. Blocking."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -150,19 +151,11 @@ def delta_share(store: Store, watch: Watch) -> float | None:
     shares = []
     for version, event in watch.published.items():
         manifest = decode_manifest(store.get(event.manifest))
-        full = sum(ITEM_BYTES[one.dtype] * size(one.shape) for one in manifest.tensors)
+        full = sum(ITEM_BYTES[one.dtype] * math.prod(one.shape) for one in manifest.tensors)
         deltas = [one.num_bytes for one in manifest.sources]
         if version > 0 and full and deltas:
             shares.append(min(deltas) / full)
     return round(sum(shares) / len(shares), 5) if shares else None
-
-
-def size(shape: tuple[int, ...]) -> int:
-    """Values in a tensor of this shape."""
-    total = 1
-    for length in shape:
-        total *= length
-    return total
 
 
 def draw_plot(watch: Watch, values: Mapping[str, object], path: Path) -> None:
