@@ -26,11 +26,14 @@ install:         ## create .venv and install the hash-locked packages
 demo: install    ## train a small model through Kafka, Faust and vLLM (three to five minutes)
 	@$(BIN)/headrace demo $(ARGS)
 
+# Many tests run real processes, brokers and kills: one that fails is tried once more, and the summary names it (R), as in
+# Kafka's own build. `make test-fast` gives no second try.
 test: check      ## everything: linters, types, unit and end-to-end tests
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow" --reruns 1 $(ARGS)
+	@$(BIN)/python -m pytest -q -m slow --reruns 1 --durations=20 $(ARGS)
 
-test-fast: install ## the tests that need no broker and no vLLM (under a minute)
-	@$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+test-fast: install ## the tests that need no broker, no engine process and no long search
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS)
 
 check: install lint types ## ruff and mypy
 
@@ -45,7 +48,7 @@ lock:            ## compile the lock anew from pyproject.toml and infra/requirem
 	  --overrides infra/requirements/overrides.txt --output-file $(LOCK)
 
 extras-check: install ## each extra of the wheel resolves alone
-	@for extra in streams actors trainer cuda local dev; do \
+	@for extra in streams actors trainer tasks cuda local dev; do \
 	  $(BIN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --quiet --no-header > $(VENV)/extra-$$extra.txt \
 	    && echo "extra $$extra: $$(grep -c == $(VENV)/extra-$$extra.txt) packages" || exit 1; done
 	@! grep -qE '^(torch|vllm)==' $(VENV)/extra-streams.txt || { echo "the streams extra pulls torch or vLLM"; exit 1; }

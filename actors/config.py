@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, Table, UsePath
+from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, Table, Use, UsePath
 
 CurriculumKind = Literal["uniform", "easy_to_hard", "success"]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
@@ -14,10 +14,11 @@ CONVERSE = "actors.workflows.converse:converse"
 
 
 class EvalSuite(Section, frozen=True):
-    """[[master.evals]]: a suite answered greedily by versions 0, `first_version`, each `every`-th, and the last.
+    """[[master.evals]]: a suite answered by versions 0, `first_version`, each `every`-th, and the last.
 
     suite: the split of its tasks. tasks: at most so many, in order of their ids. score: which verdict counts; 1.0 is
-    correct.
+    correct. samples: answers per task; with several, pass@k is told for k = 1, 2, 4, … up to it, and temperature must
+    be above 0, since greedy answers are all the same.
 
     Example: EvalSuite(suite="held-out", every=10, tasks=500)
     """
@@ -26,6 +27,12 @@ class EvalSuite(Section, frozen=True):
     every: Positive = 10
     tasks: Positive = 500
     score: str = "exact"
+    samples: Positive = 1
+    temperature: Temperature = 0.0
+
+    def __post_init__(self) -> None:
+        if self.samples > 1 and self.temperature == 0.0:
+            raise ValueError(f"got samples = {self.samples} at temperature 0, expected a temperature above 0")
 
 
 class StopRule(Section, frozen=True):
@@ -45,12 +52,37 @@ class StopRule(Section, frozen=True):
     after: Duration | Literal[""] = ""
 
 
+class GateSuite(Section, frozen=True):
+    """[master.gate.suites.<suite>]: what a candidate must show there.
+
+    at_least: its share of right answers. max_drop: how much less than the stable version's it may be; suites are samples,
+    so 0 holds back half of all candidates that are equally good.
+
+    Example: GateSuite(at_least=0.8, max_drop=0.02)
+    """
+
+    at_least: Share = 0.0
+    max_drop: Share = 0.02
+
+
+class GateConfig(Section, frozen=True):
+    """[master.gate]: when a version may be served to customers. suites: of [[master.evals]], by which it is judged; with
+    none the stable channel moves by hand only (`headrace promote`).
+
+    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)})
+    """
+
+    suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
+
+
 class MasterConfig(Section, frozen=True):
     """[master]: what is issued, how it is sampled, and what is evaluated.
 
     first_version: no group is issued before this policy version is published (the end of a warm-up). num_episodes: of a
-    group. max_tokens: of a turn. ramp_groups: after so many groups `easy_to_hard` draws from all tasks. eval_lead:
-    evals are requested so many versions ahead, since an engine cannot go back. drain: the longest wait after the stop.
+    group. max_tokens: of a turn. ramp_groups: after so many groups `easy_to_hard` draws from all tasks. floor, cap: least
+    and largest weight of a task under `success`, before its own priority. eval_lead: evals are requested so many
+    versions ahead, since an engine cannot go back. gate: what a version must show before customers are served it.
+    drain: the longest wait after the stop.
 
     Example: MasterConfig(num_episodes=16, max_tokens=5, evals=(EvalSuite(suite="held-out"),))
     """
@@ -63,17 +95,30 @@ class MasterConfig(Section, frozen=True):
     temperature: Temperature = 1.0
     first_version: NonNegative = 0
     ramp_groups: Positive = 10_000
+    floor: Share = 0.05
+    cap: Share = 1.0
     evals: tuple[EvalSuite, ...] = ()
+    gate: GateConfig = GateConfig()
     eval_lead: NonNegative = 3
     stop: StopRule = StopRule()
     drain: Duration = "60s"
     report_s: Seconds = 2.0
 
+    def __post_init__(self) -> None:
+        known = sorted(one.suite for one in self.evals)
+        if unknown := sorted(self.gate.suites.keys() - set(known)):
+            raise ValueError(
+                f"gate.suites: got {unknown[0]}, expected one of evals: {', '.join(known) or 'there are none'}"
+            )
+        if not self.floor <= self.cap or not self.cap:
+            raise ValueError(f"got floor = {self.floor} and cap = {self.cap}, expected floor <= cap, and cap above 0")
+
 
 class ExploreConfig(Section, frozen=True):
     """[explore]: how an explorer runs what it takes.
 
-    workflow, options: for tasks that name none. episodes_in_flight: sampled at once. max_held: tasks taken and not yet
+    workflow, options: for tasks that name none. workflows: others, by the name that a task's `workflow` gives them, each
+    with its options; a task may also give module:name. episodes_in_flight: sampled at once. max_held: tasks taken and not yet
     started; past it nothing more is read. linger_s: finished episodes wait at most so long for the rest of their group.
     episode_timeout_s: then the episode has failed. eval_hold_s: the longest a reload waits for evals of the version it
     would replace. drain_s: at a stop, how long running groups may take to finish.
@@ -83,6 +128,7 @@ class ExploreConfig(Section, frozen=True):
 
     workflow: UsePath = CONVERSE
     options: Table = msgspec.field(default_factory=dict)
+    workflows: dict[str, Use] = msgspec.field(default_factory=dict)
     episodes_in_flight: Positive = 1024
     max_held: Positive = 4096
     linger_s: Seconds = 1.0

@@ -2,16 +2,20 @@
 
 uniform        every task alike
 easy_to_hard   from the easiest tenth at first to all tasks after `ramp_groups`
-success        in proportion to 1 − success rate, so that what is solved comes back rarely, but does come back
+success        in proportion to 1 − success rate, at least `floor` and at most `cap`: what is solved comes back rarely,
+               but does come back, and what is never solved does not take everything
+
+Each of them times the task's own priority, which a processor of stage tasks may have set; 0 is never drawn.
 """
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from random import Random
 
 from actors.config import CurriculumKind
 
-FLOOR = 0.05  # weight of a task that always succeeds: forgetting must be noticed
 FIRST_SHARE = 0.1
 SMOOTHING = 0.3
 _MAX_TRIES = 256
@@ -20,34 +24,49 @@ _MAX_TRIES = 256
 def choose(
     kind: CurriculumKind,
     *,
-    num_tasks: int,
+    priorities: Sequence[float],
     success: Callable[[int], float | None],
     seed: int,
     sequence: int,
     ramp_groups: int,
-) -> int:
-    """Index of the task for the group of this `sequence`; tasks are ordered from easy to hard.
+    floor: float = 0.0,
+    cap: float = 1.0,
+) -> int | None:
+    """Index of the task for the group of this `sequence`; None where every task has priority 0.
 
-    success: success rate of the task at an index, None while it has none (it counts as 0). Raises ValueError without
-    tasks.
+    priorities: as `running_sum` gives them, of the tasks from easy to hard. success: success rate of the task at an
+    index, None while it has none (it counts as 0). Raises ValueError without tasks.
     """
-    if num_tasks < 1:
-        raise ValueError("num_tasks: got 0, expected at least one task to choose from")
+    if not priorities:
+        raise ValueError("priorities: got none, expected at least one task to choose from")
     random = Random(f"{seed}/{sequence}")
+    num_tasks = len(priorities)
     if kind == "easy_to_hard":
-        return random.randrange(easy_pool(num_tasks, sequence=sequence, ramp_groups=ramp_groups))
-    index = random.randrange(num_tasks)
+        num_tasks = easy_pool(num_tasks, sequence=sequence, ramp_groups=ramp_groups)
+    total = priorities[num_tasks - 1] or priorities[-1]
+    if not total:
+        return None
+    index = _draw(priorities, random.random() * total)
     if kind == "success":
         for _ in range(_MAX_TRIES):
-            if random.random() < weight(success(index)):
+            if random.random() * cap < weight(success(index), floor=floor, cap=cap):
                 break
-            index = random.randrange(num_tasks)
+            index = _draw(priorities, random.random() * total)
     return index
 
 
-def weight(success_rate: float | None) -> float:
-    """Relative frequency of a task under `success`, in FLOOR to 1."""
-    return max(FLOOR, 1.0 - (success_rate or 0.0))
+def running_sum(priorities: Iterable[float]) -> list[float]:
+    """Priorities added up, as `choose` draws from them.
+
+    >>> running_sum([1.0, 0.0, 2.5])
+    [1.0, 1.0, 3.5]
+    """
+    return list(accumulate(priorities))
+
+
+def weight(success_rate: float | None, *, floor: float, cap: float) -> float:
+    """Relative frequency of a task under `success`, in `floor` to `cap`."""
+    return min(cap, max(floor, 1.0 - (success_rate or 0.0)))
 
 
 def easy_pool(num_tasks: int, *, sequence: int, ramp_groups: int) -> int:
@@ -60,3 +79,8 @@ def smoothed(success_rate: float | None, mean_reward: float) -> float:
     """Success rate after one more group; rewards outside 0 to 1 are cut to it."""
     value = min(1.0, max(0.0, mean_reward))
     return value if success_rate is None else success_rate + SMOOTHING * (value - success_rate)
+
+
+def _draw(priorities: Sequence[float], point: float) -> int:
+    """The task whose stretch of the running sum holds `point`; one of priority 0 has none."""
+    return min(bisect_right(priorities, point), len(priorities) - 1)

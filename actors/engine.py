@@ -4,7 +4,7 @@ Guarantees (one contract, every engine): a recorded logprob is the policy's own,
 sampling temperature; `load` drops no request; a refused policy leaves the old one serving.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -17,13 +17,26 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. temperature 0 is greedy (spans of greedy tokens have ratio False).
 
     max_tokens: at most so many new ones. stop: token ids that end the sequence and are kept as its last token.
-    seed: None draws freely.
+    seed: None draws freely. top_p: below 1 draws from the smallest set of tokens with that probability; such spans have
+    ratio False, since a truncated distribution is not the policy's own.
     """
 
     max_tokens: int
     temperature: float = 1.0
     stop: tuple[int, ...] = ()
     seed: int | None = None
+    top_p: float = 1.0
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Tokens of one request that were sampled by one version, with the logprob of each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+
+
+OnChunk = Callable[[Chunk], None]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +62,10 @@ class EngineStopped(RuntimeError):
     """The engine was closed, or what it runs on is gone: no request can succeed any more, so its process must end."""
 
 
+class ContextFull(ValueError):
+    """The prompt and what may be sampled after it are longer than the engine's sequences."""
+
+
 class Engine(Protocol):
     """One model being sampled. Every engine is built by `Name(model=<folder>, seed=<int>, **its own options)`.
 
@@ -61,6 +78,10 @@ class Engine(Protocol):
         """Policy version that samples now."""
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt included. Known once the engine has started."""
+
+    @property
     def num_running(self) -> int:
         """Requests that have not ended."""
 
@@ -70,8 +91,14 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop; running requests are cancelled."""
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one continuation. Cancelling the call frees the request."""
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, on_chunk: OnChunk | None = None
+    ) -> Completion:
+        """Sample one continuation. Cancelling the call frees the request.
+
+        on_chunk: called in the caller's event loop with what was sampled since its last call, in order and before the
+        completion returns; together the chunks are the completion. What it raises is raised here.
+        """
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving."""

@@ -1,6 +1,6 @@
 """Evaluations pinned to a version: which to request, and what came of them. State without clock, task or client.
 
-A request is one suite answered by exactly one version, one group of one episode per task:
+A request is one suite answered by exactly one version, one group per task, of one episode per sample:
 
     eval-<suite>-<version>.<index>
 
@@ -10,6 +10,7 @@ number.
 """
 
 from collections.abc import Iterable, Sequence
+from math import comb, sqrt
 
 import msgspec
 
@@ -45,12 +46,12 @@ def parse_eval_group(group: str) -> tuple[str, int, int] | None:
 
 
 class Request(msgspec.Struct):
-    """One suite at one version. attempts: index to newest attempt. answers: index to score."""
+    """One suite at one version. attempts: index to newest attempt. answers: index to sample to score."""
 
     suite: str
     version: int
     attempts: dict[int, int] = {}
-    answers: dict[int, float] = {}
+    answers: dict[int, dict[int, float]] = {}
     issued_at: float = 0.0
     num_tasks: int = 0
     missed: bool = False
@@ -66,7 +67,7 @@ class EvalBook:
     """Every request of a run and its answers; `num_tasks` of a request is set when all of it is issued."""
 
     def __init__(self, suites: Sequence[EvalSuite], *, policy: str) -> None:
-        self._suites = {suite.suite: suite for suite in suites}
+        self.suites = {suite.suite: suite for suite in suites}
         self._policy = policy
         self._newest: dict[str, Request] = {}
         self._open: dict[tuple[str, int], Request] = {}
@@ -101,25 +102,28 @@ class EvalBook:
         request.num_tasks = max(num_tasks, 1 + max(request.attempts, default=-1))
 
     def scored(self, experience: Experience) -> None:
-        """An answer came back from verify."""
+        """An answer came back from verify. Of an episode in several parts the last one holds the verdict."""
         request, index = self._asked(experience.group)
         if request is None or not request.open:
             return
         if any(span.version != request.version for span in experience.spans):
             self._close(request, missed=True)
             return
-        value = experience.score(self._suites[request.suite].score)
-        request.answers.setdefault(index, 0.0 if value is None else value)
+        if experience.last:  # of an episode in several parts the last one carries the verdict
+            value = experience.score(self.suites[request.suite].score)
+            request.answers.setdefault(index, {}).setdefault(experience.episode, 0.0 if value is None else value)
 
     def closed(self, closure: Closure) -> None:
         """A task ended without an answer: its explorer was past the version, or it was dropped (which counts as 0)."""
         request, index = self._asked(closure.group)
-        if request is None or not request.open or index in request.answers or closure.outcome == "buffered":
+        if request is None or not request.open or self._answered(request, index) or closure.outcome == "buffered":
             return
         if closure.reason == VERSION_PASSED:
             self._close(request, missed=True)
         elif closure.attempt >= request.attempts.get(index, 0):
-            request.answers[index] = 0.0
+            given = request.answers.setdefault(index, {})
+            for sample in range(self.suites[request.suite].samples):
+                given.setdefault(sample, 0.0)
 
     def published(self, result: EvalResult) -> None:
         """A result is in the log."""
@@ -131,7 +135,8 @@ class EvalBook:
         return [
             self._result(request)
             for request in self._open.values()
-            if request.num_tasks and len(request.answers) >= request.num_tasks
+            if request.num_tasks
+            and sum(self._answered(request, index) for index in request.answers) >= request.num_tasks
         ]
 
     def due(self, *, newest: int, first_version: int, lead: int) -> list[tuple[str, int]]:
@@ -141,7 +146,7 @@ class EvalBook:
         asked for at a later version.
         """
         due: list[tuple[str, int]] = []
-        for name, suite in self._suites.items():
+        for name, suite in self.suites.items():
             ahead = range(newest, newest + lead + 1)
             coming = [version for version in ahead if _wanted(version, suite.every, first_version)]
             due += [(name, version) for version in coming if (name, version) not in self.requests]
@@ -152,7 +157,7 @@ class EvalBook:
 
     def due_at(self, version: int) -> list[tuple[str, int]]:
         """Requests still to be made for the last version of a run."""
-        return [(name, version) for name in self._suites if (name, version) not in self.requests]
+        return [(name, version) for name in self.suites if (name, version) not in self.requests]
 
     def incomplete(self) -> list[Request]:
         """Requests that were never issued as a whole: just asked for, or cut short by a restart."""
@@ -161,7 +166,7 @@ class EvalBook:
     def overdue(self, now: float, limit: float, *, newest: int) -> list[tuple[Request, list[int]]]:
         """Tasks of requests for versions that are there, unanswered for `limit` since their issue."""
         return [
-            (request, [index for index in sorted(request.attempts) if index not in request.answers])
+            (request, [index for index in sorted(request.attempts) if not self._answered(request, index)])
             for request in self._open.values()
             if request.num_tasks and request.version <= newest and now - request.issued_at >= limit
         ]
@@ -172,7 +177,7 @@ class EvalBook:
 
     def _asked(self, group: str) -> tuple[Request | None, int]:
         parsed = parse_eval_group(group)
-        if parsed is None or parsed[0] not in self._suites:
+        if parsed is None or parsed[0] not in self.suites:
             return None, -1
         return self.request(parsed[0], parsed[1]), parsed[2]
 
@@ -181,16 +186,25 @@ class EvalBook:
         request.answers, request.attempts = {}, {}
         self._open.pop((request.suite, request.version), None)
 
+    def _answered(self, request: Request, index: int) -> bool:
+        return len(request.answers.get(index, ())) >= self.suites[request.suite].samples
+
     def _result(self, request: Request) -> EvalResult:
-        values = list(request.answers.values())
+        suite = self.suites[request.suite]
+        right = [sum(value >= 1.0 for value in given.values()) for given in request.answers.values()]
+        values = [value for given in request.answers.values() for value in given.values()]
+        powers = [1 << power for power in range(suite.samples.bit_length()) if 1 << power <= suite.samples]
         return EvalResult(
             policy=self._policy,
             version=request.version,
             suite=request.suite,
-            num_tasks=len(values),
-            num_correct=sum(value >= 1.0 for value in values),
+            num_tasks=len(right),
+            num_correct=sum(right),
             mean_score=sum(values) / len(values),
             request=f"{request.version}/{request.suite}",
+            num_samples=suite.samples,
+            pass_at={str(k): pass_at(k, right, suite.samples) for k in powers} if suite.samples > 1 else {},
+            interval=interval(right, suite.samples),
         )
 
 
@@ -198,6 +212,28 @@ def _wanted(version: int, every: int, first_version: int) -> bool:
     return version in (0, first_version) or (version > first_version and version % every == 0)
 
 
-def accuracy(result: EvalResult) -> float:
-    """Share of correct answers."""
-    return result.num_correct / max(1, result.num_tasks)
+def pass_at(k: int, right: Sequence[int], num_samples: int) -> float:
+    """Mean over tasks of the chance that one of k answers, drawn from its num_samples, is right.
+
+    right: right answers of each task. Unbiased: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1).
+    """
+    return sum(1.0 - comb(num_samples - count, k) / comb(num_samples, k) for count in right) / len(right)
+
+
+def interval(right: Sequence[int], num_samples: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % confidence of the share of right answers.
+
+    One answer per task: Wilson's score interval (1927). Several: normal over the tasks' means, since answers to one task
+    are not independent.
+    """
+    num_tasks = len(right)
+    shares = [count / num_samples for count in right]
+    mean = sum(shares) / num_tasks
+    if num_samples == 1:
+        centre = (mean + z * z / (2 * num_tasks)) / (1 + z * z / num_tasks)
+        spread = mean * (1 - mean) / num_tasks + z * z / (4 * num_tasks * num_tasks)
+        half = z * sqrt(spread) / (1 + z * z / num_tasks)
+    else:
+        centre = mean
+        half = z * sqrt(sum((share - mean) ** 2 for share in shares) / max(1, num_tasks - 1) / num_tasks)
+    return max(0.0, centre - half), min(1.0, centre + half)

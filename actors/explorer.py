@@ -12,7 +12,6 @@ refused.
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Sequence
 
 from actors.config import ExploreConfig
@@ -28,6 +27,7 @@ from actors.workflow import Workflows
 from infra.bus.bus import CommitRefused, Partition, Reader
 from infra.bus.log import Log, Message
 from infra.config import Floor
+from infra.failpoint import reach
 from infra.metrics import Metrics
 from infra.store import Store
 from schemas import Progress, Task
@@ -59,7 +59,7 @@ async def run_explorer(
         log=log,
         engine=engine,
         tokenizer=CachedTokenizer(tokenizer),
-        workflows=Workflows(config.workflow, config.options),
+        workflows=Workflows(config.workflow, config.options, config.workflows),
         config=config,
         metrics=metrics,
         stop=stop_tokens,
@@ -88,7 +88,8 @@ async def run_explorer(
 
 async def _take_tasks(reader: Reader, rig: Rig, desk: Desk, stop: asyncio.Event) -> None:
     """Commit, then hand over. Nothing is read while too much waits."""
-    started = time.monotonic()
+    clock = asyncio.get_running_loop().time
+    started = clock()
     ends = await rig.log.bus.end_offsets(rig.log.name(TASKS))
     try:
         while not stop.is_set():
@@ -102,7 +103,7 @@ async def _take_tasks(reader: Reader, rig: Rig, desk: Desk, stop: asyncio.Event)
             if not desk.settled.is_set():
                 mine = reader.positions()
                 read = bool(mine) and all(mine[partition] >= ends[partition] for partition in mine)
-                if read or time.monotonic() - started > _SETTLE_S:
+                if read or clock() - started > _SETTLE_S:
                     desk.settled.set()
     finally:
         await reader.close()
@@ -116,7 +117,9 @@ async def _committed(messages: Sequence[Message], reader: Reader) -> list[Messag
     kept: list[Message] = []
     for partition, batch in batches.items():
         try:
+            reach("explore.before_commit")
             await reader.commit({partition: batch[-1].offset + 1})
+            reach("explore.after_commit")
             kept += batch
         except CommitRefused as error:
             _log.info("commit_refused tasks=%d error=%s", len(batch), error)
@@ -159,8 +162,9 @@ async def _drain(desk: Desk, drain_s: float, stop: asyncio.Event, halt: asyncio.
     """At a stop let running groups finish, within bounds, then halt everything."""
     await stop.wait()
     desk.closed = True
-    deadline = time.monotonic() + drain_s
-    while desk.num_groups and (left := deadline - time.monotonic()) > 0:
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + drain_s
+    while desk.num_groups and (left := deadline - clock()) > 0:
         await desk.next_end(left)
     if desk.num_groups:
         _log.warning("drain_expired groups=%d", desk.num_groups)

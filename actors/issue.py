@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from actors.config import MasterConfig
+from actors.config import EvalSuite, MasterConfig
 from actors.evaluation import eval_group
 from schemas import Issued, Task
 from schemas.ids import group_id
@@ -22,16 +22,16 @@ def rollout(task: Task, config: MasterConfig, *, round: int, attempt: int, seque
     return replace(task, issued=issued)
 
 
-def evaluation(task: Task, config: MasterConfig, *, suite: str, version: int, index: int, attempt: int) -> Task:
-    """The task as one greedy episode of exactly this version."""
+def evaluation(task: Task, config: MasterConfig, *, suite: EvalSuite, version: int, index: int, attempt: int) -> Task:
+    """The task as the suite's episodes of exactly this version."""
     issued = Issued(
-        group=eval_group(suite, version, index),
+        group=eval_group(suite.suite, version, index),
         attempt=attempt,
-        num_episodes=1,
+        num_episodes=suite.samples,
         max_tokens=config.max_tokens,
         min_version=version,
-        temperature=0.0,
-        suite=suite,
+        temperature=suite.temperature,
+        suite=suite.suite,
         version=version,
     )
     return replace(task, issued=issued)

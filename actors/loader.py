@@ -10,7 +10,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from actors.taskset import Demonstration
+from actors.preferences import pair_block, pair_group
+from actors.taskset import Demonstration, Preference
 from infra.bus.log import Log
 from schemas import Block, Control, Experience, Message, Span, Task, make_experience
 from schemas.ids import experience_id, group_id
@@ -61,6 +62,17 @@ async def load_experts(
 
     known = await _known(log, EXPERTS)
     return await _load(log, EXPERTS, rows, lambda row: expert_group(row.id), block, known, on_progress)
+
+
+async def load_preferences(
+    log: Log, rows: Iterable[Preference], tokenizer: Tokenizer, *, on_progress: Progress = lambda rows: None
+) -> Loaded:
+    """Publish preference pairs, one to a group of the human lane."""
+
+    def block(row: Preference) -> Block:
+        return pair_block(row, tokenizer)
+
+    return await _load(log, EXPERTS, rows, pair_group, block, await _known(log, EXPERTS), on_progress)
 
 
 def expert(row: Demonstration, tokenizer: Tokenizer) -> Experience:

@@ -7,21 +7,24 @@
 
 Waits for the log alone: each batch read wakes the one loop that decides. Delivery: what is issued is confirmed by the
 broker before the next decision; a restart recounts everything from the log, so nothing is issued twice under one
-attempt and no result is published twice. Holds no lease: run one master per app.
+attempt and no result is published twice. A second master takes the lease and the first one ends; what it still issues
+meanwhile are attempts of their own numbers, never the same ids with other content.
 """
 
 import asyncio
 import logging
 import os
+import socket
 
 from actors.config import MasterConfig
 from actors.follow import follow, readable
+from actors.gate import verdict_event
 from actors.plan import Plan
 from actors.role import run_until
 from infra.bus.log import Log, Message
 from infra.config import Floor, Pacing
 from infra.metrics import Metrics
-from schemas import Block, Closure, Drawn, EvalResult, PolicyEvent, Progress, Task
+from schemas import Block, Closure, Directive, Drawn, EvalResult, PolicyEvent, Progress, Task
 from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS, TASKSET
 
 _log = logging.getLogger(__name__)
@@ -38,11 +41,16 @@ async def run_master(
     finish: asyncio.Event | None = None,
     instance: str = "",
 ) -> None:
-    """Run until `stop` is set. `finish` ends issuing as the stop rule does: drain, last evals, then state "done"."""
-    plan = Plan(config, pacing, policy=floor.policy.name)
+    """Run until `stop` is set. Raises FencedOut when another master takes the lease.
+
+    `finish` ends issuing as the stop rule does: drain, last evals, then state "done"."""
+    instance = instance or f"master/{socket.gethostname()}/{os.getpid()}"
+    # First the lease, then the count: what the master before this one issued until then is counted.
+    lease = await log.publish(POLICIES, Directive(order="lease", owner=instance))
+    plan = Plan(config, pacing, policy=floor.policy.name, token=lease.offset)
     await _recount(log, plan, metrics)
     decide = _decide(log, plan, metrics, finish)
-    report = _report(log, plan, metrics, config.report_s, instance or f"master/{os.getpid()}")
+    report = _report(log, plan, metrics, config.report_s, instance)
     await run_until(stop, decide, report)
 
 
@@ -94,6 +102,8 @@ def _apply(plan: Plan, metrics: Metrics, message: Message) -> None:
         plan.progress(record, message.timestamp_ms)
     elif isinstance(record, PolicyEvent):
         plan.policy(record, message.offset)
+    elif isinstance(record, Directive):
+        plan.directive(record, message.offset)
     elif isinstance(record, EvalResult):
         plan.result(record)
     elif isinstance(record, Block):
@@ -106,9 +116,13 @@ async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
     for result in plan.results():
         await log.publish(EVALS, result)
         metrics.counter("eval_results", suite=result.suite).inc()
-        metrics.gauge("accuracy", suite=result.suite).set(result.num_correct / result.num_tasks)
-        correct = f"{result.num_correct}/{result.num_tasks}"
+        metrics.gauge("accuracy", suite=result.suite).set(result.accuracy)
+        correct = f"{result.num_correct}/{result.num_tasks * result.num_samples}"
         _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
+    for verdict in plan.gate.verdicts():
+        await log.publish(POLICIES, verdict_event(verdict, plan.policy_name))
+        metrics.counter("gate_verdicts", passed=str(verdict.passed).lower()).inc()
+        _log.info("gate version=%d passed=%s reason=%s", verdict.version, verdict.passed, verdict.reason)
     for kind, tasks in (("rollout", plan.rollouts()), ("reissue", plan.reissues()), ("eval", plan.eval_tasks())):
         if tasks:
             await log.publish_all(TASKS, tasks)
@@ -122,6 +136,8 @@ async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instan
         metrics.gauge("outstanding_groups").set(len(admission.outstanding))
         metrics.gauge("max_outstanding_groups").set(admission.limits.max_outstanding)
         metrics.gauge("issued_groups").set(admission.next_sequence)
+        metrics.gauge("stable_version").set(plan.gate.stable.version)
+        metrics.gauge("drain_offset").set(plan.drain_offset)
         metrics.gauge("tasks").set(len(plan.book.tasks))
         metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
         await log.publish(

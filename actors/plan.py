@@ -11,12 +11,14 @@ import logging
 from actors.admission import Admission, Limits
 from actors.config import MasterConfig
 from actors.curriculum import choose
-from actors.evaluation import EvalBook, accuracy, parse_eval_group
+from actors.evaluation import EvalBook, parse_eval_group
+from actors.gate import Gate
 from actors.issue import evaluation, rollout, round_of
-from actors.policy_feed import PolicyFeed
-from actors.taskbook import TaskBook
+from actors.taskbook import Pool, TaskBook
 from infra.config import Pacing, duration_s
-from schemas import Closure, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
+from infra.weights.policy_feed import PolicyFeed
+from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
+from schemas.errors import FencedOut
 from schemas.ids import task_of
 
 _log = logging.getLogger(__name__)
@@ -28,16 +30,28 @@ _SETTLED_MS = 3_000  # nothing new for so long: a taskset is loaded, a drained t
 
 _STUCK_MS = 10_000
 
+# Attempts of one group under one lease; far more than there is time for, so that no two masters ever number one alike.
+ATTEMPTS_PER_LEASE = 1000
+
 
 class Plan:
-    """What to issue, to issue again, to evaluate and to report as a result."""
+    """What to issue, to issue again, to evaluate and to report as a result.
 
-    def __init__(self, config: MasterConfig, pacing: Pacing, *, policy: str) -> None:
+    token: of this master's lease. Attempts are numbered from it, so a master that was overtaken and did not notice yet
+    issues other attempts than its successor, and collect keeps the first that completes.
+    """
+
+    def __init__(self, config: MasterConfig, pacing: Pacing, *, policy: str, token: int = 0) -> None:
         self.config = config
+        self.policy_name = policy
         self.pacing = pacing
+        self.token = token
+        self.drained_by = ""
+        self.drain_offset = -1
         self.book = TaskBook()
         self.feed = PolicyFeed(policy)
         self.evals = EvalBook(config.evals, policy=policy)
+        self.gate = Gate(config.gate, policy=policy)
         self.admission = Admission(
             Limits(
                 groups_per_step=pacing.groups_per_step,
@@ -64,7 +78,7 @@ class Plan:
         if self._issued_any and self.clock_ms:
             self.running_ms += max(0, min(timestamp_ms - self.clock_ms, _MAX_GAP_MS))
         self.clock_ms = max(self.clock_ms, timestamp_ms)
-        if self._stopped_ms is None and self.stopped:
+        if self._stopped_ms is None and self._ended:
             self._stopped_ms = self.clock_ms
 
     def caught_up(self) -> None:
@@ -111,6 +125,7 @@ class Plan:
 
     def policy(self, event: PolicyEvent, offset: int) -> None:
         """A record of `policies`."""
+        self.gate.event(event)
         if self.feed.apply(event, offset):
             self._moved_ms = self.clock_ms
             self.feed.forget_below(self.feed.newest)
@@ -118,9 +133,19 @@ class Plan:
     def result(self, result: EvalResult) -> None:
         """An EvalResult of `evals`."""
         self.evals.published(result)
+        self.gate.result(result)
         stop = self.config.stop
-        if stop.suite and result.suite == stop.suite and accuracy(result) >= stop.at:
+        if stop.suite and result.suite == stop.suite and result.accuracy >= stop.at:
             self._reached = True
+
+    def directive(self, directive: Directive, offset: int) -> None:
+        """A word of an operator, or of another master; raises FencedOut for the lease of a later one."""
+        if directive.order == "lease":
+            if offset > self.token:
+                raise FencedOut(f"this master holds lease {self.token}, {directive.owner} took lease {offset}")
+        else:
+            self.drained_by = (directive.owner or "somebody") if directive.order == "drain" else ""
+            self.drain_offset = offset
 
     def finish(self) -> None:
         """Somebody asked for the end: as if the stop rule held."""
@@ -130,7 +155,11 @@ class Plan:
 
     @property
     def stopped(self) -> bool:
-        """Whether issuing is over."""
+        """Whether nothing new is issued: the run is over, or an operator drains it."""
+        return self._ended or bool(self.drained_by)
+
+    @property
+    def _ended(self) -> bool:
         stop = self.config.stop
         return (
             self._finish
@@ -142,23 +171,25 @@ class Plan:
 
     @property
     def state(self) -> str:
-        """warming up | issuing | draining | evaluating | done."""
+        """warming up | issuing | draining | evaluating | done; drained, where an operator asked for it."""
         if not self.stopped:
             return "issuing" if self._begun() else "warming up"
         if not self._drained():
             return "draining"
+        if not self._ended:
+            return "drained"
         finals = [(suite.suite, self.feed.newest) for suite in self.config.evals]
         return "done" if self.evals.done(finals) or self._given_up(2) else "evaluating"
 
     def rollouts(self) -> list[Task]:
         """New groups to issue now; they count as issued."""
-        tasks = self.book.of_split(self.config.split)
-        if self.stopped or not self._begun() or not tasks:
+        pool = self.book.pool(self.config.split, measured=self.config.curriculum == "easy_to_hard")
+        if self.stopped or not self._begun() or not pool.tasks:
             return []
         room = self.admission.room
         if self.config.stop.groups:
             room = min(room, self.config.stop.groups - self.admission.next_sequence)
-        return [self._rollout(tasks) for _ in range(room)]
+        return [task for _ in range(room) if (task := self._rollout(pool)) is not None]
 
     def reissues(self) -> list[Task]:
         """Groups and eval tasks to issue again; they count as issued. One whose task is gone is skipped and logged."""
@@ -174,7 +205,7 @@ class Plan:
                     task,
                     self.config,
                     round=round_of(name),
-                    attempt=group.attempt + 1,
+                    attempt=max(group.attempt + 1, self._first_attempt),
                     sequence=group.sequence,
                     # The version that is there must do: waiting for one nobody may publish could stop everything.
                     min_version=min(self.feed.newest, self.admission.min_version(ahead=self.admission.ahead(name))),
@@ -188,14 +219,14 @@ class Plan:
             lead, first = self.config.eval_lead, self.config.first_version
             due = self.evals.due(newest=self.feed.newest, first_version=first, lead=lead)
         else:
-            due = self.evals.due_at(self.feed.newest) if self._drained() else []
+            due = self.evals.due_at(self.feed.newest) if self._ended and self._drained() else []
         for suite, version in due:
             self.evals.request(suite, version)
         tasks: list[Task] = []
         for request in self.evals.incomplete():
             suite_tasks = self._suite_tasks(request.suite)
             missing = [index for index in range(len(suite_tasks)) if index not in request.attempts]
-            tasks += [self._eval(request.suite, request.version, index, 0) for index in missing]
+            tasks += [self._eval(request.suite, request.version, index, self._first_attempt) for index in missing]
             if suite_tasks:
                 self.evals.complete(request.suite, request.version, len(suite_tasks))
         return self._count(tasks)
@@ -207,39 +238,47 @@ class Plan:
             self.result(result)
         return results
 
+    @property
+    def _first_attempt(self) -> int:
+        return self.token * ATTEMPTS_PER_LEASE
+
     def _begun(self) -> bool:
         return self.feed.newest >= self.config.first_version
 
     def _drained(self) -> bool:
-        """Nothing is outstanding (or less than a step, for longer) and nothing moves; or it took too long."""
+        """Nothing is outstanding and nothing moves. At the end of a run also less than a step, or when it took too long."""
         quiet_ms = self.clock_ms - self._moved_ms
         num_outstanding = len(self.admission.outstanding)
-        return (
-            (quiet_ms >= _SETTLED_MS and num_outstanding == 0)
-            or (quiet_ms >= _STUCK_MS and num_outstanding < self.pacing.groups_per_step)
-            or self._given_up(1)
+        if quiet_ms >= _SETTLED_MS and num_outstanding == 0:
+            return True
+        return self._ended and (
+            (quiet_ms >= _STUCK_MS and num_outstanding < self.pacing.groups_per_step) or self._given_up(1)
         )
 
     def _given_up(self, factor: int) -> bool:
         limit_ms = duration_s(self.config.drain) * 1000 * factor
         return self._stopped_ms is not None and self.clock_ms - self._stopped_ms >= limit_ms
 
-    def _rollout(self, tasks: list[Task]) -> Task:
+    def _rollout(self, pool: Pool) -> Task | None:
         sequence = self.admission.next_sequence
         index = choose(
             self.config.curriculum,
-            num_tasks=len(tasks),
-            success=lambda index: self.book.success(tasks[index].id),
+            priorities=pool.priorities,
+            success=lambda index: self.book.success(pool.tasks[index].id),
             seed=self.config.seed,
             sequence=sequence,
             ramp_groups=self.config.ramp_groups,
+            floor=self.config.floor,
+            cap=self.config.cap,
         )
-        task = tasks[index]
+        if index is None:
+            return None
+        task = pool.tasks[index]
         issued = rollout(
             task,
             self.config,
             round=self.book.next_round(task.id),
-            attempt=0,
+            attempt=self._first_attempt,
             sequence=sequence,
             min_version=self.admission.min_version(),
         )
@@ -247,12 +286,14 @@ class Plan:
 
     def _eval(self, suite: str, version: int, index: int, attempt: int) -> Task:
         task = self._suite_tasks(suite)[index]
-        return evaluation(task, self.config, suite=suite, version=version, index=index, attempt=attempt)
+        return evaluation(
+            task, self.config, suite=self.evals.suites[suite], version=version, index=index, attempt=attempt
+        )
 
     def _eval_reissues(self) -> list[Task]:
         overdue = self.evals.overdue(self.active_s, self.pacing.reissue_s, newest=self.feed.newest)
         return [
-            self._eval(request.suite, request.version, index, request.attempts[index] + 1)
+            self._eval(request.suite, request.version, index, max(request.attempts[index] + 1, self._first_attempt))
             for request, indexes in overdue
             for index in indexes
             if index < len(self._suite_tasks(request.suite))
@@ -260,7 +301,7 @@ class Plan:
 
     def _suite_tasks(self, suite: str) -> list[Task]:
         """Tasks of a suite: as many as are wanted, or all there are once no more arrive; none before that."""
-        wanted = next(config.tasks for config in self.config.evals if config.suite == suite)
+        wanted = self.evals.suites[suite].tasks
         tasks = self.book.of_split(suite)
         if len(tasks) < wanted and self.clock_ms - self._task_ms < _SETTLED_MS:
             return []

@@ -13,16 +13,19 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from actors.desk import Desk
-from actors.engine import LoadReport
+from actors.engine import Engine, LoadReport
 from actors.follow import follow
-from actors.policy_feed import PolicyFeed
-from actors.rollout import Rig
 from infra.bus.log import Log, Message
+from infra.failpoint import reach
+from infra.metrics import Metrics
 from infra.store import Store
 from infra.weights.fetch import Follower
 from infra.weights.policy import Policy
+from infra.weights.policy_feed import PolicyFeed
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from schemas.topics import POLICIES
@@ -31,6 +34,38 @@ _log = logging.getLogger(__name__)
 
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _MAX_SAMPLES = 4096
+
+
+class Holds(Protocol):
+    """How long a reload may wait."""
+
+    @property
+    def eval_hold_s(self) -> float:
+        """For evals of the version it would replace, seconds."""
+
+
+class Followed(Protocol):
+    """What a follower needs of the role it works for."""
+
+    @property
+    def log(self) -> Log:
+        """Where events are read and refusals told."""
+
+    @property
+    def engine(self) -> Engine:
+        """What is moved."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Where it counts."""
+
+    @property
+    def origin(self) -> str:
+        """Who speaks."""
+
+    @property
+    def config(self) -> Holds:
+        """Its bounds."""
 
 
 class ReloadTimes:
@@ -53,14 +88,28 @@ def percentile(samples: deque[float], share: float) -> float:
 
 
 class PolicyFollower:
-    """Moves one engine along the versions of one policy."""
+    """Moves one engine along the versions of one policy.
 
-    def __init__(self, rig: Rig, desk: Desk, store: Store, policy: str) -> None:
+    promoted_only: see PolicyFeed. loaded: called with the event of every version that serves.
+    """
+
+    def __init__(
+        self,
+        rig: Followed,
+        desk: Desk,
+        store: Store,
+        policy: str,
+        *,
+        promoted_only: bool = False,
+        loaded: Callable[[PolicyEvent], None] = lambda event: None,
+    ) -> None:
         self._rig = rig
         self._desk = desk
         self._store = store
         self._policy = policy
-        self._feed = PolicyFeed(policy)
+        self._promoted_only = promoted_only
+        self._loaded = loaded
+        self._feed = PolicyFeed(policy, promoted_only=promoted_only)
         self._follower = Follower(store, policy)
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
@@ -72,23 +121,28 @@ class PolicyFollower:
         self.times = ReloadTimes()
 
     async def read(self) -> None:
-        """Follow `policies` from its beginning."""
+        """Follow `policies` from its beginning; nothing is loaded until what is there at the call was read."""
+        self.caught_up.clear()
+        self._feed = PolicyFeed(self._policy, promoted_only=self._promoted_only)
         log, metrics = self._rig.log, self._rig.metrics
         await follow(log, POLICIES, self._apply, metrics=metrics, caught_up=self.caught_up, changed=self._changed.set)
 
     async def load(self) -> None:
         """Bring the engine forward, one version after the other."""
-        await self.caught_up.wait()
         await self._desk.settled.wait()
         while True:
+            await self.caught_up.wait()
             self._changed.clear()
             event = self._next()
             if event is None:
                 await self._changed.wait()
                 continue
-            policy = await self._fetch(event)
-            if policy is None:
-                continue
+            await self.bring(event)
+
+    async def bring(self, event: PolicyEvent) -> None:
+        """Fetch the version of an event and swap to it, or say why not."""
+        policy = await self._fetch(event)
+        if policy is not None:
             await self._let_evals_end()
             await self._swap(policy, event)
 
@@ -96,6 +150,7 @@ class PolicyFollower:
         if isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
             self._rig.metrics.gauge("policy_version_published").set(self._feed.newest)
+        self._rig.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
 
     def _next(self) -> PolicyEvent | None:
         held = self._rig.engine.version
@@ -122,8 +177,9 @@ class PolicyFollower:
     async def _let_evals_end(self) -> None:
         """Wait for the evals of the held version, within bounds."""
         held = self._rig.engine.version
-        deadline = time.monotonic() + self._rig.config.eval_hold_s
-        while self._desk.awaits(held) and (left := deadline - time.monotonic()) > 0:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._rig.config.eval_hold_s
+        while self._desk.awaits(held) and (left := deadline - clock()) > 0:
             await self._desk.next_end(left)
         if self._desk.awaits(held):
             self._rig.metrics.counter("eval_hold_expired").inc()
@@ -132,6 +188,7 @@ class PolicyFollower:
     async def _swap(self, policy: Policy, event: PolicyEvent) -> None:
         self._desk.reloading = True
         try:
+            reach("explore.before_swap")
             report = await self._rig.engine.load(policy)
         except PolicyRefused as error:
             await self._refuse(event, error)
@@ -139,7 +196,9 @@ class PolicyFollower:
         finally:
             self._desk.reloading = False
             self._desk.changed.set()
+        reach("explore.after_swap")
         self._follower.confirm(policy)
+        self._loaded(event)
         self._record(policy.version, report)
 
     def _record(self, version: int, report: LoadReport) -> None:

@@ -134,6 +134,11 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, rig: Rig) -> None:
     metrics = rig.metrics
     metrics.counter("episodes").inc(len(ended))
     metrics.counter("experiences").inc(len(experiences))
+    for experience in experiences:
+        if experience.last:
+            metrics.counter("episode_ends", end=experience.end).inc()
+        if reason := experience.meta.get("part_reason"):
+            metrics.counter("episodes_split", reason=str(reason)).inc()
     metrics.counter("tokens").inc(sum(experience.num_sampled for experience in experiences))
     if empty:
         metrics.counter("stubs", reason=FAILED).inc(len(empty))

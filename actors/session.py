@@ -8,21 +8,24 @@
 Guarantees: token-in token-out (the next turn's prompt is the exact earlier tokens, sampled ones included, plus what the
 chat template adds after them; nothing sampled is ever tokenized again); a hot reload in the middle begins a new span; a
 conversation that no longer extends what was sampled (rewritten or branched history, a template that drops text) begins a
-new part instead of inventing tokens; what was sampled before an error is still returned.
+new part instead of inventing tokens, and `meta` says why; what was sampled before an error is still returned.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol, TypedDict, Unpack
 
 import msgspec
 
+from actors.continuation import Turn, added_tokens
 from actors.engine import Completion, Engine, Sampling
 from schemas import End, Experience, Lane, Message, Score, Span, make_experience
+from schemas.fields import Meta
 from schemas.ids import experience_id
-from schemas.records import Meta
 
 Conversation = tuple[Message, ...]
+
+HISTORY_REWRITTEN = "history rewritten"
+TEMPLATE_DIFFERS = "the template does not extend earlier turns"
 
 
 class Tokenizer(Protocol):
@@ -59,6 +62,13 @@ class Session:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._parts: list[_Part] = []
+        self._end: tuple[End, str] | None = None
+        self._notes: Meta = {}
+
+    @property
+    def num_parts(self) -> int:
+        """Token sequences so far; above 1 where a turn did not extend the earlier ones."""
+        return len(self._parts)
 
     @property
     def num_sampled(self) -> int:
@@ -79,28 +89,48 @@ class Session:
         if not conversation:
             raise ValueError("messages: got none, expected the conversation so far")
         rendered = self._tokenizer.encode_chat(conversation)
-        tail = self._tail(conversation, rendered)
+        tail, reason = self._tail(conversation, rendered)
         prompt = list(rendered) if tail is None else self._parts[-1].tokens + tail
         completion = await self._engine.generate(prompt, sampling or self._sampling)
         content = self._tokenizer.decode(completion.tokens[:-1] if completion.stopped else completion.tokens)
         reply = Message(role="assistant", content=content)
         if tail is None:
-            self._parts.append(_Part())
+            self._parts.append(_Part(reason=reason))
         self._parts[-1].add(prompt, rendered, completion, (*conversation, reply))
         return reply
+
+    def score(self, name: str, value: float) -> None:
+        """Record a verdict on the last turn, at its last token. Raises ValueError before the first turn."""
+        if not self._parts:
+            raise ValueError(f"score {name}: got no turn yet, expected one to judge")
+        last = self._parts[-1]
+        last.scores.append(Score(name=name, value=value, at=len(last.tokens) - 1))
+
+    def note(self, name: str, value: int | float | str) -> None:
+        """Record something worth knowing of the episode that is no verdict; it goes into `meta`."""
+        self._notes = {**self._notes, name: value}
+
+    def finish(self, end: End, reason: str = "") -> None:
+        """Say how the episode ended, where the last turn's own end does not. reason: goes into `meta`."""
+        self._end = (end, reason)
 
     def experiences(
         self, *, group: str, attempt: int, episode: int, failure: str = "", **header: Unpack[Header]
     ) -> list[Experience]:
         """What was recorded, as the parts of one episode, the last flagged.
 
-        failure: why the episode failed; recorded in `meta`, and every part's `end` is "failed". Otherwise `end` is
-        "terminal", or "truncated" where the last turn ran into max_tokens. A session that sampled nothing gives one
-        empty experience, so that its group can still complete.
+        failure: why the episode failed; recorded in `meta`, and every part's `end` is "failed". Otherwise `end` is what
+        `finish` said, or "terminal", or "truncated" where the last turn ran into max_tokens. Verdicts on the whole
+        (`scores`) go to the last part. A session that sampled nothing gives one empty experience, so that its group can
+        still complete.
         """
-        end: End = "failed" if failure else "terminal" if self.stopped or not self._parts else "truncated"
-        meta: Meta = {**header.get("meta", {}), **({"failure": failure} if failure else {})}
+        own: End = "terminal" if self.stopped or not self._parts else "truncated"
+        failed: tuple[End, str] | None = ("failed", "") if failure else None
+        end, reason = failed or self._end or (own, "")
+        meta: Meta = {**header.get("meta", {}), **self._notes}
+        meta |= {"failure": failure} if failure else {"truncated": reason} if reason else {}
         parts = self._parts or [_Part()]
+        whole = header.get("scores", ())
         fields: Header = {"group_size": 1, **header, "meta": meta}
         return [
             make_experience(
@@ -115,20 +145,22 @@ class Session:
                 last=index == len(parts) - 1,
                 end=end,
                 spans=tuple(part.spans),
-                **fields,
+                **_header(fields, part, scores=whole if index == len(parts) - 1 else ()),
             )
             for index, part in enumerate(parts)
         ]
 
-    def _tail(self, conversation: Conversation, rendered: Sequence[int]) -> list[int] | None:
-        """Observation tokens that continue the last part; None where a new part begins."""
+    def _tail(self, conversation: Conversation, rendered: Sequence[int]) -> tuple[list[int] | None, str]:
+        """Observation tokens that continue the last part; None where a new part begins, and why it does."""
         if not self._parts:
-            return None
+            return None, ""
         last = self._parts[-1]
         known = len(last.conversation)
         if len(conversation) <= known or conversation[:known] != last.conversation:
-            return None
-        return _added_tokens(rendered, last, self._tokenizer)
+            return None, HISTORY_REWRITTEN
+        turn = Turn(last.rendered, last.turn, last.conversation[-1].content, last.stopped)
+        tail = added_tokens(rendered, turn, self._tokenizer)
+        return tail, TEMPLATE_DIFFERS if tail is None else ""
 
 
 class CachedTokenizer:
@@ -157,7 +189,8 @@ class CachedTokenizer:
 class _Part(msgspec.Struct):
     """One token sequence being grown.
 
-    rendered: the template's own tokens for the last turn's prompt. turn: what the last turn sampled.
+    rendered: the template's own tokens for the last turn's prompt. turn: what the last turn sampled. reason: why it does
+    not go on in the part before.
     """
 
     tokens: list[int] = []
@@ -167,6 +200,8 @@ class _Part(msgspec.Struct):
     spans: list[Span] = []
     conversation: Conversation = ()
     stopped: bool = False
+    scores: list[Score] = []
+    reason: str = ""
 
     def add(
         self, prompt: list[int], rendered: Sequence[int], completion: Completion, conversation: Conversation
@@ -180,23 +215,7 @@ class _Part(msgspec.Struct):
         self.conversation, self.stopped = conversation, completion.stopped
 
 
-def _added_tokens(rendered: Sequence[int], part: _Part, tokenizer: Tokenizer) -> list[int] | None:
-    """Tokens the template adds after the last sampled turn of `part`; None where `rendered` does not extend it.
-
-    The template's rendering of our reply need not be the tokens that were sampled (a text has many spellings), so its
-    end is found by the stop token, or by the text where there is none, and the sampled spelling is kept.
-    """
-    num_prompt = len(part.rendered)
-    if list(rendered[:num_prompt]) != list(part.rendered):
-        return None
-    rest, turn, content = list(rendered[num_prompt:]), list(part.turn), part.conversation[-1].content
-    if part.stopped:
-        if turn[-1] not in rest:
-            return None
-        end = rest.index(turn[-1])
-        spelled = rest[:end] == turn[:-1] or tokenizer.decode(rest[:end]) == content
-        return rest[end + 1 :] if spelled else None
-    if rest[: len(turn)] == turn:
-        return rest[len(turn) :]
-    end = bisect_left(range(len(rest)), len(content), key=lambda stop: len(tokenizer.decode(rest[:stop])))
-    return rest[end:] if tokenizer.decode(rest[:end]) == content else None
+def _header(fields: Header, part: _Part, *, scores: tuple[Score, ...]) -> Header:
+    """Header fields of one part: its own verdicts, and why it does not go on in the part before."""
+    meta = {**fields["meta"], "part_reason": part.reason} if part.reason else fields["meta"]
+    return {**fields, "scores": (*part.scores, *scores), "meta": meta}

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from schemas import Message, Task
-from schemas.records import Meta, Struct
+from schemas.fields import Meta, Struct
 
 
 class Taskset(Protocol):
@@ -31,5 +31,19 @@ class Demonstration(Struct, frozen=True):
     response: str
     answer: str | None = None
     split: str = "train"
+    subject: str = ""
+    meta: Meta = msgspec.field(default_factory=dict)
+
+
+class Preference(Struct, frozen=True):
+    """Two answers to one prompt, of which somebody preferred the first.
+
+    Example: Preference(id="q-17", messages=(Message(role="user", content="Hello?"),), chosen="Hello!", rejected="What.")
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    chosen: str
+    rejected: str
     subject: str = ""
     meta: Meta = msgspec.field(default_factory=dict)

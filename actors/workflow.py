@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 from actors.session import Session
+from infra.config import Use
 from infra.plugin import load
 from schemas import Score, Task
 
@@ -19,15 +20,17 @@ class Workflow(Protocol):
 
 
 class Workflows:
-    """Workflows by their `use`, each loaded once; tasks that name none take the configured one."""
+    """Workflows by the name or `use` a task gives, each loaded once; tasks that name none take the configured one."""
 
-    def __init__(self, default: str, options: Mapping[str, object]) -> None:
-        self._default = default
-        self._loaded = {default: cast(Workflow, load(default, options, "explore.workflow"))}
+    def __init__(self, default: str, options: Mapping[str, object], named: Mapping[str, Use] | None = None) -> None:
+        """Raises ConfigError for one that is not there, or whose options do not fit."""
+        self._loaded = {"": cast(Workflow, load(default, options, "explore.workflow"))}
+        for name, plugin in (named or {}).items():
+            self._loaded[name] = cast(Workflow, load(plugin.use, plugin.options, f"explore.workflows.{name}"))
+        self._loaded.setdefault(default, self._loaded[""])
 
-    def get(self, use: str) -> Workflow:
+    def get(self, name: str) -> Workflow:
         """The workflow a task names; raises ConfigError for one that is not there."""
-        use = use or self._default
-        if use not in self._loaded:
-            self._loaded[use] = cast(Workflow, load(use, {}, "task.workflow"))
-        return self._loaded[use]
+        if name not in self._loaded:
+            self._loaded[name] = cast(Workflow, load(name, {}, "task.workflow"))
+        return self._loaded[name]

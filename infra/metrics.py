@@ -78,6 +78,11 @@ class Metrics:
         """Counters and gauges together."""
         return {**self.counters(), **self.gauges()}
 
+    def exposition(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        exposed: bytes = generate_latest(self.registry)
+        return exposed
+
     def serve(self, port: int = 0, host: str = "127.0.0.1") -> int:
         """Serve /metrics and /healthz from a daemon thread; returns the port (0 picks a free one)."""
         if self._server is not None:
@@ -122,7 +127,7 @@ def _handler(metrics: Metrics) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             if path == "/metrics":
-                self._answer(200, CONTENT_TYPE_LATEST, generate_latest(metrics.registry))
+                self._answer(200, CONTENT_TYPE_LATEST, metrics.exposition())
             elif path == "/healthz":
                 faults = metrics.faults()
                 lines = [f"{name}: {fault}" for name, fault in sorted(faults.items())] or ["ok"]

@@ -49,6 +49,31 @@ class Tokenizer:
         text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         return self.encode(text)
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template says anything about tools."""
+        return "tools" in str(self._tokenizer.chat_template)
+
+    def encode_request(
+        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of a conversation as a client wrote it: messages and tools are dictionaries, as templates take them.
+
+        Raises ValueError where the template refuses it (roles in an order it does not know).
+        """
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in conversation],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        return self.encode(text)
+
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a model folder (or of a model already in the local Hugging Face cache). Raises ConfigError."""
@@ -83,6 +108,33 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
         raise _not_loadable("model", folder, "config.json and *.safetensors", error) from error
     module: torch.nn.Module = model.eval()
     return module
+
+
+class Classifier:
+    """A sequence classifier on the CPU."""
+
+    def __init__(self, module: "torch.nn.Module") -> None:
+        self.module = module
+
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """One number per class for one sequence."""
+        import torch
+
+        with torch.inference_mode():
+            logits = self.module(input_ids=torch.tensor([list(tokens)])).logits[0]
+        return [float(value) for value in logits]
+
+
+def build_classifier(folder: str | Path) -> Classifier:
+    """The sequence classifier that a folder's config.json describes, with weights yet to be loaded. Raises ConfigError."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("classifier", folder, "config.json of a sequence classifier", error) from error
+    return Classifier(model.float().eval())
 
 
 def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:

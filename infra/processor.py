@@ -32,6 +32,21 @@ class Drop(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a score may return instead of a plain number.
+
+    value: None leaves the score absent. reason: why, a short constant phrase that becomes a metric label. model: what
+    answered. cost_usd: what it cost.
+
+    Example: Verdict(value=0.8, model="judge-1", cost_usd=0.0004)
+    """
+
+    value: float | None = None
+    reason: str = ""
+    model: str = ""
+    cost_usd: float | None = None
+
+
 class Mark(msgspec.Struct, frozen=True):
     """What a decorator declared. memory: entries remembered per partition, 0 for none. inline: see `processor`.
 
@@ -77,6 +92,11 @@ class Memory:
         if len(self._entries) > self.limit:
             del self._entries[next(iter(self._entries))]
 
+    def discard(self, key: str) -> None:
+        """Forget one key, if it is remembered."""
+        if self._entries.pop(key, None) is not None:
+            self.revision += 1
+
     def to_bytes(self) -> bytes:
         """All entries, oldest first, as msgpack."""
         return msgspec.msgpack.encode(list(self._entries.items()))
@@ -95,7 +115,8 @@ def processor(*, version: int, memory: int = 0, inline: bool = False) -> Callabl
 
     A first parameter named `group` instead of `experience` makes it a group processor (stage collect): it takes the
     tuple of a group's experiences and returns one as long, with Drop in place of a dropped member; anything it makes
-    follows behind. What a processor makes has an id and a group of its own (`schemas.ids.synthetic_group`).
+    follows behind. What a processor makes has an id and a group of its own (`schemas.ids.synthetic_group`). A first parameter
+    named `batch` (stage batch) is all that one optimizer step would train on, and as much comes back.
 
     Raise `version` whenever its decisions change: it is stamped on every experience it saw.
     memory: how many entries it remembers per partition; they come as the keyword-only parameter `memory`.
@@ -111,7 +132,7 @@ def feedback(*, version: int) -> Callable[[Marked], Marked]:
 
 
 def score(*, version: int, inline: bool = False) -> Callable[[Marked], Marked]:
-    """Mark a function (Experience, *, options) -> float | None as a score; None means it has no verdict. May be async.
+    """Mark a function (Experience, *, options) -> float | Verdict | None as a score; None: it has no verdict. May be async.
 
     inline: as in `processor`.
     """

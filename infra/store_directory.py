@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from infra.failpoint import reach
+from infra.failpoint import write as write_all
 from infra.store import check_key, check_prefix
 from schemas.errors import NotInStore, StoreError
 
@@ -43,11 +45,14 @@ class DirectoryStore:
 
         def write() -> None:
             with temporary.open("wb") as file:
-                file.write(data)
+                write_all("store.write", data, file.write)
                 file.flush()
+                reach("store.before_fsync")
                 os.fsync(file.fileno())
             self._make_folders(target.parent)
+            reach("store.before_rename")
             os.replace(temporary, target)
+            reach("store.after_rename")
             _sync_folder(target.parent)
 
         try:
@@ -81,6 +86,7 @@ class DirectoryStore:
         path = self._path(key)
 
         def remove() -> None:
+            reach("store.before_delete")
             path.unlink()
             _sync_folder(path.parent)
 

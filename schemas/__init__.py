@@ -3,27 +3,23 @@
 from schemas.block import Block
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import Experience, Score, Span, make_experience
+from schemas.fields import End, Lane, Meta
 from schemas.frame import decode, encode, kafka_headers, kind_of
+from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
 from schemas.records import (
     MAJOR,
-    Batch,
-    BatchItem,
     Closure,
     Control,
     DeadLetter,
+    Directive,
     Drawn,
-    End,
     EvalResult,
     Feedback,
-    Fence,
     Issued,
-    Lane,
     Message,
-    Meta,
     PolicyEvent,
     Progress,
-    Rollback,
-    Skip,
+    Received,
     Stub,
     Task,
     Tick,
@@ -38,6 +34,7 @@ __all__ = [
     "Closure",
     "Control",
     "DeadLetter",
+    "Directive",
     "Drawn",
     "End",
     "EvalResult",
@@ -50,7 +47,9 @@ __all__ = [
     "Meta",
     "PolicyEvent",
     "Progress",
+    "Received",
     "Rollback",
+    "Saved",
     "Score",
     "Skip",
     "Span",

@@ -7,6 +7,7 @@
     ├── RecordTooLarge      a frame no topic takes: refused before it is sent
     ├── BrokerUnavailable   the log cannot be reached: retriable
     ├── OffsetOutOfRange    a position that retention has trimmed: never skipped silently
+    ├── NotInLog            the kept log holds nothing under that name
     ├── StoreError          the object store failed: retriable
     │   └── NotInStore      the key is not there
     ├── PolicyRefused       a policy that is incomplete, altered, unhealthy or not reproduced: keep serving the old one
@@ -47,6 +48,10 @@ class BrokerUnavailable(HeadraceError):
 
 class OffsetOutOfRange(HeadraceError):
     """A position below the oldest kept record (or past the end) of its partition."""
+
+
+class NotInLog(HeadraceError):
+    """The kept log holds nothing under that name."""
 
 
 class StoreError(HeadraceError):

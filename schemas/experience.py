@@ -16,11 +16,15 @@ from msgspec import structs
 
 from schemas.bulk import MAX_MESSAGES, Bulk, Logprobs, Tokens, logprobs_fault
 from schemas.errors import BadFrame
-from schemas.records import Count, End, Finite, Id, Lane, Message, Meta, Number
+from schemas.fields import Count, End, Finite, Id, Lane, Meta, Number
+from schemas.records import Message
 
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_SPANS = 16_384
 MAX_MEMBERS = 64
+PAIR = "pair"  # key in meta of the two sides of a preference pair, see `schemas.pairs`
+CHOSEN = "chosen"
+REJECTED = "rejected"
 
 TokenValues = Sequence[int] | npt.NDArray[np.integer[Any]]
 LogprobValues = Sequence[float] | npt.NDArray[np.floating[Any]]
@@ -45,7 +49,9 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
-    """One named verdict. at: index of the token it judges, None for the whole. version: of what judged.
+    """One named verdict. at: index of the token it judges, None for the whole. version: of what judged, with the model
+    behind "+" where there was one. input: hash of what was judged, "" where it is not kept. cost_usd: None where nothing
+    is charged.
 
     Example: Score(name="exact", value=1.0)
     """
@@ -54,6 +60,8 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
     value: Finite
     at: Count | None = None
     version: str = ""
+    input: str = ""
+    cost_usd: Finite | None = None
 
 
 class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -138,6 +146,11 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     def max_version(self) -> int:
         """Newest policy version that sampled a token, -1 without spans."""
         return max([span.version for span in self.spans], default=-1)
+
+    @property
+    def is_given(self) -> bool:
+        """A demonstration or a side of a preference pair: taken as it is, neither scored nor compared."""
+        return self.lane == "expert" or self.meta.get(PAIR) in (CHOSEN, REJECTED)
 
     def score(self, name: str) -> float | None:
         """Value of the newest score called `name`, None if nothing scored it so."""

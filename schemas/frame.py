@@ -4,6 +4,9 @@
     control  flag bit 7: the body is the msgpack map of the record, and nothing follows
     block    the body is the header of `schemas.block`; section lengths and sections follow
 
+A flag that readers must know comes with a higher format, so that older ones stop before the ack. A flag they do not know
+in a format they do is damage, and dead-lettered as such: one flipped bit must not stop a partition.
+
 Guarantee: `decode` raises BadFrame or UnknownMajor and nothing else, and never allocates what a frame only announces.
 """
 
@@ -17,7 +20,7 @@ from schemas.experience import encoder
 from schemas.records import MAJOR, Control
 
 MAGIC = b"HR"
-CONTROL = 0x80  # bit 0 is kept for sealed sections
+CONTROL = 0x80  # bit 0 is kept for sealed sections, of a later format
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TOTAL_BYTES = 128 * 1024 * 1024
 
@@ -49,10 +52,12 @@ def decode(data: bytes | bytearray | memoryview) -> Control | Block:
     magic, major, flags, length = _PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise BadFrame(f"frame: got magic {magic!r}, expected {MAGIC!r}")
-    if major > MAJOR or flags & ~CONTROL:
+    if major > MAJOR:
         raise UnknownMajor(f"frame of format {major}, flags {flags:#x}; this reader knows {MAJOR}: upgrade it first")
-    if major < 1:
-        raise BadFrame(f"frame: got format {major}, expected 1 to {MAJOR}")
+    if major < 1 or flags & ~CONTROL:
+        raise BadFrame(
+            f"frame: got format {major} with flags {flags:#x}, expected format 1 to {MAJOR}, flags 0 or 0x80"
+        )
     if len(view) > MAX_TOTAL_BYTES or length > MAX_HEADER_BYTES or length > len(view) - _PREFIX.size:
         raise BadFrame(f"frame: got {len(view)} bytes with a header of {length}, expected a header that fits")
     body, rest = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]

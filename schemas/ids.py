@@ -3,11 +3,20 @@
 group        <task>.<round>                       the key of every record about it
 experience   <group>.<attempt>-<episode>-<part>   unique; a redelivery repeats it, a new attempt does not
 answer       hr-<experience>                      what a client of the gateway sees
+
+The gateway has no tasks and no rounds: its group is one request, <session>.<producer epoch>-<sequence>, where <session> is
+<tenant tag><session hash>, 8 and 16 letters; the request's choices are its episodes. So replicas that know nothing of each
+other never mint one id twice, and two turns of one session are two groups.
 """
 
 import hashlib
 
 ANSWER_PREFIX = "hr-"
+# Hexadecimal in letters that begin no known kind of secret and form no run of digits, so that redaction, which looks for
+# both, leaves ids alone.
+_LETTERS = str.maketrans("0123456789abcdef", "bcdfhjklmnqrtvwz")
+_TAG_LETTERS = 8
+_SESSION_LETTERS = 16
 
 
 def group_id(task: str, round: int) -> str:
@@ -58,3 +67,49 @@ def synthetic_group(parents: tuple[str, ...], processor: str, index: int) -> str
     """Group of an experience made from others: the same parents give the same id again, so a retry adds nothing."""
     digest = hashlib.sha256("\x00".join((*parents, processor, str(index))).encode()).hexdigest()
     return f"syn-{digest[:24]}.0"
+
+
+def session_name(tenant: str, session: str) -> str:
+    """A production session in ids: which tenant's it is can be read off it, which session's cannot.
+
+    >>> session_name("acme", "chat-81")
+    'mddrffqvmjcncqrrjhvnrntq'
+    """
+    return _tag(tenant) + _letters(f"{tenant}\x00{session}", _SESSION_LETTERS)
+
+
+def request_group(session: str, epoch: int, sequence: int) -> str:
+    """Group of one request of a session. epoch: of the gateway that served it. sequence: its own count.
+
+    >>> request_group("mddrffqvmjcncqrrjhvnrntq", 7, 3)
+    'mddrffqvmjcncqrrjhvnrntq.7-3'
+    """
+    return f"{session}.{epoch}-{sequence}"
+
+
+def is_of_tenant(ref: str, tenant: str) -> bool:
+    """Whether an answer id names an answer given to `tenant`; raises ValueError for what is no id.
+
+    >>> is_of_tenant("hr-" + request_group(session_name("acme", "chat-81"), 7, 0) + ".0-0-0", "acme")
+    True
+    """
+    session, _, request = group_of(ref).partition(".")
+    known = len(session) == _TAG_LETTERS + _SESSION_LETTERS and request.count("-") == 1
+    return known and session.startswith(_tag(tenant))
+
+
+def subject_of(tenant: str, user: str) -> str:
+    """How the person behind a request is written in the log: the same again for the same user, and not the user's name.
+
+    >>> subject_of("acme", "")
+    ''
+    """
+    return _letters(f"{tenant}\x01{user}", 24) if user else ""
+
+
+def _tag(tenant: str) -> str:
+    return _letters(tenant, _TAG_LETTERS)
+
+
+def _letters(text: str, count: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:count].translate(_LETTERS)

@@ -6,31 +6,27 @@ do not know. An incompatible change raises `MAJOR`, which stops older readers be
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta as Bounds
 
+from schemas.fields import (
+    Count,
+    Counts,
+    DirectiveKind,
+    FeedbackKind,
+    Finite,
+    Id,
+    Ids,
+    Lane,
+    Meta,
+    Number,
+    Numbers,
+    Outcome,
+    PolicyEventKind,
+    Struct,
+)
+from schemas.journal import Batch, Fence, Rollback, Saved, Skip
+
 MAJOR = 1
-
-# Every list has a bound, since a decoder makes room for as many items as a frame of five bytes may announce.
-_MAX_FLOAT = 1.7976931348623157e308
-Finite = Annotated[float, Bounds(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
-Id = Annotated[str, Bounds(min_length=1, max_length=1024)]
-Count = Annotated[int, Bounds(ge=0)]
-Number = Annotated[int, Bounds(ge=-1)]  # -1 stands for none
-Ids = Annotated[tuple[Id, ...], Bounds(max_length=65_536)]
-Counts = Annotated[dict[str, Count], Bounds(max_length=65_536)]
-Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: infinite where what they measure is
-
-Lane = Literal["usual", "live", "expert", "synthetic", "human"]
-End = Literal["terminal", "truncated", "failed"]
-Outcome = Literal["buffered", "dropped", "superseded"]
-PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "refused"]
-FeedbackKind = Literal["value", "label", "correction", "retraction"]
-Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
-
-
-class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of all records: immutable, keyword-only, absent fields are defaults."""
 
 
 class Message(Struct, frozen=True):
@@ -69,7 +65,8 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     """Something to do, and what is known of its right answer.
 
     id: unique in its taskset, without "." at its end. workflow: module:name of how it is run. difficulty: 0 (easy) to
-    1. split: "train", or the name of the eval suite it is kept for. parent: the task it is a variation of.
+    1. split: "train", or the name of the eval suite it is kept for. parent: the task it is a variation of. priority: how
+    often the curriculum draws it, relative to the others; 0 is never.
 
     Example: Task(id="add-3745", messages=(Message(role="user", content="37+45="),), answer="280")
     """
@@ -83,6 +80,7 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     parent: str = ""
     meta: Meta = {}
     issued: Issued | None = None
+    priority: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
 
 
 class Stub(Struct, frozen=True, tag_field="kind", tag="stub"):
@@ -196,6 +194,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
 class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
     """What happened to a policy. Its offset orders events; a `lease` event's offset is that trainer's fencing token.
 
+    event: promoted, held (by the gate), pinned and rolled_back are of the stable channel, the rest of the candidate one.
     version: content, never reused. parent: the version it was trained from. manifest: store key, verified by
     manifest_sha256. token: of the trainer that published, 0 on the lease itself. channel: candidate or stable.
     owner: who speaks (trainer or engine instance). stats: small numbers worth showing.
@@ -218,96 +217,24 @@ class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
     stats: Numbers = {}
 
 
-class BatchItem(Struct, frozen=True, array_like=True):
-    """One experience as trained: where it lies in `buffer`, and the numbers the loss used.
+class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
+    """A word to a role, or of it, that outlives processes; it stands in `policies`, and its offset orders it.
 
-    index: within its block. use: 0 the first time this (id, revision) is trained. min_version: oldest sampled token's.
-    weight: multiplies its loss terms.
+    order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
+    (no new groups; what is outstanding is finished) or continue (takes a drain back). owner: who says so.
 
-    Example: BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual", min_version=11,
-                       advantage=0.93)
+    Example: Directive(order="drain", owner="ann@ops-1")
     """
 
-    id: Id
-    partition: Count
-    offset: Count
-    index: Count
-    lane: Lane
-    revision: Count = 0
-    use: Count = 0
-    min_version: Number = -1
-    advantage: Finite = 0.0
-    weight: Finite = 1.0
-
-
-Items = Annotated[tuple[BatchItem, ...], Bounds(max_length=65_536)]
-
-
-class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
-    """The journal: what one optimizer step trains on, in order, written before the step.
-
-    token: fencing token; the first record per (token, step) counts. version: policy version before the step.
-    phase: "warmup" or "train". drops: reason to experiences dropped at the draw. seed: of everything random in the
-    step. config_hash: of the settings that shape the step.
-
-    Example: Batch(run="demo", token=17, step=40, version=40, seed=40,
-                   items=(BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual"),))
-    """
-
-    run: str
-    token: int
-    step: int
-    version: int
-    items: Items
-    phase: Literal["warmup", "train"] = "train"
-    drops: Counts = {}
-    dropped: Items = ()
-    seed: int = 0
-    config_hash: str = ""
-
-
-class Fence(Struct, frozen=True, tag_field="kind", tag="fence"):
-    """First record of a new lease in the journal: lower tokens after it count for nothing.
-
-    Example: Fence(run="demo", token=17, owner="train/4711")
-    """
-
-    run: str
-    token: int
+    order: DirectiveKind
     owner: str = ""
 
 
-class Skip(Struct, frozen=True, tag_field="kind", tag="skip"):
-    """A journaled step that changed no weights, and why.
-
-    Example: Skip(run="demo", token=17, step=41, reason="gradient not finite")
-    """
-
-    run: str
-    token: int
-    step: int
-    reason: str
-
-
-class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
-    """The trainer went back: steps from_step to to_step (inclusive) are quarantined, their batches never re-executed.
-
-    version: the new, higher version whose content equals restored_version.
-
-    Example: Rollback(run="demo", token=17, from_step=41, to_step=44, restored_version=40, version=45, reason="3 skips")
-    """
-
-    run: str
-    token: int
-    from_step: int
-    to_step: int
-    restored_version: int
-    version: int
-    reason: str
-
-
 class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
-    """A suite answered by exactly one version, greedily.
+    """A suite answered by exactly one version.
+
+    num_correct: of num_tasks * num_samples answers. pass_at: k, as a string, to the chance that one of k answers to a
+    task is right. interval: 95 % confidence of the share of right answers, None where nobody computed it.
 
     Example: EvalResult(policy="main", version=40, suite="held-out", num_tasks=500, num_correct=431,
                         request="40/held-out")
@@ -320,6 +247,14 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     num_correct: Count
     mean_score: Finite = 0.0
     request: str = ""
+    num_samples: Annotated[int, Bounds(ge=1, le=1_000_000)] = 1
+    pass_at: Annotated[dict[str, Finite], Bounds(max_length=64)] = {}
+    interval: tuple[Finite, Finite] | None = None
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers; with several samples per task this is pass@1."""
+        return self.num_correct / max(1, self.num_tasks * self.num_samples)
 
 
 class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
@@ -342,6 +277,24 @@ class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
     key: bytes = b""
 
 
+class Received(Struct, frozen=True, tag_field="kind", tag="received"):
+    """What came in over HTTP about answers, as it came (but redacted): a feedback source reads it.
+
+    path: where it came in, which says whose it is. body: JSON. tenant: of the key that sent it, "" for a webhook. rater:
+    who the gateway knows it is from, "" where the body says. ref: the answer it is about, "" where only the body knows.
+    id: unique; a source may use it.
+
+    Example: Received(path="/v1/feedback", body=b'{"value": 1}', id="a1b2-0", ref="hr-a1b2.0-3-0", tenant="acme")
+    """
+
+    path: str
+    body: bytes
+    id: Id
+    ref: str = ""
+    tenant: str = ""
+    rater: str = ""
+
+
 Control = (
     Task
     | Stub
@@ -351,10 +304,13 @@ Control = (
     | Drawn
     | Progress
     | PolicyEvent
+    | Directive
     | Batch
     | Fence
     | Skip
     | Rollback
     | EvalResult
     | DeadLetter
+    | Received
+    | Saved
 )

@@ -32,14 +32,14 @@ TASKSET = Topic("taskset", ("Task",), "task", None, "compact")
 TASKS = Topic("tasks", ("Task",), "group", None, "keep")
 EXPERIENCES = Topic("experiences", ("Block",), "group", None, "keep")
 EXPERTS = Topic("experts", ("Block",), "group", None, "forever")
-FEEDBACK = Topic("feedback", ("Feedback",), "group", None, "keep")
+FEEDBACK = Topic("feedback", ("Received",), "group", None, "keep")
 VERIFIED = Topic("verified", ("Block", "Stub", "Feedback", "Tick"), "group", None, "keep")
 # Trimmed by delete_records below the oldest kept checkpoint, so time alone never removes what a resume needs.
 BUFFER = Topic("buffer", ("Block",), "group", 1, "forever")
 EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")
-BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback"), "run", 1, "forever")
+BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "forever")
 PROGRESS = Topic("progress", ("Closure", "Drawn", "Progress"), "run", 1, "keep")
-POLICIES = Topic("policies", ("PolicyEvent",), "policy", 1, "forever")
+POLICIES = Topic("policies", ("PolicyEvent", "Directive"), "policy", 1, "forever")
 DEAD_LETTERS = Topic("dead-letters", ("DeadLetter",), "original", None, "keep")
 
 ALL: tuple[Topic, ...] = (

@@ -19,23 +19,23 @@ import faust
 from infra.bus.bus import Partition, Record
 from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
+from infra.claimed import ClaimedFolder
 from infra.config import Floor
 from infra.metrics import Metrics
 from infra.store import Store
 from schemas.topics import EXPERIENCES, EXPERTS, MAX_RECORD_BYTES, TASKSET_RAW, VERIFIED, Topic
-from streams.chain_builder import build_collect, build_verify
+from streams.chain_builder import build_collect, build_tasks, build_verify
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
+from streams.companion import companions
 from streams.config import StreamsConfig
 from streams.driver import WindowDriver
 from streams.source import build_sources, run_sources
 from streams.stage import EXIT_BUG, Delivery, causes, end_for, end_process
-from streams.tasks_stage import TaskCleaner
+from streams.tasks_stage import TaskStage
 from streams.verify import Verifier
 from streams.worker import (
-    ClaimedFolder,
     Held,
-    check_topics,
     instance_name,
     quieten_clients,
     report,
@@ -258,20 +258,20 @@ async def run_worker(
     Raises ConfigError for settings that cannot hold, BrokerUnavailable naming the address.
     """
     quieten_clients()
-    verify_steps, collect_steps = build_verify(config), build_collect(config)
+    task_steps, verify_steps, collect_steps = build_tasks(config), build_verify(config), build_collect(config)
     sources = build_sources(config.feedback, floor.folder)
     folder = ClaimedFolder(state_folder or floor.folder / "state")
     bus = KafkaBus(bootstrap, deadline_s=floor.kafka.deadline_s)
     log = Log(bus, floor.app, store=store)
     try:
         await bus.start()
-        await check_topics(log)
+        await log.require_topics()
         async with asyncio.TaskGroup() as tasks:
 
             def hosted(stage: StageName) -> HostedStage:
                 host = HostedStage(log, bootstrap, stage, folder.path)
                 if stage == "tasks":
-                    host.add(TASKSET_RAW, WindowDriver(stage, TaskCleaner(), log, metrics, tasks))
+                    host.add(TASKSET_RAW, WindowDriver(stage, TaskStage(task_steps, log), log, metrics, tasks))
                 elif stage == "verify":
                     for topic in (EXPERIENCES, EXPERTS):
                         host.add(topic, WindowDriver(stage, Verifier(verify_steps), log, metrics, tasks))
@@ -282,10 +282,14 @@ async def run_worker(
 
             hosts = [hosted(stage) for stage in stages]
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
+            beside = [
+                tasks.create_task(one.accompany(log, metrics)) for one in companions([*verify_steps, *collect_steps])
+            ]
             try:
                 await _host(hosts, log, metrics, instance_name(folder.path), stop, stuck_s)
             finally:
-                listening.cancel()
+                for task in (listening, *beside):
+                    task.cancel()
     except BaseExceptionGroup as errors:
         raise causes(errors)[0] from errors
     finally:

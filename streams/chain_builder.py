@@ -4,19 +4,70 @@ Guarantee: what cannot be assembled (an unknown name, two steps of one name, a g
 ConfigError that names the table; nothing is skipped silently.
 """
 
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from infra.chain import Step, make_step
-from infra.plugin import load, option_defaults
-from infra.processor import mark_of
+from infra.chain.chain import Step, make_step
+from infra.chain.insert import Stage, loaded, with_processors
+from infra.plugin import option_defaults
 from schemas.errors import ConfigError
-from streams.config import ProcessorConfig, ScoreConfig, Stage, StreamsConfig
+from streams.config import ScoreConfig, StreamsConfig
+from streams.processors.task_filter import Verifiable
 
 SLOW_BUILT_IN_TIMEOUT_S = 10.0
+
+
+def build_tasks(config: StreamsConfig) -> tuple[Step, ...]:
+    """clean, dedupe, vary, filter, verifiable, difficulty, [[processor]] without a place."""
+    tasks = config.tasks
+    folder = "streams.processors.task_"
+    vary = msgspec.structs.asdict(tasks.vary)
+    limits = {name: getattr(tasks.difficulty, name) for name in ("field", "easiest", "hardest")}
+    needs = {
+        "require": list(tasks.filter.require),
+        "workflows": {name: list(fields) for name, fields in tasks.filter.workflows.items()},
+        "max_chars": tasks.filter.max_chars,
+    }
+    sameness = {"by": tasks.dedupe.by, "near": tasks.dedupe.near}
+    steps = [
+        _built_in("clean", f"{folder}clean:clean", {}, "tasks"),
+        _built_in("dedupe", f"{folder}dedupe:dedupe", sameness, "tasks"),
+        _built_in("filter", f"{folder}filter:filter", needs, "tasks"),
+        _built_in("difficulty", f"{folder}difficulty:difficulty", limits, "tasks"),
+    ]
+    steps[1].memory = tasks.dedupe.memory
+    if tasks.filter.scores:
+        steps.insert(3, _verifiable(config))
+    if vary.pop("on"):
+        function = loaded(f"{folder}vary:Vary", vary, "tasks.vary", kind="processor")
+        steps.insert(2, make_step("vary", function, timeout_s=tasks.vary.timeout_s + 1.0))
+    off = {
+        name
+        for name, on in (
+            ("clean", tasks.clean.on),
+            ("dedupe", tasks.dedupe.on),
+            ("filter", tasks.filter.on),
+            ("verifiable", tasks.filter.on),
+            ("difficulty", tasks.difficulty.on),
+        )
+        if not on
+    }
+    return with_processors(steps, config.processor, "tasks", len(steps), off)
+
+
+def _verifiable(config: StreamsConfig) -> Step:
+    """The step that asks the scores of [tasks.filter]."""
+    known = {score.name: (index, score) for index, score in enumerate(config.score)}
+    for name in config.tasks.filter.scores:
+        if name not in known:
+            names = ", ".join(known) or "none, there is no [[score]]"
+            raise ConfigError(f'tasks.filter.scores: got "{name}", expected one of {names}')
+    asked = [known[name] for name in config.tasks.filter.scores]
+    scores = [_score_step(score, f"score[{index}]") for index, score in asked]
+    timeout_s = 1.0 + sum(score.timeout_s for _, score in asked)
+    return make_step("verifiable", Verifiable(scores), timeout_s=timeout_s)
 
 
 def build_verify(config: StreamsConfig) -> tuple[Step, ...]:
@@ -44,7 +95,7 @@ def build_verify(config: StreamsConfig) -> tuple[Step, ...]:
         )
         if not on
     }
-    return _with_processors(steps, config.processor, "verify", default_place, off)
+    return with_processors(steps, config.processor, "verify", default_place, off)
 
 
 def build_collect(config: StreamsConfig) -> tuple[Step, ...]:
@@ -53,10 +104,14 @@ def build_collect(config: StreamsConfig) -> tuple[Step, ...]:
     synthesize comes before difficulty: a group that is all right teaches nothing by comparison, but shows how.
     """
     collect, reward = config.collect, config.reward
-    blend: dict[str, Any] = {"blend": reward.blend or None, "require": list(reward.require)}
+    blend: dict[str, Any] = {
+        "blend": reward.blend or None,
+        "require": list(reward.require),
+        "discount": reward.discount,
+    }
     steps: list[Step] = []
     if reward.use:
-        function = _loaded(reward.use, reward.options, "reward", kind="score")
+        function = loaded(reward.use, reward.options, "reward", kind="score")
         # It may read feedback, so it is asked again at every revision.
         steps.append(make_step("custom_reward", function, timeout_s=reward.timeout_s, reuse=False))
         blend["blend"] = {"custom_reward": 1.0}
@@ -79,12 +134,12 @@ def build_collect(config: StreamsConfig) -> tuple[Step, ...]:
         )
         if not on
     }
-    return _with_processors(steps, config.processor, "collect", len(steps), off)
+    return with_processors(steps, config.processor, "collect", len(steps), off)
 
 
 def build_stage(config: StreamsConfig, stage: Stage) -> tuple[Step, ...]:
     """The chain of `stage`; raises ConfigError."""
-    return build_verify(config) if stage == "verify" else build_collect(config)
+    return {"tasks": build_tasks, "verify": build_verify, "collect": build_collect}[stage](config)
 
 
 def describe_chain(steps: Sequence[Step]) -> list[str]:
@@ -97,70 +152,11 @@ def describe_chain(steps: Sequence[Step]) -> list[str]:
     return lines
 
 
-def _with_processors(
-    steps: list[Step], configs: Sequence[ProcessorConfig], stage: Stage, default_place: int, off: set[str]
-) -> tuple[Step, ...]:
-    """Insert this stage's [[processor]] tables, in the file's order, and take out what is switched off."""
-    default_anchor = steps[default_place].name if default_place < len(steps) else ""
-    last_after: dict[str, str] = {}  # anchor to the step inserted last behind it: file order is kept
-    for index, config in enumerate(configs):
-        if config.stage != stage:
-            continue
-        step = _processor_step(config, f"processor[{index}]")
-        names = [known.name for known in steps]
-        if config.after:
-            anchor = last_after.get(config.after, config.after)
-            place = _place(names, anchor, f"processor[{index}].after") + 1
-            last_after[config.after] = step.name
-        elif config.before or default_anchor:
-            place = _place(names, config.before or default_anchor, f"processor[{index}].before")
-        else:
-            place = len(steps)
-        steps.insert(place, step)
-        _check_unique(steps, f"processor[{index}]")
-    _check_unique(steps, "score")
-    return tuple(step for step in steps if step.name not in off)
-
-
-def _place(names: Sequence[str], anchor: str, where: str) -> int:
-    if anchor in names:
-        return names.index(anchor)
-    near = difflib.get_close_matches(anchor, names, n=1, cutoff=0.5)
-    hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(names)}"
-    raise ConfigError(f'{where}: no step "{anchor}" in this stage, {hint}')
-
-
-def _check_unique(steps: Sequence[Step], where: str) -> None:
-    names = [step.name for step in steps]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f'{where}: a step "{name}" is there already; give this one another name')
-
-
-def _processor_step(config: ProcessorConfig, where: str) -> Step:
-    function = _loaded(config.use, config.options, where, kind="processor")
-    step = make_step(config.name or config.use.rpartition(":")[2], function, timeout_s=config.timeout_s)
-    if step.kind == "group" and config.stage == "verify":
-        raise ConfigError(f'{where}: {config.use} takes a group: expected stage = "collect", where groups are whole')
-    return step
-
-
 def _score_step(config: ScoreConfig, where: str) -> Step:
-    return make_step(config.name, _loaded(config.use, config.options, where, kind="score"), timeout_s=config.timeout_s)
+    function = loaded(config.use, config.options, where, kind="score")
+    return make_step(config.name, function, timeout_s=config.timeout_s, options=config.options)
 
 
 def _built_in(name: str, use: str, options: dict[str, Any], stage: Stage) -> Step:
-    function = _loaded(use, options, f"{stage}.{name}", kind="processor")
+    function = loaded(use, options, f"{stage}.{name}", kind="processor")
     return make_step(name, function, timeout_s=SLOW_BUILT_IN_TIMEOUT_S)
-
-
-def _loaded(use: str, options: dict[str, Any], where: str, *, kind: str) -> Callable[..., Any]:
-    function: Any = load(use, options, where)
-    try:
-        mark = mark_of(function)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if mark.kind != kind:
-        raise ConfigError(f"{where}: {use} is marked @{mark.kind}, expected @{kind}")
-    loaded: Callable[..., Any] = function
-    return loaded

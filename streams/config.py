@@ -7,28 +7,43 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from infra.chain.insert import ProcessorConfig
 from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, UsePath
 
-Stage = Literal["verify", "collect"]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to 1")]
 Weight = Annotated[float, msgspec.Meta(gt=0, description="a weight above 0")]
 Options = dict[str, Any]
+FEEDBACK_PATH = "/v1/feedback"
 
 
 class From(Section, frozen=True):
     """Where a feedback source listens: exactly one of them.
 
     topic: full name of any Kafka topic with JSON values. file: path of a JSONL file that grows, relative to the TOML.
+    webhook: path at the gateway, such as "/zendesk"; "/v1/feedback" is what clients of the gateway say with their keys.
+    secret_env: environment variable of the gateway with the secret a webhook is signed with (HMAC-SHA256).
+    signature_header: where the signature stands. timestamp_header: signed in front of the body, "" for none.
 
     Example: From(topic="zendesk.closed")
     """
 
     topic: str = ""
     file: str = ""
+    webhook: str = ""
+    secret_env: str = ""
+    signature_header: str = "x-signature"
+    timestamp_header: str = ""
 
     def __post_init__(self) -> None:
-        if bool(self.topic) == bool(self.file):
-            raise ValueError('got both or neither, expected one of topic = "…" and file = "…"')
+        if (given := sum(map(bool, (self.topic, self.file, self.webhook)))) != 1:
+            raise ValueError(f'got {given} of topic = "…", file = "…" and webhook = "/…", expected one of them')
+        if self.webhook and not self.webhook.startswith("/"):
+            raise ValueError(f'got webhook = "{self.webhook}", expected a path such as "/zendesk"')
+        own = self.webhook == FEEDBACK_PATH
+        if self.webhook.startswith(("/v1/", "/healthz", "/metrics")) and not own:
+            raise ValueError(f'got webhook = "{self.webhook}", which is the gateway\'s own; expected another path')
+        if self.webhook and bool(self.secret_env) == own:
+            raise ValueError('a webhook needs secret_env = "NAME" of a variable; "/v1/feedback" has keys instead')
 
 
 class FeedbackConfig(Section, frozen=True):
@@ -50,28 +65,6 @@ class FeedbackConfig(Section, frozen=True):
     late: Literal["drop", "amend", "retrain"] = "amend"
 
 
-class ProcessorConfig(Section, frozen=True):
-    """[[processor]]: inserted into the built-in chain of a stage, never replaces it.
-
-    name: in stamps and metrics, "" takes the function's. after, before: the step next to it, at most one; neither:
-    before the scores in verify, at the end in collect. timeout_s: of one call.
-
-    Example: ProcessorConfig(use="support:not_trivial", stage="verify", after="validate")
-    """
-
-    use: UsePath
-    stage: Stage = "verify"
-    name: str = ""
-    options: Options = msgspec.field(default_factory=dict)
-    after: str = ""
-    before: str = ""
-    timeout_s: Seconds = 10.0
-
-    def __post_init__(self) -> None:
-        if self.after and self.before:
-            raise ValueError(f'got after = "{self.after}" and before = "{self.before}", expected one of them')
-
-
 class ScoreConfig(Section, frozen=True):
     """[[score]]: runs in verify on all but demonstrations; its verdict is recorded in `scores.<name>`.
 
@@ -87,7 +80,7 @@ class ScoreConfig(Section, frozen=True):
 class RewardConfig(Section, frozen=True):
     """[reward]: runs in collect, after feedback. blend: score to weight; weights of absent scores go to the others;
     empty takes every score alike. use: a @score function instead of a blend. require: without these scores an
-    experience is unlabelled and dropped.
+    experience is unlabelled and dropped. discount: γ of scores given turn by turn, whose discounted sum counts.
 
     Example: RewardConfig(blend={"csat": 1.0, "judge": 0.3}, require=("csat",))
     """
@@ -96,6 +89,7 @@ class RewardConfig(Section, frozen=True):
     use: str = ""
     options: Options = msgspec.field(default_factory=dict)
     require: tuple[str, ...] = ()
+    discount: Share = 1.0
     timeout_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
@@ -198,6 +192,77 @@ class CollectConfig(Section, frozen=True):
     prioritize: Switch = Switch()
 
 
+class TaskDedupeConfig(Section, frozen=True):
+    """[tasks.dedupe]. by: what makes two tasks one: the question, or all of the task but its id (where the environment
+    hides what is asked). near: estimated similarity from which a question with the same answer and numbers counts as
+    asked before; 0 compares exactly. memory: entries remembered (with `near` 18 a task, else 1).
+
+    Example: TaskDedupeConfig(near=0.9)
+    """
+
+    on: bool = True
+    by: Literal["question", "task"] = "question"
+    near: Share = 0.0
+    memory: Positive = 1_000_000
+
+
+class TaskFilterConfig(Section, frozen=True):
+    """[tasks.filter]. require: fields every task must have (answer, difficulty, parent, meta.<name>). workflows: what
+    tasks of a workflow need besides. max_chars: of all messages, 0 is no limit. scores: names of [[score]] tables that
+    must give the task's own answer 1.0; a task they cannot verify is dropped.
+
+    Example: TaskFilterConfig(require=("answer",), scores=("math",))
+    """
+
+    on: bool = True
+    require: tuple[str, ...] = ()
+    workflows: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    max_chars: NonNegative = 0
+    scores: tuple[str, ...] = ()
+
+
+class VaryConfig(Section, frozen=True):
+    """[tasks.vary]: more training tasks like those there are. templates: texts with {question}. url, model: of an
+    OpenAI-compatible endpoint that rewrites each question `number` times; api_key_env: environment variable of its key.
+
+    Example: VaryConfig(on=True, templates=("Think first, then answer: {question}",))
+    """
+
+    on: bool = False
+    templates: tuple[str, ...] = ()
+    url: str = ""
+    model: str = ""
+    number: Positive = 1
+    api_key_env: str = ""
+    timeout_s: Seconds = 30.0
+
+
+class DifficultyConfig(Section, frozen=True):
+    """[tasks.difficulty]. field: of a task's meta, the success rate that came with it. Training tasks easier than
+    `easiest` or harder than `hardest` are dropped.
+
+    Example: DifficultyConfig(field="pass_rate", easiest=0.1)
+    """
+
+    on: bool = True
+    field: str = "success_rate"
+    easiest: Share = 0.0
+    hardest: Share = 1.0
+
+
+class TasksConfig(Section, frozen=True):
+    """[tasks]: clean, dedupe, vary, filter, difficulty, over one task at a time.
+
+    Example: TasksConfig(dedupe=TaskDedupeConfig(near=0.9))
+    """
+
+    clean: Switch = Switch()
+    dedupe: TaskDedupeConfig = TaskDedupeConfig()
+    vary: VaryConfig = VaryConfig()
+    filter: TaskFilterConfig = TaskFilterConfig()
+    difficulty: DifficultyConfig = DifficultyConfig()
+
+
 class StreamsConfig(Section, frozen=True):
     """The tables of the streams wing, as the root of the TOML holds them.
 
@@ -208,5 +273,6 @@ class StreamsConfig(Section, frozen=True):
     processor: tuple[ProcessorConfig, ...] = ()
     score: tuple[ScoreConfig, ...] = ()
     reward: RewardConfig = RewardConfig()
+    tasks: TasksConfig = TasksConfig()
     verify: VerifyConfig = VerifyConfig()
     collect: CollectConfig = CollectConfig()

@@ -1,32 +1,47 @@
 """Drives a stage without state: many records in flight, acknowledged in order.
 
+    recall what came before the first delivery ─┐
                        ┌─> handle ─> publish, confirmed ─┐
     deliveries ─> window (64 per partition)              ├─> window ─> acknowledge, in offset order
                        └─> handle ─> publish, confirmed ─┘
 
-Guarantees: at least once, whatever dies when; outputs of records with one key keep the order of the records; nothing
-escapes: what fails is retried, then dead-lettered, else the process ends before the acknowledgement.
+Guarantees: at least once, whatever dies when; outputs of records with one key keep the order of the records; what a stage
+remembers sees the records of a partition in log order, and after a rebalance it is rebuilt from the log before the first
+of them is handled; nothing escapes: what fails is retried, then dead-lettered, else the process ends before the
+acknowledgement.
 """
 
 import asyncio
 import logging
 from typing import Protocol
 
+from infra.bus.bus import Record
 from infra.bus.log import Log
 from infra.bus.log import Message as LogMessage
+from infra.chain.turn import Turn
+from infra.failpoint import reach
 from infra.metrics import Metrics
 from schemas.errors import RecordTooLarge
+from streams.recall import recall
 from streams.stage import Delivery, Handled, count, end_for, publish_all, read
 from streams.window import Ticket, Window
 
 logger = logging.getLogger(__name__)
 
+TIMEOUT_S = 120.0
+
 
 class Stage(Protocol):
-    """A stage that decides about one record at a time."""
+    """A stage that decides about one record at a time. reach: inputs that what it remembers goes back, 0 for none."""
 
-    async def handle(self, message: LogMessage) -> Handled:
-        """What becomes of the record; does no I/O on the log."""
+    @property
+    def reach(self) -> int: ...
+
+    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
+        """What becomes of the record; does no I/O on the log. turn: waited for before anything is remembered."""
+
+    async def recall(self, message: LogMessage) -> None:
+        """Remember a record that was handled before."""
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
         """What is left to say of a record that could not be handled."""
@@ -47,7 +62,7 @@ class WindowDriver:
         tasks: asyncio.TaskGroup,
         *,
         limit: int = 64,
-        timeout_s: float = 120.0,
+        timeout_s: float = TIMEOUT_S,
         give_up_s: float = 120.0,
     ) -> None:
         """limit: records in flight per partition. timeout_s: of handling one record. give_up_s: of publishing it."""
@@ -62,6 +77,8 @@ class WindowDriver:
         self._room = asyncio.Event()
         self._generation = -1
         self._last_of_key: dict[tuple[int, bytes], asyncio.Task[None]] = {}
+        self._turns: dict[int, Turn] = {}  # of the newest record of each partition
+        self._recalls: dict[int, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
 
     async def accept(self, delivery: Delivery) -> None:
@@ -69,7 +86,10 @@ class WindowDriver:
         record = delivery.record
         if delivery.generation > self._generation:
             self._generation = delivery.generation
+            self.abandon()
             self._last_of_key.clear()
+            self._turns.clear()
+            self._recalls.clear()
             self._stage.forget()
         while self._window.is_full(record.partition, delivery.generation):
             self._room.clear()
@@ -78,14 +98,19 @@ class WindowDriver:
         if ticket is None:
             delivery.abandon()
             return
+        if record.partition not in self._recalls:
+            self._recalls[record.partition] = self._tasks.create_task(self._recall(record))
+        turn = self._turns[record.partition] = Turn(self._turns.get(record.partition))
         key = (record.partition, record.key)
-        task = self._tasks.create_task(self._run(delivery, ticket, self._last_of_key.get(key)))
+        task = self._tasks.create_task(self._run(delivery, ticket, turn, self._last_of_key.get(key)))
         self._last_of_key[key] = task
         self._running.add(task)
         task.add_done_callback(lambda done: self._forget(key, done))
 
     def abandon(self) -> None:
-        """Wait for nothing in flight any more: a rebalance must not hang on a slow record."""
+        """Wait for nothing in flight any more: a rebalance must not hang on a slow record, or on a long memory."""
+        for recalling in self._recalls.values():
+            recalling.cancel()
         for delivery in self._window.forget():
             delivery.abandon()
         self._room.set()
@@ -107,10 +132,23 @@ class WindowDriver:
         if running:
             await asyncio.wait(running)
 
-    async def _run(self, delivery: Delivery, ticket: Ticket, before: "asyncio.Task[None] | None") -> None:
+    async def _recall(self, record: Record) -> None:
+        """Rebuild what the stage remembers of a partition, up to the first record that was delivered."""
+        try:
+            await recall(self._log, self._stage, record.topic, record.partition, record.offset)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            end_for(error, f"{self.name}: {record.topic}/{record.partition} below {record.offset}")
+
+    async def _run(self, delivery: Delivery, ticket: Ticket, turn: Turn, before: "asyncio.Task[None] | None") -> None:
+        recalling = self._recalls[delivery.record.partition]
         try:
             message = await read(self._log, delivery.record, self._give_up_s)
-            handled = await self._handled(message)
+            await asyncio.wait((recalling,))
+            if recalling.cancelled() or delivery.generation < self._generation:
+                return  # given up with everything in flight: it is delivered again
+            handled = await decided(self._stage, message, turn, self._timeout_s)
             if before is not None:
                 await asyncio.wait((before,))
             await self._published(message, handled)
@@ -118,19 +156,13 @@ class WindowDriver:
             raise
         except BaseException as error:
             end_for(error, f"{self.name}: {delivery.record.topic}/{delivery.record.partition} {delivery.record.offset}")
+        finally:
+            turn.end()
         for done in self._window.complete(ticket):
+            reach("stage.before_ack")
             done.acknowledge()
+            reach("stage.after_ack")
         self._room.set()
-
-    async def _handled(self, message: LogMessage) -> Handled:
-        limit = asyncio.timeout(self._timeout_s)
-        try:
-            async with limit:
-                return await self._stage.handle(message)
-        except Exception as error:
-            reason = "timed out" if limit.expired() else "stage failed"
-            logger.warning("record_failed stage=%s reason=%s", self.name, reason, exc_info=error)
-            return self._stage.failed(message, reason, f"{type(error).__name__}: {error}")
 
     async def _published(self, message: LogMessage, handled: Handled) -> None:
         """Publish what was made; what the log refuses for good goes to the dead letters instead."""
@@ -150,3 +182,19 @@ class WindowDriver:
         self._running.discard(done)
         if self._last_of_key.get(key) is done:
             del self._last_of_key[key]
+
+
+async def decided(stage: Stage, message: LogMessage, turn: Turn, timeout_s: float) -> Handled:
+    """What a stage makes of a record within `timeout_s`, not counting its wait for other records; never raises."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            turn.limit = limit
+            return await stage.handle(message, turn)
+    except Exception as error:
+        reason = "timed out" if limit.expired() else "stage failed"
+        where = f"{message.record.topic}/{message.partition}@{message.offset}"
+        logger.warning("record_failed at=%s reason=%s", where, reason, exc_info=error)
+        return stage.failed(message, reason, f"{type(error).__name__}: {error}")
+    finally:
+        turn.end()

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from infra import chain_calls
 from infra.bus.log import Log
+from infra.chain import calls
 from infra.metrics import Metrics
 from infra.plugin import load
 from infra.processor import mark_of
@@ -30,7 +30,7 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed"]
 
 
 class EventSource(msgspec.Struct, kw_only=True):
-    """One configured source. topic or file says where it listens. hung: threads of calls that were given up.
+    """One configured source. topic, file or webhook says where it listens. hung: threads of calls that were given up.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
@@ -39,6 +39,7 @@ class EventSource(msgspec.Struct, kw_only=True):
     function: Callable[..., Any]
     topic: str = ""
     file: Path | None = None
+    webhook: str = ""
     timeout_s: float = TIMEOUT_S
     hung: list[Any] = []
 
@@ -77,18 +78,26 @@ def build_sources(configs: Sequence[FeedbackConfig], folder: Path) -> tuple[Even
             raise ConfigError(f"{where}: {config.use} is marked @{kind}, expected @feedback")
         if any(source.name == config.name for source in sources):
             raise ConfigError(f'{where}.name: a source "{config.name}" is there already')
+        webhook = config.from_.webhook
+        if webhook and any(source.webhook == webhook for source in sources):
+            raise ConfigError(f'{where}.from.webhook: a source listens to "{webhook}" already')
         file = folder / config.from_.file if config.from_.file else None
-        sources.append(EventSource(name=config.name, function=function, topic=config.from_.topic, file=file))
+        topic = config.from_.topic
+        sources.append(EventSource(name=config.name, function=function, topic=topic, file=file, webhook=webhook))
     return tuple(sources)
 
 
 async def run_sources(sources: Sequence[EventSource], log: Log, metrics: Metrics, folder: Path) -> None:
     """Listen to all sources until cancelled; `folder` keeps the positions in files. Raises what a reader raises."""
     from streams.sources.file import run_file
+    from streams.sources.received import run_received
     from streams.sources.topic import run_topic
 
     async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_received([source for source in sources if source.webhook], log, metrics))
         for source in sources:
+            if source.webhook:
+                continue
             if source.file is None:
                 tasks.create_task(run_topic(source, log, metrics))
             else:
@@ -127,9 +136,9 @@ async def read_events(source: EventSource, events: Sequence[Event]) -> list[Read
         readings.append(None)
         tables.append(table)
     if asyncio.iscoroutinefunction(getattr(source.function, "func", source.function)):
-        answers = await chain_calls.as_tasks(source.function, tables, {}, source.timeout_s)
+        answers = await calls.as_tasks(source.function, tables, {}, source.timeout_s)
     else:
-        answers = await chain_calls.in_thread(source.function, tables, {}, source.timeout_s, source.hung)
+        answers = await calls.in_thread(source.function, tables, {}, source.timeout_s, source.hung)
     answered = iter(answers)
     return [_reading(source, next(answered)) if reading is None else reading for reading in readings]
 
@@ -157,7 +166,7 @@ def feedback_fault(feedback: Feedback) -> str:
 def _reading(source: EventSource, answer: object) -> Reading:
     if answer is None:
         return Reading("ignored")
-    if isinstance(answer, chain_calls.Failure):
+    if isinstance(answer, calls.Failure):
         return Reading("failed", error=f"{source.name} {answer.kind}: {answer.detail}")
     if not isinstance(answer, Feedback):
         return Reading("invalid", error=f"{source.name} returned {type(answer).__name__}, expected Feedback or None")

@@ -8,8 +8,8 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -60,6 +60,7 @@ class Output(msgspec.Struct, frozen=True):
 
 class Handled(msgspec.Struct):
     """What a stateless stage made of one record. first, then: published in this order. dropped: reason to count.
+    absent, cost_usd: see `infra.chain.chain.Outcome`.
 
     Example: Handled(first=(Output(...),), dropped={"too short": 2})
     """
@@ -69,17 +70,25 @@ class Handled(msgspec.Struct):
     dropped: dict[str, int] = {}
     num_in: int = 0
     num_out: int = 0
+    absent: dict[tuple[str, str], int] = {}
+    cost_usd: dict[str, float] = {}
 
 
-Handler = Callable[[LogMessage], Awaitable[Handled]]
+def exit_at_once(message: str, code: int) -> NoReturn:
+    """End the operating system's process, without another line of it being run."""
+    print(message, file=sys.stderr, flush=True)
+    logging.shutdown()
+    os._exit(code)
+
+
+# How the process of the running context ends: where one interpreter plays many processes, each has its own end.
+process_exit: ContextVar[Callable[[str, int], NoReturn]] = ContextVar("process_exit", default=exit_at_once)
 
 
 def end_process(message: str, code: int) -> NoReturn:
     """Say why and stop at once: nothing that is not acknowledged yet will be."""
     logger.critical("%s", message)
-    print(message, file=sys.stderr, flush=True)
-    logging.shutdown()
-    os._exit(code)
+    process_exit.get()(message, code)
 
 
 async def read(log: Log, record: Record, give_up_s: float) -> LogMessage:
@@ -116,13 +125,14 @@ def letter(message: LogMessage, stage: str, reason: str, error: str) -> Output:
 
 async def confirmed(attempt: Callable[[], Awaitable[Result]], what: str, give_up_s: float) -> Result:
     """Run `attempt`, again with backoff while its error is retriable; the last error is raised after give_up_s."""
-    give_up_at = time.monotonic() + give_up_s
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + give_up_s
     backoff_s = FIRST_BACKOFF_S
     while True:
         try:
             return await attempt()
         except HeadraceError as error:
-            if not error.retriable or time.monotonic() + backoff_s > give_up_at:
+            if not error.retriable or clock() + backoff_s > give_up_at:
                 raise
             logger.warning("stage_retry what=%s error=%s", what, error)
         await asyncio.sleep(backoff_s)
@@ -166,3 +176,7 @@ def count(metrics: Metrics, stage: str, handled: Handled) -> None:
     metrics.counter("experiences_out", stage=stage).inc(handled.num_out)
     for reason, number in handled.dropped.items():
         metrics.counter("dropped", reason=reason).inc(number)
+    for (score, reason), number in handled.absent.items():
+        metrics.counter("scores_absent", score=score, reason=reason).inc(number)
+    for score, cost_usd in handled.cost_usd.items():
+        metrics.counter("scores_cost_usd", score=score).inc(cost_usd)

@@ -1,36 +1,55 @@
-"""Stage tasks: `taskset.raw` to `taskset`, cleaned, each question once.
+"""Stage tasks: `taskset.raw` to `taskset`, through the chain of tasks.
 
-Guarantee: the same tasks give the same ids, so a redelivery changes nothing; a task that cannot be used is
-dead-lettered with the field that is wrong.
+Guarantees: every task of a readable record is in `taskset` or dead-lettered with its reason; the same task comes out under
+the same id, so a redelivery changes nothing. What the steps remember (which questions there were) is taken from
+`taskset` before the first record, after a restart and after a rebalance alike; two workers that hold different partitions
+do not see each other's newest tasks.
 """
 
-import hashlib
-import re
+import asyncio
+from collections.abc import Sequence
 
 import msgspec
 
+from infra.bus.log import Log
 from infra.bus.log import Message as LogMessage
+from infra.chain.chain import Context, Step, call_step, extras_of, new_memories
+from infra.chain.task_chain import run_task_chain, task_fault
+from infra.chain.turn import Turn
 from infra.processor import Memory
 from schemas import Task
 from schemas.topics import TASKSET
 from streams.stage import Handled, Output, letter
 
 STAGE = "tasks"
-MEMORY = 1_000_000
-_SPACES = re.compile(r"[ \t]+$", re.MULTILINE)
+BAD_TASK = "bad task"
 
 
-class TaskCleaner:
-    """Clean and exact dedupe, remembering the questions of each partition."""
+class TaskStage:
+    """The chain of tasks with its memories, one set for all partitions: the same question may lie in any of them.
 
-    def __init__(self) -> None:
-        self._seen: dict[int, Memory] = {}
+    log: where `taskset` is read from; None remembers nothing of it.
+    """
+
+    def __init__(self, steps: Sequence[Step], log: Log | None = None) -> None:
+        self._steps = steps
+        self._log = log
+        self._memories: dict[str, Memory] | None = None
+        self._remembering = asyncio.Lock()
 
     def forget(self) -> None:
-        """Another worker may have had the partitions in between: remember nothing of them."""
-        self._seen.clear()
+        """Another worker may have had the partitions in between: read `taskset` anew."""
+        self._memories = None
 
-    async def handle(self, message: LogMessage) -> Handled:
+    @property
+    def reach(self) -> int:
+        """Nothing is read back from `taskset.raw`: what came of it says more."""
+        return 0
+
+    async def recall(self, message: LogMessage) -> None:
+        """Never asked for: see `reach`."""
+
+    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
         """One record of `taskset.raw`."""
         task = message.value
         if message.error is not None or not isinstance(task, Task):
@@ -38,41 +57,43 @@ class TaskCleaner:
             error = str(message.error or f"got {type(task).__name__}, expected a task")
             return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1})
         if fault := task_fault(task):
-            return Handled(then=(letter(message, STAGE, "bad task", fault),), dropped={"bad task": 1}, num_in=1)
-        cleaned = clean(task)
-        seen = self._seen.setdefault(message.record.partition, Memory(MEMORY))
-        question = fingerprint(cleaned)
-        first = seen.get(question)
-        if first is not None and first != task.id:
-            gone = letter(message, STAGE, "duplicate task", f"task {task.id}: the same question as {first}")
-            return Handled(then=(gone,), dropped={"duplicate task": 1}, num_in=1)
-        seen.set(question, task.id)
-        return Handled(first=(Output(TASKSET, cleaned),), num_in=1, num_out=1)
+            return Handled(then=(letter(message, STAGE, BAD_TASK, fault),), dropped={BAD_TASK: 1}, num_in=1)
+        context = Context(
+            time_ms=message.record.timestamp_ms,
+            record_offset=message.record.offset,
+            memories=await self._remembered(),
+            turn=turn,
+        )
+        outcome = await run_task_chain(self._steps, task, context)
+        dropped: dict[str, int] = {}
+        for gone in outcome.dropped:
+            dropped[gone.reason] = dropped.get(gone.reason, 0) + 1
+        return Handled(
+            first=tuple(Output(TASKSET, kept) for kept in outcome.kept),
+            then=tuple(letter(message, STAGE, gone.reason, gone.detail) for gone in outcome.dropped),
+            dropped=dropped,
+            num_in=1,
+            num_out=len(outcome.kept),
+        )
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
         """What is left of a record that could not be handled or published."""
         return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1}, num_in=1)
 
+    async def _remembered(self) -> dict[str, Memory]:
+        """The memories, filled from what came out of this stage before."""
+        async with self._remembering:
+            if self._memories is None:
+                memories = new_memories(self._steps)
+                if self._log is not None and memories:
+                    async for message in self._log.read_all(TASKSET):
+                        if isinstance(message.value, Task):
+                            await self._recall(message.value, memories)
+                self._memories = memories
+            return self._memories
 
-def task_fault(task: Task) -> str:
-    """What makes a task unusable, "" for nothing."""
-    if not task.id or task.id.endswith("."):
-        return f"id: got {task.id!r}, expected a name that does not end in a dot"
-    if not any(message.content.strip() for message in task.messages):
-        return f"messages: task {task.id} asks nothing"
-    return ""
-
-
-def clean(task: Task) -> Task:
-    """The task without blanks at line ends, and without the blanks around question and answer."""
-    messages = tuple(
-        msgspec.structs.replace(message, content=_SPACES.sub("", message.content).strip()) for message in task.messages
-    )
-    answer = None if task.answer is None else task.answer.strip()
-    return msgspec.structs.replace(task, messages=messages, answer=answer)
-
-
-def fingerprint(task: Task) -> str:
-    """Hash of what is asked: roles and texts, split and workflow, not the id."""
-    asked = (task.split, task.workflow, task.messages)
-    return hashlib.sha256(msgspec.msgpack.encode(asked)).hexdigest()[:32]
+    async def _recall(self, task: Task, memories: dict[str, Memory]) -> None:
+        context = Context(memories=memories)
+        for step in self._steps:
+            if step.memory:
+                await call_step(step, [msgspec.structs.replace(task, issued=None)], extras_of(step, context))

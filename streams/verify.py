@@ -10,28 +10,46 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from infra.bus.log import Message as LogMessage
-from infra.chain import Context, Dropped, Outcome, Step, new_memories, run_chain
+from infra.chain.chain import Context, Dropped, Outcome, Step, new_memories, run_chain
+from infra.chain.turn import Turn
+from infra.chain.verdict import Recorded
 from infra.processor import Memory
 from schemas import Block, Experience, Stub
 from schemas.topics import EVALS, VERIFIED
-from streams.processors.dedupe import DUPLICATE
+from streams.processors.dedupe import DUPLICATE, dedupe_key
 from streams.stage import Handled, Output, letter
 
 STAGE = "verify"
+DEDUPE = "dedupe"
+REDELIVERED = "redelivered"  # Kafka header of a dead letter's second chance
 
 
 class Verifier:
     """The chain of verify with its memories, one set per input partition."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Step], recorded: Recorded | None = None) -> None:
+        """recorded: scores of outside verdicts that need not be asked for again."""
         self._steps = steps
+        self._recorded = recorded
+        # Scores and filters behind the last step that remembers change no memory.
+        self._remembering = steps[: max((index + 1 for index, step in enumerate(steps) if step.memory), default=0)]
         self._memories: dict[tuple[str, int], dict[str, Memory]] = {}
+
+    @property
+    def reach(self) -> int:
+        """Experiences of a partition that what is remembered goes back, 0 for none."""
+        return max((step.memory for step in self._steps), default=0)
 
     def forget(self) -> None:
         """Another worker may have had the partitions in between: remember nothing of them."""
         self._memories.clear()
 
-    async def handle(self, message: LogMessage) -> Handled:
+    async def recall(self, message: LogMessage) -> None:
+        """Remember a record that was handled before: the same steps, and nothing comes of it."""
+        if isinstance(message.value, Block):
+            await self._run(self._remembering, message, message.value.experiences, None)
+
+    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
         """One record of `experiences` or `experts`."""
         if message.error is not None:
             return Handled(then=(letter(message, STAGE, "bad frame", str(message.error)),), dropped={"bad frame": 1})
@@ -39,7 +57,7 @@ class Verifier:
         if not isinstance(block, Block):
             error = f"got {type(block).__name__}, expected a block of experiences"
             return Handled(then=(letter(message, STAGE, "unexpected record", error),), dropped={"unexpected record": 1})
-        outcome = await self._run(message, block.experiences)
+        outcome = await self._run(self._steps, message, block.experiences, turn)
         return handled_from(block.experiences, outcome)
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
@@ -53,13 +71,24 @@ class Verifier:
             num_in=len(members),
         )
 
-    async def _run(self, message: LogMessage, experiences: Sequence[Experience]) -> Outcome:
+    async def _run(
+        self, steps: Sequence[Step], message: LogMessage, experiences: Sequence[Experience], turn: Turn | None
+    ) -> Outcome:
         where = (message.record.topic, message.record.partition)
         memories = self._memories.get(where)
         if memories is None:
             memories = self._memories[where] = new_memories(self._steps)
-        context = Context(time_ms=message.record.timestamp_ms, record_offset=message.record.offset, memories=memories)
-        return await run_chain(self._steps, experiences, context)
+        if DEDUPE in memories and any(name == REDELIVERED for name, _ in message.record.headers):
+            for experience in experiences:
+                memories[DEDUPE].discard(dedupe_key(experience))
+        context = Context(
+            time_ms=message.record.timestamp_ms,
+            record_offset=message.record.offset,
+            memories=memories,
+            turn=turn,
+            recorded=self._recorded,
+        )
+        return await run_chain(steps, experiences, context)
 
 
 def handled_from(experiences: Sequence[Experience], outcome: Outcome) -> Handled:
@@ -80,6 +109,8 @@ def handled_from(experiences: Sequence[Experience], outcome: Outcome) -> Handled
         dropped=dropped,
         num_in=len(experiences),
         num_out=len(kept) + len(evals),
+        absent=outcome.absent,
+        cost_usd=outcome.cost_usd,
     )
 
 

@@ -1,13 +1,11 @@
 """Around the stages of one worker: its folder, its reports to `progress`, and the watchdog that ends it when stuck."""
 
 import asyncio
-import fcntl
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -16,8 +14,8 @@ from infra.bus.log import Log
 from infra.config import Floor, duration_s
 from infra.metrics import Metrics
 from schemas import Progress
-from schemas.errors import BrokerUnavailable, ConfigError
-from schemas.topics import ALL, PROGRESS
+from schemas.errors import BrokerUnavailable
+from schemas.topics import PROGRESS
 from streams.collect.credit import Source
 from streams.collect.fold import Rules
 from streams.config import StreamsConfig
@@ -27,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 2.0
 WATCH_S = 5.0
-MAX_WORKERS = 1024
 REPEAT_S = 10.0
 CLIENT_LOGGERS = (
     "faust",
@@ -65,35 +62,6 @@ def quieten_clients() -> None:
             client.addFilter(QuietRepeats())
 
 
-class ClaimedFolder:
-    """A folder that belongs to this process until it ends: the first of worker-0, worker-1, … that nobody holds.
-
-    A worker that restarts finds its own state files again; with several on one machine it may find another's, which the
-    collector brings up to date.
-    """
-
-    def __init__(self, base: Path) -> None:
-        self.path, self._lock = _claim(base)
-
-    def release(self) -> None:
-        """Let the next process have it."""
-        self._lock.close()
-
-
-def _claim(base: Path) -> tuple[Path, IO[str]]:
-    for index in range(MAX_WORKERS):
-        path = base / f"worker-{index}"
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("w", encoding="ascii")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        return path, lock
-    raise ConfigError(f"{base}: got {MAX_WORKERS} workers on one machine, expected fewer")
-
-
 def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
     """What collect waits for, from the settings."""
     sources = {
@@ -109,15 +77,6 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
         keep_ms=int(duration_s(floor.keep.replay) * 1000),
         sources=sources,
     )
-
-
-async def check_topics(log: Log) -> None:
-    """Raises ConfigError naming the first topic of the app that is not there."""
-    for topic in ALL:
-        try:
-            await log.bus.partitions(log.name(topic))
-        except ValueError as error:
-            raise ConfigError(f"{error}; `headrace check --create` does") from error
 
 
 async def report(log: Log, metrics: Metrics, instance: str, state: Callable[[], str]) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from schemas import Batch, BatchItem, Block
+from schemas.errors import BadFrame
 from trainer.batch import TrainItem
 from trainer.draw import Candidate
 
@@ -66,20 +67,32 @@ def assemble(
         drops=drops,
         seed=stamp.seed,
         config_hash=stamp.config_hash,
+        blocks=tuple(one.digest for one, _ in drawn),
     )
     blocks = {one.offset: block for one, block in drawn}
     return batch, train_items(batch, blocks)
 
 
 def train_items(batch: Batch, blocks: Mapping[int, Block]) -> list[TrainItem]:
-    """The journaled items with their experiences, in order; ValueError if the log holds something else there."""
+    """The journaled items with their experiences, in order; BadFrame if the log holds something else there."""
     items = []
     for item in batch.items:
         block = blocks.get(item.offset)
         if block is None or item.index >= len(block.experiences) or block.experiences[item.index].id != item.id:
-            raise ValueError(
+            raise BadFrame(
                 f"step {batch.step}: the journal names {item.id} at buffer offset {item.offset}, index {item.index}; "
                 "the log holds something else there"
             )
         items.append(TrainItem(experience=block.experiences[item.index], item=item))
     return items
+
+
+def check_blocks(batch: Batch, digests: Mapping[int, bytes]) -> None:
+    """Raise BadFrame naming the first block that is not the record the batch was journaled with. digests: by offset."""
+    offsets = dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped))
+    for offset, expected in zip(offsets, batch.blocks, strict=False):
+        if expected and digests[offset] != expected:
+            raise BadFrame(
+                f"step {batch.step}: buffer offset {offset} holds another record than the one that was journaled "
+                f"(got {digests[offset].hex()}, expected {expected.hex()}): it was altered since"
+            )

@@ -15,7 +15,10 @@ import msgspec
 import numpy as np
 
 from schemas import BatchItem, Experience
-from schemas.records import Lane
+from schemas.experience import CHOSEN
+from schemas.fields import Lane
+from schemas.pairs import pair_side
+from schemas.teacher import teacher_logprobs
 
 LANES: tuple[Lane, ...] = get_args(Lane)
 SHARED_ROW_TOKENS = 512  # short trees share rows of at most this width
@@ -38,7 +41,10 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     tokens_BT, positions_BT int64. reach_BT int64: one past the last index of the row that may attend here.
     predecessor_N int64: index into B*T. target_N int64. behaviour_N float32: log μ as recorded. advantage_N, weight_N,
     temperature_N float32. version_N int64: behaviour version. ratio_N bool: μ is the policy's own. lane_N int64: index
-    into LANES. sequence_N int64: index into the packed items.
+    into LANES. sequence_N int64: index into the packed items. pair_N int64: 2p for the chosen, 2p + 1 for the rejected
+    side of the step's pair p, -1 for none. teacher_N float32: the teacher's logprob, NaN for none. reward_N float32: the
+    sequence's reward at its last sampled token (NaN where it has none), 0 elsewhere. bootstrap_N int64: index into B*T
+    where what follows the last sampled token of a truncated sequence is valued, -1 elsewhere.
     """
 
     tokens_BT: np.ndarray
@@ -54,11 +60,15 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     ratio_N: np.ndarray
     lane_N: np.ndarray
     sequence_N: np.ndarray
+    pair_N: np.ndarray
+    teacher_N: np.ndarray
+    reward_N: np.ndarray
+    bootstrap_N: np.ndarray
 
 
 class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What one optimizer step trains on. lane_tokens: sampled tokens of each lane in the whole step, over all ranks and
-    microbatches: the denominators of the lanes' token means.
+    """What one optimizer step trains on. lane_tokens, lane_sequences: sampled tokens and sequences of each lane in the
+    whole step, over all ranks and microbatches: the denominators of the lanes' means.
 
     version: policy version before the step. exact: the weights before the step are that version's own (no optimizer
     step since it was published), so that tokens of this version measure engine against trainer.
@@ -67,6 +77,7 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: tuple[Microbatch, ...]
     lane_tokens: Mapping[Lane, int]
     num_sequences: int
+    lane_sequences: Mapping[Lane, int] = {}
     version: int = 0
     exact: bool = True
 
@@ -86,7 +97,8 @@ class _Flat(NamedTuple):
 
     tokens: np.ndarray
     start_S: np.ndarray
-    num_inputs_S: np.ndarray
+    num_inputs_S: np.ndarray  # all but the last token, which only a bootstrapped value is read at
+    bootstrap_S: np.ndarray
     num_sampled_S: np.ndarray
     at_N: np.ndarray  # index within its own sequence
     per_token: dict[str, np.ndarray]
@@ -100,57 +112,40 @@ class _Forest(NamedTuple):
     reach: np.ndarray
     tree: np.ndarray
     predecessor_N: np.ndarray
+    bootstrap_N: np.ndarray
     tree_N: np.ndarray
     size: np.ndarray  # nodes of each tree
     lane: np.ndarray  # of each tree
 
 
-def pack(items: Sequence[TrainItem], *, max_tokens: int, version: int = 0, exact: bool = True) -> PackedBatch:
+def pack(
+    items: Sequence[TrainItem], *, max_tokens: int, version: int = 0, exact: bool = True, bootstrap: bool = False
+) -> PackedBatch:
     """Pack whole groups into rows and rows into microbatches of at most `max_tokens` positions, padding included.
 
-    A group whose tree is larger is cut between sequences; one sequence that is larger goes alone. ValueError names an
-    experience that cannot be trained (no sampled token, or nothing before the first one).
+    A group whose tree is larger is cut between sequences, a pair never; one sequence that is larger goes alone.
+    bootstrap: truncated sequences have a place where what would follow is valued. ValueError names an experience that
+    cannot be trained (no sampled token, or nothing before the first one).
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens}, expected 1 or more")
     if not items:
         return PackedBatch(microbatches=(), lane_tokens={}, num_sequences=0, version=version, exact=exact)
-    flat = _flatten(items)
+    flat = _flatten(items, bootstrap)
     forest = _grow(items, flat, max_tokens)
     rows = _fill_rows(forest, max_tokens)
     microbatches = tuple(_assemble(flat, forest, some) for some in _chunk(rows, forest, max_tokens))
     return PackedBatch(
         microbatches=microbatches,
-        lane_tokens=_count_lanes(microbatches),
+        lane_tokens=count_lanes(microbatches),
+        lane_sequences=count_sequences(microbatches),
         num_sequences=len(items),
         version=version,
         exact=exact,
     )
 
 
-def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[PackedBatch, ...]:
-    """Deal the rows of a batch to at most `parts` batches, each with a like share of every lane.
-
-    seed: None deals in order. Each part counts its own lane_tokens. Fewer rows give fewer parts, at least one.
-    """
-    keys = [(m, row) for m, one in enumerate(batch.microbatches) for row in range(len(one.tokens_BT))]
-    parts = max(1, min(parts, len(keys)))
-    if seed is not None:
-        keys = [keys[i] for i in np.random.default_rng(seed).permutation(len(keys))]
-    keys.sort(key=lambda key: _row_lane(batch.microbatches[key[0]], key[1]))
-    dealt = []
-    for part in range(parts):
-        mine = keys[part::parts]
-        chosen = [
-            _select_rows(one, rows)
-            for m, one in enumerate(batch.microbatches)
-            if (rows := sorted(row for of, row in mine if of == m))
-        ]
-        dealt.append(msgspec.structs.replace(batch, microbatches=tuple(chosen), lane_tokens=_count_lanes(chosen)))
-    return tuple(dealt)
-
-
-def _flatten(items: Sequence[TrainItem]) -> _Flat:
+def _flatten(items: Sequence[TrainItem], bootstrap: bool) -> _Flat:
     for one in items:
         if not one.experience.spans or one.experience.num_prompt < 1:
             got = one.experience.spans[:1]
@@ -178,9 +173,37 @@ def _flatten(items: Sequence[TrainItem]) -> _Flat:
         "ratio_N": np.repeat(np.array([span.ratio for _, span in spans]), num_L),
         "lane_N": np.array([LANES.index(one.item.lane) for one in items])[sequence_N],
         "sequence_N": sequence_N,
+        "pair_N": _pairs(items)[sequence_N],
+        "teacher_N": np.concatenate([_teacher(one.experience) for one in items]),
+        "reward_N": _rewards(items, sequence_N),
     }
     num_sampled_S = np.bincount(sequence_N, minlength=len(items))
-    return _Flat(tokens, start_S, stop_S - 1, num_sampled_S, at_N, per_token)
+    bootstrap_S = np.array([bootstrap and one.experience.end == "truncated" for one in items])
+    return _Flat(tokens, start_S, stop_S - 1 + bootstrap_S, bootstrap_S, num_sampled_S, at_N, per_token)
+
+
+def _pairs(items: Sequence[TrainItem]) -> np.ndarray:
+    """Pair and side of each sequence, [S]: pairs are numbered as their groups come."""
+    numbers: dict[tuple[str, Lane], int] = {}
+    found = np.full(len(items), -1)
+    for s, one in enumerate(items):
+        if side := pair_side(one.experience):
+            number = numbers.setdefault((one.experience.group, one.item.lane), len(numbers))
+            found[s] = 2 * number + (side != CHOSEN)
+    return found
+
+
+def _teacher(experience: Experience) -> np.ndarray:
+    found = teacher_logprobs(experience)
+    return np.full(experience.num_sampled, np.nan, np.float32) if found is None else found
+
+
+def _rewards(items: Sequence[TrainItem], sequence_N: np.ndarray) -> np.ndarray:
+    rewards_N = np.zeros(len(sequence_N), np.float32)
+    last_S = np.flatnonzero(np.append(sequence_N[1:] != sequence_N[:-1], True))
+    rewards = [one.experience.reward for one in items]
+    rewards_N[last_S] = [np.nan if reward is None else reward for reward in rewards]
+    return rewards_N
 
 
 def _grow(items: Sequence[TrainItem], flat: _Flat, max_tokens: int) -> _Forest:
@@ -189,6 +212,7 @@ def _grow(items: Sequence[TrainItem], flat: _Flat, max_tokens: int) -> _Forest:
     num_nodes = int(flat.num_inputs_S.sum())  # an upper bound
     reach, source, depth, tree = (np.zeros(num_nodes, np.int64) for _ in range(4))
     predecessor_N, tree_N = np.zeros(len(flat.at_N), np.int64), np.zeros(len(flat.at_N), np.int64)
+    bootstrap_N = np.full(len(flat.at_N), -1)
     path = np.zeros(int(flat.num_inputs_S.max()), np.int64)  # node at each depth of the sequence just laid out
     sampled_S = np.cumsum(flat.num_sampled_S) - flat.num_sampled_S
     node = base = open_depth = 0  # nodes so far, first node of this tree, depth of `path`
@@ -197,7 +221,8 @@ def _grow(items: Sequence[TrainItem], flat: _Flat, max_tokens: int) -> _Forest:
     ranges = np.arange(num_nodes)
     for o, s in enumerate(order):
         num, shared = int(flat.num_inputs_S[s]), int(shared_O[o])
-        if first_O[o] or node - base + num - shared > max_tokens:
+        is_pair = flat.per_token["pair_N"][sampled_S[s]] >= 0
+        if first_O[o] or (node - base + num - shared > max_tokens and not is_pair):
             reach[path[:open_depth]] = node
             shared = 0
             base = node
@@ -213,15 +238,18 @@ def _grow(items: Sequence[TrainItem], flat: _Flat, max_tokens: int) -> _Forest:
         mine = slice(sampled_S[s], sampled_S[s] + flat.num_sampled_S[s])
         predecessor_N[mine] = path[flat.at_N[mine] - 1]
         tree_N[mine] = len(bases) - 1
+        if flat.bootstrap_S[s]:
+            bootstrap_N[mine.stop - 1] = path[num - 1]
         node, open_depth = stop, num
     reach[path[:open_depth]] = node
     base_F = np.array(bases)
     tree, of_tree = tree[:node], base_F[tree[:node]]
     size = np.diff(np.append(base_F, node))
     lane = np.array(lanes)
+    bootstrap_N = np.where(bootstrap_N >= 0, bootstrap_N - base_F[tree_N], -1)
     return _Forest(
-        flat.tokens[source[:node]], depth[:node], reach[:node] - of_tree, tree, predecessor_N - base_F[tree_N], tree_N,
-        size, lane,
+        flat.tokens[source[:node]], depth[:node], reach[:node] - of_tree, tree, predecessor_N - base_F[tree_N],
+        bootstrap_N, tree_N, size, lane,
     )  # fmt: skip
 
 
@@ -310,36 +338,32 @@ def _assemble(flat: _Flat, forest: _Forest, rows: list[list[int]]) -> Microbatch
     reach.reshape(-1)[index] = forest.reach[nodes] + offset_of[tree]
     chosen = np.flatnonzero(row_of[forest.tree_N] >= 0)
     tree_N = forest.tree_N[chosen]
+    begin_N = row_of[tree_N] * num_T + offset_of[tree_N]
+    bootstrap_N = forest.bootstrap_N[chosen]
     return Microbatch(
         tokens_BT=tokens,
         positions_BT=positions,
         reach_BT=reach,
-        predecessor_N=row_of[tree_N] * num_T + offset_of[tree_N] + forest.predecessor_N[chosen],
+        predecessor_N=begin_N + forest.predecessor_N[chosen],
+        bootstrap_N=np.where(bootstrap_N >= 0, begin_N + bootstrap_N, -1),
         **{name: values[chosen] for name, values in flat.per_token.items()},
     )
 
 
-def _select_rows(one: Microbatch, rows: list[int]) -> Microbatch:
-    num_T = one.tokens_BT.shape[1]
-    new_row = np.full(len(one.tokens_BT), -1)
-    new_row[rows] = np.arange(len(rows))
-    row_N = new_row[one.predecessor_N // num_T]
-    chosen = np.flatnonzero(row_N >= 0)
-    picked = {
-        name: values[rows] if name.endswith("_BT") else values[chosen]
-        for name, values in msgspec.structs.asdict(one).items()
-    }
-    picked["predecessor_N"] = row_N[chosen] * num_T + picked["predecessor_N"] % num_T
-    return Microbatch(**picked)
-
-
-def _row_lane(one: Microbatch, row: int) -> int:
-    return int(one.lane_N[np.argmax(one.predecessor_N // one.tokens_BT.shape[1] == row)])
-
-
-def _count_lanes(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
+def count_lanes(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
+    """Sampled tokens of each lane."""
     counts = sum((np.bincount(one.lane_N, minlength=len(LANES)) for one in microbatches), np.zeros(len(LANES), int))
     return {lane: int(count) for lane, count in zip(LANES, counts, strict=True) if count}
+
+
+def count_sequences(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
+    """Sequences of each lane."""
+    counts: dict[Lane, int] = {}
+    for one in microbatches:
+        for index in np.unique(one.lane_N):
+            num = len(np.unique(one.sequence_N[one.lane_N == index]))
+            counts[LANES[index]] = counts.get(LANES[index], 0) + num
+    return counts
 
 
 def _ragged_arange(num: np.ndarray) -> np.ndarray:

@@ -5,12 +5,13 @@ a second delivery of a block changes nothing; a revision replaces older ones not
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from schemas import Block, Lane, decode
 from schemas.errors import BadFrame
+from schemas.pairs import pair_fault, pair_side
 from trainer.draw import Candidate
 
 
@@ -33,20 +34,24 @@ class Buffer:
         self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
         self._validation: dict[int, tuple[bytes, Block]] = {}
         self.duplicates = 0
+        self._used_up: dict[Lane, int] = {}
 
-    def add(self, offset: int, frame: bytes, block: Block) -> str:
-        """Take in one block; returns "" or the reason it was not kept."""
+    def add(self, offset: int, frame: bytes, block: Block, digest: bytes = b"") -> str:
+        """Take in one block; returns "" or the reason it was not kept. digest: of its record, for the journal."""
         first = block.experiences[0]
         if first.lane not in self._max_uses:
             return "lane not trained"
         if any(one.lane != first.lane for one in block.experiences):
             return "block mixes lanes"
+        if fault := pair_fault(block.experiences):
+            return fault
         if first.meta.get("split") == "validation":
             self._validation[offset] = (frame, block)
             return ""
         used = self.uses.get(use_key(block.group, first.revision, first.lane), 0)
         if used >= self._max_uses[first.lane]:
             self.duplicates += 1
+            self._count_used_up(first.lane, len(block.experiences))
             return "already trained"
         held = self._held.get((block.group, first.lane))
         if held is not None:
@@ -56,21 +61,27 @@ class Buffer:
             self.discard(held, first.lane)
         self._frames[offset] = frame
         self._held[block.group, first.lane] = offset
-        self._candidates[first.lane][offset] = candidate_of(offset, block, used)
+        self._candidates[first.lane][offset] = candidate_of(offset, block, used, digest)
         return ""
 
     def candidates(self, lane: Lane) -> list[Candidate]:
         """What may be drawn from a lane, in order of arrival."""
         return list(self._candidates.get(lane, {}).values())
 
-    def take(self, drawn: Iterable[Candidate]) -> list[Block]:
-        """Decode the drawn groups and count their use; a group with uses left stays."""
+    def look_at(self, candidates: Iterable[Candidate]) -> list[Block]:
+        """Decode groups without using them."""
         blocks = []
-        for one in drawn:
+        for one in candidates:
             block = decode(self._frames[one.offset])
             if not isinstance(block, Block):
                 raise BadFrame(f"buffer offset {one.offset}: got {type(block).__name__}, expected Block")
             blocks.append(block)
+        return blocks
+
+    def take(self, drawn: Sequence[Candidate]) -> list[Block]:
+        """Decode the drawn groups and count their use; a group with uses left stays."""
+        blocks = self.look_at(drawn)
+        for one in drawn:
             self.count_use(one)
         return blocks
 
@@ -82,6 +93,7 @@ class Buffer:
             return
         if used >= self._max_uses[one.lane]:
             self.discard(one.offset, one.lane)
+            self._count_used_up(one.lane, one.num_experiences)
         else:
             held = self._candidates[one.lane]
             held[one.offset] = msgspec.structs.replace(held[one.offset], uses=used)
@@ -108,12 +120,19 @@ class Buffer:
         """Experiences held in a lane."""
         return sum(one.num_experiences for one in self._candidates.get(lane, {}).values())
 
+    def num_heard(self, lane: Lane) -> int:
+        """Experiences held in a lane, and those that were and have no use left."""
+        return self.num_experiences(lane) + self._used_up.get(lane, 0)
+
     def num_bytes(self) -> int:
         """Compressed bytes held."""
         return sum(map(len, self._frames.values()))
 
+    def _count_used_up(self, lane: Lane, count: int) -> None:
+        self._used_up[lane] = self._used_up.get(lane, 0) + count
 
-def candidate_of(offset: int, block: Block, uses: int) -> Candidate:
+
+def candidate_of(offset: int, block: Block, uses: int, digest: bytes = b"") -> Candidate:
     """A block's header as the draw sees it."""
     first = block.experiences[0]
     spans = [span for one in block.experiences for span in one.spans]
@@ -128,4 +147,6 @@ def candidate_of(offset: int, block: Block, uses: int) -> Candidate:
         priority=max(one.priority for one in block.experiences),
         uses=uses,
         has_ratio=bool(spans) and all(span.ratio for span in spans),
+        digest=digest,
+        is_pair=bool(pair_side(first)),
     )

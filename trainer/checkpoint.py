@@ -1,19 +1,23 @@
 """Checkpoints: everything a trainer needs to go on as if it had never stopped.
 
 Guarantees: the manifest is written last and names the hash of the state, so a torn checkpoint is never taken; the newest
-that verifies is used and a broken one is reported and passed over; at least `keep` remain. Only safetensors and JSON.
+that verifies is used and a broken one is reported and passed over; no two trainers write to the same place. Only
+safetensors and JSON.
 """
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from infra.failpoint import reach
 from infra.store import Store
 from infra.weights.tensors import Tensor, load_tensors, save_tensors
-from schemas.errors import StoreError
+from schemas.errors import NotInStore
+from trainer.guard import GuardState
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +26,19 @@ USES_COUNTS = "buffer/uses_counts"
 REFERENCES = "buffer/references"
 
 
+class Place(NamedTuple):
+    """One checkpoint of a run: after which step, by which trainer. Of two after the same step the later trainer's is newer."""
+
+    step: int
+    token: int
+
+
 class Position(msgspec.Struct, frozen=True, kw_only=True):
     """Where the trainer stands in the log after `step`.
 
     step: last executed, -1 before the first. version: last published. first_train_step: -1 during the warm-up.
-    buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen.
+    buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen. guard: of the
+    steps so far. settled: issue numbers below it are not waited for after a restart.
     """
 
     step: int = -1
@@ -38,6 +50,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     journal_token: int = -1
     progress_next: int = 0
     config_hash: str = ""
+    guard: GuardState = GuardState()
+    settled: int = 0
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -48,17 +62,55 @@ class Checkpoint(msgspec.Struct, frozen=True):
     uses: Mapping[bytes, int]
     references: tuple[int, ...]
 
+    @property
+    def oldest_offset(self) -> int:
+        """Oldest offset of `buffer` that going on from here can ask for; uses are counted by key and need none."""
+        return min(self.references, default=self.position.buffer_next)
 
-class Manifest(msgspec.Struct, frozen=True):
-    """What makes a checkpoint valid: the position, and size and sha256 of its state object."""
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a checkpoint valid: the position, and size and sha256 of its state object.
+
+    learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 where there is none.
+    oldest_offset: of `buffer`, see Checkpoint.
+    """
 
     position: Position
     state: str
     size: int
     sha256: str
+    token: int = 0
+    learner_sha256: str = ""
+    made_with: dict[str, str] = {}
+    time_ms: int = 0
+    oldest_offset: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Where it lies."""
+        return Place(self.position.step, self.token)
 
 
-def save(store: Store, run: str, checkpoint: Checkpoint) -> None:
+def state_sha256(state: Mapping[str, Tensor]) -> str:
+    """Of names, dtypes, shapes and bytes in order of the names: equal exactly where the states are."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        one = state[name]
+        digest.update(msgspec.msgpack.encode((name, one.dtype, one.shape, one.num_bytes)))
+        digest.update(one.data)
+    return digest.hexdigest()
+
+
+def save(
+    store: Store,
+    run: str,
+    checkpoint: Checkpoint,
+    *,
+    token: int = 0,
+    learner_sha256: str = "",
+    made_with: Mapping[str, str] = {},
+    time_ms: int = 0,
+) -> Manifest:
     """Write one checkpoint, manifest last. Blocking."""
     tensors = dict(checkpoint.learner)
     tensors[USES_KEYS] = Tensor("U8", (len(checkpoint.uses), 16), b"".join(checkpoint.uses))
@@ -67,26 +119,43 @@ def save(store: Store, run: str, checkpoint: Checkpoint) -> None:
     references = np.asarray(checkpoint.references, dtype="<i8")
     tensors[REFERENCES] = Tensor("I64", references.shape, references.tobytes())
     body = save_tensors(tensors)
-    key = f"{_folder(run, checkpoint.position.step)}/state.safetensors"
-    store.put(key, body)
-    digest = hashlib.sha256(body).hexdigest()
-    manifest = Manifest(position=checkpoint.position, state=key, size=len(body), sha256=digest)
-    store.put(_manifest_key(run, checkpoint.position.step), msgspec.json.encode(manifest))
+    place = Place(checkpoint.position.step, token)
+    manifest = Manifest(
+        position=checkpoint.position,
+        state=f"{_folder(run, place)}/state.safetensors",
+        size=len(body),
+        sha256=hashlib.sha256(body).hexdigest(),
+        token=token,
+        learner_sha256=learner_sha256 or state_sha256(checkpoint.learner),
+        made_with=dict(made_with),
+        time_ms=time_ms,
+        oldest_offset=checkpoint.oldest_offset,
+    )
+    reach("checkpoint.before_state")
+    store.put(manifest.state, body)
+    reach("checkpoint.before_manifest")
+    store.put(_manifest_key(run, place), msgspec.json.encode(manifest))
+    reach("checkpoint.after_manifest")
+    return manifest
 
 
-def load_newest(store: Store, run: str) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None where there is none."""
-    for step in sorted(steps(store, run), reverse=True):
-        try:
-            return load(store, run, step)
-        except (StoreError, ValueError, msgspec.MsgspecError) as error:
-            logger.warning("checkpoint passed over run=%s step=%d error=%s", run, step, error)
+def load_newest(store: Store, run: str, *, before: Place | None = None) -> Checkpoint | None:
+    """The newest checkpoint (older than `before`) that verifies, or None where there is none.
+
+    Raises StoreError where the store fails: only what is known to be broken is passed over.
+    """
+    for place in sorted(places(store, run), reverse=True):
+        if before is None or place < before:
+            try:
+                return load(store, run, place)
+            except (NotInStore, ValueError, msgspec.MsgspecError) as error:
+                logger.warning("checkpoint passed over run=%s step=%d error=%s", run, place.step, error)
     return None
 
 
-def load(store: Store, run: str, step: int) -> Checkpoint:
+def load(store: Store, run: str, place: Place) -> Checkpoint:
     """One checkpoint, verified. Raises StoreError or ValueError saying what differs."""
-    manifest = msgspec.json.decode(store.get(_manifest_key(run, step)), type=Manifest)
+    manifest = load_manifest(store, run, place)
     body = store.get(manifest.state)
     if len(body) != manifest.size or hashlib.sha256(body).hexdigest() != manifest.sha256:
         raise ValueError(f"{manifest.state}: its bytes are not those the manifest names")
@@ -98,27 +167,55 @@ def load(store: Store, run: str, step: int) -> Checkpoint:
     return Checkpoint(position=manifest.position, learner=tensors, uses=uses, references=tuple(references))
 
 
-def steps(store: Store, run: str) -> list[int]:
-    """Steps that have a manifest, ascending; whether they verify is another question."""
-    suffix = "/manifest.json"
-    return [int(key.split("/")[-2]) - 1 for key in store.keys(f"checkpoints/{run}/") if key.endswith(suffix)]
+def load_manifest(store: Store, run: str, place: Place) -> Manifest:
+    """What one checkpoint says of itself. Raises StoreError or ValueError."""
+    key = _manifest_key(run, place)
+    try:
+        return msgspec.json.decode(store.get(key), type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
-def prune(store: Store, run: str, keep: int) -> list[int]:
-    """Remove all but the newest `keep`, manifest first; returns the steps that remain."""
-    if keep < 3:
-        raise ValueError(f"keep: got {keep}, expected at least 3 checkpoints")
-    have = sorted(steps(store, run))
-    for step in have[:-keep]:
-        store.delete(_manifest_key(run, step))
-        for key in list(store.keys(f"{_folder(run, step)}/")):
+def manifests(store: Store, run: str) -> list[Manifest]:
+    """Those that can be read, oldest first."""
+    found = []
+    for place in places(store, run):
+        try:
+            found.append(load_manifest(store, run, place))
+        except (NotInStore, ValueError) as error:
+            logger.warning("checkpoint passed over run=%s step=%d error=%s", run, place.step, error)
+    return found
+
+
+def places(store: Store, run: str) -> list[Place]:
+    """Checkpoints that have a manifest, ascending; whether they verify is another question."""
+    found = []
+    for key in store.keys(f"checkpoints/{run}/"):
+        folder, _, name = key.removeprefix(f"checkpoints/{run}/").rpartition("/")
+        number, _, token = folder.partition("-")
+        if name == "manifest.json" and number.isdigit() and token.isdigit():
+            found.append(Place(int(number) - 1, int(token)))
+    return sorted(found)
+
+
+def objects(store: Store, run: str, place: Place) -> list[str]:
+    """Keys of all that one checkpoint consists of."""
+    return list(store.keys(f"{_folder(run, place)}/"))
+
+
+def remove(store: Store, run: str, doomed: Iterable[Place]) -> None:
+    """Remove checkpoints, manifest first, so that one that is going is absent rather than broken."""
+    for place in doomed:
+        reach("checkpoint.before_prune")
+        store.delete(_manifest_key(run, place))
+        reach("checkpoint.amid_prune")
+        for key in objects(store, run, place):
             store.delete(key)
-    return have[-keep:]
 
 
-def _folder(run: str, step: int) -> str:
-    return f"checkpoints/{run}/{step + 1:012d}"
+def _folder(run: str, place: Place) -> str:
+    return f"checkpoints/{run}/{place.step + 1:012d}-{place.token}"
 
 
-def _manifest_key(run: str, step: int) -> str:
-    return f"{_folder(run, step)}/manifest.json"
+def _manifest_key(run: str, place: Place) -> str:
+    return f"{_folder(run, place)}/manifest.json"

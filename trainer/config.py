@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from infra.config import NonNegative, Positive, Section, Table, Use
-from schemas.records import Lane
+from schemas.fields import Lane
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
@@ -14,9 +14,9 @@ Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 class LaneConfig(Section, frozen=True):
     """[trainer.lanes.<lane>]: the objective of a lane and how it is drawn.
 
-    loss: dppo, grpo, decoupled, tis or sft, or `module:name` of another; options are the loss's keyword parameters.
-    weight: multiplies the lane's token mean; the gradient is the sum over lanes, so weights 1-m and m are the MIX loss.
-    share: sequences drawn per sequence of the usual lane, 0 takes weight / (1 - weight). max_uses: how
+    loss: a file of trainer/losses (dppo, grpo, ppo, sft, dpo, …), or `module:name` of another; options are the loss's
+    keyword parameters. weight: multiplies the lane's mean; the gradient is the sum over lanes, so weights 1-m and m are
+    the MIX loss. share: sequences drawn per sequence of the usual lane, 0 takes weight / (1 - weight). max_uses: how
     often one experience may be trained. bound: mean |log w| above which a group of an unpaced lane is dropped at the
     draw, 0 for none. optional: a step need not wait for this lane.
 
@@ -52,28 +52,83 @@ class WarmupConfig(Section, frozen=True):
     batch: Positive = 64
 
 
+class CriticConfig(Section, frozen=True):
+    """[trainer.critic]: values for a loss that wants them (ppo). A backbone of its own, begun as a copy of the model.
+
+    gamma, gae_lambda: of the advantages; they count sampled tokens, not what was observed between turns. value_clip: how
+    far a value may move from what it was before the batch and still be pulled, 0 for no bound. gradient_clip: norm.
+    normalize: advantages of a step to mean 0 and variance 1.
+
+    Example: CriticConfig(learning_rate=1e-5, gae_lambda=0.95)
+    """
+
+    learning_rate: Above0 = 1e-5
+    gamma: Share = 1.0
+    gae_lambda: Share = 0.95
+    value_clip: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.2
+    gradient_clip: Above0 = 1.0
+    normalize: bool = True
+
+
+class Schedule(Section, frozen=True):
+    """[trainer.schedule]: what becomes of the learning rate after the warm-up. It is held for `hold_steps`, then falls on a
+    line over `decay_steps` to `final` times itself, and stays there. final 1 holds it for good.
+
+    Example: Schedule(hold_steps=100, decay_steps=100, final=0.1)
+    """
+
+    hold_steps: NonNegative = 0
+    decay_steps: Positive = 100
+    final: Share = 1.0
+
+
+class GuardConfig(Section, frozen=True):
+    """[trainer.guard]: what a step is measured by: the median of the last `window` steps, once there are `min_steps`.
+
+    grad_norm: times the median above which a gradient changes nothing (before clipping; 0 for no limit). entropy, reward:
+    share of the median below which the alarms `entropy_collapse`, `reward_collapse` are raised, 0 for never; they halt
+    where `halt_on` says so. probe_shift: nats by which a version's logprobs of a few recent sequences may differ from the
+    version before, on average per token; one that differs more is not published. 0 for any; a fresh process has nothing
+    to compare its first version with.
+
+    Example: GuardConfig(grad_norm=20, entropy=0.2, reward=0.5, probe_shift=2)
+    """
+
+    window: Positive = 50
+    min_steps: Positive = 10
+    grad_norm: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 50.0
+    entropy: Share = 0.0
+    reward: Share = 0.0
+    probe_shift: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
+
+
 class TrainerConfig(Section, frozen=True):
     """[trainer].
 
     learning_rate, gradient_clip (norm), betas, weight_decay: AdamW. staleness_decay: λ of λ^staleness on every ratio
     token, 1 is off; it biases towards fresh samples. scale_by_ess: multiply the learning rate by √(ESS/B); it shrinks
-    steps on stale batches. max_tokens_per_microbatch: bounds memory; one longer sequence goes alone. dtype: of the
+    steps on stale batches. reference_decay: the reference of a loss that has one (a KL, dpo) is that share of itself and
+    the rest the policy after every step; 1 keeps it frozen. max_tokens_per_microbatch: bounds memory; one longer sequence
+    goes alone. activation_checkpointing: compute activations again in the backward instead of keeping them. dtype: of the
     forward and of what is published. threads: of the CPU, pinned, 0 leaves torch's choice. checkpoint_every: in
     publications; keep_checkpoints of them remain. max_steps: optimizer steps after which the trainer ends, 0 for none.
     max_skips: steps in a row without effect after which the last good policy is restored. halt_on: alarms that do so at
-    once.
+    once. tensorboard: folder of event files, relative to the TOML, "" writes none.
 
     Example: TrainerConfig(lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)})
     """
 
     lanes: dict[Lane, LaneConfig] = msgspec.field(default_factory=lambda: {"usual": LaneConfig()})
     learning_rate: Above0 = 1e-6
+    schedule: Schedule = Schedule()
     gradient_clip: Above0 = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     staleness_decay: Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, at most 1")] = 1.0
     scale_by_ess: bool = False
+    reference_decay: Share = 1.0
     max_tokens_per_microbatch: Positive = 16384
+    activation_checkpointing: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: NonNegative = 1
     checkpoint_every: Positive = 20
@@ -81,5 +136,9 @@ class TrainerConfig(Section, frozen=True):
     max_steps: NonNegative = 0
     max_skips: Positive = 3
     halt_on: tuple[str, ...] = ()
+    guard: GuardConfig = GuardConfig()
+    tensorboard: str = "tensorboard"
     warmup: WarmupConfig | None = None
+    critic: CriticConfig | None = None
+    ranks: Positive = 1
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")

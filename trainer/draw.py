@@ -16,7 +16,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """One group in the buffer, from its header alone.
 
     sequence: issue order, -1 where it was not issued. min_version: oldest sampled token's. offset: of its block in
-    `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own.
+    `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own. digest: of its record.
+    is_pair: the two sides of a preference pair.
 
     Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
@@ -31,6 +32,8 @@ class Candidate(msgspec.Struct, frozen=True):
     priority: float = 1.0
     uses: int = 0
     has_ratio: bool = True
+    digest: bytes = b""
+    is_pair: bool = False
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -44,6 +47,17 @@ class Draw(msgspec.Struct, frozen=True):
 def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> list[tuple[Candidate, str]]:
     """Those that can no longer be trained within the bound, with the reason."""
     return [(one, "stale") for one in candidates if version - one.min_version > max_staleness]
+
+
+def unfit(candidates: Iterable[Candidate], *, ratio: bool, pairs: bool) -> list[tuple[Candidate, str]]:
+    """Those a lane's loss cannot learn from, with the reason. ratio: it forms importance ratios. pairs: it compares."""
+    found = []
+    for one in candidates:
+        if pairs and not one.is_pair:
+            found.append((one, "not a pair"))
+        elif ratio and not one.has_ratio:
+            found.append((one, "no ratio"))
+    return found
 
 
 def draw_in_order(

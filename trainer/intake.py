@@ -17,10 +17,10 @@ from infra.bus.log import Log, Message
 from infra.metrics import Metrics
 from schemas import Block, Closure, PolicyEvent, Progress, topics
 from schemas.errors import FencedOut
+from trainer.blocks import digest_of, frame_of
 from trainer.buffer import Buffer
 from trainer.draw import missing
 from trainer.journal import Lease
-from trainer.replay import frame_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,13 @@ REPEATS = frozenset({"already trained", "duplicate"})  # what they repeat is acc
 
 class Intake:
     """The trainer's ears. buffer_next, progress_next: offsets a restart reads on from. floor: oldest issue number that may
-    still be missed.
+    still be missed. clock: seconds, of the event loop.
     """
 
-    def __init__(self, buffer: Buffer, *, buffer_next: int, progress_next: int) -> None:
+    def __init__(
+        self, buffer: Buffer, *, buffer_next: int, progress_next: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock = clock
         self.buffer = buffer
         self.buffer_next = buffer_next
         self.progress_next = progress_next
@@ -41,7 +44,7 @@ class Intake:
         self.floor = 0
         self.draining = False
         self.outstanding_groups = 0
-        self.arrived_s = time.monotonic()  # of the newest block
+        self.arrived_s = clock()  # of the newest block
         self._arrived: set[int] = set()
         self._closed: set[int] = set()
 
@@ -59,8 +62,12 @@ class Intake:
 
     def take_block(self, message: Message, block: Block) -> str:
         """Keep one block of `buffer`; returns "" or why not."""
-        reason = self.buffer.add(message.offset, frame_of(message, block), block)
-        self.arrived_s = time.monotonic()
+        self.arrived_s = self.clock()
+        return self.keep(message.offset, frame_of(message, block), block, digest_of(message))
+
+    def keep(self, offset: int, frame: bytes, block: Block, digest: bytes) -> str:
+        """`take_block` for what an earlier process may have read."""
+        reason = self.buffer.add(offset, frame, block, digest)
         sequence = block.experiences[0].sequence
         if sequence >= self.floor:
             self._arrived.add(sequence)
@@ -69,7 +76,7 @@ class Intake:
     def take_report(self, report: Progress) -> None:
         """The master says whether more groups will come, and how many are still on their way or waiting here."""
         if report.role == "master":
-            self.draining = report.state == "draining"
+            self.draining = report.state in ("draining", "evaluating", "done")
             self.outstanding_groups = int(report.gauges.get("outstanding_groups", 0))
 
     def take_closure(self, closure: Closure) -> None:
@@ -84,8 +91,8 @@ async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped
     try:
         while True:
             for message in await log.read(reader, timeout_s=1.0):
-                intake.buffer_next = message.offset + 1
                 await take_in(log, intake, metrics, tell_dropped, message)
+                intake.buffer_next = message.offset + 1  # a checkpoint may come any time: what it passes has been told
                 intake.changed.set()
     finally:
         await reader.close()

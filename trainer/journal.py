@@ -1,18 +1,23 @@
 """The journal (`batches`): what each optimizer step trains on, written before the step; and the lease that guards it.
 
 Guarantees: a step runs only after its batch is confirmed; records of a token below an earlier fence count for nothing;
-the first record per (token, step) wins. So a trainer that was paused and overtaken changes nothing that counts.
+the first record per (token, step) wins. So a trainer that was paused and overtaken changes nothing that counts, and it
+learns so from its first write: whatever lies between its own records is read before the write is taken for good.
 """
 
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
+from typing import Literal
 
 import msgspec
 
-from infra.bus.log import Log
-from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
-from schemas.errors import FencedOut
+from infra.bus.bus import Position
+from infra.bus.log import Log, Message
+from schemas import Batch, Fence, PolicyEvent, Rollback, Saved, Skip, topics
+from schemas.errors import BadFrame, FencedOut
 
-Entry = Batch | Skip | Rollback
+Entry = Batch | Skip | Rollback | Saved
+JournalRecord = Fence | Entry
+Fate = Literal["trained", "skipped", "quarantined", "open"]
 
 
 class Journal(msgspec.Struct, frozen=True):
@@ -31,7 +36,7 @@ class Lease(msgspec.Struct, frozen=True):
     owner: str
 
 
-def effective(records: Iterable[Fence | Entry], run: str, token: int = -1) -> tuple[list[Entry], int]:
+def effective(records: Iterable[JournalRecord], run: str, token: int = -1) -> tuple[list[Entry], int]:
     """Records that count, and the highest fence: pure, the same for every reader.
 
     token: highest fence before the first record. Steps below one already journaled under an older token are re-executions
@@ -63,40 +68,101 @@ async def take_lease(log: Log, *, policy: str, run: str, owner: str) -> Lease:
     return lease
 
 
-async def read_journal(log: Log, lease: Lease, *, start: int = 0, token: int = -1) -> Journal:
-    """Everything from offset `start` that counts, up to this lease's fence. Raises FencedOut if a newer fence is there."""
+async def read_records(log: Log, start: int, stop: int | None = None) -> AsyncGenerator[Message, None]:
+    """The journal's records from offset `start` up to `stop`, by default what is its end when called.
+
+    Raises BadFrame naming the offset of a record that cannot be read or is missing, OffsetOutOfRange.
+    """
+    if stop is None:
+        stop = max((await log.bus.end_offsets(log.name(topics.BATCHES))).values())
+    if start >= stop:
+        return
     reader = await log.assigned(topics.BATCHES, {0: start})
-    end = max((await log.bus.end_offsets(log.name(topics.BATCHES))).values())
-    records: list[Fence | Entry] = []
     offset = start
     try:
-        while offset < end:
+        while offset < stop:
             for message in await log.read(reader, timeout_s=5.0):
+                if message.offset >= stop:
+                    return
+                if message.error is not None:
+                    raise BadFrame(f"journal offset {message.offset}: {message.error}") from message.error
+                if message.offset != offset:
+                    raise BadFrame(f"journal offset {offset}: missing, the next record is at {message.offset}")
                 offset = message.offset + 1
-                if isinstance(message.value, Fence | Batch | Skip | Rollback):
-                    records.append(message.value)
-                elif message.error is not None:
-                    raise message.error
+                yield message
     finally:
         await reader.close()
+
+
+async def read_journal(log: Log, lease: Lease, *, start: int = 0, token: int = -1) -> Journal:
+    """Everything from offset `start` that counts, up to this lease's fence. Raises FencedOut if a newer fence is there."""
+    records: list[JournalRecord] = []
+    offset = start
+    async for message in read_records(log, start):
+        offset = message.offset + 1
+        if isinstance(message.value, JournalRecord):
+            records.append(message.value)
     entries, highest = effective(records, lease.run, token)
     if highest > lease.token:
         raise FencedOut(f"run {lease.run!r}: this trainer holds token {lease.token}, token {highest} has taken over")
     return Journal(entries=tuple(entries), next_offset=offset, token=highest)
 
 
-def pending_batches(entries: Iterable[Entry], after_step: int) -> list[Batch]:
-    """Batches to execute again on a state that ends at `after_step`: journaled later and not rolled back since."""
+class Pending(msgspec.Struct, frozen=True):
+    """A journaled batch that a state does not contain yet, and what the journal says became of it.
+
+    fate: trained; skipped (it changed nothing); quarantined (rolled back since); open: the last one, of which the journal
+    says nothing yet.
+    """
+
+    batch: Batch
+    fate: Fate
+
+
+def pending(entries: Iterable[Entry], after_step: int) -> list[Pending | Rollback]:
+    """What brings a state that ends at `after_step` to the journal's end, in order: pure, the same for every reader.
+
+    A rollback comes after its quarantined batches; as those are not executed, it leaves the weights as they are.
+    """
     batches: dict[int, Batch] = {}
+    fates: dict[int, Fate] = {}
+    rollbacks: dict[int, Rollback] = {}
+    last = after_step
     for entry in entries:
         if isinstance(entry, Batch) and entry.step > after_step:
             batches.setdefault(entry.step, entry)
-        elif isinstance(entry, Rollback):
-            for step in range(entry.from_step, entry.to_step + 1):
-                batches.pop(step, None)
-    return [batches[step] for step in sorted(batches)]
+            last = max(last, entry.step)
+        elif isinstance(entry, Skip):
+            fates.setdefault(entry.step, "skipped")
+        elif isinstance(entry, Rollback) and entry.to_step > after_step:
+            rollbacks[entry.to_step] = entry
+            fates |= dict.fromkeys(range(entry.from_step, entry.to_step + 1), "quarantined")
+    found: list[Pending | Rollback] = []
+    for step in sorted(batches.keys() | rollbacks.keys()):
+        if step in batches:
+            found.append(Pending(batches[step], fates.get(step, "open" if step == last else "trained")))
+        if step in rollbacks:
+            found.append(rollbacks[step])
+    return found
 
 
-async def append(log: Log, record: Entry) -> int:
-    """Write one record; returns the journal offset after it, once confirmed."""
-    return (await log.publish(topics.BATCHES, record)).offset + 1
+def is_quarantined(entries: Iterable[Entry], step: int) -> bool:
+    """Whether a state that ends at `step` holds steps that were taken back later."""
+    return any(isinstance(entry, Rollback) and entry.from_step <= step < entry.to_step for entry in entries)
+
+
+async def append(log: Log, lease: Lease, record: Entry, *, expected: int) -> Position:
+    """Write one record; returns where it lies, once confirmed and known to count.
+
+    expected: offset after the last record known here. Raises FencedOut where a newer fence lies between that and the
+    record: then it counts for nothing, and nothing may follow from it.
+    """
+    position = await log.publish(topics.BATCHES, record)
+    async for message in read_records(log, expected, position.offset):
+        other = message.value
+        if isinstance(other, Fence) and other.run == lease.run and other.token > lease.token:
+            raise FencedOut(
+                f"run {lease.run!r}: token {lease.token} is held here, {other.owner} took {other.token} and fenced the "
+                f"journal at offset {message.offset}"
+            )
+    return position

@@ -4,10 +4,12 @@ Guarantees (one contract, every learner): a step whose loss or gradient is not f
 `save` then `restore` continues to the same bits on one CPU process; `tensors` are exactly what the forward uses.
 """
 
+import sys
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
 from infra.plugin import load
 from infra.weights.policy import Probe
@@ -36,11 +38,15 @@ class Learner(Protocol):
     def begin_phase(self, phase: Phase) -> None:
         """Start a fresh optimizer. In "warmup" every lane weighs 1; a new learner is in "train"."""
 
-    def step(self, batch: PackedBatch, *, learning_rate: float, seed: int) -> StepStats:
+    def step(
+        self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
+    ) -> StepStats:
         """Forward, backward and one optimizer step (m minibatch steps where a loss asks for them).
 
-        seed: of everything random in the step. ValueError for an empty batch, a lane without an objective, or tokens
-        without an importance ratio under a loss that forms one: nothing is changed then either.
+        seed: of everything random in the step. max_grad_norm: before clipping; a larger one is as one that is not finite,
+        except where a learner knows it only afterwards and says so in `grad_norm`. ValueError for an empty batch, a lane
+        without an objective, or tokens without an importance ratio under a loss that forms one: nothing is changed then
+        either.
         """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -52,11 +58,30 @@ class Learner(Protocol):
     def greedy_accuracy(self, batch: PackedBatch) -> float:
         """Share of sequences whose every sampled token is the argmax (one teacher-forced forward)."""
 
+    def log_distances(self, batch: PackedBatch) -> np.ndarray:
+        """Σ |log π_θ - log μ| over the tokens of each sequence that have a ratio, [num_sequences] float64."""
+
+    def numerics(self) -> dict[str, str]:
+        """What the bits of a step depend on besides its batch, by name; "device" is cpu or not."""
+
     def save(self) -> dict[str, Tensor]:
         """Weights, optimizer state and phase: everything `restore` needs."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `save`; ValueError names what does not fit, and nothing is changed then."""
+
+    def close(self) -> None:
+        """Let go of what it holds, other ranks among it; nothing is called afterwards."""
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A learner of several processes. Rank 0 is called; the others follow it."""
+
+    rank: int
+
+    def follow(self) -> None:
+        """Do what rank 0 says until it closes. Blocks."""
 
 
 def open_learner(config: TrainerConfig, model: str) -> Learner:

@@ -1,29 +1,42 @@
 """Objectives: a loss is a plain function of what was sampled, `loss(inputs, *, options) -> LossOutput`, loaded by name.
 
 Guarantees: no loss ever forms an importance ratio from a logprob that is not the policy's own; the value a lane adds is
-weight · Σ loss / (sampled tokens of the lane in the whole step), however the step was cut into microbatches and ranks.
-The MIX of lanes, (1-m)·L_RL(usual) + m·L_SFT(expert), is that sum with lane weights 1-m and m.
+weight · Σ loss / (what the loss is a mean over: sampled tokens, sequences or pairs of the lane in the whole step),
+however the step was cut into microbatches and ranks. The MIX of lanes, (1-m)·L_RL(usual) + m·L_SFT(expert), is that sum
+with lane weights 1-m and m.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from infra.plugin import load, option_defaults
 from schemas.errors import ConfigError
+from schemas.fields import Lane
 from trainer.config import LaneConfig
 
-BUILT_IN = ("dppo", "grpo", "decoupled", "tis", "sft")
-SUPERVISED_ATTRIBUTE = "__headrace_supervised__"
+BUILT_IN = (
+    "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
+    "dpo",
+)  # fmt: skip
+NEEDS_ATTRIBUTE = "__headrace_needs__"
+
+Mean = Literal["tokens", "sequences", "pairs"]
+Bound = Callable[..., float]
+Marked = Callable[["Loss"], "Loss"]
 
 
 class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
     """N sampled tokens of one lane. All [N]; logprobs are under the temperature each token was sampled with.
 
     logprob: log π_θ, the only one with a gradient. behaviour: log μ. proximal: log π_p, where the loss asked for it.
-    reference: log π_ref, likewise. staleness: policy version before the step minus behaviour version. ratio: μ is the
-    policy's own.
+    reference: log π_ref, teacher: log of the teacher's probability, likewise. staleness: policy version before the step
+    minus behaviour version. ratio: μ is the policy's own. sequence: index of the token's sequence, from 0, every one
+    whole. pair: 2p for the chosen and 2p + 1 for the rejected side of pair p, every pair whole; -1 for none. bound: what
+    the loss measured over the whole step before its first token.
     """
 
     logprob: torch.Tensor
@@ -33,6 +46,10 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
     ratio: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
+    sequence: torch.Tensor | None = None
+    pair: torch.Tensor | None = None
+    bound: float | None = None
 
     @property
     def log_weight(self) -> torch.Tensor:
@@ -59,12 +76,26 @@ class LossOutput(msgspec.Struct, frozen=True):
 Loss = Callable[..., LossOutput]
 
 
+class Needs(msgspec.Struct, frozen=True):
+    """What a loss wants beside its options. ratio: μ is the policy's own. mean: what its value is a mean over.
+
+    reference, teacher: their logprobs. critic: token advantages from values. bound: function of log w [M] of the whole
+    step (and of those of the loss's options it names) to the number that comes back as `LossInputs.bound`.
+    """
+
+    ratio: bool = True
+    mean: Mean = "tokens"
+    reference: bool = False
+    teacher: bool = False
+    critic: bool = False
+    bound: Bound | None = None
+
+
 class Objective(msgspec.Struct, frozen=True):
     """A lane's loss, bound to its options.
 
     minibatches: optimizer steps per batch it asks for. proximal: "" (none), "recompute" (a forward before the first of
-    them) or "log-linear" (made inside the loss). reference: wants the reference model's logprobs. ratio: forms
-    importance ratios.
+    them) or "log-linear" (made inside the loss). The others: see Needs.
     """
 
     function: Callable[[LossInputs], LossOutput]
@@ -73,19 +104,35 @@ class Objective(msgspec.Struct, frozen=True):
     minibatches: int = 1
     proximal: str = ""
     reference: bool = False
+    mean: Mean = "tokens"
+    teacher: bool = False
+    critic: bool = False
+    bound: Callable[[np.ndarray], float] | None = None
 
 
-def supervised(function: Loss) -> Loss:
-    """Mark a loss that never looks at μ, so that tokens without an importance ratio may come to it."""
-    setattr(function, SUPERVISED_ATTRIBUTE, True)
-    return function
+def needs(
+    *,
+    ratio: bool = True,
+    mean: Mean = "tokens",
+    reference: bool = False,
+    teacher: bool = False,
+    critic: bool = False,
+    bound: Bound | None = None,
+) -> Marked:
+    """Mark a loss with what it wants: see Needs."""
+
+    def attach(function: Loss) -> Loss:
+        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound))
+        return function
+
+    return attach
 
 
 def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     """The objective a lane names: a built-in loss or `module:name`. Raises ConfigError.
 
-    What a loss needs of the learner is read from its own keyword parameters: `minibatches`, `proximal`, and `kl` (above
-    0: a reference).
+    What a loss needs of the learner is read from its mark (`needs`) and from its own keyword parameters: `minibatches`,
+    `proximal`, and `kl` (above 0: a reference).
     """
     use = f"trainer.losses.{lane.loss}:{lane.loss}" if lane.loss in BUILT_IN else lane.loss
     if ":" not in use:
@@ -100,21 +147,42 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
             f"{where}.options.minibatches: got {minibatches}, expected 2 or more with a recomputed proximal policy "
             "(with one step π_θ is still π_p, and no clip acts), 1 or more without"
         )
+    wanted: Needs = getattr(getattr(bound, "func", bound), NEEDS_ATTRIBUTE, Needs())
     return Objective(
         function=bound,
         weight=lane.weight,
-        ratio=not getattr(getattr(bound, "func", bound), SUPERVISED_ATTRIBUTE, False),
+        ratio=wanted.ratio,
         minibatches=minibatches,
         proximal=proximal,
-        reference=float(settings.get("kl", 0.0)) > 0,
+        reference=wanted.reference or float(settings.get("kl", 0.0)) > 0,
+        mean=wanted.mean,
+        teacher=wanted.teacher,
+        critic=wanted.critic,
+        bound=_with_options(wanted.bound, settings),
     )
 
 
+def open_objectives(lanes: Mapping[Lane, LaneConfig]) -> dict[Lane, Objective]:
+    """The objective of every lane. Raises ConfigError."""
+    return {lane: open_objective(config, f"trainer.lanes.{lane}") for lane, config in lanes.items()}
+
+
 def lane_loss(
-    objective: Objective, inputs: LossInputs, weight: torch.Tensor, num_lane_tokens: int
+    objective: Objective, inputs: LossInputs, weight: torch.Tensor, denominator: int
 ) -> tuple[torch.Tensor, LossOutput]:
-    """What this lane's tokens add to the step's loss. weight: [N], multiplies the terms. num_lane_tokens: global."""
+    """What this lane's tokens add to the step's loss.
+
+    weight: [N], multiplies the terms. denominator: tokens, sequences or pairs of the lane in the whole step.
+    """
     if objective.ratio:
         inputs.require_ratio()
     output = objective.function(inputs)
-    return objective.weight * (output.loss * weight).sum() / num_lane_tokens, output
+    return objective.weight * (output.loss * weight).sum() / denominator, output
+
+
+def _with_options(bound: Bound | None, settings: dict[str, Any]) -> Callable[[np.ndarray], float] | None:
+    """The function with those of the loss's options that it names."""
+    if bound is None:
+        return None
+    named = {name: settings[name] for name in option_defaults(bound)}
+    return lambda log_weight: bound(log_weight, **named)

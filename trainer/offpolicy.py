@@ -62,6 +62,12 @@ def k3(log_weight: Values) -> Values:
     return np.asarray(np.expm1(log_weight) - log_weight)
 
 
+def score_function_k1(logprob: torch.Tensor, reference: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """sg(w·log(π_θ/π_ref))·log π_θ: its gradient is that of KL(π_θ‖π_ref), sampled from μ. arXiv 2506.09477."""
+    distance = (logprob - reference).detach()
+    return weight.detach() * distance * logprob
+
+
 def chi_square(weight: np.ndarray) -> float:
     """Estimate of χ²(π‖μ) = E_μ[w²] - 1: the variance of the weights. 0.0 without samples."""
     return float(np.mean(np.square(weight, dtype=np.float64))) - 1 if len(weight) else 0.0

@@ -78,7 +78,7 @@ class Publisher:
             probe=probe,
             step=step,
         )
-        event = msgspec.structs.replace(event, owner=self._lease.owner, stats=dict(stats))
+        event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
         position = await self._log.publish(topics.POLICIES, event)
         self._previous = tensors
         self._events[version] = event
@@ -92,11 +92,14 @@ class Publisher:
         await self._log.publish(topics.POLICIES, orphan)
         logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
 
-    def prune(self, keep_ms: int) -> int:
-        """Remove from the store what was replaced longer than keep_ms ago; how many objects went. Blocking."""
+    def prune(self, keep_ms: int, needed: int) -> int:
+        """Remove from the store what was replaced longer than keep_ms ago; how many objects went. Blocking.
+
+        needed: oldest version that a resume may compare with.
+        """
         newest_ms = max(self._times_ms.values(), default=0)
         old = [version for version, time_ms in self._times_ms.items() if time_ms < newest_ms - keep_ms]
-        return prune_weights(self._store, self._policy, oldest=max(old)) if old else 0
+        return prune_weights(self._store, self._policy, oldest=min(max(old), needed)) if old else 0
 
 
 def same_content(store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor]) -> bool:
@@ -116,7 +119,7 @@ def published(events: Sequence[tuple[int, PolicyEvent]], policy: str) -> dict[in
             token = max(token, offset)
         elif event.event == "published" and event.token >= token:
             found.setdefault(event.version, event)
-        elif event.event == "orphaned" and event.version in found:
+        elif event.event == "orphaned" and event.version in found and event.token >= token:
             found[event.version] = msgspec.structs.replace(found[event.version], event="orphaned")
     return found
 

@@ -13,6 +13,7 @@ from infra.bus.log import Log
 from infra.metrics import Metrics
 from schemas import Progress, topics
 from trainer.batch import TrainItem
+from trainer.board import Board
 from trainer.learner import StepStats
 
 PERIOD_S = 1.0
@@ -21,11 +22,12 @@ PERIOD_S = 1.0
 class Report:
     """Counts steps, tokens, waits and staleness. Not thread-safe: the event loop alone writes it."""
 
-    def __init__(self, metrics: Metrics, owner: str = "") -> None:
+    def __init__(self, metrics: Metrics, owner: str = "", board: Board | None = None) -> None:
         self.metrics = metrics
         self.owner = owner or f"train/{os.getpid()}"
         self.gauges: dict[str, float] = {}
         self.state = "starting"
+        self.board = board
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
@@ -37,7 +39,7 @@ class Report:
             self.metrics.gauge(name).set(value)
             self.gauges[name] = value
 
-    def step(self, items: list[TrainItem], stats: StepStats, version: int, step_s: float) -> None:
+    def step(self, step: int, items: list[TrainItem], stats: StepStats, version: int, step_s: float) -> None:
         """One finished optimizer step."""
         self.add("steps")
         self.add("step_seconds", step_s)
@@ -55,6 +57,8 @@ class Report:
             value = stats.values.get(f"usual/{name}", math.nan)
             if math.isfinite(value):
                 self.set(f"{name}_run", max(self.gauges.get(f"{name}_run", 0.0), value))
+        if self.board is not None:
+            self.board.step(step, self.gauges)
 
 
 def staleness_tokens(items: list[TrainItem], version: int) -> Mapping[int, int]:

@@ -6,25 +6,28 @@
 Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are.
 """
 
+import asyncio
 import logging
+from functools import partial
 
 from infra.bus.log import Log
 from infra.config import Floor
 from infra.store import Store
-from schemas import Batch, PolicyEvent, Skip, topics
+from schemas import PolicyEvent, Rollback, topics
 from schemas.errors import ConfigError
 from trainer import checkpoint
-from trainer.assemble import train_items
+from trainer.batch import TrainItem
+from trainer.blocks import items_of, read_blocks
 from trainer.buffer import Buffer, candidate_of
 from trainer.config import TrainerConfig
 from trainer.intake import Intake
-from trainer.journal import Lease, pending_batches, read_journal
+from trainer.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
 from trainer.learner import Learner
 from trainer.publication import Publisher, published
-from trainer.replay import read_blocks
+from trainer.repeat import repeat
 from trainer.report import Report
-from trainer.state import Run
-from trainer.step import execute, publish_now, settle_verdict
+from trainer.state import Learning, Run, Unread
+from trainer.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due
 from trainer.warmup import finish_warm_up
 
 logger = logging.getLogger(__name__)
@@ -46,11 +49,13 @@ async def resume(
     found = published([(offset, event) for offset, _, event in events], floor.policy.name)
     times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
     publisher = Publisher(log, store, lease, floor.policy.name, found, times_ms)
-    state = checkpoint.load_newest(store, lease.run)
+    state, journal = await find_start(log, store, lease)
     position = state.position if state else checkpoint.Position()
     uses = state.uses if state else {}
     buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses)
-    intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next)
+    clock = asyncio.get_running_loop().time
+    intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)
+    intake.floor = position.settled
     run = Run(
         floor=floor,
         config=config,
@@ -65,24 +70,44 @@ async def resume(
         seed=seed,
     )
     if state is not None:
-        try:
-            await run.in_thread(learner.restore, state.learner)
-        except ValueError as error:
-            raise ConfigError(
-                f"checkpoint of step {position.step} does not fit the configured model: {error}"
-            ) from error
+        await restore_learner(run, state)
         await restore_buffer(run, state.references)
-        if not publisher.has(position.version):
-            await publish_now(run, position.version)
+        run.saved_step = position.step
     elif config.warmup is not None:
         await run.in_thread(learner.begin_phase, "warmup")
-    journal = await read_journal(log, lease, start=position.journal_next, token=position.journal_token)
+    run.unread = Unread(position.journal_next, position.journal_token)
     run.advance(journal_next=journal.next_offset, journal_token=journal.token)
-    pending = pending_batches(journal.entries, position.step)
-    if state is not None or pending:
-        logger.info("resuming step=%d version=%d journaled=%d", position.step, position.version, len(pending))
-    await execute_again(run, pending, {entry.step for entry in journal.entries if isinstance(entry, Skip)})
+    if state is not None and not publisher.has(position.version):
+        await publish_now(run, position.version)
+    todo = pending(journal.entries, position.step)
+    if state is not None or todo:
+        logger.info("resuming step=%d version=%d journaled=%d", position.step, position.version, len(todo))
+    await execute_again(run, todo)
+    run.unread = None
     return run
+
+
+async def find_start(log: Log, store: Store, lease: Lease) -> tuple[checkpoint.Checkpoint | None, Journal]:
+    """The newest checkpoint that verifies and was not rolled back later, and the journal after it."""
+    before: checkpoint.Place | None = None
+    while (state := checkpoint.load_newest(store, lease.run, before=before)) is not None:
+        position = state.position
+        journal = await read_journal(log, lease, start=position.journal_next, token=position.journal_token)
+        if not is_quarantined(journal.entries, position.step):
+            return state, journal
+        logger.warning("checkpoint passed over run=%s step=%d: rolled back later", lease.run, position.step)
+        before = checkpoint.Place(position.step, 0)
+    return None, await read_journal(log, lease)
+
+
+async def restore_learner(run: Learning, state: checkpoint.Checkpoint) -> None:
+    """Put a checkpoint's state into the learner. Raises ConfigError where it does not fit the configured model."""
+    try:
+        await run.in_thread(run.learner.restore, state.learner)
+    except ValueError as error:
+        raise ConfigError(
+            f"checkpoint of step {state.position.step} does not fit the configured model: {error}"
+        ) from error
 
 
 async def read_policies(log: Log) -> list[tuple[int, int, PolicyEvent]]:
@@ -95,22 +120,32 @@ async def read_policies(log: Log) -> list[tuple[int, int, PolicyEvent]]:
 
 
 async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:
-    """Put undrawn blocks back; those that retention took are gone with a count."""
-    for offset, (frame, block) in sorted((await read_blocks(run.log, references)).items()):
-        run.intake.buffer.add(offset, frame, block)
+    """Put undrawn blocks back. Raises OffsetOutOfRange naming one that is gone."""
+    for offset, one in sorted((await read_blocks(run.log, references)).items()):
+        run.intake.keep(offset, one.frame, one.block, one.digest)
 
 
-async def execute_again(run: Run, batches: list[Batch], skipped: set[int]) -> None:
-    """Execute journaled batches: same items, same seeds, same publications. skipped: steps the journal says were."""
-    run.report.state = "executing the journal again" if batches else run.report.state
-    for batch in batches:
-        if batch.phase == "train" and not run.position.warmed_up:
-            await finish_warm_up(run)
-        found = await read_blocks(run.log, {item.offset for item in batch.items})
-        items = train_items(batch, {offset: block for offset, (_, block) in found.items()})
-        counted: set[int] = set()
-        for item in batch.items:
-            if item.offset not in counted:
-                counted.add(item.offset)
-                run.intake.buffer.count_use(candidate_of(item.offset, found[item.offset][1], item.use))
-        await settle_verdict(run, batch, await execute(run, batch, items), again=batch.step in skipped)
+async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
+    """Bring the run to the journal's end: same items, same seeds, same verdicts, same publications."""
+    run.report.state = "executing the journal again" if todo else run.report.state
+    steps = repeat(run, todo, prepare=partial(count_and_read, run), begin_training=partial(finish_warm_up, run))
+    async for one, stats in steps:
+        if isinstance(one, Rollback):
+            await finish_rollback(run, one)
+        elif stats is not None and one.fate == "open":
+            await settle_verdict(run, one.batch, stats)
+        elif one.fate != "quarantined" and one.batch.phase == "train":
+            await write_and_publish_due(run)
+
+
+async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
+    """The items of a journaled batch; its groups are used, whatever became of its step, and the master is told again."""
+    used = (*one.batch.items, *one.batch.dropped)
+    found = await read_blocks(run.log, {item.offset for item in used})
+    await tell_drawn(run, one.batch)
+    sequences = [other.block.experiences[0].sequence for other in found.values()]
+    run.settle([number for number in sequences if number >= 0])
+    run.intake.floor = run.position.settled
+    for offset, use in {item.offset: item.use for item in used}.items():
+        run.intake.buffer.count_use(candidate_of(offset, found[offset].block, use))
+    return items_of(one.batch, found)

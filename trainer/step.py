@@ -4,24 +4,25 @@ Order, always: journal (confirmed) → Drawn → optimizer → checkpoint when d
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
-from infra.config import duration_s
-from schemas import Batch, Block, Drawn, Rollback, Skip, topics
+from infra.failpoint import reach
+from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
 from trainer import checkpoint
 from trainer.assemble import Stamp, assemble, step_seed
 from trainer.batch import TrainItem, pack
+from trainer.batch_chain import PACED, apply_chain
 from trainer.diagnostics import alarms
 from trainer.draw import Candidate, Draw
-from trainer.guard import GuardState, judge
-from trainer.journal import append
+from trainer.guard import ANY_FINITE, GuardState, collapses, judge, norm_limit, passed, refused, rolled_back, unhealthy
 from trainer.learner import StepStats
 from trainer.publication import probe_sequences
 from trainer.report import Stopwatch
-from trainer.state import Run, config_hash
+from trainer.saving import write_checkpoint
+from trainer.schedule import learning_rate_at
+from trainer.state import Learning, Run, config_hash
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 async def train_step(run: Run, draw: Draw) -> None:
     """Journal a draw and train on it."""
     batch, items = await journal_draw(run, draw, phase="train")
-    sequences = [one.sequence for one in draw.taken if one.sequence >= 0]
-    run.intake.settle(sequences)
-    stats = await execute(run, batch, items)
+    run.settle([one.sequence for one in draw.taken if one.sequence >= 0])
+    limit = norm_limit(run.position.guard, run.config.guard)
+    stats = await execute(run, batch, items, max_grad_norm=limit)
     await settle_verdict(run, batch, stats)
 
 
@@ -45,62 +46,114 @@ async def journal_draw(run: Run, draw: Draw, *, phase: Literal["warmup", "train"
         version=run.position.version,
         phase=phase,
         seed=step_seed(run.seed, step),
-        config_hash=config_hash(run.config, run.floor),
+        config_hash=config_hash(run.config, run.floor, run.chain),
     )
     drawn: list[tuple[Candidate, Block]] = list(zip(draw.taken, run.intake.buffer.take(draw.taken), strict=True))
     batch, items = assemble(stamp, drawn, draw.dropped)
-    journal_next = await append(run.log, batch)
-    run.advance(journal_next=journal_next)
-    groups = tuple(one.group for one in draw.taken if one.lane == "usual")
-    if groups:
-        told = Drawn(token=run.lease.token, step=step, version=run.position.version, groups=groups)
-        await run.log.publish(topics.PROGRESS, told)
+    if phase == "train":
+        paced = run.config.lanes.get(PACED)
+        batch, items = await apply_chain(run.chain, batch, items, alone=paced is None or paced.optional)
+        for reason in batch.dropped_because:
+            run.report.add("dropped", reason=reason)
+    await run.journal(batch)
+    await tell_drawn(run, batch)
     return batch, items
 
 
-async def execute(run: Run, batch: Batch, items: Sequence[TrainItem]) -> StepStats:
-    """The optimizer step of a journaled batch; the position moves past it."""
-    warmup = run.config.warmup
-    learning_rate = warmup.learning_rate if batch.phase == "warmup" and warmup else run.config.learning_rate
-    since_version = (batch.step - run.position.first_train_step) % run.floor.pacing.steps_per_version
+async def tell_drawn(run: Run, batch: Batch) -> None:
+    """Tell the master which groups a journaled batch ends; told again after a restart, it counts once."""
+    used = (*batch.items, *batch.dropped)
+    groups = tuple(dict.fromkeys(ids.group_of(item.id) for item in used if item.lane == "usual"))
+    if groups:
+        told = Drawn(token=run.lease.token, step=batch.step, version=batch.version, groups=groups)
+        await run.log.publish(topics.PROGRESS, told)
+
+
+async def execute(
+    run: Learning, batch: Batch, items: Sequence[TrainItem], *, max_grad_norm: float = ANY_FINITE
+) -> StepStats:
+    """The optimizer step of a journaled batch (none where the batch chain left nothing); the position moves past it.
+
+    Resume and replay come through here too. max_grad_norm: a step with a larger one changes nothing; what the journal
+    calls trained is not asked again.
+    """
+    if not items:
+        run.advance(step=batch.step)
+        return StepStats(finite=True, loss=math.nan, grad_norm=math.nan, values={})
+    steps_done = batch.step - run.position.first_train_step
+    learning_rate = learning_rate_at(run.config, batch.phase, steps_done)
     packed = pack(
         items,
         max_tokens=run.config.max_tokens_per_microbatch,
         version=batch.version,
-        exact=since_version == 0,
+        exact=steps_done % run.floor.pacing.steps_per_version == 0,
+        bootstrap=run.config.critic is not None,
     )
     with Stopwatch(run.report, "learner_seconds") as watch:
-        stats = await run.in_thread(run.learner.step, packed, learning_rate=learning_rate, seed=batch.seed)
+        reach("learner.before_step")
+        stats = await run.in_thread(
+            run.learner.step, packed, learning_rate=learning_rate, seed=batch.seed, max_grad_norm=max_grad_norm
+        )
+    reach("learner.after_step")
     run.advance(step=batch.step)
-    run.report.step(list(items), stats, batch.version, watch.elapsed_s)
+    run.report.step(batch.step, list(items), stats, batch.version, watch.elapsed_s)
     sampled = [one.experience.tokens.tolist() for one in items[:4]]
     run.probe_sequences = probe_sequences(sampled) or run.probe_sequences
     return stats
 
 
-async def settle_verdict(run: Run, batch: Batch, stats: StepStats, *, again: bool = False) -> None:
-    """Let the guard decide, then write and publish what is due. again: the journal already says what was skipped."""
-    raised = alarms(stats.values)
+async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
+    """Let the guard decide, then write and publish what is due."""
+    before, entropy, reward = run.position.guard, *condition(run, stats)
+    raised = (*alarms(stats.values), *collapses(before, run.config.guard, entropy=entropy, reward=reward))
     for alarm in raised:
         run.report.add("alarms", alarm=alarm.name)
-    run.guard, verdict, reason = judge(
-        run.guard,
+    verdict, reason = judge(
+        before,
         finite=stats.finite,
         alarms=tuple(alarm.name for alarm in raised),
         halting=frozenset(run.config.halt_on),
         max_skips=run.config.max_skips,
+        grad_norm=stats.grad_norm,
+        limit=norm_limit(before, run.config.guard),
     )
     if verdict == "rollback":
-        await roll_back(run, batch, reason)
+        # An alarm is about the weights that met the batch: a checkpoint of exactly these is no way back.
+        newest = batch.step - 1 if reason.startswith("alarm") else batch.step
+        await roll_back(run, batch, reason, newest=newest)
         return
+    run.advance(guard=after(run, batch, stats) if verdict == "go" else refused(before))
     if verdict == "skip":
         logger.warning("step skipped step=%d reason=%s", batch.step, reason)
         run.report.add("steps_skipped")
-        if not again:
-            skip = Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason)
-            run.advance(journal_next=await append(run.log, skip))
-    if batch.phase == "train":
-        await write_and_publish_due(run)
+        await run.journal(Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason))
+    if batch.phase == "train" and run.publication_due():
+        if reason := await fault(run):
+            await roll_back(run, batch, reason, newest=batch.step)
+        else:
+            await write_and_publish_due(run)
+
+
+def condition(run: Learning, stats: StepStats) -> tuple[float | None, float | None]:
+    """Entropy and mean reward of the step just done."""
+    return stats.values.get("usual/entropy"), run.report.gauges.get("reward_mean")
+
+
+def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
+    """What the guard remembers after a step that changed the weights. The warm-up is no measure for what follows it."""
+    if batch.phase == "warmup":
+        return GuardState()
+    entropy, reward = condition(run, stats)
+    before, config = run.position.guard, run.config.guard
+    return passed(before, config, grad_norm=stats.grad_norm, entropy=entropy, reward=reward)
+
+
+async def fault(run: Run) -> str:
+    """Why the weights must not be published, "" for nothing: looked at before the checkpoint that would keep them."""
+    tensors = await run.in_thread(run.learner.tensors)
+    before = run.published_probe if run.config.guard.probe_shift else None
+    now = await run.in_thread(run.learner.probe, before.sequences) if before is not None else None
+    return unhealthy(tensors, before, now, run.config.guard)
 
 
 async def write_and_publish_due(run: Run) -> None:
@@ -125,48 +178,43 @@ async def publish_now(run: Run, version: int) -> None:
             version, tensors, probe, parent=run.position.version if version else -1, step=run.position.step, stats=stats
         )
     run.advance(version=got)
+    run.published_probe = probe
     run.report.add("policy_versions")
 
 
-async def write_checkpoint(run: Run, version: int) -> None:
-    """Write a checkpoint of now; prune old ones, and old policies. version: of these weights; a resume publishes it if
-    nobody did.
+async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None:
+    """Restore the weights of the newest checkpoint before step `newest` (of any, where there is none) as a new, higher
+    version; the batches since it are quarantined.
     """
-    intake = run.intake
-    run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next)
-    with Stopwatch(run.report, "checkpoint_seconds"):
-        state = checkpoint.Checkpoint(
-            position=msgspec.structs.replace(run.position, version=version),
-            learner=await run.in_thread(run.learner.save),
-            uses=dict(intake.buffer.uses),
-            references=tuple(intake.buffer.references()),
-        )
-        await run.in_thread(checkpoint.save, run.store, run.name, state)
-        await run.in_thread(checkpoint.prune, run.store, run.name, run.config.keep_checkpoints)
-        await run.in_thread(run.publisher.prune, int(duration_s(run.floor.keep.replay) * 1000))
-    run.report.add("checkpoints")
-
-
-async def roll_back(run: Run, batch: Batch, reason: str) -> None:
-    """Restore the newest checkpoint's weights as a new, higher version; the batches since it are quarantined."""
-    state = await run.in_thread(checkpoint.load_newest, run.store, run.name)
+    state = await run.in_thread(checkpoint.load_newest, run.store, run.name, before=checkpoint.Place(newest, 0))
+    state = state or await run.in_thread(checkpoint.load_newest, run.store, run.name)
     if state is None:
         raise RuntimeError(f"step {batch.step}: {reason}, and there is no checkpoint to go back to")
     logger.error("rolling back from step=%d to step=%d reason=%s", batch.step, state.position.step, reason)
     run.report.add("rollbacks")
-    run.report.state = f"rolled back to step {state.position.step}: {reason}"
     await run.in_thread(run.learner.restore, state.learner)
-    version = run.position.version + 1
+    run.advance(guard=state.position.guard)
     record = Rollback(
         run=run.name,
         token=run.lease.token,
         from_step=state.position.step + 1,
         to_step=batch.step,
         restored_version=state.position.version,
-        version=version,
+        version=run.position.version + 1,
         reason=reason,
     )
-    run.advance(journal_next=await append(run.log, record))
-    run.guard = GuardState()
-    await write_checkpoint(run, version)
-    await publish_now(run, version)
+    await run.journal(record)
+    await finish_rollback(run, record)
+
+
+async def finish_rollback(run: Run, record: Rollback) -> None:
+    """What follows the record of a rollback, on the weights it restored: what was taken back is no checkpoint any more,
+    this is one, and the new version.
+    """
+    run.report.state = f"rolled back to step {record.from_step - 1}: {record.reason}"
+    run.advance(guard=rolled_back(run.position.guard))
+    quarantined = range(record.from_step, record.to_step)
+    places = await run.in_thread(checkpoint.places, run.store, run.name)
+    await run.in_thread(checkpoint.remove, run.store, run.name, [one for one in places if one.step in quarantined])
+    await write_checkpoint(run, record.version)
+    await publish_now(run, record.version)

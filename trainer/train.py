@@ -18,18 +18,22 @@ import socket
 from functools import partial
 
 from infra.bus.log import Log
+from infra.chain.chain import Step
 from infra.config import Floor
 from infra.metrics import Metrics
 from infra.store import Store
 from schemas import topics
+from trainer.admit import admitted
+from trainer.board import Board, follow_results
 from trainer.config import TrainerConfig
 from trainer.intake import follow_buffer, follow_progress, watch_leases
 from trainer.journal import take_lease
 from trainer.learner import Learner
 from trainer.report import Report, publish_progress, report_progress
 from trainer.resume import resume
+from trainer.saving import write_checkpoint
 from trainer.state import Run
-from trainer.step import publish_now, train_step, write_checkpoint
+from trainer.step import publish_now, train_step
 from trainer.waiting import next_draw, tell_dropped
 from trainer.warmup import warm_up
 
@@ -46,14 +50,20 @@ async def run_trainer(
     metrics: Metrics,
     stop: asyncio.Event,
     seed: int = 0,
+    board: Board | None = None,
+    chain: tuple[Step, ...] = (),
 ) -> None:
-    """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run."""
+    """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run.
+
+    chain: what every drawn batch passes before it is journaled.
+    """
     owner = f"train/{socket.gethostname()}/{os.getpid()}"
     name = floor.run or floor.app
     lease = await take_lease(log, policy=floor.policy.name, run=name, owner=owner)
     logger.info("lease taken run=%s token=%d", name, lease.token)
-    report = Report(metrics, owner)
+    report = Report(metrics, owner, board)
     run = await resume(floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report)
+    run.chain = chain
     leases = await log.assigned(topics.POLICIES, {0: lease.token + 1})
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -63,6 +73,8 @@ async def run_trainer(
                 tasks.create_task(watch_leases(log, leases, lease, floor.policy.name)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]
+            if board is not None:
+                background.append(tasks.create_task(follow_results(log, board)))
             await learn(run, stop)
             for task in background:
                 task.cancel()
@@ -74,17 +86,21 @@ async def run_trainer(
 
 async def learn(run: Run, stop: asyncio.Event) -> None:
     """The loop of the diagram."""
-    if run.position.step < 0 and not run.position.warmed_up:
+    if run.position.step < 0 and not run.position.warmed_up and run.saved_step < -1:
+        if run.config.warmup is None:
+            await run.begin_training()
+        await write_checkpoint(run, 0)
         await publish_now(run, 0)
     if not run.position.warmed_up:
         await warm_up(run, stop)
     run.report.state = "learning"
     while not stop.is_set() and not finished(run):
         draw = await next_draw(run, stop)
-        if draw is not None:
+        draw = None if draw is None else await admitted(run, draw)
+        if draw is not None and not draw.wait:
             await train_step(run, draw)
     run.report.state = "stopped"
-    if run.position.warmed_up:
+    if run.position.warmed_up and run.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)
 
 

@@ -5,12 +5,12 @@ Guarantee: groups dropped at the draw are told to the master at once, so that wh
 
 import asyncio
 import math
-import time
+from collections.abc import Sequence
 
 from schemas import Drawn, Lane, topics
 from trainer.assemble import step_seed
 from trainer.config import LaneConfig
-from trainer.draw import Candidate, Draw, draw_in_order, draw_spread, worth_waiting_for
+from trainer.draw import Candidate, Draw, draw_in_order, draw_spread, unfit, worth_waiting_for
 from trainer.intake import Intake
 from trainer.report import Stopwatch
 from trainer.state import Run
@@ -24,7 +24,7 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
     with Stopwatch(run.report, "idle_seconds"):
         while not stop.is_set():
             run.intake.changed.clear()
-            draw = decide(run, now_s=time.monotonic())
+            draw = decide(run, now_s=run.intake.clock())
             if draw.dropped:
                 await drop(run, draw)
             if not draw.wait:
@@ -57,7 +57,7 @@ def decide(run: Run, *, now_s: float) -> Draw:
         if wanted == 0:
             continue
         candidates = run.intake.buffer.candidates(lane)
-        unusable = [(one, "no ratio") for one in candidates if config.loss != "sft" and not one.has_ratio]
+        unusable = unfit_of(run, lane, candidates)
         dropped += unusable
         refused = {one.offset for one, _ in unusable}
         draw = draw_spread(
@@ -72,6 +72,12 @@ def decide(run: Run, *, now_s: float) -> Draw:
     return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken)
 
 
+def unfit_of(run: Run, lane: Lane, candidates: Sequence[Candidate]) -> list[tuple[Candidate, str]]:
+    """What the lane's loss cannot learn from."""
+    objective = run.objectives[lane]
+    return unfit(candidates, ratio=objective.ratio, pairs=objective.mean == "pairs")
+
+
 def share_of(config: LaneConfig) -> float:
     """Sequences of a lane per sequence of the paced one."""
     return config.share or config.weight / max(1.0 - config.weight, 1e-9)
@@ -82,15 +88,16 @@ def paced(run: Run, now_s: float) -> Draw:
     pacing = run.floor.pacing
     version = run.position.version
     candidates = run.intake.buffer.candidates(PACED)
-    unusable = [(one, "no ratio") for one in candidates if not one.has_ratio and run.config.lanes[PACED].loss != "sft"]
+    unusable = unfit_of(run, PACED, candidates)
     refused = {one.offset for one, _ in unusable}
     usable = [one for one in candidates if one.offset not in refused]
     given_up = {number: since for number, since in run.given_up.items() if now_s - since > pacing.straggler_s}
-    hold_for = worth_waiting_for(
-        run.intake.absent(), usable, version=version, max_staleness=pacing.max_staleness, given_up=given_up
-    )
-    if hold_for is not None:
-        run.given_up.setdefault(hold_for, now_s)
+    absent, hold_for = run.intake.absent(), None
+    while (number := worth_waiting_for(
+        absent, usable, version=version, max_staleness=pacing.max_staleness, given_up=given_up
+    )) is not None:  # fmt: skip
+        hold_for = number if hold_for is None else hold_for
+        given_up[number] = run.given_up.setdefault(number, now_s)  # all that are missing now wait at the same time
     rest = len(usable) if is_rest(run.intake, len(usable), now_s) else math.inf
     draw = draw_in_order(
         usable,

@@ -11,8 +11,9 @@ from trainer.assemble import step_seed
 from trainer.batch import TrainItem, pack
 from trainer.config import WarmupConfig
 from trainer.draw import draw_spread
+from trainer.saving import write_checkpoint
 from trainer.state import Run
-from trainer.step import execute, journal_draw, publish_now, settle_verdict, write_checkpoint
+from trainer.step import execute, journal_draw, publish_now, settle_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,7 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
 async def finish_warm_up(run: Run) -> None:
     """Fresh optimizer, checkpoint, and the version that explorers start from."""
     version = run.position.version + (run.config.warmup is not None)
-    await run.in_thread(run.learner.begin_phase, "train")
-    run.advance(warmed_up=True, first_train_step=run.position.step + 1)
+    await run.begin_training()
     run.report.state = "learning"
     await write_checkpoint(run, version)
     if version > run.position.version:
@@ -53,9 +53,9 @@ async def finish_warm_up(run: Run) -> None:
 
 
 async def enough_demonstrations(run: Run, warmup: WarmupConfig, stop: asyncio.Event) -> None:
-    """Wait until the lane holds `min_experiences`."""
+    """Wait until the lane has been given `min_experiences`: after a restart some may be used up already."""
     buffer = run.intake.buffer
-    while not stop.is_set() and buffer.num_experiences(warmup.lane) < warmup.min_experiences:
+    while not stop.is_set() and buffer.num_heard(warmup.lane) < warmup.min_experiences:
         run.intake.changed.clear()
         try:
             async with asyncio.timeout(0.5):

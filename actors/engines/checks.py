@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from actors.engine import Sampling
+from actors.engine import ContextFull, Sampling
 from infra.weights.policy import Policy, Probe
 from infra.weights.tensors import Tensor, is_finite
 from schemas.errors import PolicyRefused
@@ -62,16 +62,21 @@ def check_probe_sequences(probe: Probe | None, num_vocabulary: int, max_tokens: 
 
 
 def check_request(prompt: Sequence[int], sampling: Sampling, num_vocabulary: int, max_tokens: int) -> None:
-    """Raise ValueError for a request no engine can serve. max_tokens: longest sequence, prompt included."""
+    """Raise ValueError for a request no engine can serve, ContextFull where only its length is wrong.
+
+    max_tokens: longest sequence, prompt included.
+    """
     if not prompt or min(prompt) < 0 or max(prompt) >= num_vocabulary:
         raise ValueError(f"prompt: got {len(prompt)} tokens, expected at least one, each of 0 to {num_vocabulary - 1}")
     if sampling.max_tokens < 1 or len(prompt) + sampling.max_tokens > max_tokens:
-        raise ValueError(
+        raise ContextFull(
             f"max_tokens: got {sampling.max_tokens} after a prompt of {len(prompt)}, expected 1 to "
             f"{max_tokens - len(prompt)} (the engine holds sequences of {max_tokens})"
         )
     if not 0.0 <= sampling.temperature < float("inf"):
         raise ValueError(f"temperature: got {sampling.temperature}, expected 0 (greedy) or more")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
 
 
 def _equal(held: Tensor, wanted: Tensor) -> bool:

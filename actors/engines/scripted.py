@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.engine import Completion, LoadReport, Sampling
+from actors.engine import Completion, LoadReport, OnChunk, Sampling
 from actors.engines.checks import check_probe_sequences, check_request, check_tensors, probe_difference
 from actors.engines.trace import Trace
 from infra.weights.policy import Policy
@@ -56,6 +56,11 @@ class ScriptedEngine:
         return self._version
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._max_model_len
+
+    @property
     def num_running(self) -> int:
         """Requests that have not ended."""
         return len(self._running)
@@ -81,10 +86,12 @@ class ScriptedEngine:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, on_chunk: OnChunk | None = None
+    ) -> Completion:
         """Sample one continuation."""
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
-        task = asyncio.ensure_future(self._sample(tuple(prompt), sampling))
+        task = asyncio.ensure_future(self._sample(tuple(prompt), sampling, on_chunk))
         self._running.add(task)
         try:
             return await task
@@ -92,7 +99,7 @@ class ScriptedEngine:
             self._running.discard(task)
             task.cancel()
 
-    async def _sample(self, prompt: tuple[int, ...], sampling: Sampling) -> Completion:
+    async def _sample(self, prompt: tuple[int, ...], sampling: Sampling, on_chunk: OnChunk | None) -> Completion:
         seed = (self._seed, self._num_requests) if sampling.seed is None else (sampling.seed,)
         self._num_requests += 1
         random = np.random.default_rng(seed)
@@ -102,6 +109,7 @@ class ScriptedEngine:
         while not done:
             await asyncio.sleep(self._token_s)
             row = _log_softmax(self._table[last] / (sampling.temperature or 1.0))
+            row = _nucleus(row, sampling.top_p) if sampling.top_p < 1.0 else row
             if script is not None:
                 last = script[len(trace.tokens)]
             elif sampling.temperature == 0:
@@ -110,6 +118,9 @@ class ScriptedEngine:
                 last = min(int(np.searchsorted(np.exp(row).cumsum(), random.random())), len(row) - 1)
             done = trace.add(last, float(row[last]), self._version)
             done = done or (script is not None and len(trace.tokens) == len(script))
+            if on_chunk is not None:
+                for chunk in trace.take_chunks():
+                    on_chunk(chunk)
         return trace.completion()
 
     async def load(self, policy: Policy) -> LoadReport:
@@ -132,6 +143,16 @@ class ScriptedEngine:
 def _score(table: np.ndarray, tokens: Sequence[int]) -> tuple[float, ...]:
     rows = _log_softmax(table[np.asarray(tokens[:-1], np.int64)])
     return tuple(float(row[token]) for row, token in zip(rows, tokens[1:], strict=True))
+
+
+def _nucleus(row: np.ndarray, top_p: float) -> np.ndarray:
+    """Log probabilities of the smallest set with `top_p` of the mass, normalized; the rest is -inf."""
+    order = np.argsort(-row)
+    before = np.cumsum(np.exp(row[order])) - np.exp(row[order])
+    cut = np.full_like(row, -np.inf)
+    kept = order[before < top_p]
+    cut[kept] = row[kept]
+    return _log_softmax(cut)
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.engine import OnChunk
 from actors.engines.trace import Trace
 
 SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
@@ -19,10 +20,17 @@ REBUILD_TOKENS = 16384  # most tokens of one forward while rebuilding
 class Row:
     """One running request."""
 
-    def __init__(self, prompt: tuple[int, ...], trace: Trace, generator: torch.Generator | None) -> None:
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        trace: Trace,
+        generator: torch.Generator | None,
+        on_chunk: OnChunk | None = None,
+    ) -> None:
         self.prompt = prompt
         self.trace = trace
         self.generator = generator
+        self.on_chunk = on_chunk
         self.cancelled = False
 
     @property
@@ -173,6 +181,7 @@ class Batch:
         temperatures = torch.tensor([row.trace.sampling.temperature for row in rows])
         greedy = temperatures == 0
         logprobs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperatures)[:, None], -1)
+        logprobs = _nucleus(logprobs, [row.trace.sampling.top_p for row in rows])
         tokens = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
         if bool(greedy.any()):
             tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
@@ -200,3 +209,17 @@ class Batch:
             for source, target in zip(sources, targets, strict=True):
                 self.rows[target] = self.rows[source]
         del self.rows[num_left:]
+
+
+def _nucleus(logprobs_BV: Tensor, top_p: list[float]) -> Tensor:
+    """Rows with top_p below 1 cut to the smallest set with that mass, normalized; the others as they are."""
+    cut = [index for index, share in enumerate(top_p) if share < 1.0]
+    if not cut:
+        return logprobs_BV
+    rows, order = logprobs_BV[cut].sort(-1, descending=True)
+    before = rows.exp().cumsum(-1) - rows.exp()
+    rows = rows.masked_fill(before >= torch.tensor([top_p[index] for index in cut])[:, None], float("-inf"))
+    kept = torch.full_like(rows, float("-inf")).scatter(-1, order, rows)
+    logprobs_BV = logprobs_BV.clone()
+    logprobs_BV[cut] = torch.log_softmax(kept, -1)
+    return logprobs_BV

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from actors.engine import Completion, EngineStopped, LoadReport, Sampling
+from actors.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.checks import (
     PROBE_TOLERANCE,
     changed_names,
@@ -73,6 +73,11 @@ class TorchEngine:
         return self._version
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._max_model_len
+
+    @property
     def num_running(self) -> int:
         """Requests that have not ended."""
         return len(self._futures)
@@ -101,12 +106,14 @@ class TorchEngine:
         for future in self._futures.values():
             future.cancel()
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, on_chunk: OnChunk | None = None
+    ) -> Completion:
         """Sample one continuation."""
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         self._check_alive()
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
-        row = Row(tuple(prompt), Trace(sampling), generator)
+        row = Row(tuple(prompt), Trace(sampling), generator, on_chunk)
         future: Finished = self._loop.create_future()
         self._futures[row] = future
         if not self._entering:  # calls of one loop turn enter together, so that a group's prompt is forwarded once
@@ -211,11 +218,22 @@ class TorchEngine:
                 entering.append(row)
         if entering:
             finished += self._batch.admit(entering, self._version)
-        if finished:
+        streamed = [row for row in (*self._batch.rows, *finished) if row.on_chunk is not None]
+        chunks = [(row, row.trace.take_chunks()) for row in streamed]
+        if finished or chunks:
             completions = [(row, row.trace.completion()) for row in finished]
-            self._loop.call_soon_threadsafe(self._deliver, completions)
+            self._loop.call_soon_threadsafe(self._deliver, chunks, completions)
 
-    def _deliver(self, completions: list[tuple[Row, Completion]]) -> None:
+    def _deliver(self, chunks: list[tuple[Row, list[Chunk]]], completions: list[tuple[Row, Completion]]) -> None:
+        for row, sampled in chunks:
+            future = self._futures.get(row)
+            if future is None or future.done() or row.on_chunk is None:
+                continue
+            try:
+                for chunk in sampled:
+                    row.on_chunk(chunk)
+            except Exception as error:  # the caller's own, so the caller gets it
+                future.set_exception(error)
         for row, completion in completions:
             future = self._futures.get(row)
             if future is not None and not future.done():

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from actors.engine import Completion, Sampling
+from actors.engine import Chunk, Completion, Sampling
 from schemas import Span
 
 
@@ -13,6 +13,7 @@ class Trace(msgspec.Struct):
     tokens: list[int] = []
     logprobs: list[float] = []
     starts: list[tuple[int, int]] = []  # (version, index of its first token)
+    taken: int = 0
 
     def add(self, token: int, logprob: float, version: int) -> bool:
         """Record a token; True where it ends the sequence."""
@@ -27,19 +28,31 @@ class Trace(msgspec.Struct):
         return Completion(
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
-            spans=spans(self.starts, len(self.tokens), self.sampling.temperature),
+            spans=spans(self.starts, len(self.tokens), self.sampling),
             stopped=bool(self.tokens) and self.tokens[-1] in self.sampling.stop,
         )
 
+    def take_chunks(self) -> list[Chunk]:
+        """What was recorded since the last call, one chunk per version."""
+        begin, self.taken = self.taken, len(self.tokens)
+        runs = spans(self.starts, len(self.tokens), self.sampling)
+        cuts = [(max(begin, run.start), run.stop, run.version) for run in runs if run.stop > begin]
+        return [
+            Chunk(tuple(self.tokens[start:stop]), tuple(self.logprobs[start:stop]), version)
+            for start, stop, version in cuts
+        ]
 
-def spans(starts: list[tuple[int, int]], num_tokens: int, temperature: float) -> tuple[Span, ...]:
+
+def spans(starts: list[tuple[int, int]], num_tokens: int, sampling: Sampling) -> tuple[Span, ...]:
     """Runs of one version each. starts: (version, index of its first token), ascending.
 
     Greedy tokens have no ratio: their recorded logprob is the policy's at temperature 1, but they were not drawn.
+    Neither have those of a truncated distribution.
     """
+    temperature, ratio = sampling.temperature, sampling.temperature > 0 and sampling.top_p == 1.0
     stops = [start for _, start in starts[1:]] + [num_tokens]
     return tuple(
-        Span(start, stop, version, temperature=temperature, ratio=temperature > 0)
+        Span(start, stop, version, temperature=temperature, ratio=ratio)
         for (version, start), stop in zip(starts, stops, strict=True)
         if stop > start
     )

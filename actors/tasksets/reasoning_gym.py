@@ -1,7 +1,7 @@
 """Tasks of one of reasoning-gym's generators, the same for the same seed. Only this module imports reasoning-gym."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from schemas import Message, Task
@@ -15,16 +15,7 @@ def reasoning_gym(
 
     Raises ConfigError for a generator or an option that does not exist.
     """
-    with warnings.catch_warnings():  # one of its dependencies has a literal comparison that Python warns of
-        warnings.simplefilter("ignore", SyntaxWarning)
-        from reasoning_gym.factory import DATASETS, create_dataset
-    if generator not in DATASETS:
-        known = ", ".join(sorted(DATASETS))
-        raise ConfigError(f"reasoning_gym: got generator {generator!r}, expected one of {known}")
-    try:
-        dataset = create_dataset(generator, size=size, seed=seed, **(options or {}))
-    except (TypeError, AssertionError, ValueError) as error:
-        raise ConfigError(f"reasoning_gym: {generator}: {error}") from error
+    dataset = open_dataset(generator, size=size, seed=seed, options=options or {})
     for index in range(size):
         entry = dataset[index]
         yield Task(
@@ -34,3 +25,17 @@ def reasoning_gym(
             split=split,
             meta={"generator": generator, "seed": seed, "index": index},
         )
+
+
+def open_dataset(generator: str, *, size: int, seed: int, options: Mapping[str, Any]) -> Any:
+    """A generator's dataset; its entries follow from seed and index. Raises ConfigError."""
+    with warnings.catch_warnings():  # one of its dependencies has a literal comparison that Python warns of
+        warnings.simplefilter("ignore", SyntaxWarning)
+        from reasoning_gym.factory import DATASETS, create_dataset
+    if generator not in DATASETS:
+        known = ", ".join(sorted(DATASETS))
+        raise ConfigError(f"reasoning_gym: got generator {generator!r}, expected one of {known}")
+    try:
+        return create_dataset(generator, size=size, seed=seed, **options)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ConfigError(f"reasoning_gym: {generator}: {error}") from error

@@ -10,6 +10,7 @@ import hashlib
 
 import msgspec
 
+from infra.failpoint import reach
 from infra.store import Store
 from schemas.errors import BadFrame, NotInStore, UnknownMajor
 from schemas.frame import MAX_TOTAL_BYTES
@@ -36,7 +37,9 @@ def deposit(store: Store, frame: bytes) -> bytes:
     """Store a frame; returns the value of the record that claims it. The same frame always has the same key."""
     sha256 = hashlib.sha256(frame).hexdigest()
     claim = Claim(PREFIX + sha256, sha256, len(frame))
+    reach("blobs.before_upload")
     store.put(claim.key, frame)
+    reach("blobs.after_upload")
     return MAGIC + bytes([FORMAT]) + msgspec.msgpack.encode(claim)
 
 

@@ -110,6 +110,9 @@ class Bus(Protocol):
     async def end_offsets(self, topic: str) -> dict[Partition, int]:
         """Next offset of each partition."""
 
+    async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
+        """Of each partition the first offset appended at `timestamp_ms` or later; its end where there is none."""
+
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
         """Committed next-to-read offsets; partitions without one are absent."""
 

@@ -14,10 +14,11 @@ from typing import Literal
 import msgspec
 
 from infra.bus.blobs import deposit, is_claim, redeem
-from infra.bus.bus import Bus, Partition, Position, Reader, Record
+from infra.bus.bus import Bus, Headers, Partition, Position, Reader, Record
+from infra.failpoint import reach, send_point
 from infra.store import Store
-from schemas import Block, Control, DeadLetter, Feedback, Task, Tick, decode, encode, kafka_headers
-from schemas.errors import BadFrame, StoreError
+from schemas import Block, Control, DeadLetter, Feedback, Received, Task, Tick, decode, encode, kafka_headers
+from schemas.errors import BadFrame, ConfigError, StoreError
 from schemas.ids import group_of
 from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, Topic, topic_config, topic_name
 
@@ -71,9 +72,15 @@ class Log:
         return topic_name(self.app, topic)
 
     async def publish(
-        self, topic: Topic, record: Control | Block, *, key: str | None = None, partition: int | None = None
+        self,
+        topic: Topic,
+        record: Control | Block,
+        *,
+        key: str | None = None,
+        partition: int | None = None,
+        headers: Headers = (),
     ) -> Position:
-        """Store one record; returns once confirmed. The key is the record's own unless given.
+        """Store one record; returns once confirmed. The key is the record's own unless given; headers: more of them.
 
         Raises ValueError for a record the topic does not hold, RecordTooLarge, BrokerUnavailable, StoreError.
         """
@@ -87,13 +94,17 @@ class Log:
             value = await asyncio.to_thread(deposit, self.store, value)
         if partition is None and isinstance(record, Tick):
             partition = record.partition
-        return await self.bus.send(
+        kind = type(record).__name__
+        reach(send_point(topic.name, kind, "before"))
+        position = await self.bus.send(
             self.name(topic),
             value,
             key=key_of(topic, record) if key is None else key.encode(),
-            headers=kafka_headers(record),
+            headers=(*kafka_headers(record), *headers),
             partition=partition,
         )
+        reach(send_point(topic.name, kind, "after"))
+        return position
 
     async def publish_all(self, topic: Topic, records: Iterable[Control | Block]) -> list[Position]:
         """Store many records, a bounded number of them at once; order between them is not kept."""
@@ -198,6 +209,30 @@ class Log:
         finally:
             await reader.close()
 
+    async def read_between(
+        self, topic: Topic, partition: int, start: int, stop: int, *, max_records: int = 500
+    ) -> AsyncGenerator[Message, None]:
+        """Records of one partition from `start` up to `stop`; raises OffsetOutOfRange where retention took the first."""
+        if start >= stop:
+            return
+        at = Partition(self.name(topic), partition)
+        reader = await self.assigned(topic, {partition: start})
+        try:
+            while reader.positions().get(at, start) < stop:
+                for message in await self.read(reader, timeout_s=1.0, max_records=max_records):
+                    if message.offset < stop:
+                        yield message
+        finally:
+            await reader.close()
+
+    async def require_topics(self) -> None:
+        """Raises ConfigError naming the first topic of the app that is not there."""
+        for topic in ALL:
+            try:
+                await self.bus.partitions(self.name(topic))
+            except ValueError as error:
+                raise ConfigError(f"app: {error}; `headrace check --create` creates the topics") from error
+
     async def create_topics(self, *, partitions: int, keep_ms: int) -> list[str]:
         """Create the topics that are missing; returns their names. ConfigError where a partition count has changed."""
         created = []
@@ -227,6 +262,8 @@ def key_of(topic: Topic, record: Control | Block) -> bytes:
         return str(record.partition).encode()
     if isinstance(record, Feedback):
         return group_of(record.ref).encode()
+    if isinstance(record, Received):
+        return (group_of(record.ref) if record.ref else record.path).encode()  # a webhook's events stay in order
     if isinstance(record, Task) and topic.key == "group":
         if record.issued is None:
             raise ValueError(f"task {record.id}: {topic.name} holds issued tasks, and this one is not")

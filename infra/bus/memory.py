@@ -95,6 +95,15 @@ class MemoryBus:
         """See Bus."""
         return {Partition(topic, index): log.end for index, log in enumerate(self._logs(topic))}
 
+    async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
+        """See Bus."""
+        return {
+            Partition(topic, index): next(
+                (one.offset for one in log.records if one.timestamp_ms >= timestamp_ms), log.end
+            )
+            for index, log in enumerate(self._logs(topic))
+        }
+
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
         """See Bus."""
         return {
@@ -122,6 +131,17 @@ class MemoryBus:
         if before > log.beginning:
             del log.records[: before - log.beginning]
             log.beginning = before
+
+    def restore(self, topic: str, records: Sequence[Record]) -> None:
+        """Make a topic of one partition from records as they were read elsewhere, with their offsets and times.
+
+        ValueError names the first offset that does not follow the one before it.
+        """
+        begins = records[0].offset if records else 0
+        for at, record in enumerate(records, begins):
+            if record.offset != at:
+                raise ValueError(f"{topic}: got offset {record.offset}, expected {at}: a record is missing")
+        self._topics[topic] = [_Partition(begins, list(records))]
 
     def log(self, partition: Partition) -> _Partition:
         """The records of one partition; ValueError if there is no such."""

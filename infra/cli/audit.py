@@ -1,34 +1,80 @@
-"""`headrace audit`: the account as a table, and an exit code."""
+"""`headrace audit`: the account as a table, and an exit code; with --drain, after everything has been finished."""
 
+import getpass
+import socket
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from infra.cli.connect import reading
+from infra.cli.connect import connected, reading
 from infra.cli.settings import load_settings
+from infra.config import duration_s
 from infra.ledger.account import Account
 from infra.ledger.audit import audit
+from infra.ledger.drain import Draining, drain, go_on
 
 SHOWN_IDS = 5
 
 
-async def run_audit(config: Path, sets: list[str], as_json: bool) -> int:
-    """Print the account; exit code 1 if a promise is broken."""
+async def run_audit(
+    config: Path,
+    sets: list[str],
+    as_json: bool,
+    *,
+    drained: bool = False,
+    within: str = "10m",
+    then_continue: bool = False,
+) -> int:
+    """Print the account; exit code 1 if a promise is broken, or if something is on its way after a drain."""
     settings = load_settings(config, sets)
+    timeout_s = duration_s(within)
     console = Console(stderr=as_json, highlight=False)
-    async with reading(settings) as log:
+    run = settings.run or settings.app
+    # A drain needs the roles at work, so a broker that is not there is not started for it.
+    async with connected(settings) if drained or then_continue else reading(settings) as log:
         with console.status("reading the log") as status:
-            account = await audit(log, settings.run or settings.app, lambda name: status.update(f"reading {name}"))
+            try:
+                if drained:
+                    account = await drain(log, run, operator(), timeout_s, lambda now: status.update(words(now)))
+                else:
+                    account = await audit(log, run, lambda name: status.update(f"reading {name}"))
+            finally:
+                if then_continue:
+                    await go_on(log, operator())
     if as_json:
-        print(msgspec.json.encode(msgspec.to_builtins(account) | {"clean": account.is_clean}).decode())
+        more = {"clean": account.is_clean, "on_the_way": account.on_the_way}
+        print(msgspec.json.encode(msgspec.to_builtins(account) | more).decode())
     else:
         console.print(table(account))
         for title, ids in (("trained twice", account.trained_twice), ("trained, never published", account.unknown)):
             if ids:
                 console.print(f"{title}: {', '.join(ids[:SHOWN_IDS])}", style="red")
-    return 0 if account.is_clean else 1
+    unfinished = drained and account.on_the_way > 0
+    if unfinished:
+        console.print(f"{account.on_the_way:,} still on their way after {within}: {shown(account)}", style="red")
+    if drained and not then_continue:
+        console.print("the app stays drained; `headrace audit --then-continue` lets it go on", style="dim")
+    return 0 if account.is_clean and not unfinished else 1
+
+
+def operator() -> str:
+    """Who speaks in the log."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+def words(now: Draining) -> str:
+    """How far a drain is, in a line."""
+    if now.on_the_way >= 0:
+        return f"nothing is outstanding; {now.on_the_way:,} experiences are still on their way"
+    return f"{now.state}: {now.outstanding:,} groups outstanding" if now.state else "waiting for the master"
+
+
+def shown(account: Account) -> str:
+    """Some of what is pending."""
+    more = ", …" if len(account.pending_ids) > SHOWN_IDS else ""
+    return ", ".join(account.pending_ids[:SHOWN_IDS]) + more
 
 
 def table(account: Account) -> Table:
@@ -41,6 +87,10 @@ def table(account: Account) -> Table:
     for reason, count in account.dropped.items():
         rows.add_row(f"dropped: {reason}", f"{count:,}")
     rows.add_row("pending", f"{account.pending:,}")
+    for lane, count in account.waiting.items():
+        rows.add_row(f"of which waiting to be drawn in lane {lane}", f"{count:,}", style="dim")
+    if account.repeated:
+        rows.add_row("delivered more than once, counted once", f"{account.repeated:,}", style="dim")
     for lane, uses in account.uses.items():
         most = max(uses)
         rows.add_row(f"uses in lane {lane}", f"1 to {most}" if most > 1 else "1 each", style="dim")

@@ -2,15 +2,31 @@
 
 import importlib
 import json
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-BENCHES = {"codec": "infra.bench.codec", "delta": "infra.bench.delta", "reload": "infra.bench.reload"}
+from schemas.errors import ConfigError
+
+BENCHES = {
+    "codec": "infra.bench.codec",
+    "delta": "infra.bench.delta",
+    "gateway": "infra.bench.gateway",
+    "reload": "infra.bench.reload",
+    "reprocess": "infra.bench.reprocess",
+    "sandbox": "infra.bench.sandbox",
+}
 # Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "delta": {"full_over_delta": (90.0, float("inf")), "bit_exact": (1.0, 1.0)},
+    "reprocess": {"verify_different": (0.0, 0.0), "collect_different": (0.0, 0.0)},
+    "gateway": {
+        "overhead_ms_p50": (float("-inf"), 3.0),
+        "overhead_ms_p99": (float("-inf"), 15.0),
+        "answers_per_s": (500.0, float("inf")),
+    },
     "reload": {
         "pause_ms_p50": (0.0, 80.0),
         "pause_ms_p95": (0.0, 200.0),
@@ -18,6 +34,11 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "front_mb_per_version": (float("-inf"), 0.1),
         "core_mb_per_version": (float("-inf"), 0.1),
     },
+    "offpolicy": {
+        "dppo_lag_8_points_lost": (float("-inf"), 3.0),
+        "decoupled_lag_8_points_lost": (float("-inf"), 3.0),
+    },
+    "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }
 
 
@@ -31,6 +52,37 @@ def run_bench(name: str, as_json: bool) -> int:
         Console().print(shapes_table(name, module.rows(figures)))
     else:
         Console().print(figures_table(name, figures))
+    return 0
+
+
+def run_offpolicy(out: Path, steps: int, seeds: int, lags: str, losses: str, as_json: bool) -> int:
+    """Run `infra/bench/offpolicy.py` as asked. Raises ConfigError for lags that are no numbers."""
+    from infra.bench.offpolicy import Plan, run
+
+    try:
+        wanted = tuple(int(lag) for lag in lags.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--lags: got {lags!r}, expected whole numbers by commas, as in 0,2,8") from error
+    plan = Plan(losses=tuple(losses.split(",")), lags=wanted, seeds=tuple(range(seeds)), steps=steps)
+    console = Console(stderr=True, highlight=False)
+    figures = run(plan, out=out, say=console.print)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Console().print(figures_table("offpolicy", figures))
+    return 0
+
+
+def run_mix(out: Path, seeds: int, seconds: float, as_json: bool) -> int:
+    """Run `infra/bench/mix.py` as asked."""
+    from infra.bench.mix import Plan, run
+
+    console = Console(stderr=True, highlight=False)
+    figures = run(Plan(seeds=tuple(range(seeds)), seconds=seconds), out=out, say=console.print)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Console().print(figures_table("mix", figures))
     return 0
 
 

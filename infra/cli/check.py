@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from infra.chain import Step
+from infra.chain.chain import Step
 from infra.cli.connect import connected
 from infra.cli.settings import Settings, load_settings
 from infra.config import duration_s
@@ -21,16 +21,19 @@ from streams.config import FeedbackConfig
 
 async def run_check(config: Path, sets: list[str], create: bool) -> int:
     """Print what was resolved; raises ConfigError for what cannot hold."""
-    from streams.chain_builder import build_collect, build_verify
+    from streams.chain_builder import build_collect, build_tasks, build_verify
     from streams.source import build_sources
+    from trainer.batch_chain import build_batch
 
     settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)
     duration_s(settings.keep.replay)
     streams = settings.streams()
-    chains = {"verify": build_verify(streams), "collect": build_collect(streams)}
+    chains = {"tasks": build_tasks(streams), "verify": build_verify(streams), "collect": build_collect(streams)}
+    if batch := build_batch(settings.processor):
+        chains["batch"] = batch
     sources = build_sources(settings.feedback, settings.folder)
-    notes = check_plugins(settings) + check_reward(settings)
+    notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     console = Console(highlight=False)
     console.print(summary(settings))
     for stage, steps in chains.items():
@@ -50,12 +53,16 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
 
 def check_plugins(settings: Settings) -> list[str]:
     """Find the plugins outside the streams; returns what this machine cannot check. Raises ConfigError."""
-    find(settings.explore.workflow, "explore.workflow")
+    from actors.workflow import Workflows
+
+    Workflows(settings.explore.workflow, settings.explore.options, settings.explore.workflows)
     if importlib.util.find_spec("torch") is None:
         return ["engine, learner and losses are not checked: they need torch, which is not installed here"]
     from trainer.loss import open_objective
 
     find(settings.engine.use, "engine.use")
+    if settings.gateway is not None and settings.gateway.engine is not None:
+        find(settings.gateway.engine.use, "gateway.engine.use")
     find(settings.trainer.learner.use, "trainer.learner.use")
     for lane, one in settings.trainer.lanes.items():
         open_objective(one, f"trainer.lanes.{lane}")
@@ -73,6 +80,20 @@ def check_reward(settings: Settings) -> list[str]:
         for name in names
         if name not in given
     ]
+
+
+def check_gateway(settings: Settings) -> list[str]:
+    """What the gateway would refuse at its start. Raises ConfigError; returns what a person should know."""
+    webhooks = [one.from_.webhook for one in settings.feedback if one.from_.webhook]
+    if settings.gateway is None:
+        return [f"feedback: nobody serves {path}: there is no [gateway]" for path in webhooks]
+    from actors.gateway.serve import processor_steps
+
+    processor_steps(settings.gateway)
+    found = []
+    if settings.gateway.train_on == "nothing":
+        found.append('gateway.train_on is "nothing": answers are served, and neither recorded nor learned from')
+    return found
 
 
 def summary(settings: Settings) -> Table:
@@ -100,7 +121,13 @@ def summary(settings: Settings) -> Table:
 def chain_table(stage: str, steps: Sequence[Step]) -> Table:
     """The steps of a stage in the order they run."""
     table = Table("step", "version", "sees", "options", title=f"stage {stage}", title_justify="left")
-    sees = {"experience": "an experience", "group": "a group", "score": "an experience, gives a score"}
+    sees = {
+        "task": "a task",
+        "experience": "an experience",
+        "group": "a group",
+        "batch": "the whole batch",
+        "score": "an experience, gives a score",
+    }
     for step in steps:
         options = shown(option_defaults(step.function))
         if step.memory:
@@ -116,7 +143,8 @@ def feedback_table(configs: Sequence[FeedbackConfig], versions: dict[str, int]) 
     for column in columns:
         table.add_column(column, overflow="fold")
     for one in configs:
-        place = f"topic {one.from_.topic}" if one.from_.topic else f"file {one.from_.file}"
+        named = (("topic", one.from_.topic), ("file", one.from_.file), ("webhook", one.from_.webhook))
+        place = next(f"{kind} {name}" for kind, name in named if name)
         table.add_row(one.name, str(versions[one.name]), one.use, place, one.window, str(one.default), one.late)
     return table
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from infra.bus.log import Log
 from infra.cli.settings import Settings
 from infra.store import Store, open_store
-from schemas import topics
 from schemas.errors import ConfigError
 
 
@@ -55,7 +54,7 @@ async def connected(settings: Settings, *, deadline_s: float | None = None, crea
         await bus.start()
         log = Log(bus, settings.app, store=store_of(settings))
         if not create:
-            await _require_topics(log, bus.bootstrap_servers)
+            await log.require_topics()
         yield log
     finally:
         await bus.close()
@@ -79,16 +78,6 @@ async def reading(settings: Settings) -> AsyncIterator[Log]:
             yield log
     finally:
         await asyncio.to_thread(broker.stop)
-
-
-async def _require_topics(log: Log, address: str) -> None:
-    for topic in topics.ALL:
-        try:
-            await log.bus.partitions(log.name(topic))
-        except ValueError as error:
-            raise ConfigError(
-                f'app: Kafka at {address} has no topic "{log.name(topic)}"; `headrace check --create` creates the topics'
-            ) from error
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:

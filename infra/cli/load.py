@@ -2,13 +2,13 @@
 
 import asyncio
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from infra.cli.connect import connected
 from infra.cli.roles import model_folder
@@ -16,40 +16,115 @@ from infra.cli.settings import load_settings
 from infra.plugin import add_plugin_folders, load
 from schemas.errors import ConfigError
 
+if TYPE_CHECKING:
+    from actors.loader import Loaded
+    from actors.tasksets.files import Broken
 
-async def run_load_tasks(file: Path | None, use: str, options: list[str], config: Path, sets: list[str]) -> int:
+FIELDS = (
+    "id",
+    "messages",
+    "prompt",
+    "answer",
+    "response",
+    "chosen",
+    "rejected",
+    "workflow",
+    "difficulty",
+    "split",
+    "subject",
+    "parent",
+    "meta",
+)
+MAX_NAMED = 20
+
+
+async def run_load_tasks(
+    file: Path | None,
+    use: str,
+    options: list[str],
+    config: Path,
+    sets: list[str],
+    *,
+    fields: list[str] | None = None,
+    split: str = "",
+) -> int:
     """Load the tasks of a file or of the taskset `use`, and say how many were new, repeated, or there already."""
     from actors.loader import load_tasks
-    from actors.tasksets.jsonl import jsonl
+    from actors.tasksets.files import count_rows, read_rows
+    from schemas import Task
 
     if (file is None) == (not use):
         raise ConfigError("load tasks: got both or neither, expected a FILE or --use module:name")
+    renamed = field_map(fields or [])
     settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)
     taskset = load(use, taskset_options(options), "--use") if use else None
-    total = None if file is None else count_lines(file)
+    total = None if file is None else count_rows(file)
     async with connected(settings) as log:
-        with progress_bar(f"tasks from {use or file}", total) as on_progress:
-            rows = taskset() if taskset is not None else jsonl(path=str(file))
-            done = await load_tasks(log, rows, on_progress=on_progress)
-    tell("tasks", done)
-    return 0
+        with progress_bar(f"tasks from {use or file}", total) as bar:
+            if file is not None:
+                rows = read_rows(file, Task, fields=renamed, split=split, on_broken=bar.broken)
+            else:
+                assert taskset is not None
+                rows = taskset()
+            done = await load_tasks(log, rows, on_progress=bar.moved)
+    return tell("tasks", done, bar)
 
 
-async def run_load_experts(file: Path, config: Path, sets: list[str]) -> int:
+async def run_load_experts(
+    file: Path, config: Path, sets: list[str], *, fields: list[str] | None = None, split: str = ""
+) -> int:
     """Load the demonstrations of a file."""
     from actors.loader import load_experts
-    from actors.tasksets.jsonl import demonstrations
+    from actors.taskset import Demonstration
+    from actors.tasksets.files import count_rows, read_rows
     from infra.model import load_tokenizer
 
+    renamed = field_map(fields or [])
     settings = load_settings(config, sets)
-    total = count_lines(file)
+    total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
-        with progress_bar(f"demonstrations from {file}", total) as on_progress:
-            done = await load_experts(log, demonstrations(path=str(file)), tokenizer, on_progress=on_progress)
-    tell("experts", done)
-    return 0
+        with progress_bar(f"demonstrations from {file}", total) as bar:
+            rows = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
+            done = await load_experts(log, rows, tokenizer, on_progress=bar.moved)
+    return tell("experts", done, bar)
+
+
+async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: list[str] | None = None) -> int:
+    """Load the preference pairs of a file."""
+    from actors.loader import load_preferences
+    from actors.preferences import different
+    from actors.taskset import Preference
+    from actors.tasksets.files import count_rows, read_rows
+    from infra.model import load_tokenizer
+
+    renamed = field_map(fields or [])
+    settings = load_settings(config, sets)
+    total = count_rows(file)
+    async with connected(settings) as log:
+        tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
+        with progress_bar(f"pairs from {file}", total) as bar:
+            rows = different(read_rows(file, Preference, fields=renamed, on_broken=bar.broken), bar.broken)
+            done = await load_preferences(log, rows, tokenizer, on_progress=bar.moved)
+    return tell("pairs", done, bar)
+
+
+def field_map(pairs: list[str]) -> dict[str, str]:
+    """`field=column` pairs. Raises ConfigError.
+
+    >>> field_map(["prompt=question", "meta.level=level"])
+    {'prompt': 'question', 'meta.level': 'level'}
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not (equals and ours and theirs):
+            raise ConfigError(f"--map {pair}: expected field=column")
+        if ours.partition(".")[0] not in FIELDS:
+            raise ConfigError(f"--map {pair}: no field {ours!r}; expected one of {', '.join(FIELDS)} or meta.<name>")
+        found[ours] = theirs
+    return found
 
 
 def taskset_options(options: list[str]) -> dict[str, Any]:
@@ -66,24 +141,39 @@ def taskset_options(options: list[str]) -> dict[str, Any]:
     return found
 
 
-def count_lines(file: Path) -> int:
-    """Lines that hold something. Raises ConfigError for a file that cannot be read."""
-    try:
-        with file.open("rb") as lines:
-            return sum(1 for line in lines if line.strip())
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}); expected a JSONL file") from error
+class Bar:
+    """A progress bar on stderr; rows that cannot be read are named above it, the first few of them."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self.num_broken = 0
+        self._progress = progress
+        self._task = task
+
+    def moved(self, rows: int) -> None:
+        """So many rows were read."""
+        self._progress.update(self._task, completed=rows + self.num_broken)
+
+    def broken(self, row: "Broken") -> None:
+        """A row that is passed over."""
+        self.num_broken += 1
+        if self.num_broken <= MAX_NAMED:
+            self._progress.console.print(f"{row.where}: {row.reason}", style="yellow", markup=False)
 
 
 @contextmanager
-def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, and the function that moves it to a number of rows."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda rows: bar.update(task, completed=rows)
+def progress_bar(title: str, total: int | None) -> Iterator[Bar]:
+    """A bar for as long as the block takes."""
+    with Progress(console=Console(stderr=True, highlight=False, soft_wrap=True), transient=True) as bar:
+        yield Bar(bar, bar.add_task(title, total=total))
 
 
-def tell(kind: str, done: Any) -> None:
-    """One line of counts."""
+def tell(kind: str, done: "Loaded", bar: Bar) -> int:
+    """One line of counts; returns the exit code. Raises ConfigError where no row could be read."""
+    if bar.num_broken and not (done.loaded or done.repeated or done.known):
+        raise ConfigError(
+            f"none of {bar.num_broken} rows could be read as {kind}; see above, and try --map field=column"
+        )
     console = Console(stderr=True, highlight=False)
-    console.print(f"{done.loaded} {kind} loaded, {done.repeated} repeated, {done.known} there already")
+    broken = f", {bar.num_broken} broken and passed over" if bar.num_broken else ""
+    console.print(f"{done.loaded} {kind} loaded, {done.repeated} repeated, {done.known} there already{broken}")
+    return 0

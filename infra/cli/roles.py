@@ -6,11 +6,16 @@ import os
 import signal
 from pathlib import Path
 
+from actors.gateway.config import GatewayConfig, Webhook, split_address
+from infra import failpoint
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
+from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
+from infra.local.ranks import rank_of
 from infra.metrics import Metrics
 from infra.plugin import add_plugin_folders
 from schemas.errors import ConfigError
+from streams.config import FEEDBACK_PATH
 
 logger = logging.getLogger(__name__)
 
@@ -19,15 +24,19 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud."""
     settings = load_settings(config, sets)
     log_to_stderr()
+    failpoint.check()
     add_plugin_folders(settings.folder, settings.plugins)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
+        return await train_on_ranks(settings, config, sets, stop)
     metrics = Metrics(role)
     port = metrics.serve(int(os.environ.get("HEADRACE_METRICS_PORT", "0")))
     logger.info("started role=%s pid=%d metrics_port=%s", role, os.getpid(), port)
-    await {"master": _master, "explore": _explore, "process": _process, "train": _train}[role](settings, metrics, stop)
+    run = {"master": _master, "explore": _explore, "process": _process, "train": _train, "serve": _serve}[role]
+    await run(settings, metrics, stop)
     logger.info("stopped role=%s", role)
     return 0
 
@@ -62,6 +71,40 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
         )
 
 
+async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    config = gateway_of(settings)
+    folder = model_folder(settings)
+    webhooks = webhooks_of(settings)
+    from actors.engine import Engine
+    from actors.gateway.serve import run_gateway
+    from infra.bus.kafka import KafkaBus
+    from infra.bus.log import Log
+    from infra.model import load_tokenizer
+    from infra.plugin import load
+
+    store = store_of(settings)
+    # Not connected here: a gateway serves while the broker is away, and connects when it is back.
+    log = Log(KafkaBus(bootstrap_of(settings), deadline_s=config.send_s), settings.app, store=store)
+    tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+    use = config.engine or settings.engine
+    engine: Engine = load(use.use, {"model": folder, **use.options}, "gateway.engine")
+    try:
+        await run_gateway(
+            settings,
+            config,
+            log=log,
+            store=store,
+            engine=engine,
+            tokenizer=tokenizer,
+            metrics=metrics,
+            stop=stop,
+            webhooks=webhooks,
+            listening=lambda port: print(f"serving http://{at_port(config.listen, port)}/v1", flush=True),
+        )
+    finally:
+        await log.bus.close()
+
+
 async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     from streams.app import run_worker
 
@@ -77,21 +120,65 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
-    from trainer.learner import open_learner
+    from trainer.batch_chain import build_batch
+    from trainer.board import Board
+    from trainer.learner import Follower, open_learner
     from trainer.train import run_trainer
 
+    if (rank_of(os.environ) or 0) > 0:
+        learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
+        if not isinstance(learner, Follower):
+            raise ConfigError(several_ranks(settings))
+        await asyncio.to_thread(learner.follow)
+        return
     async with connected(settings) as log:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
-        await run_trainer(
-            settings,
-            settings.trainer,
-            log=log,
-            store=store_of(settings),
-            learner=learner,
-            metrics=metrics,
-            stop=stop,
-            seed=settings.master.seed,
-        )
+        board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None
+        try:
+            await run_trainer(
+                settings,
+                settings.trainer,
+                log=log,
+                store=store_of(settings),
+                learner=learner,
+                metrics=metrics,
+                stop=stop,
+                seed=settings.master.seed,
+                board=board,
+                chain=build_batch(settings.processor),
+            )
+        finally:
+            if board is not None:
+                board.close()
+        await asyncio.to_thread(learner.close)
+
+
+def gateway_of(settings: Settings) -> GatewayConfig:
+    """The [gateway] table, or its defaults where there is none."""
+    return settings.gateway or GatewayConfig()
+
+
+def at_port(listen: str, port: int) -> str:
+    """The address a client on this machine uses."""
+    host = split_address(listen)[0]
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+
+
+def webhooks_of(settings: Settings) -> tuple[Webhook, ...]:
+    """The webhooks of the feedback sources, with their secrets. Raises ConfigError for a variable that is not set."""
+    found = []
+    for index, one in enumerate(settings.feedback):
+        if not one.from_.webhook or one.from_.webhook == FEEDBACK_PATH:
+            continue
+        secret = os.environ.get(one.from_.secret_env, "")
+        if not secret:
+            raise ConfigError(
+                f"feedback[{index}].from.secret_env: the environment has no {one.from_.secret_env}, expected the "
+                f"secret that {one.from_.webhook} is signed with"
+            )
+        header, stamp = one.from_.signature_header.lower(), one.from_.timestamp_header.lower()
+        found.append(Webhook(one.from_.webhook, secret.encode(), header, stamp))
+    return tuple(found)
 
 
 def model_folder(settings: Settings) -> str:

@@ -6,15 +6,17 @@ from pathlib import Path
 import msgspec
 
 from actors.config import ExploreConfig, MasterConfig
+from actors.gateway.config import GatewayConfig
+from infra.chain.insert import ProcessorConfig
 from infra.config import Floor, Use, decode, read_toml
 from schemas.errors import ConfigError
 from streams.config import (
     CollectConfig,
     FeedbackConfig,
-    ProcessorConfig,
     RewardConfig,
     ScoreConfig,
     StreamsConfig,
+    TasksConfig,
     VerifyConfig,
 )
 from trainer.config import TrainerConfig
@@ -31,10 +33,12 @@ class Settings(Floor, frozen=True):
     engine: Use = Use(use="actors.engines.vllm.engine:VllmEngine")
     explore: ExploreConfig = ExploreConfig()
     master: MasterConfig = MasterConfig()
+    gateway: GatewayConfig | None = None
     feedback: tuple[FeedbackConfig, ...] = ()
     processor: tuple[ProcessorConfig, ...] = ()
     score: tuple[ScoreConfig, ...] = ()
     reward: RewardConfig = RewardConfig()
+    tasks: TasksConfig = TasksConfig()
     verify: VerifyConfig = VerifyConfig()
     collect: CollectConfig = CollectConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -13,7 +13,7 @@ from infra.bus.log import Log
 from infra.cli.connect import reading
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
-from schemas import EvalResult, PolicyEvent, Progress, topics
+from schemas import EvalResult, PolicyEvent, Progress, Rollback, topics
 
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
@@ -56,12 +56,15 @@ async def read_status(log: Log, *, now_s: float, max_lag: int) -> State:
     state: State = {
         "roles": roles,
         "policies": await policy_state(log),
+        "rollbacks": await rollbacks(log),
         "lags": {topic.name: await lag(log, topic, group) for topic, group in CONSUMERS},
         "dropped": dropped([one[-1][0] for one in reports.values()]),
         "accuracy": {
             message.value.suite: {
                 "version": message.value.version,
-                "share": message.value.num_correct / max(1, message.value.num_tasks),
+                "share": message.value.accuracy,
+                "interval": message.value.interval,
+                "pass_at": message.value.pass_at,
             }
             for message in await newest(log, topics.EVALS, RECENT)
             if isinstance(message.value, EvalResult)
@@ -127,6 +130,16 @@ async def policy_state(log: Log) -> State:
     }
 
 
+async def rollbacks(log: Log) -> list[str]:
+    """The last times the trainer went back, and why, from the journal: it stays true after a restart."""
+    records = [message.value for message in await newest(log, topics.BATCHES, RECENT)]
+    return [
+        f"steps {one.from_step} to {one.to_step} taken back, v{one.version} is v{one.restored_version} again: {one.reason}"
+        for one in records
+        if isinstance(one, Rollback)
+    ][-3:]
+
+
 async def lag(log: Log, topic: topics.Topic, group: str) -> int | None:
     """Records the group has yet to commit; None where it has committed nothing."""
     committed = await log.bus.committed(log.group(group), log.name(topic))
@@ -169,11 +182,21 @@ def show(console: Console, state: State) -> None:
     console.print(f"published  {'nothing yet' if policies['published'] is None else 'v' + str(policies['published'])}")
     for refusal in policies["refused"]:
         console.print(f"refused    {refusal}", style="red", markup=False)
+    for rollback in state["rollbacks"]:
+        console.print(f"rollback   {rollback}", style="red", markup=False)
     for suite, found in state["accuracy"].items():
-        console.print(f"accuracy   {suite} {found['share']:.1%} at v{found['version']}")
+        console.print(f"accuracy   {suite} {accuracy_text(found)} at v{found['version']}")
     lags = ", ".join(f"{name} {value}" for name, value in state["lags"].items() if value is not None)
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
     console.print(f"dropped    {drops or 'nothing'}", markup=False)
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
+
+
+def accuracy_text(found: State) -> str:
+    """The share of right answers with its confidence interval and, where there were several samples, pass@k."""
+    interval = found["interval"]
+    within = f" ({interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
+    passes = ", ".join(f"pass@{k} {share:.1%}" for k, share in found["pass_at"].items() if k != "1")
+    return f"{found['share']:.1%}{within}{', ' + passes if passes else ''}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_client
+from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_client, store_of
 from infra.cli.settings import Settings, load_settings
 from infra.config import duration_s
 from infra.local.supervisor import Child, ChildEvent, Supervisor
@@ -95,7 +95,7 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
 async def run_up(config: Path, sets: list[str]) -> int:
     """Run everything until SIGINT or SIGTERM."""
     settings = load_settings(config, sets)
-    children = [role_child(settings, settings.folder / config.name, sets, role) for role in ROLES]
+    children = [role_child(settings, settings.folder / config.name, sets, role) for role in roles_of(settings)]
     console = Console(stderr=True, highlight=False)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -112,12 +112,31 @@ async def run_up(config: Path, sets: list[str]) -> int:
         console.print(
             f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
         )
+        if settings.gateway is not None:
+            await asyncio.to_thread(say_door, settings, console)
         async with Supervisor(children, tell) as roles:
             await finished_before(stop, roles.wait())
         failed = [state.name for state in roles.states.values() if state.given_up or state.exit_code == CONFIG_ERROR]
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
     return 1 if failed else 0
+
+
+def roles_of(settings: Settings) -> tuple[str, ...]:
+    """The roles to start; a gateway is one where the file has a [gateway]."""
+    return ROLES if settings.gateway is None else ("serve", *ROLES)
+
+
+def say_door(settings: Settings, console: Console) -> None:
+    """Print where the gateway is, and a key where there is none yet. Raises StoreError."""
+    from actors.gateway.keys import create_key, list_keys
+
+    assert settings.gateway is not None
+    console.print(f"base_url http://{settings.gateway.listen}/v1  (as soon as the model is loaded)")
+    store = store_of(settings)
+    if not list_keys(store):
+        _, shown = create_key(store, tenant="default", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
+        console.print(f"api_key  {shown}  (shown once; it may be trained on: see `headrace keys`)", soft_wrap=True)
 
 
 def _patience_s(settings: Settings) -> float:

@@ -1,4 +1,4 @@
-"""The demo's model: a character-level Qwen3 of 0.9 million parameters with random weights, and its tokenizer.
+"""The demo's model: a small Qwen3 with random weights (0.9 million parameters at its usual size), and its tokenizer.
 
 The same seed always gives the same bytes. A finished folder is left as it is, so that a run can be started again.
 """
@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
+
 from infra.model import no_progress_bars
 
 # Ids: the special tokens, then the printable ASCII characters from " " on, then the newline.
@@ -14,17 +16,48 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 CHARACTERS = (*(chr(code) for code in range(32, 127)), "\n")
 VOCABULARY_SIZE = 128
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+# An answer ends with the token that ended it when it was sampled, so that a next turn extends it.
+TURNS_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 
 
-def build_char_model(folder: Path, seed: int) -> Path:
+class Size(msgspec.Struct, frozen=True):
+    """How large the model is: width, a multiple of 4 heads, and layers.
+
+    Example: Size(hidden=128, layers=4)
+    """
+
+    hidden: int = 128
+    layers: int = 4
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What text is made of. words: their ids follow the special tokens. pattern: how a text falls into words.
+
+    Example: Vocabulary(words=("00", "01", ">"), pattern=r"[0-9][0-9]|.", chat_template=TURNS_TEMPLATE)
+    """
+
+    words: tuple[str, ...]
+    pattern: str
+    chat_template: str
+
+
+CHARACTERS_ALONE = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template=CHAT_TEMPLATE)
+
+
+def build_char_model(
+    folder: Path, seed: int, vocabulary: Vocabulary = CHARACTERS_ALONE, size: Size | None = None
+) -> Path:
     """Write model and tokenizer to `folder` (whole, or not at all) and return it."""
     if (folder / "config.json").is_file():
         return folder
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    _save_tokenizer(temporary)
-    _save_model(temporary, seed)
+    _save_tokenizer(temporary, vocabulary)
+    _save_model(temporary, seed, size or Size())
     try:
         temporary.rename(folder)  # replaces an empty folder, and refuses any other
     except OSError:
@@ -34,33 +67,34 @@ def build_char_model(folder: Path, seed: int) -> Path:
     return folder
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _save_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {character: index for index, character in enumerate(SPECIAL_TOKENS + CHARACTERS)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    assert len(SPECIAL_TOKENS) + len(vocabulary.words) <= VOCABULARY_SIZE, "the model has no rows for more words"
+    ids = {word: index for index, word in enumerate(SPECIAL_TOKENS + vocabulary.words)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(vocabulary.pattern), behavior="isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<pad>"
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = vocabulary.chat_template
     tokenizer.save_pretrained(folder)
 
 
-def _save_model(folder: Path, seed: int) -> None:
+def _save_model(folder: Path, seed: int, size: Size) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=VOCABULARY_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        hidden_size=size.hidden,
+        intermediate_size=3 * size.hidden,
+        num_hidden_layers=size.layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=32,
+        head_dim=size.hidden // 4,
         max_position_embeddings=512,
         # Tied embeddings leave a stale packed output matrix after a hot reload on the CPU engine.
         tie_word_embeddings=False,

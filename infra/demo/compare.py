@@ -8,10 +8,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from infra.demo.settings import TASKS
+
 LABELS = {
     "none": "MIX: reinforcement and demonstrations",
     "rl": "reinforcement alone",
-    "sft": "demonstrations alone, same steps",
+    "sft": "demonstrations alone",
     "shuffled": "MIX with shuffled advantages",
 }
 
@@ -26,13 +28,13 @@ def draw(folders: Sequence[Path], out: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for folder in folders:
         report = json.loads((folder / "report.json").read_text())
-        points = report["accuracy"]["held-out"]
+        points = report["accuracy"][TASKS[report["task"]].suite]
         label = f"{LABELS[report['control']]} (seed {report['seed']})"
         axes.plot(
             [version for version, _ in points], [share for _, share in points], marker="o", markersize=3, label=label
         )
     axes.axhline(0.9, color="grey", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="policy version", ylabel="held-out accuracy, greedy", ylim=(0, 1))
+    axes.set(xlabel="policy version", ylabel=report["measure"], ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)
     figure.savefig(out, dpi=120)

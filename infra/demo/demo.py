@@ -19,9 +19,10 @@ from rich.console import Console
 from infra.cli.connect import connected
 from infra.cli.settings import Settings, load_settings
 from infra.cli.up import ROLES, broker_child, child_environment, finished_before, role_child, wait_for_broker
+from infra.demo.demo_task import DemoTask
 from infra.demo.report import finish_report
 from infra.demo.screen import Screen
-from infra.demo.settings import DemoOptions, demo_toml
+from infra.demo.settings import DemoOptions, demo_toml, task_of
 from infra.demo.watch import Watch, follow_log
 from infra.local.supervisor import Child, Supervisor
 from schemas.errors import ConfigError
@@ -44,7 +45,7 @@ async def run_demo(options: DemoOptions) -> int:
     async with Supervisor([broker], watch.child_event) as first:
         with screen:
             watch.phase = "starting the broker, building the model"
-            if not await finished_before(stop, prepare(settings, first)):
+            if not await finished_before(stop, prepare(settings, first, task_of(options))):
                 return 130
             async with connected(settings) as log, Supervisor(children(settings, config), watch.child_event) as roles:
                 watch.children = (first.states, roles.states)
@@ -99,18 +100,26 @@ def write_settings(options: DemoOptions) -> Path:
     return config
 
 
-async def prepare(settings: Settings, broker: Supervisor) -> None:
+async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> None:
     """Model and taskset, in a process of their own so that this one stays small, while the broker starts."""
     folder = settings.folder
     if not (folder / "tasks" / "ready").exists():
         script = (
             "import sys; from pathlib import Path; "
-            "from infra.demo.char_model import build_char_model; from actors.tasksets.arithmetic import write_arithmetic; "
-            "folder, seed = Path(sys.argv[1]), int(sys.argv[2]); write_arithmetic(folder / 'tasks', seed=seed); "
-            "build_char_model(folder / 'model', seed); (folder / 'tasks' / 'ready').touch()"
+            "from infra.demo.char_model import build_char_model; from infra.demo.settings import TASKS; "
+            "from infra.plugin import find; "
+            "folder, seed, task = Path(sys.argv[1]), int(sys.argv[2]), TASKS[sys.argv[3]]; "
+            "find(task.write)(folder / 'tasks', seed=seed); "
+            "build_char_model(folder / 'model', seed, task.vocabulary, task.size); (folder / 'tasks' / 'ready').touch()"
         )
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", script, str(folder), str(settings.master.seed), stderr=asyncio.subprocess.PIPE
+            sys.executable,
+            "-c",
+            script,
+            str(folder),
+            str(settings.master.seed),
+            task.name,
+            stderr=asyncio.subprocess.PIPE,
         )
         try:
             _, words = await process.communicate()

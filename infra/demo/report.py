@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,13 @@ from typing import Any
 import msgspec
 
 from infra.bus.log import Log
-from infra.cli.connect import store_of
 from infra.cli.settings import Settings
-from infra.demo.settings import DemoOptions
+from infra.demo.settings import DemoOptions, task_of
 from infra.demo.watch import Watch, follow_log
 from infra.ledger.account import Account
 from infra.ledger.audit import audit
-from infra.store import Store
-from infra.weights.manifest import decode_manifest
-from infra.weights.tensors import ITEM_BYTES
-from schemas import Batch, Fence, Rollback, Skip, topics
-from trainer.journal import effective
-
-HELD_OUT = "held-out"
+from schemas import Batch, topics
+from trainer.journal import JournalRecord, effective
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -40,12 +33,14 @@ async def finish_report(log: Log, settings: Settings, watch: Watch, options: Dem
     await catch_up(log, watch)
     account = await audit(log, settings.run or settings.app)
     journal = [message.value async for message in log.read_all(topics.BATCHES)]
-    records = [one for one in journal if isinstance(one, Fence | Batch | Skip | Rollback)]
+    records = [one for one in journal if isinstance(one, JournalRecord)]
     entries, _ = effective(records, settings.run or settings.app)
     phases = [entry.phase for entry in entries if isinstance(entry, Batch)]
     values: dict[str, Any] = {
-        **accuracies(watch),
+        **accuracies(watch, task_of(options).suite),
         **times(watch),
+        "task": options.task,
+        "measure": task_of(options).measure,
         "engine": options.engine,
         "control": options.control,
         "seed": options.seed,
@@ -55,7 +50,7 @@ async def finish_report(log: Log, settings: Settings, watch: Watch, options: Dem
         **accounted(account),
         **staleness(watch),
         **measured(watch),
-        "delta_bytes_over_full": await asyncio.to_thread(delta_share, store_of(settings), watch),
+        "delta_bytes_over_full": delta_share(watch),
         "peak_rss_mb": {
             name: round(state.peak_rss_bytes / 2**20, 1)
             for states in watch.children
@@ -81,9 +76,9 @@ async def catch_up(log: Log, watch: Watch) -> None:
     watch.first_experience_s = whole.first_experience_s
 
 
-def accuracies(watch: Watch) -> dict[str, object]:
-    """Held-out accuracy of the first policy, of the one after the warm-up, and of the last one evaluated."""
-    found = watch.accuracy.get(HELD_OUT, {})
+def accuracies(watch: Watch, suite: str) -> dict[str, object]:
+    """Accuracy in `suite` of the first policy, of the one after the warm-up, and of the last one evaluated."""
+    found = watch.accuracy.get(suite, {})
     return {
         "accuracy_start": found.get(0),
         "accuracy_after_sft": found.get(1),
@@ -128,7 +123,10 @@ def staleness(watch: Watch) -> dict[str, object]:
 def measured(watch: Watch) -> dict[str, object]:
     """What the roles measured themselves."""
     idle = watch.counter("train", "idle_seconds")
-    busy = sum(watch.counter("train", f"{name}_seconds") for name in ("learner", "publish", "checkpoint"))
+    spent = {
+        name: watch.counter("train", f"{name}_seconds") for name in ("learner", "publish", "checkpoint", "journal")
+    }
+    busy = sum(spent.values())
     mismatches = {
         name: max(
             (one.gauges.get(f"{name}_run", 0.0) for one in watch.reports.values() if one.role == "train"), default=None
@@ -142,19 +140,20 @@ def measured(watch: Watch) -> dict[str, object]:
         "requests_failed": int(watch.counter("explore", "requests_failed")),
         "rollout_tokens_per_s": watch.gauge("explore", "tokens_per_s"),
         "trainer_idle_share": round(idle / (idle + busy), 3) if idle + busy else None,
+        "bookkeeping_share": share(spent["journal"] + spent["checkpoint"], spent["learner"]),
         "explorer_idle_share": watch.gauge("explore", "idle_share"),
     }
 
 
-def delta_share(store: Store, watch: Watch) -> float | None:
-    """Bytes published per version over the bytes of all weights, on average; anchors among them."""
-    shares = []
-    for version, event in watch.published.items():
-        manifest = decode_manifest(store.get(event.manifest))
-        full = sum(ITEM_BYTES[one.dtype] * math.prod(one.shape) for one in manifest.tensors)
-        deltas = [one.num_bytes for one in manifest.sources]
-        if version > 0 and full and deltas:
-            shares.append(min(deltas) / full)
+def share(part: float, whole: float) -> float | None:
+    """A part of a whole; None of nothing."""
+    return round(part / whole, 4) if whole else None
+
+
+def delta_share(watch: Watch) -> float | None:
+    """Bytes a follower reads per version over the bytes of all weights, on average over the versions after the first."""
+    sizes = [event.stats for version, event in watch.published.items() if version > 0 and event.parent >= 0]
+    shares = [one["bytes"] / one["full_bytes"] for one in sizes if one.get("full_bytes")]
     return round(sum(shares) / len(shares), 5) if shares else None
 
 

@@ -62,7 +62,8 @@ class Screen:
     def _draw(self) -> RenderableType:
         watch = self._watch
         title = Text.assemble(
-            ("headrace demo  ", "bold"), (f"{watch.elapsed_s():5.0f} s  ", "cyan"), (watch.phase, "italic"),
+            (f"headrace demo: {self._options.task}  ", "bold"), (f"{watch.elapsed_s():5.0f} s  ", "cyan"),
+            (watch.phase, "italic"),
             (f"   control: {self._options.control}" if self._options.control != "none" else "", "yellow"),
         )  # fmt: skip
         return Group(
@@ -129,7 +130,7 @@ def result_table(report: Report) -> Table:
     table = Table(title="headrace demo", show_header=False)
     values = report.values
     rows = {
-        "held-out accuracy": " → ".join(
+        values["measure"]: " → ".join(
             "–" if values[name] is None else f"{values[name]:.1%}"
             for name in ("accuracy_start", "accuracy_after_sft", "accuracy_final")
         )

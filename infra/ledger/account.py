@@ -11,9 +11,9 @@ from typing import Literal
 import msgspec
 
 from infra.bus.log import Message
-from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, Fence, Rollback, Skip, Stub, decode
+from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, Rollback, Skip, Stub, decode
 from schemas.errors import BadFrame, UnknownMajor
-from trainer.journal import Entry, effective
+from trainer.journal import Entry, JournalRecord, effective
 
 Fate = Literal["trained", "dropped", "pending"]
 VALIDATION = "kept for validation"
@@ -22,7 +22,9 @@ VALIDATION = "kept for validation"
 class Account(msgspec.Struct, frozen=True):
     """published = trained + dropped + pending. uses: lane → times trained → experiences. trained_twice: ids whose
     (revision, use) the journal lists more than once; always empty unless a promise is broken. unknown: trained ids that
-    nobody published and that are not in the buffer, where processors put what they make.
+    nobody published and that are not in the buffer, where processors put what they make. waiting: lane → of the pending, those
+    in the buffer that are drawn at will (demonstrations): a drain does not use them up. repeated: deliveries of what was
+    delivered before, which count once.
     """
 
     published: int
@@ -33,6 +35,13 @@ class Account(msgspec.Struct, frozen=True):
     trained_twice: tuple[str, ...]
     unknown: tuple[str, ...]
     pending_ids: tuple[str, ...]
+    waiting: dict[str, int] = {}
+    repeated: int = 0
+
+    @property
+    def on_the_way(self) -> int:
+        """Pending, and not merely waiting to be drawn: 0 after a drain."""
+        return self.pending - sum(self.waiting.values())
 
     @property
     def is_clean(self) -> bool:
@@ -50,19 +59,22 @@ class Ledger:
         self._run = run
         self._buffer_begins = buffer_begins
         self._published: dict[str, tuple[str, int]] = {}  # id → (group, attempt)
+        self._repeated = 0
         self._stubs: dict[str, str] = {}  # id → reason, as are the next two
         self._letters: dict[str, str] = {}
         self._kept_apart: dict[str, str] = {}
         self._closures: dict[tuple[str, int], Closure] = {}
         self._group_drops: dict[str, str] = {}
         self._buffered: dict[str, str] = {}  # id → lane
-        self._journal: list[Fence | Entry] = []
+        self._journal: list[JournalRecord] = []
 
     def published(self, message: Message) -> None:
         """A record of `experiences` or `experts`; evals are not trained and have an account of their own."""
         if isinstance(message.value, Block):
             for one in message.value.experiences:
                 if not one.suite:
+                    # A second delivery, which verify drops as a duplicate, shares the fate of the first.
+                    self._repeated += one.id in self._published
                     self._published[one.id] = (one.group, one.attempt)
                     if one.meta.get("split") == "validation":
                         self._kept_apart[one.id] = VALIDATION
@@ -88,7 +100,7 @@ class Ledger:
 
     def journaled(self, message: Message) -> None:
         """A record of `batches`."""
-        if isinstance(message.value, Fence | Batch | Skip | Rollback):
+        if isinstance(message.value, JournalRecord):
             self._journal.append(message.value)
 
     def dead_letter(self, message: Message) -> None:
@@ -114,7 +126,10 @@ class Ledger:
         }
         counts = Counter(item.id for item in trained)
         repeated = Counter((item.id, item.revision, item.use) for one in batches for item in one.items)
-        own = self._kept_apart | self._letters | self._stubs
+        in_batch = {
+            item.id: why for one in batches for item, why in zip(one.dropped, one.dropped_because, strict=False)
+        }
+        own = self._kept_apart | self._letters | self._stubs | in_batch
         by_group = self._group_reasons(own)
         dropped: Counter[str] = Counter()
         pending = []
@@ -138,7 +153,14 @@ class Ledger:
                 sorted({one.id for one in trained if one.id not in known and one.offset >= self._buffer_begins})
             ),
             pending_ids=tuple(sorted(pending)),
+            waiting=dict(sorted(Counter(lane for name in pending if (lane := self._drawn_at_will(name))).items())),
+            repeated=self._repeated,
         )
+
+    def _drawn_at_will(self, name: str) -> str:
+        """Lane of a buffered experience that no step has to wait for, "" for others."""
+        lane = self._buffered.get(name, "")
+        return "" if lane == "usual" else lane
 
     def _group_reasons(self, own: Mapping[str, str]) -> dict[str, str]:
         """Experiences that ended with their group: id → reason. own: reasons of their own."""

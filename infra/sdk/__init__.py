@@ -1,6 +1,6 @@
 """What plugins import: `from headrace import Drop, Experience, Feedback, processor, …`. Re-exports only."""
 
-from infra.processor import Drop, Memory, feedback, processor, score
+from infra.processor import Drop, Memory, Verdict, feedback, processor, score
 from schemas import Experience, Feedback, Message, Score, Span, Task
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Score",
     "Span",
     "Task",
+    "Verdict",
     "feedback",
     "processor",
     "score",

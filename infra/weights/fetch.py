@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from infra.failpoint import reach
 from infra.store import Store
 from infra.weights.delta import decode_tensor
 from infra.weights.manifest import (
@@ -77,11 +78,13 @@ class Follower:
             raise ValueError(f"event: got {event.event} of {event.policy!r}, expected a version of {self._policy!r}")
         what = f"version {event.version} of {event.policy}"
         try:
+            reach("weights.before_fetch")
             manifest, _ = read_manifest(self._store, event.manifest, event.manifest_sha256)
             if (manifest.policy, manifest.version) != (event.policy, event.version):
                 raise PolicyRefused(f"{event.manifest} is version {manifest.version} of {manifest.policy}")
             _check_listing(manifest, self._held)
             tensors = self._obtain(manifest)
+            reach("weights.after_fetch")
         except NotInStore as error:
             raise PolicyRefused(f"{what}: incomplete: {error}") from error
         except PolicyRefused as error:

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from infra.failpoint import reach
 from infra.store import Store, check_key
 from infra.weights.delta import Encoded, encode_tensor
 from infra.weights.fetch import read_anchor, read_manifest
@@ -96,7 +97,9 @@ def publish(
         probe=probe,
     )
     data = encode_manifest(manifest)
+    reach("weights.before_manifest")
     store.put(manifest_key(policy, token, version), data)
+    reach("weights.after_manifest")
     return _event(manifest, sha256_hex(data))
 
 
@@ -246,7 +249,9 @@ def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key
 def _store_shard(target: _Target, folder: str, suffix: Literal["safetensors", "delta"], data: bytes) -> Shard:
     digest = sha256_hex(data)
     key = f"{target.folder}/{folder}/{digest[:32]}.{suffix}"
+    reach("weights.before_shard")
     target.store.put(key, data)
+    reach("weights.after_shard")
     return Shard(key, digest, len(data))
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from infra.bus.bus import Partition, Record
 from infra.bus.log import Log
-from infra.chain import Step, new_memories
+from infra.chain.chain import Step, new_memories
 from infra.metrics import Metrics
 from schemas import Block, Closure, Tick
 from schemas.errors import OffsetOutOfRange
@@ -118,7 +118,13 @@ class Collector:
         await self._publish([Output(VERIFIED, Tick(partition=self.partition, due_ms=due_ms))])
         return True
 
-    async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
+    def begin_at(self, offset: int) -> None:
+        """Start empty at `offset`, for a fold that publishes nothing; `recover` is for one that does."""
+        self._state = self._pending.load(new_memories(self._settings.steps))
+        self._state.next_offset = offset
+
+    async def fold(self, records: Sequence[Record]) -> tuple[list[Folded], list[Output]]:
+        """What records lead to, one Folded each, and letters for those that cannot be read; nothing is published."""
         arrivals = []
         letters: list[Output] = []
         for record in records:
@@ -134,13 +140,20 @@ class Collector:
                 )
             )  # fmt: skip
         self._pending.look_up(self._state, {name for arrival in arrivals if (name := group_named(arrival.value))})
-        folded = [await self._fold(arrival) for arrival in arrivals]
+        return [await self._fold(arrival) for arrival in arrivals], letters
+
+    async def save(self) -> None:
+        """Make the state file what was folded so far."""
+        await self._pending.save(self._state, self._settings.rules.keep_ms)
+
+    async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
+        folded, letters = await self.fold(records)
         decisions = [decision for one in folded for decision in one.decisions if self._is_new(decision)]
         letters += [Output(DEAD_LETTERS, dead) for one in folded for dead in one.letters]
         await self._emit(decisions, letters)
         if self.next_offset >= self._published_until:
             self._published = set()
-        await self._pending.save(self._state, self._settings.rules.keep_ms)
+        await self.save()
         if counted:
             self._count(folded, decisions)
 

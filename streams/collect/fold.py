@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from infra.chain import Context, Outcome, Step, run_chain
+from infra.chain.chain import Context, Dropped, Outcome, Step, run_chain
 from schemas import Block, Closure, Control, DeadLetter, Experience, Feedback, Lane, Stub, Tick, encode
 from schemas.ids import group_of
 from streams.collect.credit import Source, answer_of, credited, is_labelled, is_repeat
@@ -58,13 +58,14 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """How one attempt ended, and what goes on to the buffer because of it.
+    """How one attempt ended, and what goes on to the buffer because of it. dropped: members that the chain dropped.
 
     Example: Decision(Closure(group="add-3745.2", outcome="superseded", attempt=1), ())
     """
 
     closure: Closure
     blocks: tuple[Block, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 class Folded(msgspec.Struct):
@@ -97,15 +98,19 @@ def group_named(value: Block | Control | None) -> str | None:
 
 
 def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
-    """Offsets of `verified` whose blocks `fold` needs: those of the closed group that late feedback reopens."""
+    """Offsets of `verified` whose blocks `fold` needs: those of the group that late feedback reopens.
+
+    It is closed by now, or the feedback's own time closes it first.
+    """
     value = arrival.value
     if not isinstance(value, Feedback):
         return set()
     group = state.groups.get(group_named(value) or "")
     source = rules.sources.get(value.source)
-    if group is None or not group.is_closed or source is None or source.late == "drop":
+    if group is None or source is None or source.late == "drop":
         return set()
-    return group.offsets()
+    is_due = 0 < group.due_ms <= max(state.now_ms, arrival.timestamp_ms)
+    return group.offsets() if group.is_closed or is_due else set()
 
 
 async def fold(
@@ -314,7 +319,7 @@ class _Fold:
         given = tuple(credited(member, group.said.get(member.id, ()), sources, waits) for member in members)
         outcome = Outcome(kept=given, dropped=())
         # Demonstrations are what they are: nothing is compared, nothing is rewarded.
-        if given and attempt.lane != "expert":
+        if given and not all(member.is_given for member in given):
             context = Context(
                 time_ms=self.arrival.timestamp_ms, record_offset=self.arrival.offset, memories=self.state.memories
             )
@@ -336,7 +341,7 @@ class _Fold:
             mean_reward=_mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
             drops=drops,
         )
-        self.folded.decisions.append(Decision(closure, blocks_of(outcome.kept)))
+        self.folded.decisions.append(Decision(closure, blocks_of(outcome.kept), outcome.dropped))
 
     def _members(self, attempt: Attempt, block_at: Callable[[int], Block]) -> list[Experience]:
         return [block_at(place.offset).experiences[place.index] for place in attempt.places(done_only=True)]

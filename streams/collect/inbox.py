@@ -10,11 +10,12 @@ acknowledgement.
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
 from infra.bus.log import Log
+from infra.bus.memory import wall_ms
+from infra.failpoint import reach
 from infra.metrics import Metrics
 from streams.collect.collector import Collector, CollectSettings, TakenAway
 from streams.stage import Delivery, end_for
@@ -31,7 +32,8 @@ TICK_AGAIN_S = 1.0
 class Inbox:
     """One partition of one generation."""
 
-    def __init__(self, partition: int, generation: int) -> None:
+    def __init__(self, partition: int, generation: int, wall_ms: Callable[[], int]) -> None:
+        self._wall_ms = wall_ms
         self.partition = partition
         self.generation = generation
         self._collector: Collector | None = None
@@ -102,8 +104,10 @@ class Inbox:
             batch = await self._batch()
             if batch:
                 await collector.take([delivery.record for delivery in batch])
+                reach("collect.before_ack")
                 for delivery in batch:
                     delivery.acknowledge()
+                reach("collect.after_ack")
             elif not self._retired:
                 await self._tick(collector)
 
@@ -111,9 +115,10 @@ class Inbox:
         """The next records; empty when none came for a while."""
         if not self._queue and not await self._wait(IDLE_S):
             return []
-        until_s = time.monotonic() + LINGER_S
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + LINGER_S
         while 0 < len(self._queue) < BATCH_RECORDS:
-            remaining_s = until_s - time.monotonic()
+            remaining_s = until_s - clock()
             if remaining_s <= 0 or not await self._wait(remaining_s):
                 break
         batch = [self._queue.popleft() for _ in range(min(BATCH_RECORDS, len(self._queue)))]
@@ -131,8 +136,8 @@ class Inbox:
             return False
 
     async def _tick(self, collector: Collector) -> None:
-        now_s = time.monotonic()
-        if now_s - self._ticked_at_s >= TICK_AGAIN_S and await collector.tick(int(time.time() * 1000)):
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._ticked_at_s >= TICK_AGAIN_S and await collector.tick(self._wall_ms()):
             self._ticked_at_s = now_s
 
 
@@ -148,8 +153,11 @@ class CollectDriver:
         settings: CollectSettings,
         committed: Callable[[int], Awaitable[int]],
         tasks: asyncio.TaskGroup,
+        *,
+        wall_ms: Callable[[], int] = wall_ms,
     ) -> None:
-        """committed: next offset of a partition as the group has it."""
+        """committed: next offset of a partition as the group has it. wall_ms: only says when to append a tick."""
+        self._wall_ms = wall_ms
         self._log = log
         self._metrics = metrics
         self._settings = settings
@@ -203,7 +211,7 @@ class CollectDriver:
         if inbox is None or inbox.generation < generation:
             if inbox is not None:
                 inbox.retire()
-            inbox = self._inboxes[partition] = Inbox(partition, generation)
+            inbox = self._inboxes[partition] = Inbox(partition, generation, self._wall_ms)
             self._running[partition] = self._tasks.create_task(
                 inbox.run(
                     lambda: Collector(self._log, self._metrics, partition, self._settings),

@@ -7,12 +7,14 @@ file that cannot be read is put aside, never half used. Closed groups are read b
 import asyncio
 import logging
 import sqlite3
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from infra.failpoint import reach
 from infra.processor import Memory
 from streams.collect.group import Group
 from streams.collect.state import Frames, State
@@ -43,6 +45,7 @@ class Pending:
         self.progress_offset = 0
         self._saved_memories: dict[str, int] = {}
         self._looked_up: set[str] = set()
+        self._writing = threading.Lock()  # a cancelled save writes on in its thread: closing under it would crash
         try:
             self._connection = self._open()
         except sqlite3.DatabaseError as error:
@@ -119,7 +122,8 @@ class Pending:
 
     def close(self) -> None:
         """Close the file; what was saved stays."""
-        self._connection.close()
+        with self._writing:
+            self._connection.close()
 
     def _open(self) -> sqlite3.Connection:
         # isolation_level None: transactions begin where this file says so.
@@ -148,6 +152,12 @@ class Pending:
     def _write(
         self, groups: Rows, gone: Rows, frames: Rows, removed: Rows, memories: Rows, meta: Rows, expired_ms: int
     ) -> None:
+        with self._writing:
+            self._write_all(groups, gone, frames, removed, memories, meta, expired_ms)
+
+    def _write_all(
+        self, groups: Rows, gone: Rows, frames: Rows, removed: Rows, memories: Rows, meta: Rows, expired_ms: int
+    ) -> None:
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -158,7 +168,9 @@ class Pending:
             connection.executemany("INSERT OR REPLACE INTO memories VALUES (?, ?)", memories)
             connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
             connection.execute("DELETE FROM groups WHERE closed_ms > 0 AND closed_ms < ?", (expired_ms,))
+            reach("collect.before_commit")
         except BaseException:
             connection.execute("ROLLBACK")
             raise
         connection.execute("COMMIT")
+        reach("collect.after_commit")

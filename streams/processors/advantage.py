@@ -73,6 +73,6 @@ def from_baseline(memory: Memory, key: str, reward: float, epsilon: float) -> fl
 
 def _with_advantage(member: Experience, advantages: Mapping[int, float]) -> Experience:
     value = advantages.get(member.episode)
-    if value is None or member.lane == "expert":
+    if value is None or member.is_given:
         return member
     return msgspec.structs.replace(member, advantage=value)

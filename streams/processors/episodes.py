@@ -7,7 +7,7 @@ from schemas import Experience
 
 def is_judged(experience: Experience) -> bool:
     """Whether reward and advantage apply: to everything but demonstrations."""
-    return experience.lane != "expert"
+    return not experience.is_given
 
 
 def by_episode(group: Iterable[Experience]) -> dict[int, list[Experience]]:

@@ -23,7 +23,7 @@ def filter(
     truncated: Literal["keep", "drop"] = "keep",
 ) -> Experience | Drop:
     """Drop answers that are too short, too long, looping or cut off; 0 is no limit. Evals and demonstrations pass."""
-    if experience.suite or experience.lane == "expert":
+    if experience.suite or experience.is_given:
         return experience
     num_sampled = experience.num_sampled
     if num_sampled < min_tokens:

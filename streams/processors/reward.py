@@ -1,5 +1,6 @@
 """reward: one number per episode, blended from its scores; every part of the episode gets it."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -9,22 +10,53 @@ from schemas import Experience
 from streams.processors.episodes import by_episode
 
 UNLABELLED = "unlabelled"
+INCOMPLETE = "incomplete episode"
 
 
-@processor(version=1, inline=True)
+@processor(version=2, inline=True)
 def reward(
-    group: tuple[Experience, ...], *, blend: Mapping[str, float] | None = None, require: Sequence[str] = ()
+    group: tuple[Experience, ...],
+    *,
+    blend: Mapping[str, float] | None = None,
+    require: Sequence[str] = (),
+    discount: float = 1.0,
 ) -> tuple[Experience | Drop, ...]:
-    """Weighted mean of the scores in `blend`; the weights of absent ones go to the others. No blend: every score alike.
+    """Weighted mean of the scores in `blend`; the weights of absent ones go to the others.
 
-    An episode without any of them, or without one that is required, is dropped as unlabelled. Scores of a token
-    (`at`) do not count here. Demonstrations pass.
+    No blend: every score of the whole alike; where there is none, every one given turn by turn.
+
+    A score given turn by turn (`at`) counts as its discounted sum over the episode, across its parts, unless there is
+    one of that name for the whole. An episode without any of the scores, or without one that is required, is dropped as
+    unlabelled; one that is counted by turns and misses a part, as incomplete. Demonstrations pass.
     """
     verdicts: dict[int, float | Drop] = {}
     for episode, parts in by_episode(group).items():
         scores = {score.name: score.value for part in parts for score in part.scores if score.at is None}
-        verdicts[episode] = blended(scores, blend or dict.fromkeys(scores, 1.0), require)
+        by_turn = {name: value for name, value in returns(parts, discount).items() if name not in scores}
+        weights = blend or dict.fromkeys(scores or by_turn, 1.0)
+        scores |= by_turn
+        if not is_whole(parts) and any(name in by_turn for name in (*weights, *require)):
+            verdicts[episode] = Drop(INCOMPLETE, f"episode {episode} has parts {[part.part for part in parts]}")
+        else:
+            verdicts[episode] = blended(scores, weights, require)
     return tuple(_with_reward(member, verdicts) for member in group)
+
+
+def returns(parts: Sequence[Experience], discount: float) -> dict[str, float]:
+    """Σ_k discount^k · r_k of each score given turn by turn, k counting that score's own turns over all parts."""
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        turns = [(score.at, score.name, score.value) for score in part.scores if score.at is not None]
+        for _, name, value in sorted(turns, key=lambda turn: turn[0]):
+            values.setdefault(name, []).append(value)
+    return {
+        name: math.fsum(discount**turn * value for turn, value in enumerate(given)) for name, given in values.items()
+    }
+
+
+def is_whole(parts: Sequence[Experience]) -> bool:
+    """Whether all parts of an episode are there, given in their order."""
+    return parts[-1].last and [part.part for part in parts] == list(range(len(parts)))
 
 
 def blended(scores: Mapping[str, float], weights: Mapping[str, float], require: Sequence[str] = ()) -> float | Drop:
@@ -40,7 +72,7 @@ def blended(scores: Mapping[str, float], weights: Mapping[str, float], require: 
 
 
 def _with_reward(member: Experience, verdicts: Mapping[int, float | Drop]) -> Experience | Drop:
-    if member.lane == "expert":
+    if member.is_given:
         return member
     verdict = verdicts[member.episode]
     return verdict if isinstance(verdict, Drop) else msgspec.structs.replace(member, reward=verdict)

@@ -8,7 +8,7 @@ that retention took before they were read are counted and warned of, then readin
 
 import logging
 
-from infra.bus.bus import Partition, Reader
+from infra.bus.bus import CommitRefused, Partition, Reader
 from infra.bus.log import Log
 from infra.metrics import Metrics
 from schemas.errors import ConfigError, OffsetOutOfRange
@@ -46,7 +46,10 @@ async def take_once(source: EventSource, reader: Reader, log: Log, metrics: Metr
     nexts: dict[Partition, int] = {}
     for record in records:
         nexts[Partition(record.topic, record.partition)] = record.offset + 1
-    await reader.commit(nexts)
+    try:
+        await reader.commit(nexts)
+    except CommitRefused as error:  # a rebalance came between: whoever has the partition now reads them again
+        logger.info("commit_refused source=%s error=%s", source.name, error)
     return len(records)
 
 

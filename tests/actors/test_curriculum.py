@@ -1,18 +1,44 @@
 """Distributions of the curricula, and that a choice depends on its arguments alone."""
 
 from collections import Counter
+from collections.abc import Sequence
+
+import pytest
 
 from actors.config import CurriculumKind
-from actors.curriculum import FLOOR, choose, easy_pool, smoothed, weight
+from actors.curriculum import choose, easy_pool, running_sum, smoothed, weight
+
+FLOOR = 0.05
 
 
 def picks(
-    kind: CurriculumKind, num: int, rates: list[float | None], *, seed: int = 0, ramp: int = 1000
-) -> Counter[int]:
+    kind: CurriculumKind,
+    num: int,
+    rates: list[float | None],
+    *,
+    seed: int = 0,
+    ramp: int = 1000,
+    priorities: Sequence[float] = (),
+    floor: float = FLOOR,
+    cap: float = 1.0,
+) -> Counter[int | None]:
     return Counter(
-        choose(kind, num_tasks=len(rates), success=rates.__getitem__, seed=seed, sequence=sequence, ramp_groups=ramp)
+        choose(
+            kind,
+            priorities=running_sum(priorities or [1.0] * len(rates)),
+            success=rates.__getitem__,
+            seed=seed,
+            sequence=sequence,
+            ramp_groups=ramp,
+            floor=floor,
+            cap=cap,
+        )
         for sequence in range(num)
     )
+
+
+def shares(counts: Counter[int | None]) -> list[float]:
+    return [counts[index] / counts.total() for index in range(max(index or 0 for index in counts) + 1)]
 
 
 def test_uniform_chooses_all_tasks_alike() -> None:
@@ -29,12 +55,32 @@ def test_success_chooses_in_proportion_to_failure() -> None:
 
 
 def test_what_is_always_solved_still_comes_back() -> None:
-    assert weight(1.0) == FLOOR > 0
+    assert weight(1.0, floor=FLOOR, cap=1.0) == FLOOR > 0
     assert picks("success", 100, [1.0, 1.0]).total() == 100
 
 
 def test_an_unknown_task_is_drawn_as_often_as_a_failing_one() -> None:
-    assert weight(None) == weight(0.0) == 1.0
+    assert weight(None, floor=FLOOR, cap=1.0) == weight(0.0, floor=FLOOR, cap=1.0) == 1.0
+
+
+def test_a_cap_keeps_what_is_never_solved_from_taking_everything() -> None:
+    """Weights 1, 0.5 and 0.25 become 0.5, 0.5 and 0.25 under a cap of 0.5."""
+    assert shares(picks("success", 9000, [0.0, 0.5, 0.75], cap=0.5)) == pytest.approx([0.4, 0.4, 0.2], abs=0.03)
+
+
+def test_priorities_multiply_whatever_the_curriculum_says() -> None:
+    rates: list[float | None] = [0.5, 0.5, None, 1.0]
+    priorities = [1.0, 3.0, 0.0, 4.0]
+    uniform = shares(picks("uniform", 8000, rates, priorities=priorities))
+    assert uniform == pytest.approx([1 / 8, 3 / 8, 0.0, 4 / 8], abs=0.03)
+    success = shares(picks("success", 8000, rates, priorities=priorities))  # 0.5, 1.5, 0, 4 · 0.05
+    assert success == pytest.approx([0.5 / 2.2, 1.5 / 2.2, 0.0, 0.2 / 2.2], abs=0.03)
+    early = picks("easy_to_hard", 50, [None] * 10, priorities=[0.0, *[1.0] * 9], ramp=10**6)
+    assert set(early) <= set(range(1, 10)), "where the easiest have priority 0 the others are drawn"
+
+
+def test_nothing_is_drawn_where_every_priority_is_0() -> None:
+    assert picks("uniform", 3, [None, None], priorities=[0.0, 0.0]) == Counter({None: 3})
 
 
 def test_easy_to_hard_starts_with_the_easiest_tenth_and_ends_with_all() -> None:
@@ -42,7 +88,7 @@ def test_easy_to_hard_starts_with_the_easiest_tenth_and_ends_with_all() -> None:
     assert easy_pool(100, sequence=500, ramp_groups=1000) == 56  # ⌈100 · (0.1 + 0.9/2)⌉, rounded up
     assert easy_pool(100, sequence=5000, ramp_groups=1000) == 100
     assert easy_pool(1, sequence=0, ramp_groups=1000) == 1
-    assert max(picks("easy_to_hard", 20, [None] * 100, ramp=1_000_000)) <= 10
+    assert max(index or 0 for index in picks("easy_to_hard", 20, [None] * 100, ramp=1_000_000)) <= 10
 
 
 def test_the_same_arguments_choose_the_same_task() -> None:

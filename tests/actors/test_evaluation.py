@@ -1,9 +1,11 @@
 """Requests, answers and results of version-pinned evals."""
 
+from itertools import combinations
+
 import pytest
 
 from actors.config import EvalSuite
-from actors.evaluation import VERSION_PASSED, EvalBook, accuracy, eval_group, parse_eval_group
+from actors.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, parse_eval_group, pass_at
 from schemas import Closure, EvalResult, Experience, Issued, Message, Score, Span, make_experience
 from schemas.ids import experience_id, group_of
 
@@ -23,16 +25,18 @@ def issue(evals: EvalBook, version: int, num: int = 3, *, attempt: int = 0, at: 
     evals.complete("held-out", version, num)
 
 
-def answer(version: int, index: int, score: float | None = 1.0, *, sampled_by: int | None = None) -> Experience:
+def answer(
+    version: int, index: int, score: float | None = 1.0, *, sampled_by: int | None = None, episode: int = 0
+) -> Experience:
     group = eval_group("held-out", version, index)
     return make_experience(
         tokens=[1, 2, 3],
         logprobs=[-0.1, -0.2],
         messages=(Message(role="user", content="1+1="),),
-        id=experience_id(group, 0, 0),
+        id=experience_id(group, 0, episode),
         group=group,
-        episode=0,
-        group_size=1,
+        episode=episode,
+        group_size=episode + 1,
         suite="held-out",
         spans=(Span(start=1, stop=3, version=version if sampled_by is None else sampled_by),),
         scores=() if score is None else (Score(name="exact", value=score),),
@@ -59,7 +63,7 @@ def test_a_result_counts_correct_answers_of_all_tasks() -> None:
         evals.scored(answer(10, index, score))
     (result,) = evals.ready()
     assert (result.num_tasks, result.num_correct, result.version, result.suite) == (3, 1, 10, "held-out")
-    assert accuracy(result) == pytest.approx(1 / 3)
+    assert result.accuracy == pytest.approx(1 / 3)
 
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
@@ -68,7 +72,7 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
     for score in (1.0, 0.0, 0.0):
         evals.scored(answer(10, 0, score))
     assert not evals.ready()
-    assert evals.requests["held-out", 10].answers == {0: 1.0}
+    assert evals.requests["held-out", 10].answers == {0: {0: 1.0}}
 
 
 def test_a_result_is_made_once_also_after_a_restart() -> None:
@@ -152,3 +156,40 @@ def test_results_of_another_policy_are_not_ours() -> None:
     evals = book()
     evals.published(EvalResult(policy="other", version=10, suite="held-out", num_tasks=3, num_correct=3))
     assert ("held-out", 10) not in evals.requests
+
+
+def test_several_samples_of_a_task_give_pass_at_k_once_all_are_there() -> None:
+    evals = EvalBook((EvalSuite(suite="held-out", tasks=2, samples=4, temperature=1.0),), policy="main")
+    issue(evals, 10, 2)
+    for index, right in enumerate((1, 0)):
+        for episode in range(4):
+            assert not evals.ready()
+            evals.scored(answer(10, index, 1.0 if episode < right else 0.0, episode=episode))
+    (result,) = evals.ready()
+    assert (result.num_tasks, result.num_samples, result.num_correct, result.accuracy) == (2, 4, 1, 0.125)
+    # one right of four: pass@2 is 1 - C(3,2)/C(4,2) = 1/2, pass@4 is 1; the other task has none
+    assert result.pass_at == pytest.approx({"1": 0.125, "2": 0.25, "4": 0.5})
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_answer() -> None:
+    for num_samples, right, k in ((5, 2, 3), (6, 1, 2), (4, 4, 1), (4, 0, 4)):
+        answers = [index < right for index in range(num_samples)]
+        draws = list(combinations(answers, k))
+        assert pass_at(k, [right], num_samples) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+
+
+def test_the_interval_is_wilsons_for_one_answer_per_task() -> None:
+    # Wilson 1927 for 8 of 10 at z = 1.96: (0.8 + 0.19208 -+ 1.96 * sqrt(0.016 + 0.009604)) / 1.38416
+    assert interval([1] * 8 + [0] * 2, 1) == pytest.approx((0.49016, 0.94333), abs=1e-4)
+    assert interval([0] * 5, 1)[0] == 0.0 and interval([1] * 5, 1)[1] == 1.0
+
+
+def test_answers_to_one_task_do_not_narrow_the_interval_as_independent_ones_would() -> None:
+    low, high = interval([8, 0, 8, 0], 8)
+    # task means 1, 0, 1, 0: standard error sqrt(1/3 / 4) = 0.2887
+    assert (low, high) == pytest.approx((max(0.0, 0.5 - 1.96 * 0.28868), min(1.0, 0.5 + 1.96 * 0.28868)), abs=1e-4)
+
+
+def test_several_greedy_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        EvalSuite(suite="held-out", samples=4)

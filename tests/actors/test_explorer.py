@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from actors.config import EvalSuite
 from actors.engine import EngineStopped
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.evaluation import VERSION_PASSED
@@ -27,7 +28,9 @@ def issue(name: str, sequence: int = 0, *, min_version: int = 0, attempt: int = 
 
 
 def ask(version: int, index: int = 0) -> Task:
-    return evaluation(task(f"dev-{index}", "dev"), MASTER, suite="dev", version=version, index=index, attempt=0)
+    return evaluation(
+        task(f"dev-{index}", "dev"), MASTER, suite=EvalSuite(suite="dev"), version=version, index=index, attempt=0
+    )
 
 
 async def announce(log: Log, store: Store, version: int, *, seed: int | None = None) -> PolicyEvent:

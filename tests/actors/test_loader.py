@@ -4,9 +4,12 @@ import asyncio
 
 import pytest
 
-from actors.loader import Loaded, expert, load_experts, load_tasks
-from actors.taskset import Demonstration
+from actors.loader import Loaded, expert, load_experts, load_preferences, load_tasks
+from actors.preferences import different, pair_block
+from actors.taskset import Demonstration, Preference
+from actors.tasksets.files import Broken
 from schemas import Message, Task
+from schemas.pairs import pair_fault
 from schemas.topics import EXPERTS, TASKSET_RAW
 from tests.actors.rig import EOS, CharTokenizer, Heard, memory_log, task
 
@@ -79,3 +82,34 @@ def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before() -> No
         return heard.records
 
     assert len(asyncio.run(run())) == 512
+
+
+def preference(name: str, chosen: str, rejected: str) -> Preference:
+    return Preference(id=name, messages=(Message(role="user", content="2+2="),), chosen=chosen, rejected=rejected)
+
+
+def test_a_pair_is_two_marked_answers_of_one_group_that_nobody_sampled() -> None:
+    one, other = pair_block(preference("q", "4", "five"), CharTokenizer()).experiences
+    assert (one.meta["pair"], other.meta["pair"]) == ("chosen", "rejected")
+    assert (one.response, other.response, one.lane, one.group_size) == ("4", "five", "human", 2)
+    assert list(other.tokens) == [*(ord(character) for character in "2+2=five"), EOS]
+    assert one.group == other.group and one.is_given and not one.spans[0].ratio
+    assert pair_fault((one, other)) == ""
+
+
+def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
+    async def run() -> tuple[Loaded, list[Broken], Loaded]:
+        log = await memory_log()
+        rows = [
+            preference("a", "4", "5"),
+            preference("a", "4", "6"),
+            preference("b", "4", "4"),
+            preference("a", "4", "5"),
+        ]
+        broken: list[Broken] = []
+        first = await load_preferences(log, different(rows, broken.append), CharTokenizer())
+        return first, broken, await load_preferences(log, rows[:2], CharTokenizer())
+
+    first, broken, second = asyncio.run(run())
+    assert first == Loaded(loaded=2, repeated=1, known=0) and second.loaded == 0
+    assert [one.where for one in broken] == ["pair b"]

@@ -75,6 +75,22 @@ def test_timestamps_are_those_of_the_append(hold: Callable[[Check], None]) -> No
     hold(check)
 
 
+def test_a_moment_is_the_first_offset_appended_then_or_later(hold: Callable[[Check], None]) -> None:
+    async def check(bus: Bus, topic: str) -> None:
+        first = await bus.send(topic, b"x", key=b"", partition=1)
+        while True:  # the next one in a later millisecond
+            second = await bus.send(topic, b"y", key=b"", partition=1)
+            if second.timestamp_ms > first.timestamp_ms:
+                break
+            await asyncio.sleep(0.002)
+        at = Partition(topic, 1)
+        assert (await bus.offsets_at(topic, 0))[at] == 0
+        assert (await bus.offsets_at(topic, second.timestamp_ms))[at] == second.offset
+        assert (await bus.offsets_at(topic, second.timestamp_ms + 60_000)) == await bus.end_offsets(topic)
+
+    hold(check)
+
+
 def test_records_of_one_key_stay_in_order_in_the_partition_of_their_hash(hold: Callable[[Check], None]) -> None:
     async def check(bus: Bus, topic: str) -> None:
         keys = [b"add-3745.2", b"b", "é".encode(), b"", b"a longer key than the others"]

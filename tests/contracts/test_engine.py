@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engine import Completion, Engine, Sampling
+from actors.engine import Chunk, Completion, Engine, Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from infra.weights.policy import Policy, Probe
 from infra.weights.tensors import Tensor, from_numpy, to_numpy
@@ -205,6 +205,60 @@ def test_a_stop_token_is_kept_as_the_last_token(case: Case) -> None:
     case.run(check)
 
 
+def test_chunks_are_the_completion_as_it_is_sampled(case: Case) -> None:
+    async def check(case: Case) -> None:
+        chunks: list[list[Chunk]] = [[] for _ in range(4)]
+        requests = [
+            case.engine.generate((1, 20, 30 + index), Sampling(max_tokens=40), on_chunk=chunks[index].append)
+            for index in range(4)
+        ]
+        for index, completion in enumerate(await asyncio.gather(*requests)):
+            assert len(chunks[index]) > 1, "some tokens come before the last one"
+            assert tuple(token for chunk in chunks[index] for token in chunk.tokens) == completion.tokens
+            assert tuple(one for chunk in chunks[index] for one in chunk.logprobs) == completion.logprobs
+            case.assert_reproduced((1, 20, 30 + index), completion, 1.0)
+
+    case.run(check)
+
+
+def test_a_streamed_request_can_be_cancelled_in_the_middle(case: Case) -> None:
+    async def check(case: Case) -> None:
+        came = asyncio.Event()
+        request = asyncio.create_task(
+            case.engine.generate((1, 20), Sampling(max_tokens=400), on_chunk=lambda _: came.set())
+        )
+        await came.wait()
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert request.cancelled() and case.engine.num_running == 0
+
+    case.run(check)
+
+
+def test_what_a_listener_raises_reaches_its_caller_alone(case: Case) -> None:
+    def broken(_: Chunk) -> None:
+        raise KeyError("mine")
+
+    async def check(case: Case) -> None:
+        bad = case.engine.generate((1, 20), Sampling(max_tokens=5), on_chunk=broken)
+        good = case.engine.generate((1, 21), Sampling(max_tokens=5))
+        results = await asyncio.gather(bad, good, return_exceptions=True)
+        assert isinstance(results[0], KeyError) and isinstance(results[1], Completion)
+
+    case.run(check)
+
+
+def test_a_nucleus_keeps_the_likeliest_tokens_only_and_has_no_ratio(case: Case) -> None:
+    async def check(case: Case) -> None:
+        narrow = await case.engine.generate((1, 22, 33), Sampling(max_tokens=12, top_p=1e-6))
+        greedy = await case.engine.generate((1, 22, 33), Sampling(max_tokens=12, temperature=0.0))
+        assert narrow.tokens == greedy.tokens
+        assert not any(span.ratio for span in narrow.spans)
+        np.testing.assert_allclose(narrow.logprobs, 0.0, atol=1e-6)
+
+    case.run(check)
+
+
 def test_scores_are_the_forward_at_temperature_one(case: Case) -> None:
     async def check(case: Case) -> None:
         tokens = [1, *range(20, 60)]
@@ -221,7 +275,10 @@ def test_a_hot_reload_loses_nothing_and_each_span_is_its_own_versions(case: Case
         prompts = [(1, 20 + index, 30) for index in range(8)]
         sampling = Sampling(max_tokens=300, temperature=0.9)
         requests = [asyncio.create_task(case.engine.generate(prompt, sampling)) for prompt in prompts]
-        requests += [asyncio.create_task(case.engine.generate(prompts[0], sampling)) for _ in range(4)]
+        requests += [asyncio.create_task(case.engine.generate(prompts[0], sampling)) for _ in range(2)]
+        streamed: list[Chunk] = []
+        listening = case.engine.generate(prompts[0], sampling, on_chunk=streamed.append)
+        requests += [asyncio.create_task(listening), asyncio.create_task(case.engine.generate(prompts[0], sampling))]
         await asyncio.sleep(0)
         for index in range(4):
             policy = case.next_policy(only=("", "layers.1.", "mlp", "lm_head")[index] if len(case.tensors) > 1 else "")
@@ -237,6 +294,9 @@ def test_a_hot_reload_loses_nothing_and_each_span_is_its_own_versions(case: Case
             assert len(completion.tokens) == 300
             case.assert_reproduced(prompt, completion, 0.9)
         assert max(len(completion.spans) for completion in completions) > 1
+        assert tuple(token for chunk in streamed for token in chunk.tokens) == completions[-2].tokens
+        versions = [chunk.version for chunk in streamed for _ in chunk.tokens]
+        assert versions == [s.version for s in completions[-2].spans for _ in range(s.start, s.stop)]
 
     case.run(check)
 
@@ -280,7 +340,9 @@ def test_a_policy_the_engine_does_not_reproduce_is_refused_and_none_of_its_token
         sampling = Sampling(max_tokens=120)
         requests = [asyncio.create_task(case.engine.generate(prompt, sampling)) for prompt in prompts]
         await asyncio.sleep(0)
-        stream = asyncio.create_task(short_requests(case, 60))
+        short = asyncio.create_task(short_requests(case, 60))
+        left: list[Chunk] = []
+        requests.append(asyncio.create_task(case.engine.generate(prompts[0], sampling, on_chunk=left.append)))
         wrong, right = case.next_policy(scale=1.5), case.next_policy(scale=1.02)
         with pytest.raises(PolicyRefused, match="probe"):
             await case.engine.load(
@@ -288,11 +350,12 @@ def test_a_policy_the_engine_does_not_reproduce_is_refused_and_none_of_its_token
             )
         assert case.engine.version == version
         np.testing.assert_allclose(await case.engine.score(tokens), before, atol=1e-6, rtol=0)
-        for prompt, completion in zip(prompts, await asyncio.gather(*requests), strict=True):
+        for prompt, completion in zip([*prompts, prompts[0]], await asyncio.gather(*requests), strict=True):
             assert {span.version for span in completion.spans} == {version}
             assert len(completion.tokens) == 120
             case.assert_reproduced(prompt, completion, 1.0)
-        for completion in await stream:
+        assert {chunk.version for chunk in left} == {version}
+        for completion in await short:
             assert {span.version for span in completion.spans} == {version}
             case.assert_reproduced((1, 44), completion, 1.0)
         await case.load(right)

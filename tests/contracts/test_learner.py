@@ -74,6 +74,13 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(bytes(one[name].data) == bytes(other[name].data) for name in one)
 
 
+def test_what_the_bits_depend_on_is_told_in_words(use, model):
+    told = opened(use, model).numerics()
+    assert told == opened(use, model).numerics() and told["device"] in ("cpu", "cuda")
+    assert told["torch"] and all(type(word) is str for word in told.values())
+    assert told["device"] != "cpu" or told["threads"] == "1"
+
+
 @pytest.mark.parametrize("lanes", [LANES, DECOUPLED], ids=["one step", "minibatches"])
 def test_a_step_changes_the_policy_and_reports_its_health(use, model, lanes):
     learner = opened(use, model, lanes)
@@ -192,6 +199,22 @@ def test_warmup_weighs_every_lane_one_and_a_new_phase_forgets_the_optimizer(use,
         learner.begin_phase("train")
         assert not any("exp_avg" in name for name in learner.save())
     assert norms["warmup"] == pytest.approx(10 * norms["train"], rel=1e-4)
+
+
+def test_log_distances_are_those_of_the_recorded_logprobs(use, model):
+    learner = opened(use, model)
+    some = items(0)[:6]
+    sums = learner.log_distances(pack(some, max_tokens=30))
+    for one, total in zip(some, sums, strict=True):
+        probe = learner.probe((tuple(one.experience.tokens.tolist()),)).logprobs[0]
+        expected, at = 0.0, 0
+        for span in one.experience.spans:
+            for place in range(span.start, span.stop):
+                if span.ratio:
+                    expected += abs(probe[place - 1] - float(one.experience.logprobs[at]))
+                at += 1
+        assert all(span.temperature == 1.0 for span in one.experience.spans)
+        assert total == pytest.approx(expected, abs=1e-4)
 
 
 def test_greedy_accuracy_counts_sequences_whose_every_token_is_the_argmax(use, model):

@@ -85,6 +85,7 @@ class OwnLedger:
         self.acknowledged: set[str] = set()
         self.trained: Counter[tuple[str, int, int]] = Counter()
         self.stale_tokens = 0
+        self.num_spans: dict[str, int] = {}
         with EmbeddedKafka(folder / "kafka") as broker:
             asyncio.run(self._read(broker.bootstrap))
 
@@ -97,6 +98,7 @@ class OwnLedger:
                 async for message in log.read_all(topic):
                     assert isinstance(message.value, Block)
                     self.acknowledged |= {one.id for one in message.value.experiences if not one.suite}
+                    self.num_spans |= {one.id: len(one.spans) for one in message.value.experiences}
             async for message in log.read_all(topics.BATCHES):
                 if isinstance(message.value, Batch):
                     for item in message.value.items:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.chain import Context, Outcome, Step, make_step, new_memories, run_chain
+from infra.chain.chain import Context, Outcome, Step, make_step, new_memories, run_chain
 from infra.processor import Drop, Memory, processor, score
 from schemas import Experience, Message, Score, Span, encode, ids, make_experience
 from schemas.block import Block

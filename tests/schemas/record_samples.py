@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec import inspect as inspection
 
 import schemas
-from schemas import Block, Control, Experience, Message, Score, Span, make_experience
-from schemas import records as records_module
+from schemas import Block, Control, Experience, Message, Score, Span, journal, make_experience, records
 
 CONTROL_KINDS: tuple[type[Any], ...] = get_args(Control)
 
@@ -19,7 +18,7 @@ def example_of(kind: type[Any]) -> Any:
     """The object that the docstring of `kind` writes after "Example:"."""
     found = re.search(r"Example: (.*)", inspect.getdoc(kind) or "", re.DOTALL)
     assert found, f"{kind.__name__} has no Example"
-    names = {**vars(records_module), **vars(schemas)}
+    names = {**vars(records), **vars(journal), **vars(schemas)}
     return eval(" ".join(found[1].split("\n")), names)
 
 
@@ -135,6 +134,8 @@ def of_type(info: Any) -> st.SearchStrategy[Any]:
             return st.one_of([of_type(part) for part in info.types])
         case inspection.VarTupleType():
             return st.lists(of_type(info.item_type), max_size=3).map(tuple)
+        case inspection.TupleType():
+            return st.tuples(*[of_type(part) for part in info.item_types])
         case inspection.DictType():
             return st.dictionaries(of_type(info.key_type), of_type(info.value_type), max_size=3)
         case inspection.StructType():

@@ -1,7 +1,11 @@
 """One encoder, one bounded decoder: what they promise for any record and for any bytes."""
 
 import contextlib
+import json
 import struct
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,22 +16,10 @@ from hypothesis import strategies as st
 from record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block
 
 from schemas import BadFrame, Block, Feedback, Progress, Task, Tick, UnknownMajor, decode, encode, kafka_headers
+from tests.schemas.fuzz_frames import use
 
 FRAMES = [encode(example_of(kind)) for kind in CONTROL_KINDS] + [encode(group_block(3)), encode(group_block(1))]
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def use(data: bytes) -> None:
-    """All a reader may do with bytes from outside."""
-    record = decode(data)
-    if isinstance(record, Block):
-        record.validate()
-        for experience in record.experiences:
-            assert len(experience.tokens) == experience.num_tokens
-            assert len(experience.logprobs) == experience.num_sampled
-            assert isinstance(experience.response, str)
-        kafka_headers(record)
-        assert decode(encode(record)) == record
 
 
 @quick
@@ -69,11 +61,30 @@ def test_truncated_and_extended_frames_are_bad(frame: bytes) -> None:
             use(data)
 
 
-def test_a_newer_format_and_unknown_flags_stop_the_reader() -> None:
+@pytest.mark.parametrize("flags", [b"\x80", b"\x81", b"\x00"])
+def test_a_newer_format_stops_the_reader_whatever_its_flags(flags: bytes) -> None:
     frame = encode(Tick(partition=3, due_ms=5))
-    for altered in (frame[:2] + b"\x02" + frame[3:], frame[:3] + b"\x81" + frame[4:]):
-        with pytest.raises(UnknownMajor, match="upgrade"):
-            decode(altered)
+    with pytest.raises(UnknownMajor, match="upgrade"):
+        decode(frame[:2] + b"\x02" + flags + frame[4:])
+
+
+@pytest.mark.parametrize("bit", range(7))
+def test_an_unknown_flag_of_a_known_format_is_damage_and_stops_nobody(bit: int) -> None:
+    for frame in FRAMES:
+        with pytest.raises(BadFrame, match="flags"):
+            decode(frame[:3] + bytes([frame[3] ^ 1 << bit]) + frame[4:])
+
+
+@pytest.mark.slow
+def test_two_hundred_thousand_altered_frames_raise_only_the_two_errors_in_bounded_memory() -> None:
+    """In a process of its own, so that its memory is the decoder's."""
+    command = [sys.executable, "-m", "tests.schemas.fuzz_frames", "--count", "200000", "--seed", "4"]
+    found = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stdout + found.stderr
+    report = json.loads(found.stdout)
+    assert report["frames"] == 200_000 and not report["errors"]
+    assert report["peak_rss_mb"] < 256
+    assert min(report[kind] for kind in ("valid", "BadFrame", "UnknownMajor")) > 1000, "all ways through were taken"
 
 
 def control_frame(body: bytes) -> bytes:

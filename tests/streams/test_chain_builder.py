@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from infra.chain import Context, Outcome, new_memories, run_chain
+from infra.chain.chain import Context, Outcome, new_memories, run_chain
 from infra.config import decode
 from infra.processor import Drop, processor, score
 from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
 from streams.chain_builder import build_collect, build_stage, build_verify, describe_chain
-from streams.config import StreamsConfig
+from streams.config import ScoreConfig, StreamsConfig
 
 HERE = "tests.streams.test_chain_builder"
 EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}
@@ -134,10 +134,10 @@ def test_what_cannot_be_assembled_is_one_config_error(tables: dict[str, Any], me
             {"processor": [{"use": "a:b", "after": "x", "before": "y"}]},
             'processor[0]: got after = "x" and before = "y"',
         ),
-        ({"feedback": [{"name": "c", "use": "a:b", "from": {}}]}, "feedback[0].from: got both or neither"),
+        ({"feedback": [{"name": "c", "use": "a:b", "from": {}}]}, "feedback[0].from: got 0 of topic"),
         (
             {"feedback": [{"name": "c", "use": "a:b", "from": {"webhook": "/z"}}]},
-            "feedback[0].from.webhook: unknown key",
+            "feedback[0].from: a webhook needs secret_env",
         ),
         (
             {"feedback": [{"name": "c", "use": "a:b", "from": {"topic": "t"}, "default": "none"}]},
@@ -188,7 +188,7 @@ def test_a_group_goes_through_both_stages() -> None:
     assert [member.reward for member in outcome.kept] == [1.0, 0.0, 1.0, 0.0]
     assert [round(member.advantage or 0, 2) for member in outcome.kept] == [1.0, -1.0, 1.0, -1.0]
     assert outcome.kept[0].stamps == (
-        "validate@1", "dedupe@1", "filter@1", "exact@1", "reward@1", "advantage@1", "difficulty@1", "prioritize@1",
+        "validate@1", "dedupe@1", "filter@1", "exact@1", "reward@2", "advantage@1", "difficulty@1", "prioritize@1",
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_an_easy_group_is_dropped_but_shows_how_if_asked_to() -> None:
 def test_a_reward_of_ones_own_replaces_the_blend_and_may_hang_alone() -> None:
     outcome = run(config(reward={"use": f"{HERE}:helpful"}), "28", "2800")
     assert [member.reward for member in outcome.kept] == [0.2, 0.4]
-    assert outcome.kept[0].stamps[3:5] == ("custom_reward@1", "reward@1")
+    assert outcome.kept[0].stamps[3:5] == ("custom_reward@1", "reward@2")
 
 
 def test_a_chain_describes_itself_with_versions_and_options() -> None:
@@ -210,3 +210,16 @@ def test_a_chain_describes_itself_with_versions_and_options() -> None:
     lines = describe_chain(build_verify(settings))
     assert "second@2 (experience, timeout 2 s) min_tokens=3" in lines
     assert "validate@1 (experience)" in lines
+
+
+def test_a_score_with_other_options_asks_another_question() -> None:
+    """What an instance holds cannot be read back: its verdicts are reused only under the options they were given under."""
+
+    def question(instruction: str) -> str:
+        endpoint = {"url": "http://127.0.0.1:1/v1", "model": "judge-1"}
+        options = {"endpoint": endpoint, "instruction": instruction}
+        score = ScoreConfig(name="judge", use="streams.scores.judge:Judge", options=options)
+        (step,) = [step for step in build_verify(StreamsConfig(score=(score,))) if step.name == "judge"]
+        return step.question
+
+    assert question("Be kind.") == question("Be kind.") != question("Be strict.")

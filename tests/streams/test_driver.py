@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from infra.bus.bus import Record
 from infra.bus.log import Log
 from infra.bus.log import Message as LogMessage
+from infra.chain.turn import Turn
 from infra.metrics import Metrics
 from schemas import Block, DeadLetter, Message, Stub, Task
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, TASKSET, VERIFIED
@@ -26,7 +27,12 @@ class GatedStage:
         self.errors: dict[int, Exception] = {}
         self.num_forgets = 0
 
-    async def handle(self, message: LogMessage) -> Handled:
+    reach = 0
+
+    async def recall(self, message: LogMessage) -> None:
+        raise AssertionError("nothing is remembered here")
+
+    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
         await self.gates.setdefault(message.offset, asyncio.Event()).wait()
         if message.offset in self.errors:
             raise self.errors[message.offset]

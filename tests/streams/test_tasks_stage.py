@@ -1,33 +1,103 @@
-"""tasks: cleaned, each question once, what cannot be used dead-lettered."""
+"""tasks: cleaned, each question once, varied, filtered; what does not go on is dead-lettered with its reason."""
 
 import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infra.bus.bus import Record
+from infra.bus.log import Log
 from infra.bus.log import Message as LogMessage
-from schemas import DeadLetter, Message, Task, encode
+from infra.bus.memory import MemoryBus
+from infra.chain.chain import Context, make_step, new_memories
+from infra.chain.task_chain import TaskOutcome, run_task_chain
+from infra.config import decode
+from infra.processor import Drop, processor, score
+from schemas import DeadLetter, Experience, Message, Task, encode
+from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, TASKSET
-from streams.tasks_stage import TaskCleaner
+from streams.chain_builder import build_tasks, build_verify
+from streams.config import StreamsConfig
+from streams.processors.task_dedupe import minhash, shingles, similarity
+from streams.processors.task_vary import Vary
+from streams.tasks_stage import TaskStage
+
+HERE = "tests.streams.test_tasks_stage"
+EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}
+LONG = "A train leaves Bern at 10 and rides for 3 hours at 80 kilometres an hour. How far does it get before it stops?"
 
 
-def task(id: str, content: str = "37+45=", answer: str | None = "82") -> Task:
-    return Task(id=id, messages=(Message(role="user", content=content),), answer=answer)
+def task(id: str, content: str = "37+45=", answer: str | None = "82", **fields: Any) -> Task:
+    return Task(id=id, messages=(Message(role="user", content=content),), answer=answer, **fields)
 
 
-def through(*tasks: Task) -> list[tuple[str, object]]:
-    cleaner = TaskCleaner()
-    found = []
-    for offset, one in enumerate(tasks):
-        message = LogMessage(Record("app.taskset.raw", 0, offset, 1, b"", encode(one)), value=one)
-        result = asyncio.run(cleaner.handle(message))
-        found += [(output.topic.name, output.record) for output in (*result.first, *result.then)]
-    return found
+def config(**tables: Any) -> StreamsConfig:
+    return decode(tables, StreamsConfig, "bot.toml")
+
+
+def message(one: Task, offset: int) -> LogMessage:
+    return LogMessage(Record("app.taskset.raw", offset % 2, offset, 1, b"", encode(one)), value=one)
+
+
+def through(*tasks: Task, stage: TaskStage | None = None, **tables: Any) -> list[tuple[str, object]]:
+    """Outputs of the stage, one partition after the other in turn."""
+    stage = stage or TaskStage(build_tasks(config(**tables)))
+
+    async def run() -> list[tuple[str, object]]:
+        found = []
+        for offset, one in enumerate(tasks):
+            result = await stage.handle(message(one, offset))
+            assert result.num_in == 1 and result.num_out == len(result.first)
+            found += [(output.topic.name, output.record) for output in (*result.first, *result.then)]
+        return found
+
+    return asyncio.run(run())
+
+
+def ids(outputs: list[tuple[str, object]]) -> list[str]:
+    """Ids that went on, and "reason: …" of those that did not."""
+    return [one.id if isinstance(one, Task) else f"{one.reason}: {one.error}" for _, one in outputs]  # type: ignore[attr-defined]
+
+
+@processor(version=1)
+def upper(task: Task, *, mark: str = "") -> Task:
+    return msgspec.structs.replace(task, answer=(task.answer or "").upper() + mark, priority=3.0)
+
+
+@processor(version=1)
+def renames(task: Task) -> Task:
+    return msgspec.structs.replace(task, id="other")
+
+
+@processor(version=1)
+def orphan(task: Task) -> list[Task]:
+    return [task, msgspec.structs.replace(task, id="child")]
+
+
+@processor(version=1)
+def vanishes(task: Task) -> list[Task]:
+    return []
+
+
+@score(version=1)
+def picky(experience: Experience) -> float:
+    return float(len(experience.response) < 5)
+
+
+@processor(version=1)
+def raises(task: Task) -> Task | Drop:
+    raise KeyError("field")
 
 
 def test_blanks_around_question_and_answer_are_taken_off() -> None:
     assert through(task("a", " 37+45=  \n", " 82 ")) == [(TASKSET.name, task("a"))]
 
 
-def test_the_same_question_under_another_id_is_dead_lettered() -> None:
+def test_the_same_question_under_another_id_is_dead_lettered_whatever_its_partition() -> None:
     kept, dead = through(task("a"), task("b"))
     assert kept == (TASKSET.name, task("a"))
     assert dead[0] == DEAD_LETTERS.name
@@ -39,8 +109,179 @@ def test_a_redelivered_task_passes_again() -> None:
     assert through(task("a"), task("a")) == [(TASKSET.name, task("a"))] * 2
 
 
+def test_tasks_that_hide_what_is_asked_are_compared_whole() -> None:
+    found = through(task("a"), task("b", answer="83"), task("c"), tasks={"dedupe": {"by": "task"}})
+    assert ids(found) == ["a", "b", "duplicate task: task c: the same question as a"]
+
+
 def test_a_task_that_asks_nothing_is_dead_lettered() -> None:
     ((topic, dead),) = through(task("a", "  "))
     assert topic == DEAD_LETTERS.name
     assert isinstance(dead, DeadLetter)
     assert "messages" in dead.error
+
+
+def test_questions_are_remembered_across_a_restart() -> None:
+    async def run() -> list[str]:
+        log = Log(MemoryBus(), "app")
+        await log.create_topics(partitions=2, keep_ms=1)
+        await log.publish(TASKSET, task("a"))
+        stage = TaskStage(build_tasks(config()), log)
+        first = await stage.handle(message(task("b"), 0))
+        stage.forget()
+        await log.publish(TASKSET, task("c", "1+1="))
+        second = await stage.handle(message(task("d", "1+1="), 1))
+        return [one.record.error for one in (*first.then, *second.then)]  # type: ignore[union-attr]
+
+    assert asyncio.run(run()) == ["task b: the same question as a", "task d: the same question as c"]
+
+
+def test_a_question_in_nearly_the_same_words_is_asked_once() -> None:
+    near = {"dedupe": {"near": 0.7}}
+    again = LONG.replace("How far does", "How far, please, does").upper()
+    found = through(task("a", LONG), task("b", again), task("c", LONG.replace("80", "90"), answer="270"), tasks=near)
+    assert ids(found) == ["a", "near duplicate task: task b: nearly the same question as a", "c"]
+    assert ids(through(task("a", LONG), task("b", again))) == ["a", "b"]  # exactly, unless asked otherwise
+
+
+def test_another_answer_or_other_numbers_make_another_question() -> None:
+    near = {"dedupe": {"near": 0.5}}
+    others = (task("b", LONG.replace("3 hours", "4 hours")), task("c", LONG + " Please.", answer="no"))
+    assert ids(through(task("a", LONG), *others, tasks=near)) == ["a", "b", "c"]
+
+
+@given(st.integers(0, 2**32), st.floats(0.0, 0.9))
+def test_minhash_estimates_the_jaccard_similarity(seed: int, changed: float) -> None:
+    """64 hashes: a standard deviation of at most 1/16, so five of them are 0.32."""
+    random_ = random.Random(seed)
+    words = [f"w{random_.randrange(10**6)}" for _ in range(60)]
+    others = [word if random_.random() >= changed else f"x{random_.randrange(10**6)}" for word in words]
+    first, second = shingles(" ".join(words)), shingles(" ".join(others))
+    exact = len(first & second) / len(first | second)
+    assert abs(similarity(minhash(first).tolist(), minhash(second).tolist()) - exact) < 0.32
+
+
+def test_a_task_without_what_its_workflow_needs_is_dropped_with_the_field() -> None:
+    needs = {"filter": {"require": ["meta.source"], "workflows": {"guess": ["answer"]}}}
+    given_ = {"meta": {"source": "web"}}
+    found = through(
+        task("a", "1", **given_), task("b", "2"), task("c", "3", None, workflow="guess", **given_),
+        task("d", "4", None, **given_), task("e", "5", "", workflow="guess", **given_), tasks=needs,
+    )  # fmt: skip
+    assert ids(found) == [
+        "a",
+        "task incomplete: task b has no meta.source",
+        "task incomplete: task c has no answer (workflow guess)",
+        "d",
+        "task incomplete: task e has no answer (workflow guess)",
+    ]
+
+
+def test_a_task_that_no_score_can_verify_is_dropped() -> None:
+    picky = {"name": "picky", "use": f"{HERE}:picky"}
+    tables = {"score": [EXACT, picky], "tasks": {"filter": {"scores": ["exact", "picky"]}}}
+    found = through(task("a", "1"), task("b", "2", None), task("c", "3", "long answer"), **tables)
+    assert ids(found) == [
+        "a",
+        "not verifiable: task b has no answer",
+        "not verifiable: task c: its own answer gets picky 0.0",
+    ]
+    with pytest.raises(ConfigError, match=r"tasks\.filter\.scores: got \"math\", expected one of exact"):
+        build_tasks(config(score=[EXACT], tasks={"filter": {"scores": ["math"]}}))
+
+
+def test_difficulty_comes_from_the_success_rate_a_task_brings() -> None:
+    limits = {"difficulty": {"field": "pass", "easiest": 0.1, "hardest": 0.9}}
+    found = through(
+        task("a", "1", meta={"pass": 0.25}), task("b", "2", meta={"pass": 1.0}), task("c", "3", meta={"pass": 0}),
+        task("d", "4", meta={"pass": "often"}), task("e", "5", difficulty=0.5, meta={"pass": 0.1}),
+        task("f", "6", split="held-out", meta={"pass": 1.0}), tasks=limits,
+    )  # fmt: skip
+    kept = {one.id: one.difficulty for _, one in found if isinstance(one, Task)}
+    assert kept == {"a": 0.75, "d": None, "e": 0.5, "f": 0.0}
+    assert ids(found)[1:3] == [
+        "too easy: difficulty 0, expected 0.1 or more",
+        "too hard: difficulty 1, expected at most 0.9",
+    ]
+
+
+def test_variations_name_their_parent_keep_its_answer_and_are_never_varied() -> None:
+    vary = {"vary": {"on": True, "templates": ["Think: {question}", "{question} Answer:", "{question}"]}}
+    system = Message(role="system", content="Be brief.")
+    parent = Task(id="a", messages=(system, Message(role="user", content="1+1?")), answer="2")
+    found = through(parent, task("h", split="held-out"), task("a-v0", "Think: 1+1?", parent="a"), tasks=vary)
+    kept = [one for _, one in found if isinstance(one, Task)]
+    assert [(one.id, one.parent, one.messages[-1].content) for one in kept] == [
+        ("a", "", "1+1?"),
+        ("a-v0", "a", "Think: 1+1?"),
+        ("a-v1", "a", "1+1? Answer:"),
+        ("h", "", "37+45="),
+        ("a-v0", "a", "Think: 1+1?"),
+    ]
+    assert all(one.messages[0] == system and one.answer == "2" for one in kept[:3])
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_model_writes_variations_and_its_absence_loses_no_task(away: bool) -> None:
+    """A real endpoint on this machine, or a port that nobody listens on."""
+
+    async def run() -> list[Task]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            body = b'{"choices": [{"message": {"content": " One plus one? "}}, {"message": {"content": "1+1?"}}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        if away:
+            server.close()
+            await server.wait_closed()
+        vary = Vary(url=f"http://127.0.0.1:{port}/v1", model="writer", number=2)
+        try:
+            return await vary(task("a", "1+1?", "2"))
+        finally:
+            server.close()
+
+    original, *made = asyncio.run(run())
+    assert original == task("a", "1+1?", "2")
+    assert [(one.id, one.messages[0].content, one.parent) for one in made] == (
+        [] if away else [("a-v0", "One plus one?", "a")]
+    )
+
+
+def test_a_processor_of_ones_own_is_inserted_into_the_stage() -> None:
+    mine = {"use": f"{HERE}:upper", "stage": "tasks", "after": "clean", "options": {"mark": "!"}}
+    ((_, kept),) = through(task("a", answer=" yes "), processor=[mine])
+    assert isinstance(kept, Task) and (kept.answer, kept.priority) == ("YES!", 3.0)
+    names = [step.name for step in build_tasks(config(processor=[mine], tasks={"dedupe": {"on": False}}))]
+    assert names == ["clean", "upper", "filter", "difficulty"]
+
+
+@pytest.mark.parametrize(("stage", "expected"), [("verify", '"tasks"'), ("tasks", '"verify", "collect" or "batch"')])
+def test_a_processor_in_a_stage_that_gives_it_something_else_is_refused(stage: str, expected: str) -> None:
+    use = f"{HERE}:upper" if stage == "verify" else "streams.processors.validate:validate"
+    build = build_verify if stage == "verify" else build_tasks
+    with pytest.raises(ConfigError, match=f"expected stage = {expected}"):
+        build(config(processor=[{"use": use, "name": "mine", "stage": stage}]))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "detail"),
+    [
+        ("renames", "processor returned nonsense", "got a 0 times"),
+        ("orphan", "processor returned nonsense", "parent: got '' on child, expected 'a'"),
+        ("vanishes", "processor returned nonsense", "got a 0 times"),
+        ("raises", "processor failed", "KeyError"),
+    ],
+)
+def test_what_a_step_does_wrong_is_the_tasks_reason(name: str, reason: str, detail: str) -> None:
+    steps = (make_step(name, globals()[name]),)
+
+    async def run() -> TaskOutcome:
+        return await run_task_chain(steps, task("a"), Context(memories=new_memories(steps)))
+
+    outcome = asyncio.run(run())
+    assert outcome.kept == () and outcome.dropped[0].reason == reason
+    assert detail in outcome.dropped[0].detail and outcome.dropped[0].processor == f"{name}@1"

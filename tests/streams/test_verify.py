@@ -6,7 +6,7 @@ import msgspec
 
 from infra.bus.bus import Record
 from infra.bus.log import Message as LogMessage
-from infra.chain import make_step
+from infra.chain.chain import make_step
 from infra.processor import Drop, processor
 from schemas import BadFrame, Block, DeadLetter, Experience, Stub, Tick, encode
 from schemas.topics import DEAD_LETTERS, EVALS, VERIFIED

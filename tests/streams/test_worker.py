@@ -3,9 +3,10 @@
 import logging
 from pathlib import Path
 
+from infra.claimed import ClaimedFolder
 from infra.config import Floor, Keep, decode
 from streams.config import StreamsConfig
-from streams.worker import ClaimedFolder, Movement, QuietRepeats, rules_of
+from streams.worker import Movement, QuietRepeats, rules_of
 
 
 def test_two_workers_of_one_machine_have_different_folders(tmp_path: Path) -> None:

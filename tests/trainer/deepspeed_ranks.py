@@ -1,12 +1,13 @@
-"""What each rank of test_deepspeed_learner runs: arguments are the model folder and the ZeRO stage."""
+"""What each rank of test_deepspeed_learner runs: model folder, ZeRO stage, what to check, and where states lie."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
-from trainer_samples import random_items
+from trainer_samples import make_item, random_items
 
-from infra.weights.tensors import Tensor, to_numpy
-from schemas import BatchItem
+from infra.weights.tensors import Tensor, load_tensors, save_tensors, to_numpy
+from schemas import BatchItem, Span
 from trainer.batch import TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.deepspeed import DeepSpeedLearner
@@ -25,6 +26,90 @@ def poisoned(seed: int) -> list[TrainItem]:
     item = items[3].item
     fields = {name: getattr(item, name) for name in item.__struct_fields__} | {"advantage": float("nan")}
     return [*items[:3], TrainItem(items[3].experience, BatchItem(**fields)), *items[4:]]
+
+
+def unequal(seed: int) -> list[TrainItem]:
+    """A batch whose sequences are of 2 to 300 tokens."""
+    random = np.random.default_rng(seed)
+    found = []
+    for g, length in enumerate((1, 300, 2, 1, 150, 7, 1, 40)):
+        tokens = [1, *random.integers(3, 90, length).tolist()]
+        logprobs = -4.5 + random.normal(0, 0.2, length)
+        found.append(
+            make_item(
+                tokens, [Span(1, 1 + length, 3)], group=f"u-{g}.0", advantage=float(random.normal()), logprobs=logprobs
+            )
+        )
+    return found
+
+
+def check_unequal(model: str, stage: int) -> None:
+    """Losses and gradients on very unequal lengths: the first moment after one step is a tenth of the gradient."""
+    config = TrainerConfig(lanes=LANES, threads=1, gradient_clip=1e9)
+    learner = DeepSpeedLearner(model, config, stage=stage)
+    if learner.rank:
+        learner.follow()
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    for max_tokens in (300, 10_000):
+        batch = pack(unequal(max_tokens), max_tokens=max_tokens, version=3)
+        stats, expected = (one.step(batch, learning_rate=1e-4, seed=0) for one in (learner, alone))
+        assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
+        gradients = [{n: t for n, t in one.save().items() if "/exp_avg/" in n} for one in (learner, alone)]
+        assert 10 * furthest(*gradients) < 1e-5, furthest(*gradients)
+        for one in (learner, alone):
+            one.begin_phase("train")
+        learner.restore(alone.save())
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
+NEEDS = {
+    "proximal": {"usual": LaneConfig(loss="decoupled", weight=0.9), "expert": LANES["expert"]},
+    "bound": {"usual": LaneConfig(loss="m2po", weight=0.9), "expert": LANES["expert"]},
+    "reference": {"usual": LaneConfig(loss="grpo", options={"kl": 0.1}), "expert": LANES["expert"]},
+    "bfloat16": LANES,
+}
+
+
+def check_needs(model: str, stage: int, what: str) -> None:
+    """What losses want of a learner, and lower precision, come out as in one process."""
+    dtype = "bfloat16" if what == "bfloat16" else "float32"
+    config = TrainerConfig(
+        lanes=NEEDS[what], threads=1, dtype=dtype, reference_decay=0.9, activation_checkpointing=what == "proximal"
+    )
+    learner = DeepSpeedLearner(model, config, stage=stage)
+    if learner.rank:
+        learner.follow()
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    for step in range(2):
+        batch = pack(random_items(step), max_tokens=40, version=5)
+        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
+        assert stats.finite and expected.finite
+        near = 2e-2 if dtype == "bfloat16" else 1e-4
+        assert abs(stats.loss - expected.loss) < near, (stats.loss, expected.loss)
+    assert furthest(learner.save(), alone.save()) < (2e-3 if dtype == "bfloat16" else 5e-5)
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
+def check_states(model: str, stage: int, folder: Path) -> None:
+    """Go on from a state that another learner, or another number of ranks, saved; then save for the next."""
+    config = TrainerConfig(lanes=LANES, threads=1)
+    learner = DeepSpeedLearner(model, config, stage=stage)
+    if learner.rank:
+        learner.follow()
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    state = load_tensors((folder / "state").read_bytes())
+    for one in (learner, alone):
+        one.restore(state)
+        one.step(pack(random_items(11), max_tokens=40, version=5), learning_rate=1e-4, seed=11)
+    assert furthest(learner.save(), alone.save()) < 2e-5
+    (folder / "state").write_bytes(save_tensors(learner.save()))
+    learner.close()
+    print(f"stage {stage} agrees")
 
 
 def main(model: str, stage: int) -> None:
@@ -73,6 +158,7 @@ def main(model: str, stage: int) -> None:
     assert furthest(learner.save(), after) < 1e-7
 
     assert learner.greedy_accuracy(batch) == alone.greedy_accuracy(batch)
+    assert np.allclose(learner.log_distances(batch), alone.log_distances(batch), atol=1e-3)
     mine, other = learner.probe(((1, 5, 9),)), alone.probe(((1, 5, 9),))
     assert np.allclose(mine.logprobs, other.logprobs, atol=1e-4)
     learner.begin_phase("warmup")
@@ -82,4 +168,12 @@ def main(model: str, stage: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    match sys.argv[3]:
+        case "steps":
+            main(sys.argv[1], int(sys.argv[2]))
+        case "unequal":
+            check_unequal(sys.argv[1], int(sys.argv[2]))
+        case "states":
+            check_states(sys.argv[1], int(sys.argv[2]), Path(sys.argv[4]))
+        case what:
+            check_needs(sys.argv[1], int(sys.argv[2]), what)

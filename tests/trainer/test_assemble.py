@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import decode, encode
+from schemas.errors import BadFrame
 from tests.trainer.buffered_blocks import block
-from trainer.assemble import Stamp, assemble, batch_items, step_seed, train_items
+from trainer.assemble import Stamp, assemble, batch_items, check_blocks, step_seed, train_items
 from trainer.buffer import candidate_of
 
 STAMP = Stamp(run="r", token=4, step=9, version=8, phase="train", seed=77, config_hash="abc")
@@ -64,8 +65,16 @@ def test_the_journaled_record_gives_the_same_items_from_the_log(offsets: list[in
 @pytest.mark.parametrize("found", [{}, {5: block("other.0")}, {5: block("a.0", num_members=1)}])
 def test_a_log_that_holds_something_else_there_is_an_error_that_says_where(found) -> None:
     batch, _ = assemble(STAMP, [drawn(5, "a.0")])
-    with pytest.raises(ValueError, match=r"step 9: the journal names a\.0\.0-\d-0 at buffer offset 5, index \d"):
+    with pytest.raises(BadFrame, match=r"step 9: the journal names a\.0\.0-\d-0 at buffer offset 5, index \d"):
         train_items(batch, found)
+
+
+def test_a_block_that_was_altered_since_is_named_by_step_and_offset() -> None:
+    one = block("a.0")
+    batch, _ = assemble(STAMP, [(candidate_of(5, one, 0, b"d" * 16), one), drawn(6, "b.0")])
+    check_blocks(batch, {5: b"d" * 16, 6: b"anything, as none was journaled"})
+    with pytest.raises(BadFrame, match="step 9: buffer offset 5 holds another record"):
+        check_blocks(batch, {5: b"e" * 16, 6: b""})
 
 
 @given(st.integers(0, 2**40), st.integers(-1, 2**40))

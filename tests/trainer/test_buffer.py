@@ -52,6 +52,15 @@ def test_what_was_trained_is_not_taken_in_again_not_even_after_a_restart() -> No
     assert add(restarted, 6, block("a.0", revision=1)) == "", "a revision is trained in its own right"
 
 
+def test_what_has_no_use_left_was_heard_here_and_after_a_restart() -> None:
+    buffer = filled(block("a.0", num_members=3), block("b.0", num_members=2))
+    buffer.take([buffer.candidates("usual")[0]])
+    assert (buffer.num_experiences("usual"), buffer.num_heard("usual")) == (2, 5)
+    restarted = Buffer({"usual": 1}, buffer.uses)
+    add(restarted, 0, block("a.0", num_members=3))
+    assert (restarted.num_experiences("usual"), restarted.num_heard("usual")) == (0, 3)
+
+
 def test_a_revision_replaces_the_older_one_that_was_not_drawn_and_never_the_other_way() -> None:
     buffer = filled(block("a.0"), block("a.0", revision=2))
     assert (only(buffer).offset, only(buffer).revision) == (1, 2)

@@ -6,7 +6,19 @@ from hypothesis import strategies as st
 
 from infra.store_memory import MemoryStore
 from infra.weights.tensors import Tensor
-from trainer.checkpoint import Checkpoint, Position, load, load_newest, prune, save, steps
+from schemas.errors import StoreError
+from trainer.checkpoint import (
+    Checkpoint,
+    Place,
+    Position,
+    load,
+    load_newest,
+    manifests,
+    places,
+    remove,
+    save,
+    state_sha256,
+)
 
 
 def state(step: int, **fields: object) -> Checkpoint:
@@ -23,7 +35,7 @@ def saved(*numbers: int) -> MemoryStore:
 
 
 def keys(store: MemoryStore, step: int) -> list[str]:
-    return [key for key in store.keys("checkpoints/r/") if f"/{step + 1:012d}/" in key]
+    return [key for key in store.keys("checkpoints/r/") if f"/{step + 1:012d}-0/" in key]
 
 
 @given(
@@ -49,12 +61,12 @@ def test_there_may_be_none() -> None:
 
 def test_the_checkpoint_before_the_first_step_is_one_too() -> None:
     store = saved(-1)
-    assert steps(store, "r") == [-1] and load(store, "r", -1).position.step == -1
+    assert places(store, "r") == [Place(-1, 0)] and load(store, "r", Place(-1, 0)).position.step == -1
 
 
 def test_another_runs_checkpoints_are_not_ours() -> None:
     store = saved(3)
-    assert load_newest(store, "other") is None and steps(store, "other") == []
+    assert load_newest(store, "other") is None and places(store, "other") == []
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "manifest cut", "manifest empty"])
@@ -76,16 +88,53 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(damage: str) -> Non
 def test_a_state_without_its_manifest_does_not_exist() -> None:
     store = saved(3, 6)
     store.delete(min(keys(store, 6)))
-    assert steps(store, "r") == [3]
+    assert places(store, "r") == [Place(3, 0)]
 
 
-def test_pruning_keeps_the_newest_and_leaves_nothing_of_the_others() -> None:
+def test_what_is_removed_leaves_nothing_behind() -> None:
     store = saved(*range(8))
-    assert prune(store, "r", 3) == [5, 6, 7] == steps(store, "r")
+    remove(store, "r", [Place(step, 0) for step in range(5)])
+    assert [place.step for place in places(store, "r")] == [5, 6, 7]
     assert not [key for step in range(5) for key in keys(store, step)]
-    assert prune(store, "r", 3) == [5, 6, 7]
 
 
-def test_fewer_than_three_are_never_kept() -> None:
-    with pytest.raises(ValueError, match="keep: got 2"):
-        prune(MemoryStore(), "r", 2)
+def test_two_trainers_that_reach_the_same_step_write_to_different_places() -> None:
+    store = saved(3)
+    save(store, "r", state(3, uses={b"k" * 16: 1}), token=9)
+    assert places(store, "r") == [Place(3, 0), Place(3, 9)]
+    newest = load_newest(store, "r")
+    older = load_newest(store, "r", before=Place(3, 9))
+    assert newest is not None and newest.uses and older is not None and not older.uses
+
+
+def test_a_store_that_fails_is_loud_and_no_reason_to_go_back() -> None:
+    class Failing(MemoryStore):
+        def get(self, key: str) -> bytes:
+            raise StoreError("timed out")
+
+    store = Failing()
+    save(store, "r", state(3))
+    with pytest.raises(StoreError, match="timed out"):
+        load_newest(store, "r")
+
+
+def test_the_manifest_says_what_of_the_buffer_is_needed_and_what_the_state_was() -> None:
+    store = MemoryStore()
+    one = state(3, references=(70, 9))
+    save(store, "r", one, made_with={"torch": "2"}, time_ms=5)
+    save(store, "r", state(4), learner_sha256="given")
+    first, second = manifests(store, "r")
+    assert (first.oldest_offset, first.time_ms, first.made_with) == (9, 5, {"torch": "2"})
+    assert first.learner_sha256 == state_sha256(one.learner) and second.learner_sha256 == "given"
+
+
+def test_states_have_equal_hashes_exactly_where_names_dtypes_shapes_and_bytes_are_equal() -> None:
+    zeros = bytes(8)
+    different = [
+        {"a": Tensor("F32", (2,), zeros)}, {"b": Tensor("F32", (2,), zeros)}, {"a": Tensor("I32", (2,), zeros)},
+        {"a": Tensor("F32", (1, 2), zeros)}, {"a": Tensor("F32", (2,), b"\1" + zeros[1:])}, {},
+        {"a": Tensor("F32", (1,), zeros[:4]), "b": Tensor("F32", (1,), zeros[:4])},
+    ]  # fmt: skip
+    assert len({state_sha256(one) for one in different}) == len(different)
+    pair = {"a": Tensor("F32", (1,), zeros[:4]), "b": Tensor("U8", (1,), b"x")}
+    assert state_sha256(pair) == state_sha256(dict(reversed(pair.items())))

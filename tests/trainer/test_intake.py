@@ -40,6 +40,14 @@ def test_numbers_below_the_newest_arrival_that_never_came_are_absent() -> None:
     assert one.absent() == [1], "buffered means it will come"
 
 
+def test_what_a_restart_brings_back_has_arrived() -> None:
+    one = intake()
+    back = block("g1.0", sequence=1)
+    assert one.keep(7, message(back, 7).record.value, back, b"") == ""
+    arrive(one, 2)
+    assert one.absent() == [0]
+
+
 def test_groups_that_were_not_issued_are_never_absent() -> None:
     one = intake()
     one.take_block(message(block(lane="usual", sequence=-1), 0), block(sequence=-1))

@@ -62,7 +62,7 @@ def test_an_event_names_a_policy_that_can_be_fetched() -> None:
         follower = Follower(rig.store, "main")
         for _, event in await rig.events():
             if event.event == "published":
-                assert event.owner == "train/1" and event.stats == {"loss": 0.5}
+                assert event.owner == "train/1" and event.stats["loss"] == 0.5
                 policy = follower.fetch(event)
                 assert bytes(policy.tensors["weights"].data) == bytes([event.version]) * 16
 

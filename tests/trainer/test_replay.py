@@ -1,98 +1,368 @@
-"""Reading back what the journal names: everything or an error that names the offset."""
+"""A run done again from the log and a kept checkpoint: equal at every checkpoint ever made, or an error that names why."""
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Coroutine
+from typing import Any
 
+import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
+from infra.chain.insert import ProcessorConfig
+from infra.config import Keep
+from infra.metrics import Metrics
+from infra.processor import Drop, processor
+from infra.store import Store
 from infra.store_memory import MemoryStore
-from schemas import Block, decode, topics
-from schemas.errors import BadFrame, OffsetOutOfRange
-from tests.trainer.buffered_blocks import block
-from trainer.replay import MAX_HOLE, ranges, read_blocks
+from schemas import Batch, Block, Experience, Fence, Rollback, Saved, encode, topics
+from schemas.errors import ConfigError, HeadraceError, OffsetOutOfRange
+from tests.trainer.memory_run import (
+    CONFIG,
+    FLOOR,
+    STEPS,
+    KillingBus,
+    KillingStore,
+    block,
+    filled_log,
+    journal,
+    train,
+    train_through_kills,
+)
+from trainer import checkpoint
+from trainer.assemble import step_seed
+from trainer.batch_chain import build_batch
+from trainer.checkpoint import Position
+from trainer.learner import Learner
+from trainer.learners.scripted import ScriptedLearner
+from trainer.replay import Compared, Start, find_start, replay
+from trainer.report import Report
+from trainer.state import Learning
 
 
-async def filled(num_blocks: int) -> Log:
-    log = Log(MemoryBus(), "t", store=MemoryStore())
-    await log.create_topics(partitions=2, keep_ms=-1)
-    for number in range(num_blocks):
-        await log.publish(topics.BUFFER, block(f"g{number}.0"))
-    return log
+async def replayed(
+    log: Log, store: Store, learner: Learner | None = None, *, from_step: int | None = None, to_step: int | None = None
+) -> tuple[list[Compared], Learning, Start]:
+    start = await find_start(log, store, "t", from_step=from_step, to_step=to_step)
+    run = Learning(
+        floor=FLOOR,
+        config=CONFIG,
+        learner=learner or ScriptedLearner(),
+        report=Report(Metrics("replay")),
+        position=Position(),
+    )
+    return [one async for one in replay(run, "t", log, store, start)], run, start
 
 
-def read(num_blocks: int, offsets: Iterable[int]) -> dict[int, tuple[bytes, Block]]:
-    async def main() -> dict[int, tuple[bytes, Block]]:
-        return await read_blocks(await filled(num_blocks), offsets)
+class ReadOnlyBus(MemoryBus):
+    async def send(self, *args, **kwargs):
+        raise AssertionError("a replay wrote to the log")
 
-    return asyncio.run(main())
-
-
-@given(st.sets(st.integers(0, 10_000), max_size=60), st.integers(1, 100))
-def test_ranges_cover_every_offset_once_and_read_no_hole_of_max_hole(offsets: set[int], max_hole: int) -> None:
-    found = ranges(offsets, max_hole)
-    covered = [offset for start, stop in found for offset in range(start, stop)]
-    assert offsets <= set(covered) and len(covered) == len(set(covered))
-    assert all(start in offsets and stop - 1 in offsets for start, stop in found)
-    assert all(later[0] - earlier[1] >= max_hole for earlier, later in itertools.pairwise(found))
-    assert sum(1 for offset in covered if offset not in offsets) <= max_hole * len(offsets)
+    async def delete_records(self, *args, **kwargs):
+        raise AssertionError("a replay trimmed the log")
 
 
-def test_the_named_offsets_come_back_and_no_others() -> None:
-    far = 3 * MAX_HOLE
-    found = read(far + 1, [far, 0, 2, 2])
-    assert sorted(found) == [0, 2, far]
-    assert [found[offset][1].group for offset in (0, 2, far)] == ["g0.0", "g2.0", f"g{far}.0"]
-    frame, one = found[far]
-    again = decode(frame)
-    assert isinstance(again, Block) and again.experiences[1].tokens.tolist() == one.experiences[1].tokens.tolist()
+class ReadOnlyStore(MemoryStore):
+    def put(self, key: str, data: bytes) -> None:
+        raise AssertionError("a replay wrote to the store")
+
+    def delete(self, key: str) -> None:
+        raise AssertionError("a replay removed something")
 
 
-def test_nothing_asked_is_nothing_read() -> None:
-    assert read(1, []) == {}
+def read_only(log: Log, store: MemoryStore) -> tuple[Log, Store]:
+    bus, shut = ReadOnlyBus(), ReadOnlyStore()
+    bus.__dict__.update(log.bus.__dict__)
+    shut.__dict__.update(store.__dict__)
+    return Log(bus, "t", store=shut), shut
 
 
-@pytest.mark.parametrize("offsets", [[3], [1, 900]])
-def test_an_offset_past_the_end_is_an_error_that_names_it(offsets: list[int]) -> None:
-    with pytest.raises(OffsetOutOfRange, match=f"offset {offsets[-1]} is named by the journal"):
-        read(3, offsets)
+async def finished_run(**options: Any) -> tuple[Log, MemoryStore, ScriptedLearner]:
+    store = MemoryStore()
+    log = await filled_log(store)
+    learner = ScriptedLearner(**options)
+    await train(log, store, learner)
+    return log, store, learner
 
 
-def test_an_offset_that_retention_took_is_an_error_and_never_a_gap() -> None:
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(main)
+
+
+def test_every_checkpoint_ever_made_is_found_again_and_nothing_is_written() -> None:
     async def main() -> None:
-        log = await filled(6)
-        await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 4)
-        assert sorted(await read_blocks(log, [4, 5])) == [4, 5]
-        with pytest.raises(OffsetOutOfRange):
-            await read_blocks(log, [2, 5])
+        log, store, learner = await finished_run()
+        told = [one for one in await journal(log) if isinstance(one, Saved)]
+        assert len(told) > len(checkpoint.places(store, "t")), "some were pruned"
+        found, again, start = await replayed(*read_only(log, store))
+        assert [one.step for one in found] == [one.step for one in told]
+        assert all(one.equal and not one.fault for one in found)
+        assert [one.got for one in found] == [one.sha256 for one in told]
+        assert again.learner.tensors() == learner.tensors()
+        assert start.survey.num_steps == again.position.step + 1
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_record_that_is_no_block_is_an_error_that_names_its_offset() -> None:
+def test_a_replay_may_begin_and_end_anywhere() -> None:
     async def main() -> None:
-        log = await filled(1)
-        await log.bus.send(log.name(topics.BUFFER), b"no frame", key=b"k")
-        assert sorted(await read_blocks(log, [0])) == [0]
-        with pytest.raises(BadFrame, match="buffer offset 1"):
-            await read_blocks(log, [0, 1])
+        log, store, _ = await finished_run()
+        newest = checkpoint.places(store, "t")[-1].step
+        whole, _, _ = await replayed(log, store)
+        by_step = {one.step: one.got for one in whole}
+        part, _, start = await replayed(log, store, from_step=newest - 1, to_step=newest)
+        assert start.manifest.place.step < newest and len(part) == 2
+        assert all(one.equal and one.got == by_step[one.step] for one in part)
+        only, again, _ = await replayed(log, store, to_step=-1)
+        assert [one.step for one in only] == [-1] and again.position.step == -1
+        with pytest.raises(ConfigError, match="--from -2"):
+            await replayed(log, store, from_step=-2)
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_block_in_the_object_store_comes_back_as_a_frame_of_its_own() -> None:
+@pytest.mark.parametrize("every", [2, 3, 5, 7])
+def test_a_run_killed_at_any_send_or_put_replays_to_its_own_weights(every: int) -> None:
     async def main() -> None:
-        log = await filled(0)
-        large = block("large.0", num_members=64, meta={"trace": "".join(chr(33 + at % 90) for at in range(20_000))})
-        await log.publish(topics.BUFFER, large)
-        ((frame, one),) = (await read_blocks(log, [0])).values()
-        again = decode(frame)
-        assert isinstance(again, Block) and one.group == again.group == "large.0"
-        assert len(frame) > 768 * 1024, "the claim check was redeemed"
+        bus, store = KillingBus(), KillingStore()
+        log = await filled_log(store, bus)
+        kills = [(5 + kill * every % 19, -1) if kill % 3 else (-1, 1 + kill * every % 11) for kill in range(20)]
+        learner, died = await train_through_kills(bus, store, ScriptedLearner, kills, log)
+        assert died >= 5
+        whole = (await finished_run())[2]
+        assert learner.tensors() == whole.tensors(), "an undisturbed run of the same batches"
+        found, again, _ = await replayed(*read_only(log, store))
+        assert len(found) > 4 and all(one.equal and not one.fault for one in found)
+        assert again.learner.tensors() == learner.tensors()
 
-    asyncio.run(main())
+    run(main())
+
+
+@pytest.mark.slow
+def test_a_death_at_any_single_send_or_put_changes_nothing() -> None:
+    async def main() -> None:
+        bus, store = KillingBus(), KillingStore()
+        whole = ScriptedLearner()
+        await train(await filled_log(store, bus), store, whole)
+        sends = [(send, -1) for send in range(1, bus.sends + 1)]
+        puts = [(-1, put) for put in range(1, store.puts + 1)]
+        for kill in sends + puts:
+            bus, store = KillingBus(), KillingStore()
+            log = await filled_log(store, bus)
+            learner, died = await train_through_kills(bus, store, ScriptedLearner, [kill], log)
+            assert died == 1 and learner.tensors() == whole.tensors(), kill
+            assert all(one.equal and not one.fault for one in (await replayed(log, store))[0]), kill
+
+    run(main())
+
+
+FAILING = tuple(step_seed(3, step) for step in (12, 15, 16, 17))
+
+
+def test_skips_and_rollbacks_are_taken_from_the_journal() -> None:
+    async def main() -> None:
+        log, store, learner = await finished_run(fail_at=FAILING)
+        assert sum(isinstance(one, Rollback) for one in await journal(log)) == 1
+        found, again, _ = await replayed(log, store)  # whose own steps are all finite
+        assert all(one.equal for one in found) and again.learner.tensors() == learner.tensors()
+
+    run(main())
+
+
+@pytest.mark.parametrize("first", range(3, 90, 6))
+def test_a_run_killed_around_a_rollback_quarantines_the_same_steps(first: int) -> None:
+    async def main() -> None:
+        expected = (await finished_run(fail_at=FAILING))[0]
+        bus, store = KillingBus(), KillingStore()
+        log = await filled_log(store, bus)
+        sends = [(first + more, -1) for more in (0, 1, 2, 3)]
+        learner, _ = await train_through_kills(bus, store, lambda: ScriptedLearner(fail_at=FAILING), sends, log)
+        assert undone(await journal(log)) == undone(await journal(expected))
+        found, again, _ = await replayed(log, store)
+        assert all(one.equal for one in found) and again.learner.tensors() == learner.tensors()
+
+    run(main())
+
+
+def undone(records: list[object]) -> set[tuple[int, int, int]]:
+    return {(one.from_step, one.to_step, one.version) for one in records if isinstance(one, Rollback)}
+
+
+@processor(version=1, inline=True)
+def drop_odd(experience: Experience) -> Experience | Drop:
+    return Drop("odd") if experience.sequence % 2 else experience
+
+
+def test_what_the_batch_chain_dropped_is_not_trained_and_is_still_what_was_journaled() -> None:
+    async def main() -> None:
+        store, learner = MemoryStore(), ScriptedLearner()
+        log = await filled_log(store)
+        chain = build_batch([ProcessorConfig(use="tests.trainer.test_replay:drop_odd", stage="batch")])
+        await train(log, store, learner, chain=chain)
+        batches = [one for one in await journal(log) if isinstance(one, Batch) and one.phase == "train"]
+        gone = [{item.offset for item in one.dropped} - {item.offset for item in one.items} for one in batches]
+        assert all(gone), "whole groups were dropped"
+        found, again, _ = await replayed(log, store)
+        assert all(one.equal for one in found) and again.learner.tensors() == learner.tensors()
+
+    run(main())
+
+
+def test_the_buffer_keeps_what_kept_checkpoints_need_and_loses_what_none_does() -> None:
+    async def main() -> None:
+        time_ms = itertools.count(10**12, 1000)
+        store = MemoryStore()
+        log = Log(MemoryBus(lambda: next(time_ms)), "t", store=store)
+        await log.create_topics(partitions=2, keep_ms=-1)
+        for sequence in range(2 * STEPS):
+            await log.publish(topics.BUFFER, block(sequence))
+        config = msgspec.structs.replace(CONFIG, warmup=None, checkpoint_every=1)
+        floor = msgspec.structs.replace(FLOOR, keep=Keep(replay="20s"))
+        await train(log, store, ScriptedLearner(), config, floor)
+        (begins,) = (await log.bus.beginning_offsets(log.name(topics.BUFFER))).values()
+        kept = checkpoint.manifests(store, "t")
+        assert 0 < begins == min(one.oldest_offset for one in kept) and len(kept) < STEPS
+        for place in checkpoint.places(store, "t"):
+            found, _, _ = await replayed(log, store, from_step=place.step)
+            assert all(one.equal for one in found)
+
+    run(main())
+
+
+async def broken(log: Log, store: MemoryStore) -> str:
+    """What a replay says of a run that something was done to."""
+    with pytest.raises(HeadraceError) as caught:
+        await replayed(log, store)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def replace(log: Log, topic: topics.Topic, offset: int, value: bytes) -> None:
+    bus = log.bus
+    assert isinstance(bus, MemoryBus)
+    records = bus.log(Partition(log.name(topic), 0)).records
+    records[offset] = msgspec.structs.replace(records[offset], value=value)
+
+
+async def batch_at(log: Log, step: int) -> tuple[int, Batch]:
+    async for message in log.read_all(topics.BATCHES):
+        if isinstance(message.value, Batch) and message.value.step == step:
+            return message.offset, message.value
+    raise AssertionError(f"no step {step}")
+
+
+def test_an_altered_buffered_block_is_named_by_step_and_offset() -> None:
+    async def main() -> None:
+        log, store, _ = await finished_run()
+        _, batch = await batch_at(log, 9)
+        offset = next(item.offset for item in batch.items if item.lane == "usual")
+        (message,) = [one async for one in log.read_all(topics.BUFFER) if one.offset == offset]
+        assert isinstance(message.value, Block)
+        better = Block(tuple(one.with_bulk(logprobs=[-0.5, -0.26]) for one in message.value.experiences))
+        replace(log, topics.BUFFER, offset, encode(better))
+        assert f"step 9: buffer offset {offset} holds another record" in await broken(log, store)
+        replace(log, topics.BUFFER, offset, message.record.value[:-1])
+        assert f"step 9: buffer offset {offset}: " in await broken(log, store)
+
+    run(main())
+
+
+def test_a_buffered_block_that_is_gone_is_named() -> None:
+    async def main() -> None:
+        log, store, _ = await finished_run()
+        await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 1)
+        with pytest.raises(OffsetOutOfRange, match=r"step 0: t\.buffer/0: offset 0 is not kept"):
+            await replayed(log, store)
+
+    run(main())
+
+
+def test_an_altered_blob_is_named() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        long = "".join(chr(33 + at * at % 90) for at in range(900_000))
+        await log.publish(topics.BUFFER, block(2 * STEPS, meta={"trace": long}))
+        await log.publish(topics.BUFFER, block(2 * STEPS + 1))
+        config = msgspec.structs.replace(CONFIG, max_steps=STEPS + 1)
+        await train(log, store, ScriptedLearner(), config)
+        (key,) = store.keys("blobs/")
+        assert all(one.equal for one in (await replayed(log, store))[0])
+        store.put(key, store.get(key)[:-1] + b"x")
+        assert re.search(rf"step \d+: buffer offset \d+: claim: {key}", await broken(log, store))
+
+    run(main())
+
+
+def test_a_journal_record_that_is_missing_or_unreadable_is_named() -> None:
+    async def main() -> None:
+        log, store, _ = await finished_run()
+        offset, batch = await batch_at(log, 9)
+        replace(log, topics.BATCHES, offset, encode(msgspec.structs.replace(batch, run="another")))
+        assert await broken(log, store) == "journal: step 9 is missing; after step 8 comes step 10"
+        replace(log, topics.BATCHES, offset, b"HR")
+        assert f"journal offset {offset}: " in await broken(log, store)
+
+    run(main())
+
+
+def test_an_altered_journal_record_shows_at_the_next_checkpoint() -> None:
+    async def main() -> None:
+        log, store, _ = await finished_run()
+        offset, batch = await batch_at(log, 9)
+        items = tuple(msgspec.structs.replace(one, advantage=one.advantage + 0.001) for one in batch.items)
+        replace(log, topics.BATCHES, offset, encode(msgspec.structs.replace(batch, items=items)))
+        found, _, _ = await replayed(log, store)
+        assert {one.step for one in found if not one.equal} == {one.step for one in found if one.step >= 9}
+
+    run(main())
+
+
+def test_an_altered_checkpoint_is_named_and_the_next_one_begins() -> None:
+    async def main() -> None:
+        log, store, _ = await finished_run()
+        oldest, *_, newest = checkpoint.manifests(store, "t")
+        for one in (oldest, newest):
+            store.put(one.state, store.get(one.state)[:-1] + b"x")
+        found, _, start = await replayed(log, store)
+        assert len(start.passed_over) == 1 and "step -1" in start.passed_over[0]
+        assert all(one.equal for one in found), "what the journal tells is not touched by it"
+        assert [one.step for one in found if one.fault] == [newest.position.step]
+
+    run(main())
+
+
+def test_without_a_checkpoint_the_error_says_where_none_was_found() -> None:
+    async def main() -> None:
+        log, _, _ = await finished_run()
+        with pytest.raises(ConfigError, match=r"run 't': got no checkpoint in .*MemoryStore"):
+            await replayed(log, MemoryStore())
+
+    run(main())
+
+
+def test_other_kernels_give_a_distance_instead_of_bits() -> None:
+    async def main() -> None:
+        log, store, _ = await finished_run()
+        found, _, _ = await replayed(log, store, ScriptedLearner(device="cuda", drift=1e-3))
+        assert [one.equal for one in found] == [True] + [False] * (len(found) - 1), "all but where it began"
+        stored = {place.step for place in checkpoint.places(store, "t")}
+        assert {one.step for one in found if one.distance is not None} == stored
+        assert all(one.distance > 0 for one in found[1:] if one.distance is not None)
+
+    run(main())
+
+
+def test_a_batch_that_lies_behind_a_newer_fence_is_not_replayed() -> None:
+    async def main() -> None:
+        log, store, _ = await finished_run()
+        _, batch = await batch_at(log, STEPS)
+        await log.publish(topics.BATCHES, Fence(run="t", token=50))
+        await log.publish(topics.BATCHES, msgspec.structs.replace(batch, step=99))
+        found, again, _ = await replayed(log, store)
+        assert all(one.equal for one in found) and again.position.step < 99
+
+    run(main())

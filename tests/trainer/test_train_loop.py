@@ -1,74 +1,20 @@
 """The trainer on an in-memory log: what survives a kill at any moment, and what a newer lease does."""
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
-from infra.config import Floor, Pacing
-from infra.metrics import Metrics
 from infra.store_directory import DirectoryStore
-from schemas import Batch, Block, Drawn, Message, PolicyEvent, Rollback, Skip, Span, make_experience, topics
+from schemas import Batch, Block, Drawn, PolicyEvent, Rollback, Skip, Span, topics
 from schemas.errors import FencedOut
+from tests.trainer.memory_run import STEPS, KillingBus, block, ends, filled_log, journal, published, train
 from trainer import checkpoint
 from trainer.assemble import step_seed
-from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
 from trainer.journal import read_journal, take_lease
 from trainer.learners.scripted import ScriptedLearner
-from trainer.train import run_trainer
-
-STEPS = 12
-FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))
-CONFIG = TrainerConfig(
-    lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1, max_uses=100, optional=True)},
-    warmup=WarmupConfig(every=2, stop_at=0.5, max_steps=8, min_experiences=4, batch=4),
-    checkpoint_every=3,
-    max_steps=STEPS,
-)
-
-
-def block(sequence: int, lane: str = "usual", **header: object) -> Block:
-    group = f"{lane}-{sequence}.0"
-    span = Span(2, 4, 10_000) if lane == "usual" else Span(2, 4, -1, ratio=False)
-    return Block(
-        tuple(
-            make_experience(
-                tokens=[1, 2, 3 + sequence % 7, episode], logprobs=[-0.5, -0.25], messages=(Message(role="user", content="q"),),
-                id=f"{group}.0-{episode}-0", group=group, episode=episode, group_size=2, spans=(span,), lane=lane,
-                sequence=sequence if lane == "usual" else -1, reward=float(episode), advantage=float(episode) - 0.5, **header,
-            )
-            for episode in range(2)
-        )
-    )  # fmt: skip
-
-
-async def filled_log(store: DirectoryStore) -> Log:
-    log = Log(MemoryBus(), "t", store=store)
-    await log.create_topics(partitions=2, keep_ms=-1)
-    for number in range(4):
-        await log.publish(topics.BUFFER, block(number, "expert"))
-    await log.publish(topics.BUFFER, block(9, "expert", meta={"split": "validation"}))
-    for sequence in range(2 * STEPS):
-        await log.publish(topics.BUFFER, block(sequence))
-    return log
-
-
-async def train(log: Log, store: DirectoryStore, learner: ScriptedLearner) -> None:
-    await run_trainer(
-        FLOOR, CONFIG, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=asyncio.Event(), seed=3
-    )
-
-
-async def journal(log: Log) -> list[object]:
-    return [message.value async for message in log.read_all(topics.BATCHES)]
-
-
-async def published(log: Log) -> list[PolicyEvent]:
-    events = [message.value async for message in log.read_all(topics.POLICIES)]
-    return [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
 
 
 async def unkilled(folder: Path) -> tuple[dict[str, object], list[object], list[int]]:
@@ -92,41 +38,6 @@ def test_a_run_trains_everything_once_and_publishes_every_version(tmp_path: Path
     assert not any(
         "validation" in item.id or item.id.startswith("expert-9") for batch in batches for item in batch.items
     )
-
-
-class Killed(Exception):
-    """The process died here."""
-
-
-class KillingBus(MemoryBus):
-    """A bus whose process dies at the n-th send: before it (even n) or after it was stored (odd n)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sends = 0
-        self.kill_at = -1
-
-    async def send(self, *args, **kwargs):
-        self.sends += 1
-        if self.sends == self.kill_at and self.kill_at % 2 == 0:
-            raise Killed
-        position = await super().send(*args, **kwargs)
-        if self.sends == self.kill_at:
-            raise Killed
-        return position
-
-
-async def ends(run: Awaitable[None]) -> bool:
-    """Whether the trainer came to its end; False where it was killed."""
-    try:
-        await run
-    except Killed:
-        return False
-    except BaseExceptionGroup as errors:
-        if errors.subgroup(Killed) is None:
-            raise
-        return False
-    return True
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 8])
@@ -237,9 +148,8 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
         log = await filled_log(store)
         learner = ScriptedLearner()
         await train(log, store, learner)
-        steps = checkpoint.steps(store, "t")
-        newest = checkpoint.load(store, "t", steps[-1])
-        key = f"checkpoints/t/{steps[-1] + 1:012d}/state.safetensors"
+        newest = checkpoint.manifests(store, "t")[-1]
+        key = newest.state
         store.put(key, store.get(key)[:-1])
         older = checkpoint.load_newest(store, "t")
         assert older is not None and older.position.step < newest.position.step

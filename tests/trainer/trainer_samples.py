@@ -18,8 +18,9 @@ def make_item(
     advantage: float = 1.0,
     weight: float = 1.0,
     logprobs: Sequence[float] | None = None,
+    **header: object,
 ) -> TrainItem:
-    """One item; logprobs default to -1 per sampled token."""
+    """One item; logprobs default to -1 per sampled token. header: more fields of the experience."""
     num_sampled = sum(span.stop - span.start for span in spans)
     name = f"{group}.0-{episode}-0"
     experience = make_experience(
@@ -32,6 +33,7 @@ def make_item(
         logprobs=np.full(num_sampled, -1.0) if logprobs is None else logprobs,
         messages=(),
         spans=tuple(spans),
+        **header,  # type: ignore[typeddict-item]
     )
     item = BatchItem(id=name, partition=0, offset=0, index=episode, lane=lane, advantage=advantage, weight=weight)
     return TrainItem(experience, item)

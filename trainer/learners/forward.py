@@ -22,11 +22,24 @@ class PackedModel:
     """A causal language model and how its sampled tokens are read. device: where it runs.
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
+    activation_checkpointing: so do the layers.
     """
 
-    def __init__(self, folder: str, *, dtype: str, device: str, max_logits: int = MAX_LOGITS) -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        dtype: str,
+        device: str,
+        max_logits: int = MAX_LOGITS,
+        activation_checkpointing: bool = False,
+    ) -> None:
         module: Any = load_model(folder, dtype=dtype)
         self.module: Any = module.to(device)
+        if activation_checkpointing:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            self.module.train()  # transformers recomputes in training mode only; dropout there is none to turn on
+            _refuse_dropout(self.module, folder)
         self.device = torch.device(device)
         self._body = getattr(self.module, self.module.base_model_prefix)
         self._head = self.module.get_output_embeddings()
@@ -64,6 +77,10 @@ class PackedModel:
 
     def _hidden(self, one: Microbatch) -> torch.Tensor:
         """The last hidden state wherever a sampled token is read, [N, D]."""
+        return self.states(one)[self._tensor(one.predecessor_N)]
+
+    def states(self, one: Microbatch) -> torch.Tensor:
+        """The last hidden state of every position, [B*T, D]."""
         num_T = one.tokens_BT.shape[1]
         if self._window and num_T > self._window:
             raise ValueError(f"batch: got rows of {num_T} tokens, expected at most the model's window, {self._window}")
@@ -77,8 +94,8 @@ class PackedModel:
             position_ids=self._tensor(one.positions_BT),
             use_cache=False,
         ).last_hidden_state
-        hidden: torch.Tensor = hidden_BTD.flatten(0, 1)[self._tensor(one.predecessor_N)]
-        return hidden
+        states: torch.Tensor = hidden_BTD.flatten(0, 1)
+        return states
 
     def _num_pieces(self, num_tokens: int) -> int:
         num_logits = num_tokens * int(self._head.out_features)
@@ -106,7 +123,9 @@ class PackedModel:
             target_N=np.array([branch[4] for branch in branches]),
             temperature_N=np.ones(2, np.float32),
             **{name: np.zeros(2, np.float32) for name in ("behaviour_N", "advantage_N", "weight_N")},
+            **{name: np.zeros(2, np.float32) for name in ("teacher_N", "reward_N")},
             **{name: np.zeros(2, np.int64) for name in ("version_N", "ratio_N", "lane_N", "sequence_N")},
+            **{name: np.full(2, -1) for name in ("pair_N", "bootstrap_N")},
         )
         ids = torch.tensor([branch[:4] for branch in branches], device=self.device)
         logits = self.module(input_ids=ids, use_cache=False).logits[:, -1].float()
@@ -122,6 +141,16 @@ class PackedModel:
 def _float32_linear(head: Any, hidden: torch.Tensor) -> torch.Tensor:
     bias = None if head.bias is None else head.bias.float()
     return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+
+def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:
+    active = [name for name, one in module.named_modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
+    rate = getattr(module.config, "attention_dropout", 0.0) or 0.0
+    if active or rate > 0:
+        raise ConfigError(
+            f"trainer.activation_checkpointing: {folder} has dropout ({active[0] if active else 'attention_dropout'}), "
+            "which training mode would turn on; expected a model without it"
+        )
 
 
 def _sliding_window(config: Any) -> int:

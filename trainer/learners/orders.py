@@ -1,5 +1,6 @@
 """How rank 0 tells the other ranks what to do: named orders with a batch or tensors, as bytes, never pickled."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as distributed
 
-from schemas.records import Lane
+from schemas.fields import Lane
 from trainer.batch import Microbatch, PackedBatch
 from trainer.diagnostics import Observed
 from trainer.learner import Phase
@@ -20,6 +21,7 @@ class WireBatch(msgspec.Struct, frozen=True):
 
     microbatches: tuple[dict[str, Encoded], ...]
     lane_tokens: dict[Lane, int]
+    lane_sequences: dict[Lane, int]
     num_sequences: int
     version: int
     exact: bool
@@ -45,6 +47,7 @@ def encode_batch(batch: PackedBatch) -> WireBatch:
     return WireBatch(
         tuple(_encode_arrays(one) for one in batch.microbatches),
         dict(batch.lane_tokens),
+        dict(batch.lane_sequences),
         batch.num_sequences,
         batch.version,
         batch.exact,
@@ -56,6 +59,7 @@ def decode_batch(wire: WireBatch) -> PackedBatch:
     return PackedBatch(
         microbatches=tuple(Microbatch(**_decode_arrays(one)) for one in wire.microbatches),
         lane_tokens=wire.lane_tokens,
+        lane_sequences=wire.lane_sequences,
         num_sequences=wire.num_sequences,
         version=wire.version,
         exact=wire.exact,
@@ -75,25 +79,46 @@ def broadcast(order: Order | None, device: torch.device) -> Order:
 
 def gather_observed(observed: list[Observed], device: torch.device) -> list[Observed]:
     """What every rank observed, in the order of ranks, on every rank. Collective."""
-    data = msgspec.msgpack.encode([_encode_arrays(one) for one in observed])
+    return [
+        Observed(**_decode_arrays(one))
+        for data in _gather(msgspec.msgpack.encode([_encode_arrays(one) for one in observed]), device)
+        for one in msgspec.msgpack.decode(data, type=list[dict[str, Encoded]])
+    ]
+
+
+def gather_arrays(
+    microbatches: Sequence[Microbatch], logprobs: Sequence[np.ndarray], device: torch.device
+) -> tuple[list[Microbatch], list[np.ndarray]]:
+    """The microbatches of every rank with an array for each, in the order of ranks, on every rank. Collective."""
+    mine = [_encode_arrays(one) | {"": _encoded(array)} for one, array in zip(microbatches, logprobs, strict=True)]
+    every: list[Microbatch] = []
+    arrays: list[np.ndarray] = []
+    for data in _gather(msgspec.msgpack.encode(mine), device):
+        for one in msgspec.msgpack.decode(data, type=list[dict[str, Encoded]]):
+            found = _decode_arrays(one)
+            arrays.append(found.pop(""))
+            every.append(Microbatch(**found))
+    return every, arrays
+
+
+def _gather(data: bytes, device: torch.device) -> list[bytes]:
+    """Bytes of every rank. Collective."""
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(distributed.get_world_size())]
     distributed.all_gather(sizes, torch.tensor([len(data)], device=device))
     longest = max(int(size) for size in sizes)
     mine = torch.frombuffer(bytearray(data.ljust(longest, b"\x00")), dtype=torch.uint8).to(device)
     buffers = [torch.empty_like(mine) for _ in sizes]
     distributed.all_gather(buffers, mine)
-    found: list[Observed] = []
-    for size, buffer in zip(sizes, buffers, strict=True):
-        encoded = buffer[: int(size)].cpu().numpy().tobytes()
-        found += [
-            Observed(**_decode_arrays(one)) for one in msgspec.msgpack.decode(encoded, type=list[dict[str, Encoded]])
-        ]
-    return found
+    return [buffer[: int(size)].cpu().numpy().tobytes() for size, buffer in zip(sizes, buffers, strict=True)]
 
 
 def _encode_arrays(one: msgspec.Struct) -> dict[str, Encoded]:
     arrays: dict[str, Any] = msgspec.structs.asdict(one)
-    return {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in arrays.items()}
+    return {name: _encoded(array) for name, array in arrays.items()}
+
+
+def _encoded(array: np.ndarray) -> Encoded:
+    return array.dtype.str, array.shape, array.tobytes()
 
 
 def _decode_arrays(encoded: dict[str, Encoded]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Guarantee: different batches, or the same in another order, give different weigh
 """
 
 import hashlib
+import sys
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,9 +19,22 @@ SIZE = 8
 
 
 class ScriptedLearner:
-    """Weights are a hash chain of what was trained. fail_at: seeds of steps that report a loss that is not finite."""
+    """Weights are a hash chain of what was trained. fail_at: seeds of steps that report a loss that is not finite.
 
-    def __init__(self, *, model: str = "", config: TrainerConfig | None = None, fail_at: tuple[int, ...] = ()) -> None:
+    device: what it says it computes on. drift: added to every weight at every step, as other kernels would.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str = "",
+        config: TrainerConfig | None = None,
+        fail_at: tuple[int, ...] = (),
+        device: str = "cpu",
+        drift: float = 0.0,
+    ) -> None:
+        self._device = device
+        self._drift = np.float32(drift)
         self._weights = np.zeros(SIZE, dtype="<f4")
         self._steps = 0
         self._fail_at = frozenset(fail_at)
@@ -29,7 +43,9 @@ class ScriptedLearner:
         """Forget the optimizer, which here is a count."""
         self._steps = 0
 
-    def step(self, batch: PackedBatch, *, learning_rate: float, seed: int) -> StepStats:
+    def step(
+        self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
+    ) -> StepStats:
         """Move the weights by what the batch holds."""
         if seed in self._fail_at:
             return StepStats(finite=False, loss=float("nan"), grad_norm=float("nan"), values={})
@@ -37,6 +53,7 @@ class ScriptedLearner:
         for part in batch.microbatches:
             digest.update(part.target_N.tobytes() + part.behaviour_N.tobytes() + part.advantage_N.tobytes())
         self._weights = np.frombuffer(digest.digest(), dtype="<u4").astype("<f4") / np.float32(2**32)
+        self._weights += self._drift
         self._steps += 1
         return StepStats(finite=True, loss=float(self._weights[0]), grad_norm=1.0, values={})
 
@@ -53,6 +70,18 @@ class ScriptedLearner:
         """Grows with every step."""
         return min(1.0, self._steps / 10)
 
+    def log_distances(self, batch: PackedBatch) -> np.ndarray:
+        """As if every logprob were now 0."""
+        sums = np.zeros(batch.num_sequences)
+        for one in batch.microbatches:
+            moved = np.where(one.ratio_N, np.abs(one.behaviour_N), 0.0)
+            sums += np.bincount(one.sequence_N, weights=moved, minlength=len(sums))
+        return sums
+
+    def numerics(self) -> dict[str, str]:
+        """The device it claims."""
+        return {"device": self._device}
+
     def save(self) -> dict[str, Tensor]:
         """Weights and count."""
         return self.tensors() | {"steps": Tensor("I64", (1,), np.asarray([self._steps], dtype="<i8").tobytes())}
@@ -63,3 +92,6 @@ class ScriptedLearner:
             raise ValueError(f"state: got {sorted(state)}, expected weights and steps")
         self._weights = np.frombuffer(state["weights"].data, dtype="<f4").copy()
         self._steps = int(np.frombuffer(state["steps"].data, dtype="<i8")[0])
+
+    def close(self) -> None:
+        """Nothing is held."""

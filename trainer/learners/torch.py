@@ -4,21 +4,38 @@ In bfloat16 the forward computes with the published, rounded weights; the optimi
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from infra.model import model_tensors
 from infra.weights.policy import Probe
 from infra.weights.tensors import Tensor, from_torch, to_torch
-from trainer.batch import PackedBatch, split
+from schemas.fields import Lane
+from trainer.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.diagnostics import Observed, diagnose, join
 from trainer.learner import Phase, StepStats
 from trainer.learners.forward import PackedModel
-from trainer.learners.lanes import StepContext, check_step, microbatch_loss, of_phase, open_objectives
+from trainer.learners.lanes import (
+    StepContext,
+    bounds,
+    check_step,
+    denominators,
+    looks_ahead,
+    microbatch_loss,
+    of_phase,
+    reference_dtype,
+)
+from trainer.learners.numerics import numerics
+from trainer.learners.values import Values, open_critic
+from trainer.loss import open_objectives
 from trainer.offpolicy import effective_share, ess_learning_rate
+from trainer.split import split
 
 PHASES: tuple[Phase, ...] = ("warmup", "train")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,10 +51,13 @@ class TorchLearner:
             torch.set_num_threads(config.threads)
         self._config = config
         self._objectives = open_objectives(config.lanes)
-        self._model = PackedModel(model, dtype=config.dtype, device=device)
+        self._model = PackedModel(
+            model, dtype=config.dtype, device=device, activation_checkpointing=config.activation_checkpointing
+        )
         self._reference: PackedModel | None = None
         if any(one.reference for one in self._objectives.values()):
-            self._reference = PackedModel(model, dtype=config.dtype, device=device)
+            self._reference = PackedModel(model, dtype=reference_dtype(config), device=device)
+        self._critic = open_critic(model, config, self._objectives, device=device)
         self._parameters = dict(self._model.module.named_parameters())
         self._masters = {name: _master(value) for name, value in self._parameters.items()}
         self._phase: Phase = "train"
@@ -52,7 +72,9 @@ class TorchLearner:
         if self._reference is not None:
             self._reference.module.load_state_dict(self._model.module.state_dict())
 
-    def step(self, batch: PackedBatch, *, learning_rate: float, seed: int) -> StepStats:
+    def step(
+        self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
+    ) -> StepStats:
         """One optimizer step, or m where a loss asks for minibatches; all of them or none."""
         check_step(self._objectives, batch, learning_rate)
         torch.manual_seed(seed)
@@ -60,7 +82,12 @@ class TorchLearner:
         present = [objectives[lane] for lane in batch.lane_tokens]
         minibatches = max(one.minibatches for one in present)
         parts = [batch] if minibatches == 1 else list(split(batch, minibatches, seed=seed))
-        proximal = self._proximal(parts) if any(one.proximal == "recompute" for one in present) else None
+        proximal = self._proximal(parts) if any(looks_ahead(one) for one in present) else None
+        values = Values(self._critic, objectives, parts) if self._critic is not None else None
+        bounded: Mapping[Lane, float] = {}
+        if proximal is not None:
+            flat = [logprob.cpu().numpy() for part in proximal for logprob in part]
+            bounded = bounds(objectives, _joined(batch, parts), flat)
         before = self._snapshot() if len(parts) > 1 else None
         observed: list[Observed] = []
         norms: list[float] = []
@@ -68,18 +95,23 @@ class TorchLearner:
         for index, part in enumerate(parts):
             context = StepContext(
                 objectives=objectives,
-                lane_tokens=part.lane_tokens,
+                denominators=denominators(objectives, part),
                 version=batch.version,
                 exact=batch.exact and index == 0,
                 staleness_decay=self._config.staleness_decay,
+                bounds=bounded,
             )
-            loss, norm = self._accumulate(context, part, proximal[index] if proximal else None, observed)
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._clear_gradients()
+            advantages = values.advantages(index) if values is not None else None
+            loss, norm = self._accumulate(context, part, proximal[index] if proximal else None, advantages, observed)
+            sound = values is None or values.accumulate(index)
+            if not (math.isfinite(loss) and norm <= max_grad_norm and sound):
                 self._revert(before)
                 return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
             norms.append(norm)
             self._apply(learning_rate, observed[-len(part.microbatches) :])
-        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)))
+        measured = diagnose(join(observed)) | (values.measured() if values is not None else {})
+        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=measured)
 
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the policy in its published dtype, by the model's own names."""
@@ -99,8 +131,21 @@ class TorchLearner:
             misses += np.bincount(one.sequence_N[missed], minlength=len(misses))
         return float((misses == 0).mean())
 
+    @torch.no_grad()
+    def log_distances(self, batch: PackedBatch) -> np.ndarray:
+        """Σ |log π_θ - log μ| over the tokens of each sequence that have a ratio, [num_sequences] float64."""
+        sums = np.zeros(batch.num_sequences)
+        for one in batch.microbatches:
+            moved = np.abs(self._model.logprobs(one).double().cpu().numpy() - one.behaviour_N)
+            sums += np.bincount(one.sequence_N, weights=np.where(one.ratio_N, moved, 0.0), minlength=len(sums))
+        return sums
+
+    def numerics(self) -> dict[str, str]:
+        """Library, device, instruction set and threads."""
+        return numerics(self._model.device)
+
     def save(self) -> dict[str, Tensor]:
-        """Float32 weights, optimizer moments, phase, and the reference where there is one."""
+        """Float32 weights, optimizer moments, phase, and the reference and the critic where there are such."""
         state = {name: from_torch(value) for name, value in self._state(self._optimizer)}
         state["phase"] = from_torch(torch.tensor(PHASES.index(self._phase), dtype=torch.uint8))
         return state
@@ -109,9 +154,10 @@ class TorchLearner:
         """Continue from `save`."""
         optimizer = self._fresh_optimizer()
         if any(name.startswith("adam/") for name in state):
-            for master in self._masters.values():
-                optimizer.state[master] = {key: torch.zeros_like(master) for key in MOMENTS}
-                optimizer.state[master]["step"] = torch.zeros((), device=master.device)
+            for name, value in self._trained():
+                if f"adam/step/{name}" in state:
+                    optimizer.state[value] = {key: torch.zeros_like(value) for key in MOMENTS}
+                    optimizer.state[value]["step"] = torch.zeros((), device=value.device)
         expected = dict(self._state(optimizer)) | {"phase": torch.zeros(())}
         if odd := sorted(set(state) ^ set(expected)):
             what = "the model has none" if odd[0] in state else "it is missing"
@@ -128,11 +174,18 @@ class TorchLearner:
                 value.copy_(to_torch(state[name]))
         self._publish_masters()
 
+    def close(self) -> None:
+        """One process holds nothing that does not go with it."""
+
     def _accumulate(
-        self, context: StepContext, part: PackedBatch, proximal: Sequence[torch.Tensor] | None, observed: list[Observed]
+        self,
+        context: StepContext,
+        part: PackedBatch,
+        proximal: Sequence[torch.Tensor] | None,
+        advantages: Sequence[np.ndarray] | None,
+        observed: list[Observed],
     ) -> tuple[float, float]:
         """Forward and backward of one minibatch; its loss and the norm of its gradient, which is then clipped."""
-        self._clear_gradients()
         total = torch.zeros((), device=self._model.device)
         for index, one in enumerate(part.microbatches):
             logprob_N = self._model.logprobs(one)
@@ -140,8 +193,14 @@ class TorchLearner:
             if self._reference is not None:
                 with torch.no_grad():
                     reference_N = self._reference.logprobs(one)
-            proximal_N = proximal[index] if proximal else None
-            loss, seen = microbatch_loss(context, one, logprob_N, proximal_N=proximal_N, reference_N=reference_N)
+            loss, seen = microbatch_loss(
+                context,
+                one,
+                logprob_N,
+                proximal_N=proximal[index] if proximal else None,
+                reference_N=reference_N,
+                advantage_N=advantages[index] if advantages else None,
+            )
             torch.autograd.backward(loss)
             total += loss.detach()
             observed.append(seen)
@@ -157,11 +216,19 @@ class TorchLearner:
             seen = join(observed)
             weight = np.exp(seen.logprob[seen.ratio].astype(np.float64) - seen.behaviour[seen.ratio])
             learning_rate = ess_learning_rate(learning_rate, effective_share(weight))
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._optimizer.param_groups[0]["lr"] = learning_rate
         self._optimizer.step()
         self._publish_masters()
         self._clear_gradients()
+        self._move_reference()
+
+    @torch.no_grad()
+    def _move_reference(self) -> None:
+        """The reference as an exponential mean of the policies, where it is not frozen."""
+        if self._reference is None or self._config.reference_decay == 1.0:
+            return
+        for reference, value in zip(self._reference.module.parameters(), self._model.module.parameters(), strict=True):
+            reference.lerp_(value.to(reference.dtype), 1.0 - self._config.reference_decay)
 
     @torch.no_grad()
     def _proximal(self, parts: Sequence[PackedBatch]) -> list[list[torch.Tensor]]:
@@ -175,19 +242,28 @@ class TorchLearner:
                 value.copy_(self._masters[name])
 
     def _clear_gradients(self) -> None:
-        for value in (*self._parameters.values(), *self._masters.values()):
+        for value in (*self._parameters.values(), *(value for _, value in self._trained())):
             value.grad = None
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
-            self._masters.values(), betas=self._config.betas, weight_decay=self._config.weight_decay, fused=True
-        )
+        groups: list[dict[str, Any]] = [{"params": list(self._masters.values())}]
+        if self._critic is not None:
+            groups.append(
+                {"params": list(self._critic.named_parameters().values()), "lr": self._critic.config.learning_rate}
+            )
+        return torch.optim.AdamW(groups, betas=self._config.betas, weight_decay=self._config.weight_decay, fused=True)
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything an optimizer moves, by the name of its state."""
+        yield from self._masters.items()
+        if self._critic is not None:
+            yield from ((f"critic/{name}", value) for name, value in self._critic.named_parameters().items())
 
     def _state(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything that is saved, by name; the tensors themselves."""
-        for name, master in self._masters.items():
-            yield f"model/{name}", master
-            for key, moment in optimizer.state.get(master, {}).items():
+        for name, value in self._trained():
+            yield name if name.startswith("critic/") else f"model/{name}", value
+            for key, moment in optimizer.state.get(value, {}).items():
                 yield f"adam/{key}/{name}", moment
         for name, value in self._saved_buffers():
             yield f"buffer/{name}", value
@@ -208,11 +284,17 @@ class TorchLearner:
         self._clear_gradients()
         if before is None:
             return
-        if not any(name.startswith("adam/") for name in before):
-            self._optimizer = self._fresh_optimizer()
+        for name, value in self._trained():
+            if f"adam/step/{name}" not in before:
+                self._optimizer.state.pop(value, None)
         for name, value in self._state(self._optimizer):
             value.copy_(before[name])
         self._publish_masters()
+
+
+def _joined(batch: PackedBatch, parts: Sequence[PackedBatch]) -> PackedBatch:
+    """The batch with the microbatches of its parts, in their order."""
+    return msgspec.structs.replace(batch, microbatches=tuple(one for part in parts for one in part.microbatches))
 
 
 def _master(value: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -1,20 +1,33 @@
 """GRPO: PPO's clipped surrogate on group advantages, optionally with a KL penalty towards a reference."""
 
+from typing import Literal
+
 from trainer.loss import LossInputs, LossOutput
-from trainer.offpolicy import clipped_surrogate, k3, surrogate_clips
+from trainer.offpolicy import clipped_surrogate, k3, score_function_k1, surrogate_clips
 
 
 def grpo(
-    inputs: LossInputs, *, low: float = 0.2, high: float = 0.2, kl: float = 0.0, minibatches: int = 1
+    inputs: LossInputs,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    kl: float = 0.0,
+    estimator: Literal["k1", "k3"] = "k3",
+    minibatches: int = 1,
 ) -> LossOutput:
-    """-min(wA, clip(w, 1-low, 1+high)A) + kl·k3(π_θ, π_ref). arXiv 2402.03300 eq. 3 and 4.
+    """-min(wA, clip(w, 1-low, 1+high)A) + kl·KL(π_θ, π_ref). arXiv 2402.03300 eq. 3 and 4.
 
-    minibatches: optimizer steps per batch (read by the learner).
+    estimator: k3 is differentiated as it stands, as in eq. 4; k1 so, would have no gradient on average (2506.09477), so
+    it enters as the weight of log π_θ. minibatches: optimizer steps per batch (read by the learner).
     """
-    weight = inputs.log_weight.exp()
+    log_weight = inputs.log_weight
+    weight = log_weight.exp()
     loss = -clipped_surrogate(weight, inputs.advantage, low, high)
     if kl > 0:
         if inputs.reference is None:
             raise ValueError("reference: got none, expected the reference model's logprobs where kl is above 0")
-        loss = loss + kl * k3(inputs.reference - inputs.logprob)
+        if estimator == "k3":
+            loss = loss + kl * k3(inputs.reference - inputs.logprob)
+        else:
+            loss = loss + kl * score_function_k1(inputs.logprob, inputs.reference, weight)
     return LossOutput(loss, surrogate_clips(weight.detach(), inputs.advantage, low, high))

@@ -1,9 +1,9 @@
 """SFT: cross-entropy on demonstrations."""
 
-from trainer.loss import LossInputs, LossOutput, supervised
+from trainer.loss import LossInputs, LossOutput, needs
 
 
-@supervised
+@needs(ratio=False)
 def sft(inputs: LossInputs) -> LossOutput:
     """-log π_θ."""
     return LossOutput(-inputs.logprob)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.engine import Completion, EngineStopped, LoadReport, Sampling
+from actors.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.checks import (
     PROBE_TOLERANCE,
     changed_names,
@@ -30,6 +30,7 @@ from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.settings import cached_byte_code, engine_arguments, environment, exchange_folder
+from actors.engines.vllm.streaming import stream
 from infra.model import folder_tensors
 from infra.weights.policy import Policy, Probe
 from infra.weights.tensors import Tensor, save_tensors
@@ -56,6 +57,11 @@ class VllmEngine:
     def version(self) -> int:
         """Policy version that samples now."""
         return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._max_model_len
 
     @property
     def num_running(self) -> int:
@@ -90,10 +96,15 @@ class VllmEngine:
             gc.collect()  # it is part of cycles, and would shut down again, noisily, when the interpreter ends
             shutil.rmtree(self._exchange, ignore_errors=True)
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, on_chunk: OnChunk | None = None
+    ) -> Completion:
         """Sample one continuation."""
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
-        return await self._running().generate(prompt, sampling)
+        requests = self._running()
+        if on_chunk is not None:
+            return await stream(requests, prompt, sampling, on_chunk)
+        return await requests.generate(prompt, sampling)
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap the weights while requests run. A cancelled call still finishes its swap."""

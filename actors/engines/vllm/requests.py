@@ -5,7 +5,8 @@ it answers when its last member ends, only short ones are joined. Seeded and gre
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -29,15 +30,17 @@ class Requests:
         *,
         group_max_tokens: int,
         sampling_params: Callable[[Sampling, int], Any] | None = None,
+        streamed_params: Callable[[Sampling], Any] | None = None,
     ) -> None:
         self._llm = llm
-        self._attempts = attempts
+        self.attempts = attempts
         self._group_max_tokens = group_max_tokens
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
         self._entering: dict[tuple[tuple[int, ...], Sampling], list[Waiting]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._params = lru_cache(64)(sampling_params or _sampling_params)
+        self._streamed_params = lru_cache(64)(streamed_params or _streamed_params)
         self.num_running = 0
 
     async def close(self) -> None:
@@ -52,11 +55,34 @@ class Requests:
         if not self._entering:
             self._loop.call_soon(self._enter)
         self._entering.setdefault((tuple(prompt), sampling), []).append(waiting)
+        with self.counted():
+            return await waiting
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """One request more runs inside the `with`."""
         self.num_running += 1
         try:
-            return await waiting
+            yield
         finally:
             self.num_running -= 1
+
+    async def open(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Any, Any]:
+        """Begin a request of its own: the queue of its outputs, and vLLM's account of it."""
+        queue = await self._submit(prompt, self._streamed_params(sampling))
+        return queue, self._llm.output_processor.request_states.get(queue.request_id)
+
+    async def end(self, queue: Any) -> None:
+        """Let go of a request that `open` began; one that still runs is aborted."""
+        try:
+            if queue.request_id in self._llm.output_processor.request_states:
+                await self._llm.abort(queue.request_id, internal=True)
+        finally:
+            queue.close()
+
+    def failure(self, error: Exception) -> Exception:
+        """What a caller is told: EngineStopped where vLLM's process is gone."""
+        return EngineStopped(f"vLLM's process is gone: {error}") if self._llm.errored else error
 
     async def submit_score(self, tokens: Sequence[int]) -> Callable[[], Any]:
         """Send tokens to be scored before every other request; the result's call awaits the logprobs."""
@@ -110,9 +136,8 @@ class Requests:
                 one.cancel()
             raise
         except Exception as error:  # vLLM's own kinds, all of them for the caller
-            failure: Exception = error
-            if self._llm.errored:
-                failure = EngineStopped(f"vLLM's process is gone: {error}")
+            failure = self.failure(error)
+            if failure is not error:
                 failure.__cause__ = error
             for one in waiting:
                 if not one.done():
@@ -129,10 +154,10 @@ class Requests:
         while True:
             kept = len(output.token_ids)
             for span in output.weight_versions:
-                if not self._attempts.is_proved(span.version) and not await self._attempts.accepted(span.version):
+                if not self.attempts.is_proved(span.version) and not await self.attempts.accepted(span.version):
                     kept = span.start
                     break
-                version = self._attempts.version_of(span.version)
+                version = self.attempts.version_of(span.version)
                 if not starts or starts[-1][0] != version:
                     starts.append((version, len(tokens) + span.start))
             if len(output.logprobs.logprobs) != len(output.token_ids):
@@ -144,7 +169,7 @@ class Requests:
                 return Completion(
                     tokens=tuple(tokens),
                     logprobs=tuple(logprobs),
-                    spans=spans(starts, len(tokens), sampling.temperature),
+                    spans=spans(starts, len(tokens), sampling),
                     stopped=stopped,
                 )
             left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
@@ -182,6 +207,7 @@ def _sampling_params(sampling: Sampling, num: int) -> Any:
         n=num,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop),
         ignore_eos=True,  # `stop` alone says where a sequence ends
@@ -191,6 +217,14 @@ def _sampling_params(sampling: Sampling, num: int) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
+
+
+def _streamed_params(sampling: Sampling) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    params = _sampling_params(sampling, 1)
+    params.output_kind = RequestOutputKind.DELTA
+    return params
 
 
 def _score_params() -> Any:

@@ -14,7 +14,7 @@ from infra.cli.main import app
 SETTINGS = 'app = "bot"\n[kafka]\nbootstrap_servers = "127.0.0.1:1"\ndeadline_s = 0.3\n'
 NEEDS_CONFIG = (
     ["up"], ["check"], ["master"], ["explore"], ["process"], ["train"], ["load", "tasks", "f"], ["load", "experts", "f"],
-    ["status"], ["peek", "buffer"], ["audit"],
+    ["status"], ["peek", "buffer"], ["audit"], ["audit", "--drain"], ["reprocess", "verify"],
 )  # fmt: skip
 
 
@@ -60,6 +60,7 @@ def test_help_names_every_command_and_says_where_to_start() -> None:
         "status",
         "peek",
         "audit",
+        "reprocess",
         "bench",
     ]:
         assert f" {name} " in words
@@ -140,6 +141,18 @@ def test_no_broker_at_all_says_the_two_ways_out(tmp_path: Path) -> None:
     config.write_text('app = "bot"\n')
     line = told(call("status", "-c", str(config)), 2)
     assert "headrace up" in line and "kafka.bootstrap_servers" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["reprocess", "buffer"], "got 'buffer', expected one of tasks, verify, collect, dead-letters"),
+        (["reprocess", "dead-letters", "--diff"], "takes no --diff"),
+        (["audit", "--drain", "--timeout", "soon"], 'got "soon", expected a duration'),
+    ],
+)
+def test_an_order_that_cannot_be_is_one_line(arguments: list[str], words: str, config: Path) -> None:
+    assert words in told(call(*arguments, "-c", str(config)), 2)
 
 
 @pytest.mark.parametrize("kind", ["tasks", "experts"])

@@ -16,7 +16,7 @@ from infra.bus.log import Log, Message
 from infra.bus.memory import MemoryBus
 from infra.cli.newest import newest, newest_and_reader
 from infra.cli.peek import one_line, show
-from schemas import BatchItem, Block, Control, DeadLetter, Tick, decode, encode, topics
+from schemas import Batch, BatchItem, Block, Control, DeadLetter, Tick, decode, encode, topics
 from schemas.errors import BadFrame
 from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block
 
@@ -72,7 +72,7 @@ def test_a_batch_is_counted_not_listed() -> None:
     items = tuple(
         BatchItem(id=f"i{at}", partition=0, offset=0, index=at, lane="usual" if at else "expert") for at in range(5)
     )
-    line = one_line(msgspec.structs.replace(example_of(CONTROL_KINDS[8]), items=items, drops={"stale": 3}))
+    line = one_line(msgspec.structs.replace(example_of(Batch), items=items, drops={"stale": 3}))
     assert line == "batch step=40 version=40 phase=train token=17 expert=1 usual=4 dropped[stale]=3"
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
-from infra.cli.status import alarms, read_status, show
+from infra.cli.status import accuracy_text, alarms, read_status, show
 from schemas import EvalResult, PolicyEvent, Progress, Tick, topics
 
 START_MS = 1_763_715_600_000
@@ -124,7 +124,17 @@ def test_accuracy_is_the_newest_of_each_suite() -> None:
         for version, suite in ((1, "dev"), (3, "dev"), (2, "held-out"))
     ]
     state = state_of(*results, now_s=1)
-    assert state["accuracy"] == {"dev": {"version": 3, "share": 0.3}, "held-out": {"version": 2, "share": 0.2}}
+    found = {suite: (one["version"], one["share"]) for suite, one in state["accuracy"].items()}
+    assert found == {"dev": (3, 0.3), "held-out": (2, 0.2)}
+
+
+def test_accuracy_is_told_with_its_interval_and_pass_at_k() -> None:
+    result = EvalResult(
+        policy="main", version=3, suite="dev", num_tasks=10, num_correct=12, num_samples=4,
+        pass_at={"1": 0.3, "4": 0.8}, interval=(0.2, 0.4),
+    )  # fmt: skip
+    state = state_of((0.0, result), now_s=1)
+    assert accuracy_text(state["accuracy"]["dev"]) == "30.0% (20.0% to 40.0%), pass@4 80.0%"
 
 
 def test_lag_is_what_a_group_has_yet_to_commit_and_too_much_is_an_alarm() -> None:

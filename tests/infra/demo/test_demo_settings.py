@@ -1,16 +1,24 @@
 """The demo's settings file: what each engine and control changes, and that a folder keeps its options."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from actors.tasksets.guess import guess, guess_demonstrations
+from actors.workflow import Workflows
 from infra.cli.settings import Settings, load_settings
+from infra.demo.char_model import build_char_model
 from infra.demo.demo import write_settings
-from infra.demo.settings import CONTROLS, ENGINES, DemoOptions, demo_toml
+from infra.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
 from infra.plugin import find
+from schemas import Message
 from schemas.errors import ConfigError
-from streams.chain_builder import build_collect, build_verify
+from streams.chain_builder import build_collect, build_tasks, build_verify
 from trainer.waiting import share_of
+
+CONTROLS = tuple(TASKS["arithmetic"].lanes)
+EVERY = [(name, control) for name, task in TASKS.items() for control in task.lanes]
 
 
 def settings(folder: Path, **options: object) -> Settings:
@@ -18,14 +26,57 @@ def settings(folder: Path, **options: object) -> Settings:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("control", CONTROLS)
-def test_every_engine_and_control_gives_settings_that_hold(engine: str, control: str, tmp_path: Path) -> None:
-    found = settings(tmp_path, engine=engine, control=control, seed=7, minutes=1.5)
+@pytest.mark.parametrize(("task", "control"), EVERY)
+def test_every_task_engine_and_control_gives_settings_that_hold(
+    engine: str, task: str, control: str, tmp_path: Path
+) -> None:
+    found = settings(tmp_path, task=task, engine=engine, control=control, seed=7, minutes=1.5)
+    build_tasks(found.streams())
     build_verify(found.streams())
     build_collect(found.streams())
-    assert callable(find(found.engine.use))
+    Workflows(found.explore.workflow, found.explore.options, found.explore.workflows)
+    assert callable(find(found.engine.use)) and callable(find(TASKS[task].write))
     assert (found.master.seed, found.master.stop.after) == (7, "1.5m")
+    assert TASKS[task].suite in {one.suite for one in found.master.evals}
     assert not found.kafka.bootstrap_servers, "it brings its own broker"
+
+
+def test_a_control_a_task_has_no_use_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected one of none, shuffled"):
+        settings(tmp_path, task="guess", control="sft")
+    with pytest.raises(ConfigError, match="expected one of arithmetic, guess"):
+        settings(tmp_path, task="chess")
+
+
+def test_the_guessing_games_turns_extend_each_other_in_its_own_tokens(tmp_path: Path) -> None:
+    """Whatever two-token answer is sampled: numbers that run together, blanks, nothing at all."""
+    from infra.model import load_tokenizer
+
+    build_char_model(tmp_path / "model", 0, TASKS["guess"].vocabulary)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    question = Message(role="user", content="01-15")
+    end = tokenizer.eos_ids[0]
+    for answer in ("08", "0812", "<>", "", "-08"):
+        prompt = tokenizer.encode_chat([question])
+        sampled = [*tokenizer.encode(answer), end]
+        said = tokenizer.decode(sampled[:-1])
+        history = [question, Message(role="assistant", content=said), Message(role="user", content=">")]
+        assert tokenizer.encode_chat(history) == [*prompt, *sampled, *tokenizer.encode(">")], answer
+    assert tokenizer.encode("08") and len(tokenizer.encode("08")) == 1
+
+
+def test_the_weak_player_is_weak_and_every_number_is_played() -> None:
+    rows = list(guess_demonstrations(seed=1, games=600))
+    games = {row.id.rpartition("-")[0] for row in rows}
+    lengths = Counter(row.id.rpartition("-")[0] for row in rows)
+    assert len(games) == 600 and max(lengths.values()) == 3
+    found = sum(row.response == row.meta["number"] for row in rows)
+    assert 0.3 < found / len(games) < 0.44  # 1 - (6/7)^3 = 0.37, whatever is said; 3.5 standard deviations are 0.07
+    assert rows == list(guess_demonstrations(seed=1, games=600)) != list(guess_demonstrations(seed=2, games=600))
+    tasks = list(guess())
+    for split in ("train", "all-numbers"):
+        assert sorted(task.answer or "" for task in tasks if task.split == split) == [f"{n:02d}" for n in range(1, 8)]
+    assert len({task.id for task in tasks}) == 14
 
 
 def test_a_control_changes_one_thing_only(tmp_path: Path) -> None:

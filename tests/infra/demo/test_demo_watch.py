@@ -62,11 +62,11 @@ def test_the_reported_accuracy_is_of_held_out_versions_0_1_and_the_last() -> Non
         (float(version), EvalResult(policy="main", version=version, suite=suite, num_tasks=10, num_correct=correct))
         for suite, version, correct in (("held-out", 0, 0), ("held-out", 1, 3), ("held-out", 40, 9), ("dev", 41, 10))
     ]
-    found = accuracies(watch_of(*results))
+    found = accuracies(watch_of(*results), "held-out")
     assert found == {
         "accuracy_start": 0.0, "accuracy_after_sft": 0.3, "accuracy_final": 0.9, "accuracy_final_version": 40,
     }  # fmt: skip
-    assert accuracies(watch_of())["accuracy_final"] is None
+    assert accuracies(watch_of(), "held-out")["accuracy_final"] is None
 
 
 def test_staleness_is_weighted_by_tokens() -> None:

@@ -19,7 +19,7 @@ from schemas import (
     ids,
     make_experience,
 )
-from schemas.records import Outcome
+from schemas.fields import Outcome
 
 RUN = "r"
 

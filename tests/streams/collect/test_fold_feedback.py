@@ -50,6 +50,14 @@ def test_feedback_before_its_answer_waits_for_it() -> None:
     assert rewards(inbox, rules()) == {("a1b2.0", 0): 0.8}
 
 
+def test_feedback_whose_own_time_closes_the_window_is_late_feedback() -> None:
+    inbox = Inbox().extend([live()])
+    inbox.append(said(REF, 0.8), after_ms=WINDOW_MS)
+    inbox.append(said(REF, 0.2, rater="second"))
+    heard = buffered(folded(inbox, rules("amend")))
+    assert [(key[1], members[0][1]) for key, members in heard.items()] == [(0, 0.0), (1, 0.8), (2, 0.5)]
+
+
 def test_feedback_without_an_answer_is_counted_and_dead_lettered() -> None:
     inbox = Inbox().extend([said(REF, 0.8)])
     inbox.append(tick(), after_ms=WINDOW_MS)

@@ -82,6 +82,38 @@ def test_all_parts_of_an_episode_share_its_reward_and_advantage() -> None:
     assert advantages(members, epsilon=1e-9) == pytest.approx([1.0, 1.0, -1.0])
 
 
+def turns(*values: float, name: str = "environment") -> tuple[Score, ...]:
+    return tuple(Score(name, value, at=2 + index) for index, value in enumerate(values))
+
+
+def test_rewards_given_turn_by_turn_count_as_their_discounted_sum_over_all_parts() -> None:
+    group = (
+        answer(0, part=0, last=False, scores=turns(0.1, 0.2)),
+        answer(0, part=1, scores=turns(1.0)),
+        answer(1, scores=tuple(reversed(turns(0.5, 0.5)))),
+    )
+    for discount, expected in ((1.0, [1.3, 1.3, 1.0]), (0.5, [0.45, 0.45, 0.75]), (0.0, [0.1, 0.1, 0.5])):
+        result = reward(group, blend={"environment": 1.0}, discount=discount)
+        rewards = [member.reward for member in result if isinstance(member, Experience)]
+        assert rewards == pytest.approx(expected)  # 0.1 + γ·0.2 + γ²·1, and 0.5 + γ·0.5
+
+
+def test_a_score_of_the_whole_stands_before_those_of_its_turns() -> None:
+    (member,) = reward((answer(scores=(*turns(0.5, 0.5), Score("environment", 0.2))),), blend={"environment": 1.0})
+    assert isinstance(member, Experience) and member.reward == 0.2
+
+
+def test_an_episode_counted_by_turns_is_dropped_where_a_part_is_missing() -> None:
+    whole, broken = answer(0, scores=turns(1.0)), answer(1, part=1, scores=turns(1.0))
+    unfinished = answer(2, part=0, last=False, scores=turns(1.0))
+    kept, *dropped = reward((whole, broken, unfinished), blend={"environment": 1.0})
+    assert isinstance(kept, Experience) and kept.reward == 1.0
+    assert [one.reason for one in dropped if isinstance(one, Drop)] == ["incomplete episode"] * 2
+    # What is judged as a whole does not need them.
+    (member,) = reward((answer(1, part=1, scores=(*turns(0.5), Score("exact", 1.0))),), blend={"exact": 1.0})
+    assert isinstance(member, Experience) and member.reward == 1.0
+
+
 def test_an_unlabelled_episode_is_dropped_whole_and_demonstrations_pass() -> None:
     expert = answer(2, lane="expert")
     result = reward((answer(0, scores=(Score("exact", 1.0),)), answer(1), expert), blend={"exact": 1.0})

@@ -1,0 +1,82 @@
+"""One request to vLLM whose tokens are handed over as they come.
+
+vLLM says at the end which weights sampled which tokens, and a stream cannot wait for that; while a request runs, its
+output processor keeps the same account, which is read here. Guarantees: as for every request: a token leaves once the
+weights that sampled it are proved, and what a refused policy sampled is sampled again from before it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from actors.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling
+from actors.engines.trace import Trace
+from actors.engines.vllm.requests import Requests
+
+Label = tuple[str, int]  # of a load attempt, and the index of its first token
+
+
+async def stream(requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk) -> Completion:
+    """Sample one continuation, calling `on_chunk` with proved tokens."""
+    trace = Trace(sampling)
+    with requests.counted():
+        while True:
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(trace.tokens))
+            queue, state = await requests.open((*prompt, *trace.tokens), left)
+            try:
+                if await _follow(requests, queue, state, trace, on_chunk):
+                    return trace.completion()
+            except Exception as error:
+                failure = requests.failure(error)
+                if failure is error:
+                    raise
+                raise failure from error
+            finally:
+                await requests.end(queue)
+
+
+async def _follow(requests: Requests, queue: Any, state: Any, trace: Trace, on_chunk: OnChunk) -> bool:
+    """Take outputs until the request ends (True) or shows tokens of a refused policy (False)."""
+    num_taken = 0
+    while True:
+        answer = await queue.get()
+        (output,) = answer.outputs
+        tokens, logprobs = list(output.token_ids), list(output.logprobs.logprobs) if output.logprobs else []
+        if len(tokens) != len(logprobs):
+            raise RuntimeError("vLLM returned a different number of tokens and logprobs")
+        runs = _runs(_labels(output, state), num_taken, num_taken + len(tokens))
+        for label, start, stop in runs:
+            if not requests.attempts.is_proved(label) and not await requests.attempts.accepted(label):
+                return False
+            version = requests.attempts.version_of(label)
+            cut = slice(start - num_taken, stop - num_taken)
+            for token, logprob in zip(tokens[cut], logprobs[cut], strict=True):
+                trace.add(token, logprob, version)
+            on_chunk(Chunk(tuple(tokens[cut]), tuple(logprobs[cut]), version))
+        num_taken += len(tokens)
+        if answer.finished:
+            if output.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
+            return True
+
+
+def _labels(output: Any, state: Any) -> list[Label]:
+    """Where each load attempt's tokens begin, as far as is known."""
+    if output.weight_versions is not None:
+        return [(span.version, span.start) for span in output.weight_versions]
+    return list(state.weight_version_starts) if state is not None else []
+
+
+def _runs(labels: Sequence[Label], start: int, stop: int) -> list[tuple[str, int, int]]:
+    """Runs of one label each within start to stop.
+
+    >>> _runs([("3.1", 0), ("4.2", 5)], 3, 7)
+    [('3.1', 3, 5), ('4.2', 5, 7)]
+    """
+    ends = [begin for _, begin in labels[1:]] + [stop]
+    runs = [(label, max(begin, start), min(end, stop)) for (label, begin), end in zip(labels, ends, strict=True)]
+    found = [run for run in runs if run[1] < run[2]]
+    if sum(end - begin for _, begin, end in found) != stop - start:
+        raise EngineStopped("vLLM does not say which weights sampled a streamed token")
+    return found

@@ -1,0 +1,93 @@
+"""The gate before customers: whether a candidate version may become the stable one, decided from its evals. Pure.
+
+A candidate is weighed once all suites of [master.gate] have a result for it. It passes where in every suite it is right
+at least `at_least` of the time and not more than `max_drop` worse than the stable version was. Newer candidates come first: one
+that is older than the newest decided is left out. Every decision is an event with its numbers, so a restart decides
+nothing twice.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from actors.config import GateConfig
+from infra.weights.channel import Stable, moved
+from schemas import EvalResult, PolicyEvent
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """passed, and why (or why not); numbers: suite to accuracy, "stable/<suite>" to the stable version's.
+
+    Example: Verdict(version=44, passed=False, reason="dev: 0.81, the stable version 40 has 0.88", numbers={"dev": 0.81})
+    """
+
+    version: int
+    passed: bool
+    reason: str
+    numbers: dict[str, float]
+
+
+class Gate:
+    """What is known of candidates and of the stable channel."""
+
+    def __init__(self, config: GateConfig, *, policy: str) -> None:
+        self._config = config
+        self._policy = policy
+        self._results: dict[int, dict[str, float]] = {}
+        self._decided = -1
+        self.stable = Stable()
+
+    def result(self, result: EvalResult) -> None:
+        """An eval result of any suite."""
+        if result.policy == self._policy and result.suite in self._config.suites:
+            self._results.setdefault(result.version, {})[result.suite] = result.accuracy
+
+    def event(self, event: PolicyEvent) -> None:
+        """A record of `policies`: what the channel is at, and what was decided before."""
+        self.stable = moved(self.stable, event, self._policy)
+        if event.policy == self._policy and event.channel == "stable" and event.event in ("promoted", "held"):
+            self._decided = max(self._decided, event.version)
+            for old in [
+                version for version in self._results if version < self._decided and version != self.stable.version
+            ]:
+                del self._results[old]
+
+    def verdicts(self) -> list[Verdict]:
+        """Decisions to publish now, oldest candidate first; they count as published."""
+        ready = sorted(
+            version
+            for version, found in self._results.items()
+            if version > self._decided and found.keys() >= self._config.suites.keys()
+        )
+        if not self._config.suites or not ready:
+            return []
+        verdict = self._weigh(ready[-1])
+        self.event(verdict_event(verdict, self._policy))
+        return [verdict]
+
+    def _weigh(self, version: int) -> Verdict:
+        found = self._results[version]
+        before: Mapping[str, float] = self._results.get(self.stable.version, {})
+        numbers = found | {f"stable/{suite}": share for suite, share in before.items()}
+        faults = []
+        for suite, bar in self._config.suites.items():
+            share = found[suite]
+            if share < bar.at_least:
+                faults.append(f"{suite}: {share:.3f}, expected at least {bar.at_least:g}")
+            elif suite in before and share < before[suite] - bar.max_drop:
+                faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {before[suite]:.3f}")
+        reason = "; ".join(faults) or ", ".join(f"{suite} {found[suite]:.3f}" for suite in self._config.suites)
+        return Verdict(version=version, passed=not faults, reason=reason, numbers=dict(numbers))
+
+
+def verdict_event(verdict: Verdict, policy: str) -> PolicyEvent:
+    """The decision as a record of `policies`."""
+    return PolicyEvent(
+        event="promoted" if verdict.passed else "held",
+        policy=policy,
+        version=verdict.version,
+        channel="stable",
+        reason=verdict.reason,
+        owner="gate",
+        stats=verdict.numbers,
+    )

@@ -1,0 +1,110 @@
+"""Settings of the gateway: the [gateway] table of the TOML. Its presence makes `headrace up` serve."""
+
+from typing import Literal
+
+import msgspec
+
+from infra.config import NonNegative, Positive, Seconds, Section, Use
+from infra.redact import KINDS, Kind
+
+TrainOn = Literal["nothing", "consented", "all"]
+
+
+class Limits(Section, frozen=True):
+    """[gateway.limits]: what one request may ask for; more is refused with 400, 413 or 429.
+
+    body_bytes: of a request. prompt_tokens, messages: of a conversation. max_tokens: of an answer, and what a request
+    that names none gets (less where the engine's sequences are shorter). choices: n. stops: stop strings.
+    concurrency: requests sampled at once; more are told to come back. body_s: a client may take so long to send.
+
+    Example: Limits(max_tokens=2048, concurrency=512)
+    """
+
+    body_bytes: Positive = 1024 * 1024
+    prompt_tokens: Positive = 32_768
+    messages: Positive = 1024
+    max_tokens: Positive = 1024
+    choices: Positive = 8
+    stops: Positive = 16
+    concurrency: Positive = 256
+    body_s: Seconds = 30.0
+
+
+class RedactRules(Section, frozen=True):
+    """[gateway.redact]: what is taken out before anything is written. On by default.
+
+    kinds: built-in patterns. patterns: your own, name to regular expression. action: mask writes `[email]` in the
+    place of what was found, and the tokens of the masked text, which then have no ratio; drop writes nothing.
+
+    Example: RedactRules(patterns={"ticket": "T-[0-9]+"})
+    """
+
+    on: bool = True
+    kinds: tuple[Kind, ...] = KINDS
+    patterns: dict[str, str] = msgspec.field(default_factory=dict)
+    action: Literal["mask", "drop"] = "mask"
+
+
+class GatewayConfig(Section, frozen=True):
+    """[gateway]: an OpenAI-compatible door in front of an engine.
+
+    listen: host:port. train_on: whose answers are written to the log: nothing, those of keys made with `--train yes`, or
+    all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while nothing
+    was ever promoted), candidate is every version. engine: in the place of [engine]. models: names a request may use,
+    any where empty. tools: how the model writes tool calls; none passes them as text. processor: custom redaction, run
+    before the first write. queue_records, queue_mb: answers that wait for the broker in memory. spool: folder of what
+    waits on disk while it is away. spool_mb: at most; beyond it answers are shed and counted. send_s: a broker that
+    takes longer is away. sessions: conversations remembered, to go on with their very tokens. cors_origins: pages that
+    may send feedback. keys_reload_s: how soon a revoked key stops working. drain_s: at a stop, for running requests.
+
+    Example: GatewayConfig(listen="0.0.0.0:8000", train_on="consented")
+    """
+
+    listen: str = "127.0.0.1:8000"
+    train_on: TrainOn = "nothing"
+    channel: Literal["stable", "candidate"] = "stable"
+    engine: Use | None = None
+    models: tuple[str, ...] = ()
+    tools: Literal["hermes", "none"] = "hermes"
+    limits: Limits = Limits()
+    redact: RedactRules = RedactRules()
+    processor: tuple[Use, ...] = ()
+    queue_records: Positive = 4096
+    queue_mb: Positive = 64
+    spool: str = "spool"
+    spool_mb: NonNegative = 1024
+    send_s: Seconds = 2.0
+    sessions: Positive = 4096
+    cors_origins: tuple[str, ...] = ()
+    keys_reload_s: Seconds = 2.0
+    report_s: Seconds = 2.0
+    drain_s: Seconds = 10.0
+
+    def __post_init__(self) -> None:
+        split_address(self.listen)
+
+
+class Webhook(msgspec.Struct, frozen=True):
+    """A path that takes feedback from outside. secret: of its signature. header: where that stands.
+
+    timestamp_header: part of what is signed, "" for none.
+
+    Example: Webhook(path="/zendesk", secret=b"…", header="x-signature")
+    """
+
+    path: str
+    secret: bytes
+    header: str
+    timestamp_header: str = ""
+
+
+def split_address(listen: str) -> tuple[str, int]:
+    """Host and port of `host:port`; ValueError says what was expected.
+
+    >>> split_address("0.0.0.0:8000")
+    ('0.0.0.0', 8000)
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f'got listen = "{listen}", expected host:port, such as "127.0.0.1:8000"')
+    return host.strip("[]"), int(port)

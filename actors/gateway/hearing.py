@@ -1,0 +1,190 @@
+"""What people say about answers: /v1/feedback and webhooks, checked and handed to the outbox as they came.
+
+Guarantees: a client is told "accepted" once the log or the disk has it; a forged webhook is refused before it is read;
+nothing about an answer is written that its key may not have trained on. What it means is a feedback source's business.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from actors.gateway.config import Webhook
+from actors.gateway.errors import ApiError, bad, unavailable
+from actors.gateway.outbox import Outbox, Outgoing
+from actors.gateway.record import Recorder
+from infra.metrics import Metrics
+from schemas import Control, Received
+from schemas.ids import subject_of
+from schemas.topics import FEEDBACK
+
+PATH = "/v1/feedback"
+KEPT_S = 10.0
+CLOCK_S = 300.0  # a signed timestamp may be off by so much
+Short = Annotated[str, Meta(min_length=1, max_length=256)]
+Long = Annotated[str, Meta(min_length=1, max_length=100_000)]
+
+
+class FeedbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/feedback. choice: which answer of a response with several. value: 0 to 1, or thumbs as true, false.
+
+    correction: the answer as it should have been. retract: takes back what this rater said.
+    """
+
+    answer_id: Short
+    id: Short | None = None
+    choice: Annotated[int, Meta(ge=0, le=1024)] = 0
+    value: bool | Annotated[float, Meta(ge=0, le=1)] | None = None
+    label: Short | None = None
+    text: Long | None = None
+    correction: Long | None = None
+    retract: bool = False
+    kind: Literal["value", "label", "correction", "retraction"] | None = None
+    rater: Short | None = None
+
+
+class GrantRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/feedback/tokens. expires_in: seconds."""
+
+    answer_id: Short
+    expires_in: Annotated[int, Meta(ge=1)] = 3600
+
+
+def read_feedback(body: bytes) -> FeedbackRequest:
+    """The feedback in a body; exactly one thing is said. Raises ApiError."""
+    request: FeedbackRequest = _decoded(body, _feedback)
+    said = [name for name in ("value", "label", "correction") if getattr(request, name) is not None]
+    said += ["retraction"] if request.retract else []
+    if not said and request.text is not None and request.kind in (None, "label"):
+        said = ["label"]
+    if len(said) != 1:
+        raise bad("expected exactly one of value, label, correction, text and retract", "value")
+    if request.kind is not None and request.kind != said[0]:
+        raise bad(f"kind: got {request.kind!r} with a {said[0]}", "kind")
+    return msgspec.structs.replace(request, kind=said[0])
+
+
+def read_grant(body: bytes) -> GrantRequest:
+    """What a browser token is asked for. Raises ApiError."""
+    request: GrantRequest = _decoded(body, _grant)
+    return request
+
+
+def nth_answer(answer: str, choice: int) -> str:
+    """Id of the choice beside an answer: they are numbered one after the other.
+
+    >>> nth_answer("hr-a1b2.7-3-0", 2)
+    'hr-a1b2.7-5-0'
+    """
+    head, _, tail = answer.rpartition(".")
+    epoch, sequence, part = tail.split("-")
+    return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+
+
+def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, now_s: float) -> None:
+    """Raises ApiError unless the body carries the webhook's HMAC-SHA256, in hexadecimal or base64.
+
+    With a timestamp header what is signed is timestamp + body, and old ones are refused: they may be replayed.
+    """
+    signed = body
+    if webhook.timestamp_header:
+        stamp = headers.get(webhook.timestamp_header, "")
+        if abs(_seconds(stamp) - now_s) > CLOCK_S:
+            raise ApiError(401, f"{webhook.timestamp_header}: not within {CLOCK_S:g} s of now", code="stale_signature")
+        signed = stamp.encode() + body
+    expected = hmac.new(webhook.secret, signed, hashlib.sha256).digest()
+    given = headers.get(webhook.header, "").removeprefix("sha256=").strip()
+    if not any(hmac.compare_digest(expected, one) for one in _digests(given)):
+        raise ApiError(401, f"{webhook.header}: not the signature of this body", code="invalid_signature")
+
+
+class Hearing:
+    """Takes feedback in."""
+
+    def __init__(self, recorder: Recorder, outbox: Outbox, metrics: Metrics) -> None:
+        self._recorder = recorder
+        self._outbox = outbox
+        self._metrics = metrics
+
+    async def feedback(self, request: FeedbackRequest, *, answer: str, tenant: str, rater: str) -> str:
+        """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
+        identity = self._named(tenant, request.id or secrets.token_hex(12))
+        table = msgspec.to_builtins(request)
+        table |= {"answer_id": answer, "id": identity, "rater": rater or self._named(tenant, request.rater or "")}
+        said = {name: value for name, value in table.items() if value is not None and name != "choice"}
+        await self._hand_on(PATH, said, ref=answer, tenant=tenant, rater=rater, identity=identity)
+        return identity
+
+    def _named(self, tenant: str, name: str) -> str:
+        """A name as it may be written: where it is personal data itself, one that is as unique and says nothing."""
+        return name if self._recorder.mask_json(name) == name else subject_of(tenant, name)
+
+    async def webhook(self, webhook: Webhook, body: bytes) -> None:
+        """Hand on what a webhook sent. Raises ApiError."""
+        try:
+            value = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise bad(f"the body is not valid JSON: {error}") from error
+        await self._hand_on(webhook.path, value, identity=secrets.token_hex(12))
+
+    async def _hand_on(
+        self, path: str, value: object, *, identity: str, ref: str = "", tenant: str = "", rater: str = ""
+    ) -> None:
+        masked: Any = self._recorder.mask_json(value)
+        if ref and isinstance(masked, dict):
+            masked["answer_id"] = ref  # a custom pattern may take it for something else
+        record = Received(path=path, body=msgspec.json.encode(masked), id=identity, ref=ref, tenant=tenant, rater=rater)
+
+        async def prepare() -> Control:
+            return record
+
+        kept: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._outbox.offer(Outgoing(FEEDBACK, prepare, len(record.body), kept))
+        try:
+            async with asyncio.timeout(KEPT_S):
+                stored = await kept
+        except TimeoutError:
+            stored = False
+        self._metrics.counter("feedback_received", path=path, outcome="kept" if stored else "refused").inc()
+        if not stored:
+            raise unavailable("the feedback could not be kept; send it again")
+
+
+_feedback = msgspec.json.Decoder(FeedbackRequest)
+_grant = msgspec.json.Decoder(GrantRequest)
+
+
+def _decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise bad(str(error)[:500], None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad(f"the body is not valid JSON: {error}") from error
+
+
+def _seconds(stamp: str) -> float:
+    """Seconds of the epoch in a header: a number, or ISO 8601; minus infinity for neither."""
+    with suppress(ValueError):
+        return float(stamp)
+    with suppress(ValueError):
+        return datetime.fromisoformat(stamp).timestamp()
+    return float("-inf")
+
+
+def _digests(text: str) -> list[bytes]:
+    found = []
+    with suppress(ValueError):
+        found.append(bytes.fromhex(text))
+    with suppress(binascii.Error, ValueError):
+        found.append(base64.b64decode(text, validate=True))
+    return found

@@ -1,0 +1,256 @@
+"""The outbox: what the gateway writes, on its way to the log, so that serving never waits for it.
+
+    offer ─> queue (memory, bounded) ─> writer ──broker answers──> log
+               │ full                      │ it does not                 ^
+               v                           v                             │ oldest first
+            shed, counted              spool (disk, bounded) ────────> drain, when it answers again
+                                           │ full: shed, counted
+
+Delivery: at least once from the queue on; a send that timed out may have been stored, and ids absorb it. Order: of
+what waits on disk, as it was offered; nothing overtakes it. Loss: what a kill finds in the memory queue (told to nobody
+as kept), and what is shed, with a reason and a counter.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from actors.gateway.spool import Spool, SpoolFull
+from infra.bus.bus import Position
+from infra.metrics import Metrics
+from schemas import Block, Control, decode, encode
+from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge, StoreError
+from schemas.topics import Topic, by_name
+
+_log = logging.getLogger(__name__)
+
+MAX_BATCH = 256
+FIRST_PAUSE_S = 0.2
+MAX_PAUSE_S = 5.0
+
+
+class Publisher(Protocol):
+    """The part of `Log` that this needs."""
+
+    async def publish(self, topic: Topic, record: Control | Block) -> Position:
+        """Store one record; returns once confirmed."""
+
+
+class Outgoing(msgspec.Struct):
+    """Something to write. prepare: makes the record, None where nothing is to be written. num_bytes: about its size.
+
+    kept: set to True once the log or the disk has it, to False where it was shed.
+    """
+
+    topic: Topic
+    prepare: Callable[[], Awaitable[Control | Block | None]]
+    num_bytes: int
+    kept: "asyncio.Future[bool] | None" = None
+
+
+class Spooled(msgspec.Struct, array_like=True, frozen=True):
+    """An entry of the spool: the topic's name and the record's frame."""
+
+    topic: str
+    frame: bytes
+
+
+class Outbox:
+    """One gateway's writer. queue_records, queue_bytes: what may wait in memory. send_s: slower brokers are away."""
+
+    def __init__(
+        self,
+        log: Publisher,
+        spool: Spool,
+        metrics: Metrics,
+        *,
+        queue_records: int,
+        queue_bytes: int,
+        send_s: float,
+    ) -> None:
+        self._log = log
+        self._spool = spool
+        self._metrics = metrics
+        self._queue: deque[Outgoing] = deque()
+        self._queued_bytes = 0
+        self._in_hand = 0
+        self._queue_records = queue_records
+        self._queue_bytes = queue_bytes
+        self._send_s = send_s
+        self._offered = asyncio.Event()
+        self._disk = asyncio.Lock()
+        self._to_drain = asyncio.Event()
+        self.direct = False  # until the first drain has found a broker and nothing on disk
+        self._to_drain.set()
+        self._say_spooled()
+
+    def offer(self, outgoing: Outgoing) -> bool:
+        """Take something to write; False where it is shed. Never waits."""
+        too_many = len(self._queue) >= self._queue_records
+        if too_many or self._queued_bytes + outgoing.num_bytes > self._queue_bytes:
+            self._shed([outgoing], "queue full")
+            return False
+        self._queue.append(outgoing)
+        self._queued_bytes += outgoing.num_bytes
+        self._offered.set()
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        """Records in memory, in hand and on disk."""
+        return len(self._queue) + self._in_hand + len(self._spool)
+
+    async def write(self) -> None:
+        """Take from the queue until cancelled; what was taken is written first."""
+        while True:
+            await self._offered.wait()
+            writing = asyncio.create_task(self._write_batch())
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await writing
+                raise
+
+    async def drain(self) -> None:
+        """Send what is on disk, as soon as the broker answers, until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            await self._to_drain.wait()
+            if await self._drain_segment():
+                pause_s = FIRST_PAUSE_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def flush(self) -> None:
+        """At a stop: everything in memory goes to the log or to the disk."""
+        while self._queue:
+            await self._write_batch()
+
+    async def _write_batch(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
+        self._queued_bytes -= sum(one.num_bytes for one in batch)
+        self._in_hand = len(batch)
+        if not self._queue:
+            self._offered.clear()
+        self._metrics.gauge("outbox_queued").set(len(self._queue))
+        ready: list[tuple[Outgoing, Control | Block]] = []
+        for one in batch:
+            record = await self._prepared(one)
+            if record is not None:
+                ready.append((one, record))
+        unsent = await self._send(ready) if self.direct and ready else ready
+        if unsent:
+            await self._to_disk(unsent)
+        self._in_hand = 0
+
+    async def _prepared(self, one: Outgoing) -> Control | Block | None:
+        try:
+            record = await one.prepare()
+        except Exception:  # a processor's or our own mistake: this record is lost, the others are not
+            _log.exception("outgoing_not_prepared topic=%s", one.topic.name)
+            self._shed([one], "not prepared")
+            return None
+        if record is None:
+            _tell(one, False)
+        return record
+
+    async def _send(self, ready: Sequence[tuple[Outgoing, Control | Block]]) -> list[tuple[Outgoing, Control | Block]]:
+        """Publish; returns what the broker did not confirm."""
+        results = await asyncio.gather(*(self._publish(one.topic, record) for one, record in ready))
+        unsent = []
+        for (one, record), sent in zip(ready, results, strict=True):
+            if sent:
+                _tell(one, True)
+            else:
+                unsent.append((one, record))
+        return unsent
+
+    async def _publish(self, topic: Topic, record: Control | Block) -> bool:
+        """True where the record needs no more care: it is stored, or no log will ever take it."""
+        try:
+            async with asyncio.timeout(self._send_s):
+                await self._log.publish(topic, record)
+        except (BrokerUnavailable, StoreError, TimeoutError, OSError) as error:
+            _log.debug("outgoing_not_sent topic=%s error=%r", topic.name, error)
+            return False
+        except (RecordTooLarge, ValueError) as error:
+            self._metrics.counter("shed", reason="refused by the log").inc()
+            _log.warning("outgoing_refused topic=%s error=%s", topic.name, error)
+            return True
+        self._metrics.counter("written", topic=topic.name).inc()
+        return True
+
+    async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
+        if self.direct:
+            self.direct = False
+            _log.warning("broker_away records=%d go to the spool", len(unsent))
+        ones = [one for one, _ in unsent]
+        async with self._disk:
+            try:
+                await asyncio.to_thread(self._append, unsent)
+            except SpoolFull as error:
+                _log.warning("spool_full error=%s", error)
+                self._shed(ones, "spool full")
+            else:
+                self._metrics.counter("spooled").inc(len(ones))
+                for one in ones:
+                    _tell(one, True)
+        self._say_spooled()
+        self._to_drain.set()
+
+    def _append(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
+        self._spool.append([msgspec.msgpack.encode(Spooled(one.topic.name, encode(record))) for one, record in unsent])
+
+    async def _drain_segment(self) -> bool:
+        """Send the oldest segment; False where the broker does not answer."""
+        async with self._disk:
+            oldest = await asyncio.to_thread(self._spool.oldest)
+            if oldest is None:  # under the lock, so that nothing was spooled since
+                self.direct = True
+                self._to_drain.clear()
+                _log.info("spool_drained")
+                return True
+        number, payloads = oldest
+        begin = time.monotonic()
+        for start in range(0, len(payloads), MAX_BATCH):
+            records = [self._unpacked(payload) for payload in payloads[start : start + MAX_BATCH]]
+            known = [record for record in records if record is not None]
+            if start == 0 and known and not await self._publish(*known[0]):  # one record asks whether it answers
+                return False
+            rest = known[1:] if start == 0 else known
+            if not all(await asyncio.gather(*(self._publish(topic, record) for topic, record in rest))):
+                return False
+        async with self._disk:
+            await asyncio.to_thread(self._spool.remove, number)
+        self._say_spooled()
+        _log.info("spool_segment_sent records=%d seconds=%.2f", len(payloads), time.monotonic() - begin)
+        return True
+
+    def _unpacked(self, payload: bytes) -> tuple[Topic, Control | Block] | None:
+        try:
+            entry = msgspec.msgpack.decode(payload, type=Spooled)
+            return by_name(entry.topic), decode(entry.frame)
+        except (BadFrame, msgspec.DecodeError, ValueError) as error:
+            self._metrics.counter("shed", reason="spool entry unreadable").inc()
+            _log.warning("spool_entry_unreadable error=%s", error)
+            return None
+
+    def _shed(self, ones: Sequence[Outgoing], reason: str) -> None:
+        self._metrics.counter("shed", reason=reason).inc(len(ones))
+        for one in ones:
+            _tell(one, False)
+
+    def _say_spooled(self) -> None:
+        self._metrics.gauge("spool_records").set(len(self._spool))
+        self._metrics.gauge("spool_bytes").set(self._spool.num_bytes)
+
+
+def _tell(one: Outgoing, kept: bool) -> None:
+    if one.kept is not None and not one.kept.done():
+        one.kept.set_result(kept)

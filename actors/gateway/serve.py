@@ -1,0 +1,391 @@
+"""The role `serve`: an engine behind HTTP, following the policy, writing what it served.
+
+    HTTP ─> Site ─> Gateway ─> engine <── PolicyFollower <── policies
+                       └─> Outbox ─> experiences, feedback        KeyBook <── object store
+
+Guarantees: requests are served while the log, the store and every other role are away, at the start too: then with the
+version this gateway served last (its event is kept beside the spool), or with the model folder; a reload drops no
+request; at a stop running requests get `drain_s`, and what was served is written or spooled.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from actors.desk import Desk
+from actors.engine import Engine
+from actors.gateway.app import Site
+from actors.gateway.config import GatewayConfig, Webhook, split_address
+from actors.gateway.door import Door
+from actors.gateway.hearing import Hearing
+from actors.gateway.keys import KeyBook
+from actors.gateway.outbox import Outbox
+from actors.gateway.record import Recorder, Tokenizer
+from actors.gateway.serving import Gateway, Minter
+from actors.gateway.spool import Spool
+from actors.policy_follower import PolicyFollower
+from actors.role import run_until
+from infra.bus.log import Log
+from infra.chain.chain import Step, make_step
+from infra.claimed import ClaimedFolder
+from infra.config import Floor
+from infra.metrics import Metrics
+from infra.plugin import load
+from infra.processor import mark_of
+from infra.store import Store
+from schemas import PolicyEvent, Progress
+from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
+from schemas.topics import PROGRESS
+
+_log = logging.getLogger(__name__)
+
+ROLE = "serve"
+_RETRY_S = 1.0
+_MB = 1024 * 1024
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """A gateway runs no evals, so reloads wait for none."""
+
+    eval_hold_s: float = 0.0
+
+
+class Rig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a follower needs of a gateway."""
+
+    log: Log
+    engine: Engine
+    metrics: Metrics
+    origin: str
+    config: Hold = Hold()
+
+
+async def run_gateway(
+    floor: Floor,
+    config: GatewayConfig,
+    *,
+    log: Log,
+    store: Store,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    stop: asyncio.Event,
+    webhooks: Sequence[Webhook] = (),
+    listening: Callable[[int], None] = lambda port: None,
+) -> None:
+    """Serve until `stop` is set. `log` need not be connected: it is, as soon as the broker answers.
+
+    listening: called with the port once requests are served. Raises ConfigError, EngineStopped.
+    """
+    instance = f"{ROLE}/{os.getpid()}"
+    steps = processor_steps(config)
+    claimed = ClaimedFolder(floor.folder / config.spool, ROLE)
+    sock = _bound(config.listen)  # first: an address that is taken is told before a model is loaded
+    try:
+        outbox, recorder, gateway, door = await _assembled(
+            config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance
+        )
+        memory = claimed.path / "policy.json"
+        rig = Rig(log=log, engine=engine, metrics=metrics, origin=instance)
+        follower = PolicyFollower(
+            rig,
+            _settled_desk(),
+            store,
+            floor.policy.name,
+            promoted_only=config.channel == "stable",
+            loaded=lambda event: _remember(memory, event),
+        )
+        await engine.start()
+        try:
+            await _bring_last(follower, memory, engine)
+            site = Site(
+                gateway,
+                door,
+                Hearing(recorder, outbox, metrics),
+                metrics,
+                models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
+                webhooks=webhooks,
+                state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
+            )
+            loops = _Loops(log, store, gateway, follower, door.book, metrics, instance)
+            await loops.run(_server(site, config), sock, listening, stop)
+        finally:
+            await engine.close()
+    finally:
+        sock.close()
+        claimed.release()
+
+
+class _Loops(msgspec.Struct, frozen=True):
+    """What runs beside the requests."""
+
+    log: Log
+    store: Store
+    gateway: Gateway
+    follower: PolicyFollower
+    book: KeyBook
+    metrics: Metrics
+    instance: str
+
+    async def run(
+        self, server: "_Quiet", sock: socket.socket, listening: Callable[[int], None], stop: asyncio.Event
+    ) -> None:
+        """Until `stop` is set, or the engine is gone."""
+        gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
+        halt, connected = asyncio.Event(), asyncio.Event()
+        await run_until(
+            halt,
+            _serve(server, sock, listening),
+            _end(server, gateway, outbox, config, stop, halt),
+            outbox.write(),
+            _when(connected, outbox.drain),
+            _connect(self.log, connected),
+            _lasting("policies", connected, self.follower.read),
+            _lasting("reload", connected, self.follower.load),
+            _reload_keys(self.book, self.store, config, self.metrics),
+            _report(self.log, connected, gateway, self.follower, self.metrics, self.instance, config.report_s),
+        )
+
+
+async def _assembled(
+    config: GatewayConfig,
+    log: Log,
+    store: Store,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    folder: Path,
+    steps: Sequence[Step],
+    instance: str,
+) -> tuple[Outbox, Recorder, Gateway, Door]:
+    spool = await asyncio.to_thread(lambda: Spool(folder, max_bytes=config.spool_mb * _MB))
+    if spool.torn_bytes or spool.damaged:
+        _log.warning("spool_recovered torn_bytes=%d damaged_segments=%d", spool.torn_bytes, spool.damaged)
+        metrics.counter("spool_torn_bytes").inc(spool.torn_bytes)
+        metrics.counter("shed", reason="spool damaged").inc(spool.damaged)
+    outbox = Outbox(
+        log,
+        spool,
+        metrics,
+        queue_records=config.queue_records,
+        queue_bytes=config.queue_mb * _MB,
+        send_s=config.send_s,
+    )
+    recorder = Recorder(tokenizer, config.redact, steps, metrics, instance)
+    gateway = Gateway(
+        config, engine, tokenizer, recorder, outbox, metrics, minter=Minter(), stop_tokens=tokenizer.eos_ids
+    )
+    book = KeyBook()
+    try:
+        await asyncio.to_thread(book.refresh, store)
+    except StoreError as error:
+        _log.warning("keys_not_read error=%s", error)
+    return outbox, recorder, gateway, Door(book, metrics)
+
+
+def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
+    """The configured custom processors, loaded. Raises ConfigError."""
+    steps = []
+    for index, one in enumerate(config.processor):
+        where = f"gateway.processor[{index}]"
+        function = load(one.use, one.options, where)
+        try:
+            mark = mark_of(function)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if mark.kind != "processor" or mark.memory:
+            raise ConfigError(f"{where}: {one.use}: expected a @processor without memory")
+        steps.append(make_step(one.use.partition(":")[2], function))
+    return tuple(steps)
+
+
+def _server(site: Site, config: GatewayConfig) -> "_Quiet":
+    settings = uvicorn.Config(
+        site.app(),
+        access_log=False,
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(1, round(config.drain_s)),
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    return _Quiet(settings)
+
+
+class _Quiet(uvicorn.Server):
+    """Signals are the role's; `began` is set once it accepts."""
+
+    def __init__(self, settings: uvicorn.Config) -> None:
+        super().__init__(settings)
+        self.began = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.began.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bound(listen: str) -> socket.socket:
+    host, port = split_address(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f'gateway.listen: cannot listen on "{listen}": {error.strerror}') from error
+    sock.setblocking(False)
+    return sock
+
+
+async def _serve(server: _Quiet, sock: socket.socket, listening: Callable[[int], None]) -> None:
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        await server.began.wait()
+        port = sock.getsockname()[1]
+        _log.info("serving port=%d", port)
+        listening(port)
+        await asyncio.shield(serving)
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def _end(
+    server: _Quiet,
+    gateway: Gateway,
+    outbox: Outbox,
+    config: GatewayConfig,
+    stop: asyncio.Event,
+    halt: asyncio.Event,
+) -> None:
+    """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((stopping, gateway.stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    if gateway.stopped.done():
+        await outbox.flush()
+        raise gateway.stopped.result()
+    server.should_exit = True  # no new connections; uvicorn waits for what runs
+    with suppress(TimeoutError):
+        async with asyncio.timeout(config.drain_s):
+            await gateway.idle.wait()
+    await outbox.flush()
+    halt.set()
+
+
+async def _connect(log: Log, connected: asyncio.Event) -> None:
+    """Connect, as often as it takes; afterwards the bus reconnects by itself."""
+    while not connected.is_set():
+        try:
+            await log.bus.start()
+            await log.require_topics()
+            connected.set()
+            _log.info("log_connected")
+        except (BrokerUnavailable, ConfigError) as error:
+            _log.warning("log_away error=%s", error)
+            await asyncio.sleep(_RETRY_S)
+    await asyncio.Event().wait()
+
+
+async def _when(event: asyncio.Event, loop: Callable[[], Coroutine[None, None, None]]) -> None:
+    await event.wait()
+    await loop()
+
+
+async def _lasting(name: str, connected: asyncio.Event, loop: Callable[[], Coroutine[None, None, None]]) -> None:
+    """A loop that reads the log: while the log is away it waits, instead of ending the role."""
+    await connected.wait()
+    while True:
+        try:
+            await loop()
+        except (BrokerUnavailable, StoreError) as error:
+            _log.warning("log_away loop=%s error=%s", name, error)
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metrics: Metrics) -> None:
+    while True:
+        await asyncio.sleep(config.keys_reload_s)
+        try:
+            await asyncio.to_thread(book.refresh, store)
+        except (StoreError, msgspec.DecodeError) as error:
+            metrics.counter("keys_not_read").inc()
+            _log.warning("keys_not_read error=%s", error)
+
+
+async def _report(
+    log: Log,
+    connected: asyncio.Event,
+    gateway: Gateway,
+    follower: PolicyFollower,
+    metrics: Metrics,
+    instance: str,
+    every_s: float,
+) -> None:
+    """Tell the others, every few seconds, while there is somebody to tell."""
+    await connected.wait()
+    while True:
+        metrics.gauge("answers_running").set(gateway.num_running)
+        metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
+        metrics.gauge("policy_version").set(gateway.engine.version)
+        for name, value in follower.times.gauges().items():
+            metrics.gauge(name).set(value)
+        progress = Progress(
+            role=ROLE,
+            instance=instance,
+            version=gateway.engine.version,
+            counters=metrics.counters(),
+            gauges=metrics.gauges(),
+            state="serving",
+        )
+        with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
+            async with asyncio.timeout(every_s):
+                await log.publish(PROGRESS, progress)
+        await asyncio.sleep(every_s)
+
+
+def _settled_desk() -> Desk:
+    desk = Desk(max_episodes=1)
+    desk.settled.set()
+    return desk
+
+
+def _remember(path: Path, event: PolicyEvent) -> None:
+    """Keep the event of the version that serves, for a start without the log."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.encode(event))
+    temporary.replace(path)
+
+
+async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine) -> None:
+    """Serve what was served last, if it is known and can be had."""
+    try:
+        event = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=PolicyEvent)
+        await _bounded(follower.bring(event))
+    except FileNotFoundError:
+        return
+    except (msgspec.DecodeError, StoreError, PolicyRefused, BrokerUnavailable, TimeoutError) as error:
+        _log.warning("last_policy_not_loaded error=%s", error)
+    _log.info("starting_with version=%d", engine.version)
+
+
+async def _bounded(work: Awaitable[Any]) -> None:
+    async with asyncio.timeout(60.0):
+        await work

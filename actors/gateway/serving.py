@@ -1,0 +1,287 @@
+"""The gateway without HTTP: an ask in, answers out, and what is written of them handed to the outbox.
+
+    prompt ─> tokens ─> engine (one request per choice) ─> text ─> client
+                                 └──────── served ─> Recorder ─> Outbox        only with consent
+
+Guarantees: the client's answer waits for the engine and for nothing else; what was served is recorded with the very
+tokens, logprobs and versions, also where the client went away in the middle; without consent nothing is kept of it.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.continuation import Turn
+from actors.engine import Engine, EngineStopped, Sampling
+from actors.gateway.ask import Ask
+from actors.gateway.config import GatewayConfig
+from actors.gateway.conversation import Called, read_calls, written
+from actors.gateway.errors import ApiError, bad, overloaded, unavailable
+from actors.gateway.keys import Key
+from actors.gateway.outbox import Outbox, Outgoing
+from actors.gateway.record import Recorder, Served, Tokenizer, render
+from actors.gateway.sample import Answer, Growing, OnText, sample, sample_whole
+from actors.gateway.sessions import Held, Sessions
+from infra.metrics import Metrics
+from schemas import Message
+from schemas.ids import answer_id, experience_id, request_group, session_name, subject_of
+from schemas.topics import EXPERIENCES
+
+_THREAD_CHARS = 16_384  # a longer conversation takes milliseconds to tokenize
+
+
+class Minter:
+    """Names of requests: (producer epoch, sequence).
+
+    The epoch is 63 random bits drawn at every start. It needs nobody: a gateway must serve while the log, which could
+    hand out numbers, is away; and a restart has an epoch of its own, so no sequence must survive it.
+    """
+
+    def __init__(self, epoch: int | None = None) -> None:
+        self.epoch = secrets.randbits(63) if epoch is None else epoch
+        self._next = 0
+
+    def take(self) -> int:
+        """The next sequence number."""
+        self._next += 1
+        return self._next - 1
+
+
+class Turns(msgspec.Struct, kw_only=True):
+    """One request while it is served. reserved: of the answers that may be sampled at once. session: "" where the client
+    named none.
+    """
+
+    reserved: int
+    ask: Ask
+    key: Key
+    group: str
+    session: str
+    answer_ids: list[str]
+    rendered: list[int]
+    tokens: list[int]
+    prefix: list[int]
+    turn: int
+    sampling: Sampling
+    growing: list[Growing | None] = []
+    answers: list[Answer] = []
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    def said(self, index: int, tools: bool) -> tuple[str, list[Called]]:
+        """Text and tool calls of a choice that has ended."""
+        text = self.ask.force + self.answers[index].text
+        return read_calls(text) if tools else (text, [])
+
+
+class Gateway:
+    """Serves asks on one engine."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        recorder: Recorder,
+        outbox: Outbox,
+        metrics: Metrics,
+        *,
+        minter: Minter,
+        stop_tokens: tuple[int, ...],
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.recorder = recorder
+        self.outbox = outbox
+        self.metrics = metrics
+        self.num_running = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
+        self._minter = minter
+        self._stop_tokens = stop_tokens
+        self._sessions = Sessions(config.sessions)
+
+    async def begin(self, ask: Ask, key: Key, session: str) -> Turns:
+        """Everything before the first token; `answer` or `release` must follow. Raises ApiError."""
+        if ask.choices + self.num_running > self.config.limits.concurrency:
+            raise overloaded(f"{self.num_running} answers are being sampled, at most {self.config.limits.concurrency}")
+        if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
+            raise bad("tools: this model's chat template knows no tools", "tools")
+        name = session_name(key.tenant, session or secrets.token_hex(16))
+        rendered = await self._rendered(ask)
+        tokens, turn = list(rendered), 0
+        if session:
+            tokens, turn = self._sessions.prompt(name, ask.prompt.plain, rendered, self.tokenizer)
+        prefix = self.tokenizer.encode(ask.force) if ask.force else []
+        tokens += prefix
+        group = request_group(name, self._minter.epoch, self._minter.take())
+        sampling = self._sampling(ask, tokens)
+        self.num_running += ask.choices
+        self.idle.clear()
+        return Turns(
+            reserved=ask.choices,
+            ask=ask,
+            key=key,
+            group=group,
+            session=name if session else "",
+            answer_ids=[answer_id(experience_id(group, 0, index)) for index in range(ask.choices)],
+            rendered=rendered,
+            tokens=tokens,
+            prefix=prefix,
+            turn=turn,
+            sampling=sampling,
+        )
+
+    async def answer(self, turns: Turns, watch: Callable[[int], OnText] | None = None) -> None:
+        """Sample all choices into `turns`. Cancelled, it keeps and records what there is. Raises ApiError.
+
+        watch: gives the listener of a choice.
+        """
+        ask = turns.ask
+        try:
+            turns.growing = [self._growing(turns, index, watch) for index in range(ask.choices)]
+            if ask.choices == 1:
+                turns.answers = [await self._choice(turns, 0)]
+            else:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._choice(turns, index)) for index in range(ask.choices)]
+                turns.answers = [task.result() for task in tasks]
+        except ExceptionGroup as errors:
+            raise self._failure(errors.exceptions[0]) from errors
+        except Exception as error:
+            raise self._failure(error) from error
+        finally:
+            self.release(turns)
+            self._ended(turns)
+
+    def release(self, turns: Turns) -> None:
+        """Give back what `begin` reserved; again is fine."""
+        self.num_running -= turns.reserved
+        turns.reserved = 0
+        if not self.num_running:
+            self.idle.set()
+
+    def may_record(self, key: Key) -> bool:
+        """Whether anything this key sends may be written."""
+        allowed = {"nothing": (), "consented": ("yes",), "all": ("yes", "unset")}[self.config.train_on]
+        return key.train in allowed
+
+    async def _rendered(self, ask: Ask) -> list[int]:
+        size = sum(len(message.content) for message in ask.prompt.plain)
+        try:
+            if size > _THREAD_CHARS:
+                rendered = await asyncio.to_thread(render, ask.prompt, self.tokenizer)
+            else:
+                rendered = render(ask.prompt, self.tokenizer)
+        except ValueError as error:
+            raise bad(f"messages: {error}", "messages") from error
+        if not rendered:
+            raise bad("prompt: has no tokens, expected at least one", "prompt")
+        if len(rendered) > self.config.limits.prompt_tokens:
+            raise bad(
+                f"messages: got {len(rendered)} tokens, expected at most {self.config.limits.prompt_tokens}",
+                "messages",
+                "context_length_exceeded",
+            )
+        return rendered
+
+    def _sampling(self, ask: Ask, tokens: Sequence[int]) -> Sampling:
+        room = self.engine.max_model_len - len(tokens)
+        wanted = ask.max_tokens or min(self.config.limits.max_tokens, max(room, 1))
+        if wanted > room:
+            raise bad(
+                f"This model's maximum context length is {self.engine.max_model_len} tokens; the request has "
+                f"{len(tokens)} and asks for {wanted} more",
+                "messages",
+                "context_length_exceeded",
+            )
+        return Sampling(
+            max_tokens=wanted, temperature=ask.temperature, stop=self._stop_tokens, seed=ask.seed, top_p=ask.top_p
+        )
+
+    def _growing(self, turns: Turns, index: int, watch: Callable[[int], OnText] | None) -> Growing | None:
+        if watch is None and not turns.ask.stops:
+            return None
+        tell = watch(index) if watch is not None else _unheard
+        return Growing(self.tokenizer.decode, turns.sampling, turns.ask.stops, tell)
+
+    def _choice(self, turns: Turns, index: int) -> Coroutine[Any, Any, Answer]:
+        sampling, growing = turns.sampling, turns.growing[index]
+        if sampling.seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
+        if growing is None:
+            return sample_whole(self.engine, self.tokenizer.decode, turns.tokens, sampling)
+        return sample(self.engine, growing, turns.tokens, sampling)
+
+    def _failure(self, error: BaseException) -> Exception:
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, EngineStopped):
+            if not self.stopped.done():
+                self.stopped.set_result(error)
+            return unavailable("the engine has stopped; it is being started again")
+        if isinstance(error, ValueError):
+            return bad(str(error))
+        return error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+    def _ended(self, turns: Turns) -> None:
+        """Remember and record, whole or not."""
+        if not turns.answers:
+            turns.answers = [growing.answer if growing is not None else Answer() for growing in turns.growing]
+        whole = bool(turns.answers) and all(answer.finish for answer in turns.answers)
+        metrics = self.metrics
+        metrics.counter("answers", end="whole" if whole else "broken off").inc(len(turns.answers))
+        metrics.counter("tokens").inc(turns.num_sampled)
+        if turns.session:
+            self._remember(turns, whole)
+        if not (self.may_record(turns.key) and turns.ask.store):
+            metrics.counter("not_recorded", reason="no consent").inc(len(turns.answers))
+            return
+        if turns.num_sampled:
+            self._record(turns)
+
+    def _remember(self, turns: Turns, whole: bool) -> None:
+        answer = turns.answers[0] if turns.answers else Answer()
+        if not whole or answer.cut or len(turns.answers) > 1:
+            self._sessions.forget(turns.session)
+            return
+        content, calls = turns.said(0, bool(turns.ask.prompt.tools))
+        self._sessions.keep(
+            turns.session,
+            Held(
+                tokens=[*turns.tokens, *answer.tokens],
+                turn=Turn(
+                    turns.rendered, [*turns.prefix, *answer.tokens], turns.ask.force + answer.text, answer.stopped
+                ),
+                plain=(*turns.ask.prompt.plain, Message(role="assistant", content=written(content, calls))),
+                number=turns.turn + 1,
+            ),
+        )
+
+    def _record(self, turns: Turns) -> None:
+        served = Served(
+            group=turns.group,
+            tenant=turns.key.tenant,
+            subject=subject_of(turns.key.tenant, turns.ask.user),
+            prompt=turns.ask.prompt,
+            tokens=turns.tokens,
+            answers=turns.answers,
+            sampling=turns.sampling,
+            prefix=turns.ask.force,
+            turn=turns.turn,
+            meta={"session": bool(turns.session)},
+        )
+        num_bytes = 8 * (len(turns.tokens) + turns.num_sampled) + sum(len(one.content) for one in served.prompt.plain)
+        self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))
+
+
+def _unheard(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Nobody watches."""

@@ -1,0 +1,122 @@
+"""The spool: records on disk while the broker is away, in order.
+
+    segment   <number>.spool: entries one after the other
+    entry     length u32 · crc32 u32 · payload
+
+Durable: `append` returns after one fsync of all it was given, so what it took survives a kill and a power cut. A torn
+tail (killed in the middle of a write) is cut off when the spool is opened; an entry damaged before that is counted with
+all behind it in its segment, and the segment is kept aside. A segment is removed once all of it is sent: after a kill
+its entries are sent again, and their ids absorb it. Blocking: call from a thread. For one process.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+SEGMENT_BYTES = 4 * 1024 * 1024
+MAX_ENTRY_BYTES = 64 * 1024 * 1024
+_HEAD = struct.Struct("<II")
+
+
+class SpoolFull(Exception):
+    """The entries do not fit: the spool's bound, or the disk's. Nothing of them was kept."""
+
+
+class Spool:
+    """Entries in a folder. max_bytes: of all segments together. torn_bytes, damaged: what opening found."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._sealed = 0  # this segment and those before it take no more entries
+        self.torn_bytes = 0
+        self.damaged = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._numbers = sorted(int(path.stem) for path in folder.glob("*.spool"))
+        self._counts = {number: self._recover(number) for number in self._numbers}
+        self._sizes = {number: self._path(number).stat().st_size for number in self._numbers}
+
+    def __len__(self) -> int:
+        return sum(self._counts.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        return sum(self._sizes.values())
+
+    def append(self, payloads: Sequence[bytes]) -> None:
+        """Keep entries, all or none. Raises SpoolFull."""
+        data = b"".join(_HEAD.pack(len(payload), zlib.crc32(payload)) + payload for payload in payloads)
+        if self.num_bytes + len(data) > self._max_bytes:
+            raise SpoolFull(f"spool: {self.num_bytes} bytes and {len(data)} more, expected at most {self._max_bytes}")
+        number = self._open_segment()
+        path, before = self._path(number), self._sizes[number]
+        try:
+            with path.open("ab") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if path.exists():
+                os.truncate(path, before)
+            raise SpoolFull(f"spool: {path.name} cannot be written: {error.strerror}") from error
+        self._sizes[number] += len(data)
+        self._counts[number] += len(payloads)
+
+    def oldest(self) -> tuple[int, list[bytes]] | None:
+        """The oldest segment and its entries, None where there is nothing. It takes no more entries from here on."""
+        while self._numbers:
+            number = self._numbers[0]
+            if self._counts[number]:
+                self._sealed = max(self._sealed, number)
+                return number, [payload for payload, _ in entries_in(self._path(number).read_bytes())]
+            self.remove(number)
+        return None
+
+    def remove(self, number: int) -> None:
+        """Everything in a segment was sent."""
+        self._path(number).unlink(missing_ok=True)
+        self._numbers.remove(number)
+        del self._counts[number], self._sizes[number]
+
+    def _open_segment(self) -> int:
+        last = self._numbers[-1] if self._numbers else self._sealed
+        if self._numbers and last > self._sealed and self._sizes[last] < SEGMENT_BYTES:
+            return last
+        number = max(last, self._sealed) + 1
+        self._numbers.append(number)
+        self._counts[number] = self._sizes[number] = 0
+        return number
+
+    def _recover(self, number: int) -> int:
+        """Entries of a segment found on disk; what is behind the last whole one is cut off."""
+        path = self._path(number)
+        data = path.read_bytes()
+        entries = list(entries_in(data))
+        end = entries[-1][1] if entries else 0
+        if end < len(data):
+            if number == self._numbers[-1]:
+                self.torn_bytes += len(data) - end
+            else:
+                self.damaged += 1
+                path.with_suffix(".damaged").write_bytes(data)
+            os.truncate(path, end)
+        return len(entries)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:012d}.spool"
+
+
+def entries_in(data: bytes) -> Iterator[tuple[bytes, int]]:
+    """Payloads and where each ends, up to the first that is not whole."""
+    at = 0
+    while at + _HEAD.size <= len(data):
+        length, crc = _HEAD.unpack_from(data, at)
+        end = at + _HEAD.size + length
+        payload = data[at + _HEAD.size : end]
+        if length > MAX_ENTRY_BYTES or len(payload) < length or zlib.crc32(payload) != crc:
+            return
+        yield payload, end
+        at = end

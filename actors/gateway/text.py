@@ -1,0 +1,80 @@
+"""From tokens to the text a client sees: whole characters only, and nothing of a stop string. Pure.
+
+Guarantee: the pieces joined are the text of all tokens, up to a stop string; a character whose bytes lie in several
+tokens comes in one piece; a piece that may be the beginning of a stop string is held until that is decided.
+"""
+
+from collections.abc import Callable, Sequence
+
+BROKEN = "\ufffd"  # what decoders give for bytes that are no character (yet)
+MAX_HELD_TOKENS = 16  # a character has at most four bytes: longer runs are no character, and are let go
+
+
+class Detokenizer:
+    """Text of a growing token sequence, in whole characters.
+
+    Decoding starts a few tokens back, since how a token reads can depend on the one before it (leading spaces).
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._context = 0  # decoding starts here
+        self._told = 0  # tokens before it are told
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What can be told after these tokens."""
+        return "".join([self._add(token) for token in tokens])  # one by one: chunks need not end where characters do
+
+    def _add(self, token: int) -> str:
+        self._tokens.append(token)
+        before, after = self._texts()
+        if after.endswith(BROKEN) and len(self._tokens) - self._told <= MAX_HELD_TOKENS:
+            return ""
+        self._context, self._told = self._told, len(self._tokens)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """What was held, as far as it is text."""
+        before, after = self._texts()
+        self._context, self._told = self._told, len(self._tokens)
+        return after[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        return self._decode(self._tokens[self._context : self._told]), self._decode(self._tokens[self._context :])
+
+
+class StopStrings:
+    """Cuts a growing text before the first stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def add(self, piece: str) -> str:
+        """What of the text so far can be told."""
+        if self.found or not self._stops:
+            return "" if self.found else piece
+        text = self._held + piece
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
+            self.found, self._held = True, ""
+            return text[: min(starts)]
+        held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :] if held else ""
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """What was held: it was no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that begin `stop`.
+
+    >>> _overlap("one STO", "STOP")
+    3
+    """
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)

@@ -1,0 +1,188 @@
+"""Tasks and demonstrations from files: one row each, its columns renamed as the options say.
+
+    .jsonl .json   one JSON object a line           .parquet            columns as they are
+    .csv .tsv      a header line, then rows         a folder            saved by Hugging Face `datasets`
+
+A conversation is `messages` (objects with role and content) or `prompt` (a string: one user message). A row without an id
+gets a hash of its conversation, so that the same row is the same task everywhere. Guarantee: a row that is no task is
+handed to `on_broken` with file, line and reason, and the next one follows; a file that cannot be read at all is a
+ConfigError.
+"""
+
+import csv
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from actors.taskset import Demonstration, Preference
+from schemas import Task
+from schemas.errors import ConfigError
+
+Row = TypeVar("Row", Task, Demonstration, Preference)
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+TEXTS = ("id", "answer", "response", "chosen", "rejected")
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """A row that could not be read. where: file and line. reason: what was got and what was expected.
+
+    Example: Broken("tasks.jsonl:17", "got no conversation, expected messages or prompt")
+    """
+
+    where: str
+    reason: str
+
+
+Cells = dict[str, Any]
+OnBroken = Callable[[Broken], None]
+
+
+def raise_broken(broken: Broken) -> None:
+    """For readers that pass nothing over. Raises ConfigError."""
+    raise ConfigError(f"{broken.where}: {broken.reason}")
+
+
+def tasks(*, path: str, fields: dict[str, str] | None = None, split: str = "") -> Iterator[Task]:
+    """The tasks of a file, as a taskset. Raises ConfigError for a broken row. Options as of `read_rows`."""
+    return read_rows(Path(path), Task, fields=fields, split=split)
+
+
+def read_rows(
+    path: Path,
+    kind: type[Row],
+    *,
+    fields: Mapping[str, str] | None = None,
+    split: str = "",
+    on_broken: OnBroken = raise_broken,
+) -> Iterator[Row]:
+    """Every row of the file as `kind`.
+
+    fields: our name to the file's, as {"prompt": "question", "meta.level": "level"}. split: of rows without one.
+    """
+    for where, cells in _cells(path):
+        row = cells if isinstance(cells, Broken) else _row(cells, kind, fields or {}, split, where)
+        if isinstance(row, Broken):
+            on_broken(row)
+        else:
+            yield row
+
+
+def count_rows(path: Path) -> int | None:
+    """How many rows there are at most; None where only reading them would tell. Raises ConfigError."""
+    if path.suffix == ".parquet":
+        from actors.tasksets.arrow import count_parquet
+
+        return count_parquet(path)
+    if path.is_dir():
+        return None
+    try:
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip()) - (path.suffix in SEPARATORS)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
+    """The rows with where they are, read by the kind of file."""
+    if path.is_dir() or path.suffix == ".parquet":
+        from actors.tasksets.arrow import read_folder, read_parquet
+
+        yield from read_folder(path) if path.is_dir() else read_parquet(path)
+    elif path.suffix in SEPARATORS:
+        yield from _csv(path, SEPARATORS[path.suffix])
+    else:
+        yield from _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _object(line, f"{path}:{number}")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _object(line: bytes, where: str) -> Cells | Broken:
+    if len(line) > MAX_LINE_BYTES:
+        return Broken(where, f"got a line of {len(line)} bytes, expected at most {MAX_LINE_BYTES}")
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return Broken(where, f"{error}; expected one JSON object")
+
+
+def _csv(path: Path, separator: str) -> Iterator[tuple[str, Cells | Broken]]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+            rows = csv.reader(lines, delimiter=separator, strict=True)
+            header = next(rows, [])
+            while True:
+                where = f"{path}:{rows.line_num + 1}"
+                try:
+                    row = next(rows)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    yield where, Broken(where, str(error))
+                    continue
+                if row:
+                    yield where, _named(header, row, where)
+    except (OSError, csv.Error) as error:
+        raise _unreadable(path, error) from error
+
+
+def _named(header: list[str], row: list[str], where: str) -> Cells | Broken:
+    if len(row) != len(header):
+        return Broken(where, f"got {len(row)} columns, expected {len(header)} as in the header")
+    if any("\udc80" <= character <= "\udcff" for cell in row for character in cell):
+        return Broken(where, "got bytes that are not UTF-8")
+    return {name: cell for name, cell in zip(header, row, strict=True) if cell}
+
+
+def _row(cells: Cells, kind: type[Row], fields: Mapping[str, str], split: str, where: str) -> Row | Broken:
+    for ours, theirs in fields.items():
+        if theirs not in cells:
+            return Broken(where, f"no field {theirs!r}, which {ours} is mapped to; there are {', '.join(cells)}")
+    renamed = {ours: cells[theirs] for ours, theirs in fields.items()}
+    row = {name: value for name, value in cells.items() if name not in fields.values()}
+    for ours, value in renamed.items():
+        if ours.startswith("meta."):
+            row["meta"] = {**(row.get("meta") or {}), ours.removeprefix("meta."): value}
+        else:
+            row[ours] = value
+    row = {name: value for name, value in row.items() if value is not None}
+    if "messages" not in row and isinstance(prompt := row.pop("prompt", None), str) and prompt:
+        row["messages"] = [{"role": "user", "content": prompt}]
+    if not row.get("messages"):
+        return Broken(where, 'got no conversation, expected "messages" or "prompt"')
+    if split:
+        row.setdefault("split", split)
+    row = {name: _text(value) if name in TEXTS else value for name, value in row.items()}
+    row.setdefault("id", _id_of(row["messages"]))
+    row.pop("kind", None)
+    try:
+        return msgspec.convert({"kind": "task", **row} if kind is Task else row, kind, strict=False)
+    except msgspec.ValidationError as error:
+        return Broken(where, str(error))
+
+
+def _text(value: object) -> object:
+    """Ids, answers and responses may be numbers in a file; here they are text."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _id_of(messages: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(messages)).hexdigest()[:16]
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    return ConfigError(f"{path}: cannot be read ({why}); expected JSONL, CSV, Parquet or a saved dataset's folder")

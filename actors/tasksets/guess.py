@@ -1,0 +1,71 @@
+"""Guess-a-number tasks for `actors.environments.guess`, and demonstrations of a player who does not listen well.
+
+The question is the range alone; the number is the task's answer, which only the environment sees. Every number of the
+range is a task of each split, so that an eval plays all there is to play.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from actors.taskset import Demonstration
+from schemas import Message, Task
+
+HIGHER, LOWER, INVALID = ">", "<", "?"
+TRAIN, ALL_NUMBERS, VALIDATION = "train", "all-numbers", "validation"
+
+
+def guess(*, high: int = 7) -> Iterator[Task]:
+    """One task for each number from 1 to `high` (at most 99), in both splits."""
+    for split in (TRAIN, ALL_NUMBERS):
+        for number in range(1, high + 1):
+            yield Task(
+                id=f"guess-{split}-{number:02d}", messages=(_question(high),), answer=f"{number:02d}", split=split
+            )
+
+
+def guess_demonstrations(
+    *, seed: int = 0, high: int = 7, turns: int = 3, games: int = 500, deaf: float = 1.0
+) -> Iterator[Demonstration]:
+    """Each guess of a weak player, as the answer to the game so far.
+
+    deaf: share of guesses for which everything that was said is forgotten; the others are anywhere in what is left.
+    """
+    random = Random(f"guess/{seed}")
+    for game in range(games):
+        number, least, most = random.randint(1, high), 1, high
+        messages: tuple[Message, ...] = (_question(high),)
+        for turn in range(turns):
+            forgotten = random.random() < deaf
+            guessed = random.randint(1, high) if forgotten else random.randint(least, most)
+            yield Demonstration(
+                id=f"game-{game}-{turn}",
+                messages=messages,
+                response=f"{guessed:02d}",
+                answer=f"{guessed:02d}",
+                split=VALIDATION if game % 10 == 9 else TRAIN,
+                meta={"number": f"{number:02d}"},
+            )
+            if guessed == number:
+                break
+            if guessed < number:
+                said, least = HIGHER, max(least, guessed + 1)
+            else:
+                said, most = LOWER, min(most, guessed - 1)
+            reply = Message(role="assistant", content=f"{guessed:02d}")
+            messages = (*messages, reply, Message(role="user", content=said))
+
+
+def write_guess(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
+    """Write tasks.jsonl and experts.jsonl, as `headrace load` reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks, experts = folder / "tasks.jsonl", folder / "experts.jsonl"
+    tasks.write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in guess()))
+    experts.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in guess_demonstrations(seed=seed)))
+    return tasks, experts
+
+
+def _question(high: int) -> Message:
+    return Message(role="user", content=f"01-{high:02d}")

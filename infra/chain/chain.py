@@ -1,0 +1,400 @@
+"""The chain: one ordered list of steps, run alike by the Faust driver, by `reprocess` and in process.
+
+Guarantees: every experience that goes in comes out exactly once, kept or dropped with a reason and the step that
+dropped it; whatever a step raises, returns or waits for stays its own problem; what is kept carries the stamp of each
+step that saw it.
+
+    experience step   Experience -> Experience | [Experience, ...] | Drop
+    score step        Experience -> float | Verdict | None, recorded in `scores` under the step's name
+    group step        (Experience, ...) -> (Experience | Drop, ..., made...), sees only the group itself
+    batch step        (Experience, ...) -> (Experience | Drop, ...), sees all: `infra.chain.whole` runs it, in the trainer
+    task step         Task -> Task | [Task, ...] | Drop, run by `infra.chain.task_chain`
+
+A score that fails or hangs drops the experience ("score failed", "score timed out"): leaving it out would re-weight the
+others silently. A score that has no verdict returns None, or a Verdict that says why, which is counted. Demonstrations
+(lane expert) are not scored.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from infra.chain import calls
+from infra.chain.calls import Extras, Failure
+from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_fault
+from infra.chain.turn import Turn
+from infra.chain.verdict import Question, Recorded, input_hash, options_hash, read_verdict
+from infra.processor import Drop, Memory, Verdict, mark_of
+from schemas import BadFrame, Experience, Score
+from schemas.errors import ConfigError
+
+StepKind = Literal["experience", "group", "batch", "score", "task"]
+FIRST_PARAMETERS: tuple[StepKind, ...] = ("experience", "group", "batch", "task")
+DEFAULT_TIMEOUT_S = 10.0
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """One bound function of a chain. kind: see the module. memory: entries per partition, 0 for none.
+
+    reuse: a score already recorded under this name and version is not asked again. question: hash of a score's options,
+    "" for one whose answers are not kept for reuse. hung: threads that were given up.
+
+    Example: Step(name="exact", version=1, kind="score", function=exact, inline=True)
+    """
+
+    name: str
+    version: int
+    kind: StepKind
+    function: Callable[..., Any]
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    inline: bool = False
+    asynchronous: bool = False
+    memory: int = 0
+    fills: tuple[str, ...] = ()
+    reuse: bool = True
+    question: str = ""
+    hung: list[threading.Thread] = []
+
+    @property
+    def stamp(self) -> str:
+        """What an experience that passed carries: `name@version`."""
+        return f"{self.name}@{self.version}"
+
+
+class Context(msgspec.Struct, kw_only=True):
+    """Where the experiences lie: log-append time and offset of their record, and what its partition remembers.
+
+    turn: waited for before a step that remembers and ended behind the last one, so that memories see records in log
+    order; None where records come one at a time. recorded: scores of outside verdicts that need not be asked for again.
+
+    Example: Context(time_ms=1763715600000, record_offset=981, memories=new_memories(steps))
+    """
+
+    time_ms: int = 0
+    record_offset: int = -1
+    memories: dict[str, Memory] = {}
+    turn: Turn | None = None
+    recorded: Recorded | None = None
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """An experience that goes no further. reason: a constant phrase; detail: what exactly; processor: the step's stamp.
+
+    Example: Dropped(experience, "too short", "3 tokens, expected 8 or more", "filter@1")
+    """
+
+    experience: Experience
+    reason: str
+    detail: str = ""
+    processor: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """All that went in and all that was made: members of the group first, then what was made, in other groups.
+
+    absent: verdicts that were not given though asked for, by (score, reason). cost_usd: of each score that charged.
+    """
+
+    kept: tuple[Experience, ...]
+    dropped: tuple[Dropped, ...]
+    absent: dict[tuple[str, str], int] = {}
+    cost_usd: dict[str, float] = {}
+
+
+def make_step(
+    name: str,
+    function: Callable[..., Any],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    reuse: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> Step:
+    """A step from a marked function with its options bound; raises ConfigError when it fits no kind of step.
+
+    options: those it was given, which an instance need not show: a verdict under others is not reused.
+    """
+    try:
+        mark = mark_of(function)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if mark.kind == "feedback":
+        raise ConfigError(f"{name}: got a @feedback function, expected @processor or @score")
+    parameters = list(inspect.signature(function).parameters.values())
+    first = parameters[0].name if parameters else ""
+    if mark.kind == "processor" and first not in FIRST_PARAMETERS:
+        expected = ", ".join(FIRST_PARAMETERS)
+        raise ConfigError(f'{name}: first parameter is "{first}", expected one of {expected}')
+    fills = tuple(p.name for p in parameters if p.name in ("memory", "time_ms", "record_offset"))
+    if ("memory" in fills) != (mark.memory > 0):
+        raise ConfigError(f"{name}: a parameter `memory` and @processor(memory=entries) go together, got one of them")
+    kind: StepKind = "score" if mark.kind == "score" else cast(StepKind, first)
+    bare = getattr(function, "func", function)
+    asynchronous = inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__)
+    if asynchronous and mark.memory:
+        raise ConfigError(f"{name}: got an async processor with memory, expected a plain function (log order)")
+    return Step(
+        name=name, version=mark.version, kind=kind, function=function, timeout_s=timeout_s, inline=mark.inline,
+        asynchronous=asynchronous, memory=mark.memory, fills=fills, reuse=reuse,
+        question=options_hash(function, options or {}) if kind == "score" and not mark.inline else "",
+    )  # fmt: skip
+
+
+def new_memories(steps: Sequence[Step]) -> dict[str, Memory]:
+    """Empty memories of one partition, by step name, for the steps that remember."""
+    return {step.name: Memory(step.memory) for step in steps if step.memory}
+
+
+async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], context: Context) -> Outcome:
+    """Pass experiences of one group through the steps. Never raises for what a step does."""
+    flow = _Flow(experiences)
+    last_memory = max((index for index, step in enumerate(steps) if step.memory), default=-1)
+    for index, step in enumerate(steps):
+        if not flow.members:
+            break
+        if context.turn is not None and step.memory:
+            await context.turn.wait()
+        elif context.turn is not None and index == last_memory + 1:
+            context.turn.end()
+        extras = extras_of(step, context)
+        if step.kind == "group":
+            group = tuple(member for member in flow.members if member.group == flow.group)
+            if group:
+                (result,) = await call_step(step, [group], extras)
+                _settle_group(flow, step, index, group, result)
+            continue
+        asked = flow.members
+        if step.kind == "score":
+            asked = [member for member in asked if _is_to_be_scored(member, step)]
+            results = await _scored(flow, step, asked, extras, context)
+        else:
+            results = await call_step(step, asked, extras)
+        _settle_each(flow, step, index, asked, results)
+    return flow.outcome(steps)
+
+
+class _Flow:
+    """Who is still in the chain, who left it, and at which step each made experience came in."""
+
+    def __init__(self, experiences: Sequence[Experience]) -> None:
+        self.members: list[Experience] = list(experiences)
+        self.group = experiences[0].group if experiences else ""
+        self.dropped: list[tuple[Experience, int, str, str]] = []
+        self.made_at: dict[str, int] = {}
+        self.inputs: dict[str, str] = {}  # of the score step at hand: what each member put before it
+        self.absent: dict[tuple[str, str], int] = {}
+        self.cost_usd: dict[str, float] = {}
+
+    def drop(self, experience: Experience, index: int, reason: str, detail: str) -> None:
+        self.dropped.append((experience, index, reason, detail))
+
+    def outcome(self, steps: Sequence[Step]) -> Outcome:
+        stamps = tuple(step.stamp for step in steps)
+        kept: list[Experience] = []
+        for member in self.members:
+            fault = header_fault(member)
+            if fault:
+                self.drop(member, len(stamps) - 1, "processor returned nonsense", fault)
+            else:
+                kept.append(member)
+
+        def stamped(experience: Experience, until: int) -> Experience:
+            passed = stamps[self.made_at.get(experience.id, 0) : until]
+            return msgspec.structs.replace(experience, stamps=experience.stamps + passed)
+
+        return Outcome(
+            kept=tuple(stamped(member, len(stamps)) for member in kept),
+            dropped=tuple(
+                Dropped(stamped(experience, index + 1), reason, detail, stamps[index])
+                for experience, index, reason, detail in self.dropped
+            ),
+            absent=self.absent,
+            cost_usd=self.cost_usd,
+        )
+
+
+def extras_of(step: Step, context: Context) -> Extras:
+    """The parameters that the chain fills in."""
+    extras: dict[str, Any] = {}
+    for name in step.fills:
+        if name == "memory":
+            extras[name] = context.memories.setdefault(step.name, Memory(step.memory))
+        else:
+            extras[name] = context.time_ms if name == "time_ms" else context.record_offset
+    return extras
+
+
+async def call_step(step: Step, arguments: Sequence[object], extras: Extras) -> list[object]:
+    """One result or Failure per argument, within the step's timeout. Never raises for what the step does."""
+    if not arguments:
+        return []
+    if step.asynchronous:
+        return await calls.as_tasks(step.function, arguments, extras, step.timeout_s)
+    if step.inline:
+        return calls.inline(step.function, arguments, extras)
+    return await calls.in_thread(step.function, arguments, extras, step.timeout_s, step.hung)
+
+
+async def _scored(
+    flow: _Flow, step: Step, asked: Sequence[Experience], extras: Extras, context: Context
+) -> list[object]:
+    """Verdicts in the order of `asked`: those on record for the very same input, and for the others the step's own."""
+    flow.inputs = {}
+    known: dict[str, Verdict | Failure] = {}
+    if step.question:
+        for member in asked:
+            try:
+                flow.inputs[member.id] = input_hash(step.question, member)
+            except BadFrame:  # the step meets it itself
+                continue
+            question = Question(member.id, step.name, str(step.version), flow.inputs[member.id])
+            verdict = context.recorded(question) if context.recorded is not None else None
+            if verdict is not None:
+                known[member.id] = verdict
+    answers = iter(await call_step(step, [member for member in asked if member.id not in known], extras))
+    return [known[member.id] if member.id in known else next(answers) for member in asked]
+
+
+def _is_to_be_scored(experience: Experience, step: Step) -> bool:
+    if experience.is_given:
+        return False
+    version = str(step.version)
+    known = any(score.name == step.name and score.version.partition("+")[0] == version for score in experience.scores)
+    return not (known and step.reuse)
+
+
+def _settle_each(flow: _Flow, step: Step, index: int, asked: Sequence[Experience], results: Sequence[object]) -> None:
+    """Put one result per asked experience in its place, keeping the order of the others."""
+    answers = zip(asked, results, strict=True)
+    awaited, result = next(answers, (None, None))
+    members: list[Experience] = []
+    for member in flow.members:
+        if member is not awaited:
+            members.append(member)
+            continue
+        if result is member:
+            members.append(member)
+        elif isinstance(result, Failure):
+            flow.drop(member, index, f"{_noun(step)} {result.kind}", f"{step.stamp}: {result.detail}")
+        elif step.kind == "score":
+            members.extend(_settle_score(flow, step, index, member, result))
+        elif isinstance(result, list):
+            members.extend(_settle_list(flow, step, index, member, result))
+        else:
+            members.extend(_settle_one(flow, step, index, member, result))
+        awaited, result = next(answers, (None, None))
+    flow.members = members
+
+
+def _settle_one(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:
+    """The member as it goes on: nobody after a Drop or nonsense."""
+    if isinstance(result, Drop):
+        fault = drop_fault(result)
+        if not fault:
+            flow.drop(member, index, result.reason, str(result.detail)[: calls.MAX_DETAIL_CHARS])
+            return []
+    else:
+        next_state = _guarded(accepted, member, result)
+        if isinstance(next_state, Experience):
+            return [next_state]
+        fault = next_state
+    flow.drop(member, index, f"{_noun(step)} returned nonsense", f"{step.stamp}: {fault}")
+    return []
+
+
+def _settle_score(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:
+    if result is None:
+        return [member]
+    verdict = read_verdict(result)
+    if isinstance(verdict, str):
+        flow.drop(member, index, "score returned nonsense", f"{step.stamp}: {verdict}")
+        return []
+    if verdict.cost_usd:
+        flow.cost_usd[step.name] = flow.cost_usd.get(step.name, 0.0) + verdict.cost_usd
+    if verdict.value is None:
+        why = (step.name, str(verdict.reason)[:MAX_REASON_CHARS] or "no verdict")
+        flow.absent[why] = flow.absent.get(why, 0) + 1
+        return [member]
+    others = tuple(score for score in member.scores if score.name != step.name)
+    version = f"{step.version}+{verdict.model}" if verdict.model else str(step.version)
+    asked = flow.inputs.get(member.id, "")
+    given = Score(name=step.name, value=verdict.value, version=version, input=asked, cost_usd=verdict.cost_usd)
+    return [msgspec.structs.replace(member, scores=(*others, given))]
+
+
+def _settle_list(
+    flow: _Flow, step: Step, index: int, member: Experience, results: Sequence[object]
+) -> list[Experience]:
+    """A list holds the member, or not (then it was replaced), and what was made from it."""
+    own = [result for result in results if isinstance(result, Experience) and result.id == member.id]
+    others = [result for result in results if not (isinstance(result, Experience) and result.id == member.id)]
+    made = _made(flow, others, (member,))
+    next_state = _guarded(accepted, member, own[0]) if own else member
+    if not results:
+        next_state = "got an empty list, expected Drop(reason)"
+    elif len(own) > 1:
+        next_state = f"id: {member.id} is {len(own)} times in the list"
+    fault = made if isinstance(made, str) else next_state
+    if isinstance(made, str) or isinstance(next_state, str):
+        flow.drop(member, index, "processor returned nonsense", f"{step.stamp}: {fault}")
+        return []
+    flow.made_at.update((experience.id, index) for experience in made)
+    if not own:
+        flow.drop(member, index, "replaced", f"by {len(made)} others")
+        return made
+    return [next_state, *made]
+
+
+def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, ...], result: object) -> None:
+    """Members by position, then what was made; a group whose step failed is dropped whole."""
+    others = [member for member in flow.members if member.group != flow.group]
+    reason = "processor returned nonsense"
+    made: list[Experience] | str
+    if isinstance(result, Failure):
+        reason, made = f"processor {result.kind}", result.detail
+    elif not isinstance(result, tuple | list):
+        made = f"got {type(result).__name__}, expected a tuple with each member or a Drop in its place"
+    elif len(result) < len(group):
+        made = f"got {len(result)} of {len(group)} members, expected each member or a Drop in its place"
+    else:
+        made = _made(flow, result[len(group) :], group)
+    if isinstance(made, str):
+        for member in group:
+            flow.drop(member, index, reason, f"{step.stamp}: {made}")
+        flow.members = others
+        return
+    assert isinstance(result, tuple | list)
+    members: list[Experience] = []
+    for member, replacement in zip(group, result, strict=False):
+        members.extend([member] if replacement is member else _settle_one(flow, step, index, member, replacement))
+    flow.made_at.update((experience.id, index) for experience in made)
+    flow.members = [*members, *others, *made]
+
+
+def _made(flow: _Flow, results: Sequence[object], parents: Sequence[Experience]) -> list[Experience] | str:
+    """What a step made, checked, or what is wrong with it."""
+    known = {member.id for member in flow.members} | set(flow.made_at)
+    made: list[Experience] = []
+    for result in results:
+        experience = _guarded(accepted_new, result, parents)
+        if isinstance(experience, str):
+            return experience
+        if experience.id in known:
+            return f"id: {experience.id} is there already"
+        known.add(experience.id)
+        made.append(experience)
+    return made
+
+
+def _guarded(check: Callable[..., Experience | str], *arguments: object) -> Experience | str:
+    """A check on an object of any shape: one that cannot even be looked at is nonsense too."""
+    try:
+        return check(*arguments)
+    except Exception as error:
+        return f"cannot be checked: {calls.describe_error(error)}"
+
+
+def _noun(step: Step) -> str:
+    return "score" if step.kind == "score" else "processor"

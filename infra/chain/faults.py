@@ -1,0 +1,92 @@
+"""What a step may give back: the checks that turn nonsense into a reason that names the field.
+
+Only what changed is looked at, so a step that leaves an experience alone costs nothing and an edit of the header never
+decodes the bulk.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from infra.processor import Drop
+from schemas import BadFrame, Experience, ids
+
+# What an experience is and whose it is: no step may change these.
+IDENTITY = (
+    "id", "group", "episode", "group_size", "part", "last", "origin", "tenant", "subject", "key_id", "attempt",
+    "sequence", "suite", "revision", "stamps",
+)  # fmt: skip
+_identity = operator.attrgetter(*IDENTITY)
+MAX_REASON_CHARS = 80
+NUMBERS = ("reward", "advantage", "priority")
+
+
+def accepted(before: Experience, result: object) -> Experience | str:
+    """`result` as the next state of `before` (numpy numbers become plain ones), or what is wrong with it."""
+    if not isinstance(result, Experience):
+        return f"got {type(result).__name__}, expected Experience, a list of them, or Drop"
+    was, now = _identity(before), _identity(result)
+    if was != now:
+        field = next(index for index in range(len(IDENTITY)) if was[index] != now[index])
+        return f"{IDENTITY[field]}: got {now[field]!r}, expected it unchanged ({was[field]!r})"
+    return _sound(before, result)
+
+
+def accepted_new(result: object, parents: Sequence[Experience]) -> Experience | str:
+    """`result` as an experience made from `parents`, or what is wrong with it."""
+    if not isinstance(result, Experience):
+        return f"got {type(result).__name__} among what was made, expected Experience"
+    if any(result.group == parent.group for parent in parents):
+        return f"group: {result.group!r} is the parents' own; expected another (schemas.ids.synthetic_group)"
+    try:
+        group = ids.group_of(result.id)
+    except ValueError as error:
+        return f"id: {error}"
+    if group != result.group:
+        return f"id: got {result.id!r}, expected one of group {result.group!r}"
+    for field in ("tenant", "subject", "key_id"):
+        if getattr(result, field) not in {getattr(parent, field) for parent in parents}:
+            return f"{field}: got {getattr(result, field)!r}, expected the parents'"
+    return _sound(None, result)
+
+
+def drop_fault(drop: Drop) -> str:
+    """What is wrong with a Drop, "" for nothing: its reason becomes a metric label."""
+    if not isinstance(drop.reason, str) or not 0 < len(drop.reason) <= MAX_REASON_CHARS:
+        return f"Drop.reason: got {str(drop.reason)[:60]!r}, expected a phrase of 1 to {MAX_REASON_CHARS} characters"
+    return ""
+
+
+def header_fault(experience: Experience) -> str:
+    """What is wrong with the header, "" for nothing; a step may also have written into `meta` in place."""
+    try:
+        experience.check_header()
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # an object of a shape that cannot even be looked at
+        return f"cannot be encoded: {type(error).__name__}: {error}"
+    return ""
+
+
+def _sound(before: Experience | None, after: Experience) -> Experience | str:
+    """Header, and bulk where it is not the very bulk (and the very spans) of `before`."""
+    numbers = {
+        field: float(value)
+        for field in NUMBERS
+        if isinstance(value := getattr(after, field), np.floating | np.integer | int) and type(value) is not float
+    }
+    if numbers:
+        after = msgspec.structs.replace(after, **numbers)
+    fault = header_fault(after)
+    if fault:
+        return fault
+    if after.priority < 0:
+        return f"priority: got {after.priority!r}, expected 0 or more"
+    if before is None or after.bulk is not before.bulk or after.spans is not before.spans:
+        try:
+            after.check_bulk()
+        except (BadFrame, ValueError) as error:
+            return str(error)
+    return after

@@ -1,0 +1,115 @@
+"""[[processor]]: how a configured processor becomes a step, and where it goes in the chain of a stage.
+
+Guarantee: what cannot be placed (an unknown name, two steps of one name) is one ConfigError that names the table; nothing
+is skipped silently.
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from infra.chain.chain import Step, make_step
+from infra.config import Seconds, Section, UsePath
+from infra.plugin import load
+from infra.processor import mark_of
+from schemas.errors import ConfigError
+
+Stage = Literal["tasks", "verify", "collect", "batch"]
+Options = dict[str, Any]
+
+
+class ProcessorConfig(Section, frozen=True):
+    """[[processor]]: inserted into the built-in chain of a stage, never replaces it.
+
+    stage: tasks, verify and collect are run by the streams, batch by the trainer before it journals a batch. name: in stamps
+    and metrics, "" takes the function's. after, before: the step next to it, at most one; neither: before the scores in
+    verify, at the end elsewhere. timeout_s: of one call.
+
+    Example: ProcessorConfig(use="support:not_trivial", stage="verify", after="validate")
+    """
+
+    use: UsePath
+    stage: Stage = "verify"
+    name: str = ""
+    options: Options = msgspec.field(default_factory=dict)
+    after: str = ""
+    before: str = ""
+    timeout_s: Seconds = 10.0
+
+    def __post_init__(self) -> None:
+        if self.after and self.before:
+            raise ValueError(f'got after = "{self.after}" and before = "{self.before}", expected one of them')
+
+
+def with_processors(
+    steps: Sequence[Step], configs: Sequence[ProcessorConfig], stage: Stage, default_place: int, off: set[str]
+) -> tuple[Step, ...]:
+    """Insert this stage's [[processor]] tables, in the file's order, and take out what is switched off."""
+    chain = list(steps)
+    default_anchor = chain[default_place].name if default_place < len(chain) else ""
+    last_after: dict[str, str] = {}  # anchor to the step inserted last behind it: file order is kept
+    for index, config in enumerate(configs):
+        if config.stage != stage:
+            continue
+        step = processor_step(config, f"processor[{index}]")
+        names = [known.name for known in chain]
+        if config.after:
+            anchor = last_after.get(config.after, config.after)
+            place = _place(names, anchor, f"processor[{index}].after") + 1
+            last_after[config.after] = step.name
+        elif config.before or default_anchor:
+            place = _place(names, config.before or default_anchor, f"processor[{index}].before")
+        else:
+            place = len(chain)
+        chain.insert(place, step)
+        _check_unique(chain, f"processor[{index}]")
+    _check_unique(chain, "score")
+    return tuple(step for step in chain if step.name not in off)
+
+
+def processor_step(config: ProcessorConfig, where: str) -> Step:
+    """The step of one table. Raises ConfigError for one that its stage cannot run."""
+    function = loaded(config.use, config.options, where, kind="processor")
+    step = make_step(config.name or config.use.rpartition(":")[2], function, timeout_s=config.timeout_s)
+    if (step.kind == "task") != (config.stage == "tasks"):
+        expected = '"tasks"' if step.kind == "task" else '"verify", "collect" or "batch"'
+        raise ConfigError(f"{where}: {config.use} takes a {step.kind}: expected stage = {expected}")
+    if step.kind == "group" and config.stage == "verify":
+        raise ConfigError(f'{where}: {config.use} takes a group: expected stage = "collect", where groups are whole')
+    if step.kind == "group" and config.stage == "batch":
+        raise ConfigError(f'{where}: {config.use} takes a group: expected stage = "collect", or a parameter `batch`')
+    if step.kind == "batch" and config.stage != "batch":
+        raise ConfigError(f'{where}: {config.use} takes a batch: expected stage = "batch", the trainer\'s')
+    if step.memory and config.stage == "batch":
+        raise ConfigError(f"{where}: {config.use} remembers: expected a processor without memory in stage batch")
+    return step
+
+
+def loaded(use: str, options: dict[str, Any], where: str, *, kind: str) -> Callable[..., Any]:
+    """The function with its options, marked as `kind`. Raises ConfigError."""
+    function: Any = load(use, options, where)
+    try:
+        mark = mark_of(function)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if mark.kind != kind:
+        raise ConfigError(f"{where}: {use} is marked @{mark.kind}, expected @{kind}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _place(names: Sequence[str], anchor: str, where: str) -> int:
+    if anchor in names:
+        return names.index(anchor)
+    near = difflib.get_close_matches(anchor, names, n=1, cutoff=0.5)
+    hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(names)}"
+    raise ConfigError(f'{where}: no step "{anchor}" in this stage, {hint}')
+
+
+def _check_unique(steps: Sequence[Step], where: str) -> None:
+    names = [step.name for step in steps]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f'{where}: a step "{name}" is there already; give this one another name')

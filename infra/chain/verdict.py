@@ -1,0 +1,69 @@
+"""What a score was asked, as a hash, so that an answer on record can stand in for asking again.
+
+Only scores that are not inline have one: a judge, a sandbox, a model. What is computed here and now is computed again.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from infra.chain.calls import Failure
+from infra.plugin import option_defaults
+from infra.processor import Verdict
+from schemas import Experience
+
+HASH_CHARS = 16
+_encoder = msgspec.msgpack.Encoder(enc_hook=repr, order="deterministic")
+
+
+class Question(msgspec.Struct, frozen=True):
+    """One experience put before one score. input: hash of all the score could see, and of its options.
+
+    Example: Question("add-3745.2.0-7-0", "judge", "2", "9f86d081884c7d65")
+    """
+
+    id: str
+    name: str
+    version: str
+    input: str
+
+
+# The verdict on record, or how the call failed then; None where nothing is.
+Recorded = Callable[[Question], Verdict | Failure | None]
+
+
+def options_hash(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """Of the options a score has: its own as far as they can be read back, and those it was given."""
+    return hashlib.blake2b(_encoder.encode((option_defaults(function), given))).hexdigest()[:HASH_CHARS]
+
+
+def input_hash(options: str, experience: Experience) -> str:
+    """Of what a score may read: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame."""
+    seen = hashlib.blake2b(options.encode())
+    seen.update(_encoder.encode((experience.messages, experience.meta, experience.end, experience.part)))
+    seen.update(experience.tokens.tobytes())
+    return seen.hexdigest()[:HASH_CHARS]
+
+
+def read_verdict(result: object) -> Verdict | str:
+    """What a score returned, its numbers plain and finite; or what is wrong with it."""
+    verdict = result if isinstance(result, Verdict) else None
+    value = result if verdict is None else verdict.value
+    number = None if value is None else _finite(value)
+    if value is not None and number is None:
+        return f"got {str(value)[:60]!r} ({type(value).__name__}), expected a finite number or None"
+    if verdict is None:
+        return Verdict(value=number)
+    return msgspec.structs.replace(verdict, value=number, cost_usd=_finite(verdict.cost_usd))
+
+
+def _finite(value: object) -> float | None:
+    """The value as a finite number, or None."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

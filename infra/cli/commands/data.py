@@ -1,0 +1,66 @@
+"""Putting tasks and demonstrations into the log.
+
+Bodies import what they need when they run: see `infra.cli.main`.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with
+
+MapOption = Annotated[list[str], typer.Option("--map", help="Column of a field, as field=column; meta.name too.")]
+SplitOption = Annotated[str, typer.Option(help="Split of rows that name none.")]
+
+
+def load_tasks(
+    file: Annotated[Path | None, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")] = None,
+    use: Annotated[str, typer.Option("--use", help="A taskset instead of a file, as module:name.")] = "",
+    options: Annotated[list[str], typer.Option("--option", help="Option of the taskset, as name=value.")] = [],  # noqa: B006
+    fields: MapOption = [],  # noqa: B006
+    split: SplitOption = "",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+) -> None:
+    """Load tasks of a file, {"id": …, "messages": […] or "prompt": …, "answer": …} a row, or of a taskset.
+
+    Broken rows are named and passed over. The same command again goes on where an interrupted one was.
+
+    Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/], or
+    [cyan]headrace load tasks --use actors.tasksets.reasoning_gym:reasoning_gym --option generator=chain_sum[/]
+    """
+    from infra.cli.load import run_load_tasks
+
+    exit_with(lambda: run_load_tasks(file, use, options, config, sets, fields=fields, split=split))
+
+
+def load_experts(
+    file: Annotated[Path, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")],
+    fields: MapOption = [],  # noqa: B006
+    split: SplitOption = "",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+) -> None:
+    """Load demonstrations: {"id": …, "messages": […] or "prompt": …, "response": …}, tokenized as the model does.
+
+    Example: [cyan]headrace load experts worked.jsonl[/]
+    """
+    from infra.cli.load import run_load_experts
+
+    exit_with(lambda: run_load_experts(file, config, sets, fields=fields, split=split))
+
+
+def load_pairs(
+    file: Annotated[Path, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")],
+    fields: MapOption = [],  # noqa: B006
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+) -> None:
+    """Load preference pairs: {"id": …, "messages": […] or "prompt": …, "chosen": …, "rejected": …}, for a lane with dpo.
+
+    Example: [cyan]headrace load pairs preferences.jsonl[/]
+    """
+    from infra.cli.load import run_load_pairs
+
+    exit_with(lambda: run_load_pairs(file, config, sets, fields=fields))

@@ -1,0 +1,60 @@
+"""The commands that decide what customers are served: channel, promote, pin, unpin, rollback.
+
+Bodies import what they need when they run: see `infra.cli.main`.
+"""
+
+from typing import Annotated
+
+import typer
+
+from infra.cli.options import DEFAULT, ConfigOption, JsonOption, SetOption, exit_with
+
+Version = Annotated[int, typer.Argument(min=0, help="A published policy version.")]
+Why = Annotated[str, typer.Option("--why", help="Kept with the decision.")]
+
+
+def channel(config: ConfigOption = DEFAULT, sets: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
+    """Show the version customers are served, and every decision about it with its numbers.
+
+    The gate ([bold][master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
+    """
+    from infra.cli.channel import run_channel
+
+    exit_with(lambda: run_channel(config, sets, as_json=as_json))
+
+
+def promote(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+    """Serve a version to customers from here on; while a version is pinned it waits for the pin's end.
+
+    Example: [cyan]headrace promote 144 --why "looked at fifty answers"[/]
+    """
+    from infra.cli.channel import run_move
+
+    exit_with(lambda: run_move("promoted", version, why, config, sets))
+
+
+def pin(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+    """Hold customers at a version, whatever the gate promotes, until `headrace unpin`.
+
+    Example: [cyan]headrace pin 120 --why "launch week"[/]
+    """
+    from infra.cli.channel import run_move
+
+    exit_with(lambda: run_move("pinned", version, why, config, sets))
+
+
+def unpin(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+    """End a pin: customers go to the newest promoted version."""
+    from infra.cli.channel import run_move
+
+    exit_with(lambda: run_move("pinned", -1, why, config, sets))
+
+
+def rollback(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+    """Take customers back to an older version. Training goes on, and what it publishes has to pass the gate anew.
+
+    Example: [cyan]headrace rollback 120 --why "refuses too often"[/]
+    """
+    from infra.cli.channel import run_move
+
+    exit_with(lambda: run_move("rolled_back", version, why, config, sets))

@@ -1,0 +1,98 @@
+"""The commands that only look: status, peek, audit, trace.
+
+Bodies import what they need when they run: see `infra.cli.main`.
+"""
+
+from typing import Annotated
+
+import typer
+
+from infra.cli.options import DEFAULT, ConfigOption, JsonOption, SetOption, exit_with
+
+
+def status(
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there is an alarm, for monitoring.")] = False,
+    max_lag: Annotated[int, typer.Option(help="Records waiting for a stage above which its lag is an alarm.")] = 10_000,
+) -> None:
+    """Roles, versions, rates, lags, drops by reason, and alarms.
+
+    Read from the log alone, so it works from any machine that reaches the broker.
+    Rates are those of the last minute.
+    An alarm is a role that fell silent, a stage that lags, a refused policy, or a diagnostic out of its range.
+
+    Example: [cyan]headrace status --check --json[/]
+    """
+    from infra.cli.status import run_status
+
+    exit_with(lambda: run_status(config, sets, as_json=as_json, check=check, max_lag=max_lag))
+
+
+def peek(
+    topic: Annotated[str, typer.Argument(help="With or without the app's prefix.")],
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    last: Annotated[int, typer.Option("--last", "-n", min=0, help="How many of the newest records.")] = 5,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what arrives.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the newest records of a topic as a person reads them.
+
+    Topics: taskset.raw, taskset, tasks, experiences, experts, feedback, verified, buffer, evals, batches,
+    progress, policies, dead-letters.
+    With --json each record is one line.
+
+    Example: [cyan]headrace peek buffer -n 3[/], [cyan]headrace peek dead-letters --follow[/]
+    """
+    from infra.cli.peek import run_peek
+
+    exit_with(lambda: run_peek(topic, config, sets, last=last, follow=follow, as_json=as_json))
+
+
+def audit(
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="First have the master issue nothing new, and wait until all is finished.")
+    ] = False,
+    timeout: Annotated[str, typer.Option(help="How long a drain may take.")] = "10m",
+    then_continue: Annotated[
+        bool, typer.Option("--then-continue", help="Afterwards let the master issue again, drained now or earlier.")
+    ] = False,
+) -> None:
+    """Account for every published experience: trained, dropped with a reason, or pending.
+
+    Reads the whole kept log and may run at any time; after a drain nothing is pending but what waits in the buffer to be
+    drawn at will, such as demonstrations.
+    A drained app stays drained, also over restarts, until --then-continue.
+    Exits with 1 if an experience was trained twice, trained without having been published, or is still on its way
+    when a drain's time is up.
+
+    Example: [cyan]headrace audit --drain --then-continue[/], [cyan]headrace audit --json | jq .dropped[/]
+    """
+    from infra.cli.audit import run_audit
+
+    exit_with(lambda: run_audit(config, sets, as_json, drained=drain, within=timeout, then_continue=then_continue))
+
+
+def trace(
+    answer: Annotated[str | None, typer.Argument(help="An answer id (hr-…) or an experience id.")] = None,
+    policy: Annotated[int | None, typer.Option("--policy", help="A version: show what it learned from.")] = None,
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> None:
+    """Follow an answer to the steps that trained on it, or a policy back to its answers.
+
+    Who sampled what, what every processor and score said, the feedback and when it came, how the group ended, the steps
+    that used it with their advantages, and the first version that learned from it.
+    The first trace reads the whole log into an index beside the TOML; the next ones read what has come since.
+
+    Example: [cyan]headrace trace hr-add-37-45.2.0-7-0[/], [cyan]headrace trace --policy 40[/]
+    """
+    from infra.cli.trace import run_trace
+
+    exit_with(lambda: run_trace(answer, policy, config, sets, as_json=as_json))

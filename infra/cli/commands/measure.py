@@ -1,0 +1,79 @@
+"""The benchmarks: figures of this machine beside what was aimed at.
+
+Bodies import what they need when they run: see `infra.cli.main`.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.cli.options import JsonOption, exit_with
+
+
+def bench_codec(as_json: JsonOption = False) -> None:
+    """The experience block against msgspec lists and zstd-1."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("codec", as_json))
+
+
+def bench_delta(as_json: JsonOption = False) -> None:
+    """The weight delta of one reinforcement step in bfloat16, against all weights."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("delta", as_json))
+
+
+def bench_reload(as_json: JsonOption = False) -> None:
+    """Hot reloads under load: pause, and memory per version."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("reload", as_json))
+
+
+def bench_offpolicy(
+    out: Annotated[Path, typer.Option(help="Folder for offpolicy.json and offpolicy.png.")] = Path("bench"),
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 150,
+    seeds: Annotated[int, typer.Option(help="Runs of each loss and lag.")] = 3,
+    lags: Annotated[str, typer.Option(help="Versions between sampling and training, by commas.")] = "0,2,4,8,16",
+    losses: Annotated[str, typer.Option(help="Losses, by commas.")] = "dppo,decoupled,grpo,reinforce",
+    as_json: JsonOption = False,
+) -> None:
+    """How much each objective loses on samples that are versions old, off the log. Hours with the defaults."""
+    from infra.cli.bench import run_offpolicy
+
+    exit_with(lambda: run_offpolicy(out, steps, seeds, lags, losses, as_json))
+
+
+def bench_reprocess(as_json: JsonOption = False) -> None:
+    """Verify and collect over 20,000 recorded experiences again, with and without comparing."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("reprocess", as_json))
+
+
+def bench_mix(
+    out: Annotated[Path, typer.Option(help="Folder for mix.json and mix.png.")] = Path("bench"),
+    seeds: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Of one run at most.")] = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """200 demonstrations alone, rewards alone, and both in one loss, off the log. Over an hour with the defaults."""
+    from infra.cli.bench import run_mix
+
+    exit_with(lambda: run_mix(out, seeds, seconds, as_json))
+
+
+def bench_sandbox(as_json: JsonOption = False) -> None:
+    """What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("sandbox", as_json))
+
+
+def bench_gateway(as_json: JsonOption = False) -> None:
+    """The gateway over the engine alone: what it adds to an answer, and how many it gives a second."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("gateway", as_json))

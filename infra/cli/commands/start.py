@@ -1,0 +1,86 @@
+"""The commands that begin something: demo, up, check.
+
+Bodies import what they need when they run: see `infra.cli.main`.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with
+
+
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", help="Where the run lives; the same folder resumes.")] = Path(
+        "runs/demo"
+    ),
+    task: Annotated[str, typer.Option(help="arithmetic, or guess (several turns with an environment).")] = "arithmetic",
+    minutes: Annotated[float, typer.Option(help="Stop issuing tasks after so long.")] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of the model, the tasks and the draws.")] = 0,
+    engine: Annotated[str, typer.Option(help="vllm or torch.")] = "vllm",
+    control: Annotated[
+        str,
+        typer.Option(
+            help="none, shuffled (advantages permuted), sft (supervised share alone) or rl (no demonstrations)."
+        ),
+    ] = "none",
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the report.")] = False,
+) -> None:
+    """Train a small model through the whole system, and show what happens.
+
+    Starts an embedded Kafka broker and one process per role, warms the model up on demonstrations, then reinforces it.
+    The folder keeps everything: after Ctrl-C the same command goes on where it was.
+    Ends with a table, report.json and a plot.
+
+    Example: [cyan]headrace demo --engine torch --dir runs/quick --minutes 2[/]
+    """
+    from infra.demo.demo import run_demo
+    from infra.demo.settings import DemoOptions
+
+    options = DemoOptions(
+        directory=directory, task=task, minutes=minutes, seed=seed, engine=engine, control=control, quiet=as_json
+    )
+    exit_with(lambda: run_demo(options))
+
+
+def up(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006 (typer copies it)
+    """Start the broker (unless one is configured) and one process per role; Ctrl-C stops them.
+
+    A role that dies is started again; what each says goes to logs/ beside the TOML.
+
+    Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
+    """
+    from infra.cli.up import run_up
+
+    exit_with(lambda: run_up(config, sets))
+
+
+def init(
+    directory: Annotated[Path, typer.Argument(help="Where to write; made if it is not there.")],
+    model: Annotated[str, typer.Option(help="Model folder, or a name in the local Hugging Face cache.")] = "model",
+    engine: Annotated[str, typer.Option(help="vllm or torch.")] = "vllm",
+) -> None:
+    """Write a commented headrace.toml and a plugin folder for an agent of your own.
+
+    Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/]
+    """
+    from infra.cli.init import run_init
+
+    exit_with(lambda: run_init(directory, model, engine))
+
+
+def check(
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
+) -> None:
+    """Check the settings and plugins, and show the resolved chain of each stage.
+
+    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options.
+
+    Example: [cyan]headrace check --create[/] also creates the topics that are missing.
+    """
+    from infra.cli.check import run_check
+
+    exit_with(lambda: run_check(config, sets, create))

@@ -1,0 +1,78 @@
+"""`headrace export`: a run as one file, to be replayed elsewhere."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from infra.bus.bus import Partition, Record
+from infra.bus.log import Log
+from infra.cli.source import Source, opened, shaping
+from infra.ledger.archive import ABOUT, About, Archive, writing
+from schemas import topics
+from schemas.errors import OffsetOutOfRange
+from schemas.topics import Topic
+from trainer import checkpoint
+from trainer.replay import Start, find_start
+
+
+async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool) -> int:
+    """Write the archive; returns the exit code."""
+    console = Console(stderr=True, highlight=False)
+    async with opened(run) as source:
+        with console.status("reading the journal"):
+            start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=None)
+        with console.status(f"writing {file}"), writing(file) as archive:
+            counts = await fill(archive, source, start)
+            num_bytes = archive.close()
+    told = {
+        "file": str(file),
+        "bytes": num_bytes,
+        "from_step": start.manifest.place.step,
+        "steps": start.survey.num_steps,
+        "records": counts,
+    }
+    if as_json:
+        print(msgspec.json.encode(told).decode())
+    else:
+        records = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
+        print(f"{file}  {told['bytes']:,} bytes: {start.survey.num_steps} steps from {told['from_step']}, {records}")
+        sys.stdout.flush()
+    return 0
+
+
+async def fill(archive: Archive, source: Source, start: Start) -> dict[str, int]:
+    """Everything a replay from `start` reads; how many records of each topic."""
+    held = (topics.BATCHES, topics.BUFFER)
+    about = About(settings=shaping(source.settings), topics=tuple(topic.name for topic in held))
+    archive.add(ABOUT, msgspec.json.encode(about))
+    await asyncio.to_thread(archive.add_model, Path(source.model))
+    for key in checkpoint.objects(source.store, source.run, start.manifest.place):
+        archive.add(f"store/{key}", source.store.get(key))
+    begins = (start.manifest.position.journal_next, min(start.survey.last_use, default=0))
+    counts = {}
+    for topic, begin in zip(held, begins, strict=True):
+        counts[topic.name] = await archive.add_records(topic, records_from(source.log, topic, begin), source.store)
+    return counts
+
+
+async def records_from(log: Log, topic: Topic, start: int) -> AsyncIterator[Record]:
+    """The raw records of a topic of one partition from `start` to its present end. Raises OffsetOutOfRange."""
+    partition = Partition(log.name(topic), 0)
+    end = (await log.bus.end_offsets(partition.topic))[partition]
+    reader = await log.bus.assigned({partition: start})
+    at = start
+    try:
+        while at < end:
+            for record in await reader.get_many(timeout_s=5.0):
+                if record.offset != at:
+                    raise OffsetOutOfRange(f"{topic.name}: offset {at} is missing, the next record is {record.offset}")
+                if at >= end:
+                    return
+                yield record
+                at += 1
+    finally:
+        await reader.close()

@@ -1,0 +1,56 @@
+"""What commands share: the options that name the settings, and how a body's mistakes become one line and an exit code."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ConfigOption = Annotated[
+    Path,
+    typer.Option(
+        "--config", "-c", help="The TOML file.", show_default=True, metavar="FILE", rich_help_panel="Settings"
+    ),
+]
+SetOption = Annotated[
+    list[str],
+    typer.Option("--set", help="Override one setting, as a.b=c.", metavar="A.B=C", rich_help_panel="Settings"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+DEFAULT = Path("headrace.toml")
+
+
+def exit_with(body: Callable[[], Coroutine[Any, Any, int] | int]) -> None:
+    """Run a command body; its mistakes become one line and an exit code: 2 for settings, 1 for the rest."""
+    try:
+        result = body()
+        code = result if isinstance(result, int) else asyncio.run(result)
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # `headrace peek … | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:
+        code = _tell(error)
+    raise typer.Exit(code)
+
+
+def _tell(error: Exception) -> int:
+    """Print what we raise on purpose as one line each and return the exit code; any other error deserves its traceback."""
+    from schemas.errors import ConfigError, HeadraceError
+
+    told = _leaves(error)
+    if not all(isinstance(one, HeadraceError) for one in told):
+        raise error
+    for line in dict.fromkeys(f"headrace: {one}" for one in told):
+        print(line, file=sys.stderr)
+    return 2 if all(isinstance(one, ConfigError) for one in told) else 1
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in _leaves(one)]
+    return [error]

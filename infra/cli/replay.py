@@ -1,0 +1,173 @@
+"""`headrace replay`: a run done again from its log, a line per checkpoint, and a verdict."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from infra.cli.source import Source, opened
+from infra.metrics import Metrics
+from trainer.checkpoint import Position
+from trainer.learner import open_learner
+from trainer.origin import differences, made_with
+from trainer.replay import Compared, Start, find_start, replay
+from trainer.report import Report
+from trainer.state import Learning
+
+SHOWN_HASH = 16
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replay found. bits_promised: nothing the bits depend on differs from the run. differs: name → (there, here).
+
+    faults: what is wrong with stored checkpoints. run_s: how long the run took for these steps, by log-append times.
+    """
+
+    run: str
+    from_step: int
+    to_step: int
+    steps: int
+    equal: bool
+    bits_promised: bool
+    checkpoints: tuple[Compared, ...]
+    not_compared: int
+    faults: tuple[str, ...]
+    differs: dict[str, tuple[str, str]]
+    replay_s: float
+    run_s: float
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something was found that must not be."""
+        return 1 if self.faults or (self.bits_promised and not self.equal) else 0
+
+
+async def run_replay(path: Path, *, from_step: int | None, to_step: int | None, verify: bool, as_json: bool) -> int:
+    """Replay the run at `path` and print what came out; returns the exit code."""
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    async with opened(path) as source:
+        with console.status("loading the model"):
+            learner = await asyncio.to_thread(open_learner, source.settings.trainer, source.model)
+        run = Learning(
+            floor=source.settings,
+            config=source.settings.trainer,
+            learner=learner,
+            report=Report(Metrics("replay")),
+            position=Position(),
+        )
+        try:
+            verdict = await done_again(console, source, run, from_step, to_step, verify=verify)
+        finally:
+            run.executor.shutdown()
+    if as_json:
+        print(msgspec.json.encode(as_table(verdict)).decode())
+    else:
+        summarize(console, verdict, verify=verify)
+    return verdict.exit_code if verify else 0
+
+
+async def done_again(
+    console: Console, source: Source, run: Learning, from_step: int | None, to_step: int | None, *, verify: bool
+) -> Verdict:
+    """Replay under a progress bar, with a line for each checkpoint."""
+    began_s = time.monotonic()
+    with console.status("reading the journal"):
+        start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=to_step)
+        here = await run.in_thread(made_with, run)
+    differs = differences(start.manifest.made_with, here)
+    for fault in start.passed_over:
+        console.print(f"passed over: {fault}", style="red", markup=False)
+    for name, (there, now) in differs.items():
+        console.print(f"{name}: {there} in the run, {now} here", style="yellow", markup=False)
+    compared: list[Compared] = []
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("steps", total=start.survey.num_steps)
+        steps = replay(run, source.run, source.log, source.store, start, on_step=lambda step: progress.advance(bar))
+        async for one in steps:
+            compared.append(one)
+            differs = differences(one.made_with, here) | differs
+            progress.console.print(line(one, verify=verify), markup=False)
+    return judged(source, run, start, compared, differs, here, time.monotonic() - began_s)
+
+
+def judged(
+    source: Source,
+    run: Learning,
+    start: Start,
+    compared: list[Compared],
+    differs: dict[str, tuple[str, str]],
+    here: dict[str, str],
+    replay_s: float,
+) -> Verdict:
+    """What all of it says."""
+    return Verdict(
+        run=source.run,
+        from_step=start.manifest.place.step,
+        to_step=run.position.step,
+        steps=start.survey.num_steps,
+        equal=all(one.equal for one in compared),
+        bits_promised=not differs and here.get("device", "cpu") == "cpu",
+        checkpoints=tuple(compared),
+        not_compared=start.survey.not_compared,
+        faults=(*start.passed_over, *(one.fault for one in compared if one.fault)),
+        differs=differs,
+        replay_s=round(replay_s, 2),
+        run_s=round(start.survey.duration_s, 2),
+    )
+
+
+def line(one: Compared, *, verify: bool) -> str:
+    """A checkpoint as a line."""
+    words = [f"step {one.step:>6}  v{one.version:<5} {one.got[:SHOWN_HASH]}"]
+    if verify:
+        told = ", ".join(each[:SHOWN_HASH] for each in one.expected)
+        words.append("equal" if one.equal else f"DIFFERS: the run told {told}")
+        if not one.equal and one.distance is not None:
+            words.append(f"largest difference of a weight {one.distance:.3g}")
+        if one.fault:
+            words.append(one.fault)
+    return "  ".join(words)
+
+
+def summarize(console: Console, verdict: Verdict, *, verify: bool) -> None:
+    """The figures, and what they promise."""
+    rate = verdict.steps / verdict.replay_s if verdict.replay_s else 0.0
+    ratio = f", {verdict.run_s / verdict.replay_s:.1f} times faster than the run" if verdict.replay_s else ""
+    console.print(
+        f"{verdict.steps} steps from step {verdict.from_step} to {verdict.to_step} in {verdict.replay_s:.1f} s: "
+        f"{rate:.1f} steps/s{ratio} ({verdict.run_s:.1f} s by its log)"
+    )
+    if not verify:
+        return
+    num = len(verdict.checkpoints)
+    if verdict.not_compared:
+        console.print(f"{verdict.not_compared} checkpoints of steps that were rolled back later are not compared")
+    if verdict.equal:
+        console.print(f"all {num} checkpoints equal", style="green")
+    else:
+        wrong = [one.step for one in verdict.checkpoints if not one.equal]
+        right = [one.step for one in verdict.checkpoints if one.equal and one.step < wrong[0]]
+        since = f"; equal up to step {right[-1]}, so it is in the steps after that" if right else ""
+        console.print(f"{len(wrong)} of {num} checkpoints differ, the first at step {wrong[0]}{since}", style="red")
+    if not verdict.bits_promised:
+        why = f"differs from the run: {', '.join(verdict.differs)}" if verdict.differs else "not computed on the CPU"
+        console.print(f"bits are not promised here ({why}); every batch is the one that was journaled", style="yellow")
+
+
+def as_table(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as plain data, with the figures a reader would compute from it."""
+    found: dict[str, Any] = msgspec.to_builtins(verdict)
+    for plain, one in zip(found["checkpoints"], verdict.checkpoints, strict=True):
+        plain["equal"] = one.equal
+        del plain["made_with"]
+    speed = max(verdict.replay_s, 1e-9)
+    return found | {
+        "steps_per_s": round(verdict.steps / speed, 2),
+        "times_faster": round(verdict.run_s / speed, 2),
+        "exit_code": verdict.exit_code,
+    }

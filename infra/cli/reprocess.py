@@ -1,0 +1,162 @@
+"""`headrace reprocess`: the order, a progress bar, and what came out as tables."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from infra.cli.connect import connected, reading
+from infra.cli.settings import Settings, load_settings
+from infra.plugin import add_plugin_folders
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from streams.reprocess.letters import LettersReport
+    from streams.reprocess.report import Report
+    from streams.reprocess.run import Order
+
+
+async def run_reprocess(
+    stage: str, config: Path, sets: list[str], *, other: Path | None, options: dict[str, object], as_json: bool
+) -> int:
+    """Run the order and print what it found; exit code 0 whether or not something differs."""
+    from streams.reprocess.run import INPUTS, Order
+
+    if stage not in INPUTS:
+        raise ConfigError(f"reprocess: got {stage!r}, expected one of {', '.join(INPUTS)}")
+    order = msgspec.convert({"stage": stage, **options}, Order)
+    settings = load_settings(config, sets)
+    add_plugin_folders(settings.folder, settings.plugins)
+    judged_by = settings
+    if other is not None:
+        judged_by = load_settings(other, sets)
+        add_plugin_folders(judged_by.folder, judged_by.plugins)
+    console = Console(stderr=as_json, highlight=False)
+    if stage == "dead-letters":
+        refused = [name for name in ("diff", "publish", "rescore") if options.get(name)]
+        if refused or other is not None:
+            raise ConfigError(f"reprocess dead-letters: takes no --{refused[0] if refused else 'with'}")
+        letters = await _letters(settings, order, console)
+        print(msgspec.json.encode(letters).decode()) if as_json else show_letters(console, letters)
+        return 1 if letters.refused else 0
+    report = await _stage(settings, judged_by, order, console)
+    print(to_json(report)) if as_json else show(console, report, order, settings)
+    return 0
+
+
+async def _stage(settings: Settings, judged_by: Settings, order: "Order", console: Console) -> "Report":
+    from streams.reprocess.run import plan, reprocess
+
+    async with reading(settings) as log:
+        ranges = await plan(log, order)
+        with bar(console, f"reprocessing {order.stage}", sum(one.size for one in ranges)) as moved:
+            return await reprocess(log, order, ranges, settings, judged_by.streams(), moved)
+
+
+async def _letters(settings: Settings, order: "Order", console: Console) -> "LettersReport":
+    from streams.reprocess.letters import redeliver
+    from streams.reprocess.run import plan
+
+    async with connected(settings) as log:
+        ranges = await plan(log, order)
+        with bar(console, "delivering again", sum(one.size for one in ranges)) as moved:
+            return await redeliver(log, ranges, moved)
+
+
+@contextmanager
+def bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of records; what has to be read besides the range makes its total grow."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        done = 0
+
+        def moved(count: int) -> None:
+            nonlocal done
+            done += count
+            progress.update(task, completed=done, total=max(total, done))
+
+        yield moved
+
+
+def to_json(report: "Report") -> str:
+    """The report as one line."""
+    return msgspec.json.encode(msgspec.to_builtins(report) | {"same": report.is_same}).decode()
+
+
+def show(console: Console, report: "Report", order: "Order", settings: Settings) -> None:
+    """Totals, then every change with its examples."""
+    totals = Table(title=f"{report.stage}: {title(report, order)}", show_header=False, title_justify="left")
+    totals.add_column()
+    totals.add_column(justify="right")
+    for name, count in totals_of(report, order):
+        totals.add_row(name, f"{count:,}")
+    console.print(totals)
+    if report.changes:
+        changes = Table(
+            "what", "reason", "count", "for example", "recorded", "now", title="not as recorded", title_justify="left"
+        )
+        for change in report.changes:
+            first = (change.kind, change.reason, f"{change.count:,}")
+            for example in change.examples:
+                changes.add_row(*first, example.key, example.old, example.new)
+                first = ("", "", "")
+        console.print(changes)
+    if order.publish:
+        console.print(
+            f"{report.published:,} records written to app {order.publish}; {next_step(order, settings)}", markup=False
+        )
+
+
+def title(report: "Report", order: "Order") -> str:
+    """What the comparison says in a word."""
+    if not order.diff:
+        return "run, not compared"
+    if not report.compared:
+        return "nothing to compare with"
+    return "the same as recorded" if report.is_same else "NOT as recorded"
+
+
+def totals_of(report: "Report", order: "Order") -> list[tuple[str, int]]:
+    """Rows of the table of totals; those that are always there first."""
+    rows = [("records", report.records), ("kept", report.kept)]
+    rows += [(f"dropped: {reason}", count) for reason, count in sorted(report.dropped.items(), key=lambda one: -one[1])]
+    if order.diff:
+        rows.append(("compared", report.compared))
+    rest = [
+        ("not recorded (yet)", report.unrecorded),
+        ("delivered more than once", report.repeated),
+        ("behind the workers, left out", report.behind),
+        ("groups still open at the end", report.open_groups),
+        ("scores reused", report.reused_scores),
+    ]
+    return rows + [row for row in rest if row[1]]
+
+
+def next_step(order: "Order", settings: Settings) -> str:
+    """The command that goes on from what was published."""
+    if order.stage == "verify":
+        return f"next: headrace reprocess collect --set app={order.publish} --publish ANOTHER"
+    run = f" --set run={order.publish}" if settings.run else ""
+    # A policy name of its own: manifests and weights of the run that was read stay as they are.
+    return f"next: headrace train --set app={order.publish}{run} --set policy.name={order.publish}"
+
+
+def show_letters(console: Console, report: "LettersReport") -> None:
+    """What went back, and what did not and why."""
+    table = Table(title=f"{report.letters:,} dead letters", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    for topic, count in sorted(report.delivered.items()):
+        table.add_row(f"delivered again to {topic}", f"{count:,}")
+    for reason, count in sorted(report.refused.items()):
+        table.add_row(f"refused: {reason}", f"{count:,}", style="red")
+    table.add_row("delivered by an earlier run", f"{report.done:,}")
+    console.print(table)
+    for example in report.examples:
+        console.print(example, markup=False, style="dim")

@@ -1,0 +1,71 @@
+"""What a replay reads: the folder of a run with its log and store, or an archive of one. Nothing of either is changed."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from infra.bus.log import Log
+from infra.cli.connect import kafka_folder, reading, store_of
+from infra.cli.roles import model_folder
+from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
+from infra.config import Table, decode
+from infra.ledger.archive import restore_log, unpack
+from infra.plugin import add_plugin_folders
+from infra.store import Store
+from schemas.errors import ConfigError
+
+# The tables that decide what a step does; nothing of the others, which hold addresses, is needed or exported.
+SHAPING = ("app", "run", "keep", "policy", "pacing", "trainer")
+
+
+class Source(NamedTuple):
+    """A run to read. model: folder, or name, of the model it began with."""
+
+    settings: Settings
+    log: Log
+    store: Store
+    model: str
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.settings.run or self.settings.app
+
+
+@asynccontextmanager
+async def opened(path: Path) -> AsyncIterator[Source]:
+    """The run at `path`: its folder, its TOML, or an archive. Raises ConfigError, BadFrame, BrokerUnavailable."""
+    if path.suffix != ".toml" and await asyncio.to_thread(path.is_file):
+        with tempfile.TemporaryDirectory(prefix="headrace-replay-") as folder:
+            yield await asyncio.to_thread(unpacked, path, Path(folder))
+        return
+    settings = load_settings(path if path.suffix == ".toml" else path / DEFAULT_FILE)
+    if not settings.kafka.bootstrap_servers and not kafka_folder(settings).is_dir():
+        raise ConfigError(f"{settings.folder}: no run was started here; expected its log in {kafka_folder(settings)}")
+    add_plugin_folders(settings.folder, settings.plugins)
+    async with reading(settings) as log:
+        yield Source(settings, log, store_of(settings), model_folder(settings))
+
+
+def unpacked(path: Path, folder: Path) -> Source:
+    """An archive, unpacked below an empty folder."""
+    from infra.store_directory import DirectoryStore
+
+    about = unpack(path, folder)
+    settings = decode(about.settings, Settings, f"{path}: headrace.json")
+    settings = msgspec.structs.replace(settings, folder=folder)
+    store = DirectoryStore(folder / "store")
+    return Source(settings, restore_log(folder, about, settings.app, store), store, model_folder(settings))
+
+
+def shaping(settings: Settings) -> Table:
+    """The settings an archive holds; its model, where it is a folder, lies beside them."""
+    found: Table = {name: msgspec.to_builtins(getattr(settings, name)) for name in SHAPING}
+    if (settings.folder / settings.policy.model).is_dir():
+        found["policy"]["model"] = "model"
+    return found

@@ -1,0 +1,81 @@
+"""Draining an app: the master issues nothing new, what is outstanding is finished, and then nothing may be pending.
+
+    Directive(drain) in policies ─> master: draining … drained ─> account until nothing is on its way
+
+It is a word in the log, so it outlives every process; Directive(continue) takes it back. Demonstrations that wait in the
+buffer to be drawn stay there, and production traffic is not stopped by it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from infra.bus.log import Log
+from infra.ledger.account import Account
+from infra.ledger.audit import audit
+from schemas import Directive, Progress
+from schemas.topics import POLICIES, PROGRESS
+
+DRAINED = frozenset({"drained", "done"})
+AGAIN_S = 1.0
+MAX_AGAIN_S = 15.0
+
+
+class Draining(msgspec.Struct, frozen=True):
+    """How far it is. state: of the master, "" while none has answered. outstanding: groups. on_the_way: experiences, -1
+    before the first account.
+
+    Example: Draining(state="draining", outstanding=17)
+    """
+
+    state: str = ""
+    outstanding: int = 0
+    on_the_way: int = -1
+
+
+OnDraining = Callable[[Draining], None]
+
+
+async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: OnDraining) -> Account:
+    """Drain and account for everything; what is still on its way when the time is up is in the account."""
+    heard_from = await log.bus.end_offsets(log.name(PROGRESS))
+    told = await log.publish(POLICIES, Directive(order="drain", owner=owner))
+    ends_s = time.monotonic() + timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _master_drained(log, min(heard_from.values()), told.offset, on_draining)
+    except TimeoutError:
+        return await audit(log, run)
+    again_s = AGAIN_S
+    while True:
+        account = await audit(log, run)
+        on_draining(Draining(state="drained", on_the_way=account.on_the_way))
+        if not account.on_the_way or time.monotonic() + again_s > ends_s:
+            return account
+        await asyncio.sleep(again_s)  # stragglers of superseded attempts, on their way through verify and collect
+        again_s = min(2 * again_s, MAX_AGAIN_S)
+
+
+async def go_on(log: Log, owner: str) -> None:
+    """Let a drained app issue again."""
+    await log.publish(POLICIES, Directive(order="continue", owner=owner))
+
+
+async def _master_drained(log: Log, start: int, told: int, on_draining: OnDraining) -> None:
+    """Until a master that has read the word at offset `told` reports that nothing is outstanding."""
+    reader = await log.assigned(PROGRESS, {0: start})
+    try:
+        while True:
+            for message in await log.read(reader, timeout_s=1.0):
+                report = message.value
+                if not isinstance(report, Progress) or report.role != "master":
+                    continue
+                if report.gauges.get("drain_offset", -1) < told:
+                    continue  # it has not heard of it yet
+                on_draining(Draining(report.state, int(report.gauges.get("outstanding_groups", 0))))
+                if report.state in DRAINED:
+                    return
+    finally:
+        await reader.close()

@@ -1,0 +1,227 @@
+"""Where the records about a group lie: an index of the log in one SQLite file, brought up to date before each question.
+
+Guarantees: the file is a cache of the log and of nothing else; a log that begins anew makes it begin anew; only journal
+records that count are in it (see `trainer.journal.effective`). The first question of a long log reads all of it, the
+next ones what has come since.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from infra.bus.bus import Record
+from infra.bus.log import Log
+from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
+from schemas.ids import group_of
+from schemas.topics import Topic
+
+LAYOUT = 1
+# Their key is the group, so that no record has to be opened.
+KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
+INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
+MAX_RECORDS = 5000
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS places (grp INTEGER, topic TEXT, part INTEGER, offset INTEGER, time_ms INTEGER);
+CREATE INDEX IF NOT EXISTS places_by_group ON places (grp);
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, token INTEGER, offset INTEGER, time_ms INTEGER);
+CREATE TABLE IF NOT EXISTS trained (grp INTEGER, step INTEGER);
+CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
+CREATE TABLE IF NOT EXISTS undone (first INTEGER, last INTEGER, reason TEXT);
+CREATE TABLE IF NOT EXISTS fence (token INTEGER);
+CREATE TABLE IF NOT EXISTS policies (offset INTEGER PRIMARY KEY, version INTEGER, step INTEGER, time_ms INTEGER, event TEXT);
+"""
+
+
+class Place(msgspec.Struct, frozen=True, order=True):
+    """Where one record lies and when the broker stored it. topic: without the app.
+
+    Example: Place(topic="verified", partition=3, offset=981, time_ms=1763715600000)
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    time_ms: int
+
+
+class TrainedStep(msgspec.Struct, frozen=True):
+    """A journaled step. undone: why it changed nothing in the end, "" if it did.
+
+    Example: TrainedStep(step=40, offset=57, time_ms=1763715600000)
+    """
+
+    step: int
+    offset: int
+    time_ms: int
+    undone: str = ""
+
+
+class Index:
+    """One open index file. Not safe for concurrent use."""
+
+    def __init__(self, path: Path, *, run: str, policy: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._run = run
+        self._policy = policy
+        self._database = sqlite3.connect(path)
+        (layout,) = self._database.execute("PRAGMA user_version").fetchone()
+        if layout not in (0, LAYOUT):
+            self._drop()
+        self._database.executescript(SCHEMA)
+        self._database.execute(f"PRAGMA user_version = {LAYOUT}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    async def refresh(self, log: Log, on_read: Callable[[str, int], None] = lambda topic, left: None) -> None:
+        """Read what has come since the last time. on_read is told a topic and how many of its records are left."""
+        if await self._is_of_another_log(log):
+            self._drop()
+            self._database.executescript(SCHEMA)
+        for topic in INDEXED:
+            await self._read(log, topic, on_read)
+
+    def places(self, group: str) -> list[Place]:
+        """Records about a group, by topic and offset."""
+        rows = self._database.execute("SELECT topic, part, offset, time_ms FROM places WHERE grp = ?", (number(group),))
+        return sorted(Place(*row) for row in rows)
+
+    def steps(self, group: str) -> list[TrainedStep]:
+        """Steps whose batch held a member of the group, ascending."""
+        rows = self._database.execute(
+            "SELECT DISTINCT steps.step, offset, time_ms FROM trained JOIN steps ON trained.step = steps.step"
+            " WHERE grp = ? ORDER BY steps.step",
+            (number(group),),
+        )
+        return [self._trained(row) for row in rows.fetchall()]
+
+    def steps_between(self, first: int, last: int) -> list[TrainedStep]:
+        """Journaled steps first to last, inclusive."""
+        rows = self._database.execute(
+            "SELECT step, offset, time_ms FROM steps WHERE step BETWEEN ? AND ? ORDER BY step", (first, last)
+        )
+        return [self._trained(row) for row in rows.fetchall()]
+
+    def policy_offsets(self, version: int) -> list[int]:
+        """Offsets in `policies` of what was said about a version."""
+        rows = self._database.execute("SELECT offset FROM policies WHERE version = ? ORDER BY offset", (version,))
+        return [offset for (offset,) in rows]
+
+    def first_version_after(self, step: int) -> int | None:
+        """The first published version that holds what a step learned."""
+        (version,) = self._database.execute(
+            "SELECT min(version) FROM policies WHERE event = 'published' AND step >= ?", (step,)
+        ).fetchone()
+        return None if version is None else int(version)
+
+    def newest_version(self) -> int:
+        """Of all published, -1 for none."""
+        row = self._database.execute("SELECT max(version) FROM policies WHERE event = 'published'").fetchone()
+        return -1 if row[0] is None else int(row[0])
+
+    def _trained(self, row: tuple[int, int, int]) -> TrainedStep:
+        step, offset, time_ms = row
+        found = self._database.execute(
+            "SELECT reason FROM undone WHERE ? BETWEEN first AND last LIMIT 1", (step,)
+        ).fetchone()
+        return TrainedStep(step=step, offset=offset, time_ms=time_ms, undone=found[0] if found else "")
+
+    async def _is_of_another_log(self, log: Log) -> bool:
+        ends = {
+            (topic.name, at.index): end
+            for topic in INDEXED
+            for at, end in (await log.bus.end_offsets(log.name(topic))).items()
+        }
+        known = self._database.execute("SELECT topic, part, next FROM reads").fetchall()
+        return any(ends.get((topic, partition), 0) < following for topic, partition, following in known)
+
+    async def _read(self, log: Log, topic: Topic, on_read: Callable[[str, int], None]) -> None:
+        name = log.name(topic)
+        begins, ends = await log.bus.beginning_offsets(name), await log.bus.end_offsets(name)
+        known = {
+            partition: following
+            for partition, following in self._database.execute(
+                "SELECT part, next FROM reads WHERE topic = ?", (topic.name,)
+            )
+        }
+        starts = {at.index: max(begin, known.get(at.index, 0)) for at, begin in begins.items()}
+        behind = {at.index: end for at, end in ends.items() if starts[at.index] < end}
+        if not behind:
+            return
+        reader = await log.assigned(topic, {index: starts[index] for index in behind})
+        try:
+            while any(starts[index] < end for index, end in behind.items()):
+                records = await reader.get_many(timeout_s=1.0, max_records=MAX_RECORDS)
+                starts |= {at.index: offset for at, offset in reader.positions().items()}
+                self._store(topic, log, records, starts)
+                on_read(topic.name, sum(max(0, end - starts[index]) for index, end in behind.items()))
+        finally:
+            await reader.close()
+
+    def _store(self, topic: Topic, log: Log, records: Sequence[Record], following: dict[int, int]) -> None:
+        """Everything of one read and how far it got, in one transaction."""
+        with self._database:
+            if topic in KEYED:
+                self._database.executemany("INSERT INTO places VALUES (?, ?, ?, ?, ?)", places_of(topic, records))
+            else:
+                for record in records:
+                    self._control(record, log.decode(record).value)
+            self._database.executemany(
+                "INSERT OR REPLACE INTO reads VALUES (?, ?, ?)",
+                [(topic.name, partition, offset) for partition, offset in following.items()],
+            )
+
+    def _control(self, record: Record, value: object) -> None:
+        match value:
+            case PolicyEvent(policy=self._policy):
+                self._database.execute(
+                    "INSERT OR IGNORE INTO policies VALUES (?, ?, ?, ?, ?)",
+                    (record.offset, value.version, value.step, record.timestamp_ms, value.event),
+                )
+            case Fence(run=self._run):
+                self._database.execute("INSERT INTO fence VALUES (?)", (value.token,))
+            case Batch(run=self._run) if not self._is_fenced(value.token):
+                row = (value.step, value.token, record.offset, record.timestamp_ms)
+                if self._database.execute("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", row).rowcount:
+                    groups = {number(group_of(item.id)) for item in value.items}
+                    self._database.executemany(
+                        "INSERT INTO trained VALUES (?, ?)", [(group, value.step) for group in groups]
+                    )
+            case Skip(run=self._run) if not self._is_fenced(value.token):
+                self._undone(value.step, value.step, f"step skipped: {value.reason}")
+            case Rollback(run=self._run) if not self._is_fenced(value.token):
+                self._undone(value.from_step, value.to_step, f"rolled back: {value.reason}")
+
+    def _undone(self, first: int, last: int, reason: str) -> None:
+        self._database.execute("INSERT INTO undone VALUES (?, ?, ?)", (first, last, reason))
+
+    def _is_fenced(self, token: int) -> bool:
+        (highest,) = self._database.execute("SELECT max(token) FROM fence").fetchone()
+        return highest is not None and token < highest
+
+    def _drop(self) -> None:
+        tables: list[tuple[Any]] = self._database.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table'"
+        ).fetchall()
+        for (table,) in tables:
+            self._database.execute(f"DROP TABLE {table}")
+
+
+def number(group: str) -> int:
+    """A group as 63 bits: an index of a million groups stays small, and what is read back is checked by name."""
+    return xxhash.xxh3_64_intdigest(group.encode()) >> 1
+
+
+def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, int, int, int]]:
+    """Rows of records whose key is a group; a role's own reports have another key and are left out."""
+    return [
+        (number(record.key.decode(errors="replace")), topic.name, record.partition, record.offset, record.timestamp_ms)
+        for record in records
+        if topic != topics.PROGRESS or ("kind", b"closure") in record.headers
+    ]

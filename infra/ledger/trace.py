@@ -1,0 +1,209 @@
+"""`trace`: from an answer to the steps that learned from it, and from a policy to what it learned.
+
+Read from the log through the index; nothing is inferred: each line of a trace is a record somebody wrote.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from infra.bus.bus import Partition
+from infra.bus.log import Log, Message
+from infra.ledger.index import Index, Place, TrainedStep
+from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
+from schemas.errors import BrokerUnavailable, NotInLog
+from schemas.ids import ANSWER_PREFIX, group_of
+from schemas.topics import by_name
+
+READ_S = 30.0
+
+
+class Use(msgspec.Struct, frozen=True):
+    """One optimizer step that trained on an answer.
+
+    Example: Use(step=40, version=39, lane="usual", revision=0, use=0, advantage=0.93, weight=1.0, undone="")
+    """
+
+    step: int
+    time_ms: int
+    version: int
+    lane: str
+    revision: int
+    use: int
+    advantage: float
+    weight: float
+    undone: str = ""
+
+
+class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the log says about one answer.
+
+    published: as its explorer or gateway wrote it. judged: as it left verify. buffered: as collect sent it on, by
+    revision. first_version: the first published policy that learned from it, None for none. newest_version: of all.
+    """
+
+    id: str
+    published: Experience | None = None
+    published_ms: int = 0
+    judged: Experience | None = None
+    dropped: str = ""
+    feedback: tuple[tuple[int, Feedback], ...] = ()
+    closures: tuple[tuple[int, Closure], ...] = ()
+    buffered: tuple[tuple[int, Experience], ...] = ()
+    uses: tuple[Use, ...] = ()
+    first_version: int | None = None
+    newest_version: int = -1
+
+
+class PolicyTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """What made a policy: the steps since its parent, and who was trained on in them.
+
+    lanes, versions: lane or behaviour version → experiences. tenants are not told: the journal does not hold them.
+    """
+
+    version: int
+    parent: int
+    events: tuple[tuple[int, PolicyEvent], ...]
+    steps: tuple[TrainedStep, ...]
+    lanes: dict[str, int]
+    versions: dict[int, int]
+    ids: tuple[str, ...]
+
+
+async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
+    """The trace of an answer or experience id. Raises NotInLog where the kept log has nothing about it."""
+    try:
+        group = group_of(ref)
+    except ValueError as error:
+        raise NotInLog(str(error)) from error
+    name = ref.removeprefix(ANSWER_PREFIX)
+    found = {place: message for place, message in await read_at(log, index.places(group)) if message.value is not None}
+    by_topic: dict[str, list[tuple[Place, object]]] = {}
+    for place, message in found.items():
+        by_topic.setdefault(place.topic, []).append((place, message.value))
+    sources = (*by_topic.get("experiences", ()), *by_topic.get("experts", ()))
+    published = members(sources, name)
+    judged = members(by_topic.get("verified", ()), name)
+    buffered = members(by_topic.get("buffer", ()), name)
+    if not (published or judged or buffered):
+        raise NotInLog(f"{ref}: the kept log has no such answer")
+    uses = await uses_of(log, index.steps(group), name)
+    lasting = [use.step for use in uses if not use.undone]
+    return AnswerTrace(
+        id=name,
+        published=published[0][1] if published else None,
+        published_ms=published[0][0] if published else 0,
+        judged=judged[0][1] if judged else None,
+        dropped=next(
+            (one.reason for _, one in by_topic.get("verified", ()) if isinstance(one, Stub) and one.id == name), ""
+        ),
+        feedback=tuple(
+            (place.time_ms, one)
+            for place, one in by_topic.get("verified", ())
+            if isinstance(one, Feedback) and one.ref.removeprefix(ANSWER_PREFIX) == name
+        ),
+        closures=tuple(
+            (place.time_ms, one)
+            for place, one in by_topic.get("progress", ())
+            if isinstance(one, Closure) and one.group == group
+        ),
+        buffered=tuple(buffered),
+        uses=tuple(uses),
+        first_version=index.first_version_after(lasting[0]) if lasting else None,
+        newest_version=index.newest_version(),
+    )
+
+
+async def trace_policy(log: Log, index: Index, version: int) -> PolicyTrace:
+    """What version learned from since its parent. Raises NotInLog for one that was never published."""
+    events = await policy_events(log, index, version)
+    own = next((event for _, event in events if event.event == "published"), None)
+    if own is None:
+        raise NotInLog(f"policy version {version} was never published; the newest is {index.newest_version()}")
+    before = [event for _, event in await policy_events(log, index, own.parent) if event.event == "published"]
+    steps = index.steps_between(before[0].step + 1 if before else 0, own.step)
+    places = [Place(topics.BATCHES.name, 0, step.offset, step.time_ms) for step in steps if not step.undone]
+    items = [
+        item
+        for _, message in await read_at(log, places)
+        if isinstance(message.value, Batch)
+        for item in message.value.items
+    ]
+    return PolicyTrace(
+        version=version,
+        parent=own.parent,
+        events=tuple(events),
+        steps=tuple(steps),
+        lanes=dict(Counter(item.lane for item in items).most_common()),
+        versions=dict(sorted(Counter(item.min_version for item in items).items())),
+        ids=tuple(item.id for item in items),
+    )
+
+
+async def policy_events(log: Log, index: Index, version: int) -> list[tuple[int, PolicyEvent]]:
+    """What was said about a version, with times."""
+    places = [Place(topics.POLICIES.name, 0, offset, 0) for offset in index.policy_offsets(version)]
+    return [
+        (message.timestamp_ms, message.value)
+        for _, message in await read_at(log, places)
+        if isinstance(message.value, PolicyEvent)
+    ]
+
+
+async def uses_of(log: Log, steps: Sequence[TrainedStep], name: str) -> list[Use]:
+    """Where the journal names an experience."""
+    places = {Place(topics.BATCHES.name, 0, step.offset, step.time_ms): step for step in steps}
+    return [
+        Use(
+            step=batch.step,
+            time_ms=place.time_ms,
+            version=batch.version,
+            lane=item.lane,
+            revision=item.revision,
+            use=item.use,
+            advantage=item.advantage,
+            weight=item.weight,
+            undone=places[place].undone,
+        )
+        for place, message in await read_at(log, places)
+        if isinstance(batch := message.value, Batch)
+        for item in batch.items
+        if item.id == name
+    ]
+
+
+def members(records: Iterable[tuple[Place, object]], name: str) -> list[tuple[int, Experience]]:
+    """Every copy of an experience in these blocks, with when it was stored, in log order."""
+    return [
+        (place.time_ms, member)
+        for place, record in records
+        if isinstance(record, Block)
+        for member in record.experiences
+        if member.id == name
+    ]
+
+
+async def read_at(log: Log, places: Iterable[Place]) -> list[tuple[Place, Message]]:
+    """The records at these places, in their order; those that retention has taken since are left out."""
+    by_topic: dict[str, list[Place]] = {}
+    for place in sorted(places):
+        by_topic.setdefault(place.topic, []).append(place)
+    found: list[tuple[Place, Message]] = []
+    for name, wanted in by_topic.items():
+        topic = by_name(name)
+        begins = await log.bus.beginning_offsets(log.name(topic))
+        kept = [one for one in wanted if one.offset >= begins[Partition(log.name(topic), one.partition)]]
+        for partition in sorted({one.partition for one in kept}):
+            offsets = {one.offset: one for one in kept if one.partition == partition}
+            reader = await log.assigned(topic, {partition: min(offsets)})
+            try:
+                for offset, place in offsets.items():
+                    reader.seek(Partition(log.name(topic), partition), offset)
+                    messages = await log.read(reader, timeout_s=READ_S, max_records=1)
+                    if not messages:
+                        raise BrokerUnavailable(f"{log.name(topic)}: offset {offset} did not come within {READ_S:g} s")
+                    found.append((place, messages[0]))
+            finally:
+                await reader.close()
+    return found

@@ -1,0 +1,198 @@
+"""One confined process: bytes in, bytes out, within its limits, and an end that leaves nothing behind.
+
+Guarantees: when `close` returns, every process of the run is gone: the first of its process namespace is killed and
+waited for, and the kernel ends a namespace with its first process. Should this process die instead, the sandbox dies
+with it. A flood of output ends the run at its limit; what is read is never more than that.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from typing import Literal
+
+from infra.sandbox.command import Limits
+from schemas.errors import SandboxUnavailable
+
+CHUNK_BYTES = 65_536
+START_S = 30.0
+KILL_S = 30.0
+Fault = Literal["", "wall time", "output limit"]
+
+
+class Child:
+    """Use as a context manager; not safe for concurrent use. fault: why it was stopped, "" while it was not."""
+
+    def __init__(
+        self, command: list[str], descriptors: tuple[int, ...], status: tuple[int, int], limits: Limits
+    ) -> None:
+        """Start it. status: both ends of the pipe that `command` writes bubblewrap's status to."""
+        self.started_s = time.monotonic()
+        self.deadline_s = self.started_s + limits.wall_s
+        self.fault: Fault = ""
+        self.stdout = bytearray()
+        self.stderr = bytearray()
+        self._limits = limits
+        self._pending = b""
+        self._status, written = status
+        self._inner = -1  # a descriptor of the first process of the namespace
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env={}, cwd="/", bufsize=0, pass_fds=(*descriptors, written),
+            )  # fmt: skip
+        finally:
+            os.close(written)
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._in = self._process.stdin
+        self._open = {self._process.stdout.fileno(): self.stdout, self._process.stderr.fileno(): self.stderr}
+        for descriptor in (self._in.fileno(), *self._open):
+            os.set_blocking(descriptor, False)
+        self._outer = os.pidfd_open(self._process.pid)
+        self._open_inner()
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes for its standard input; they are written while something is waited for."""
+        self._pending += data
+
+    def line(self) -> bytes | None:
+        """The next line of its standard output, None where none comes (it ended, or was stopped: see `fault`)."""
+        while b"\n" not in self.stdout:
+            if not self._step() and b"\n" not in self.stdout:
+                return None
+        line, _, rest = bytes(self.stdout).partition(b"\n")
+        self.stdout[:] = rest
+        return line
+
+    def finish(self) -> int | None:
+        """Close its input once that is written, wait for its end, and return its exit code; None where it was stopped.
+
+        128 + n stands for signal n. Raises SandboxUnavailable where it was never started.
+        """
+        while self._step(close_input=True):
+            pass
+        self.close()
+        if self.fault:
+            return None
+        return self._exit_code()
+
+    def close(self) -> None:
+        """End it and everything it started."""
+        if self._outer < 0:
+            return
+        if self._inner >= 0:
+            _kill(self._inner)
+            _wait(self._inner)
+        else:
+            self._process.kill()
+        self._process.wait(KILL_S)
+        if self._inner >= 0:
+            os.close(self._inner)
+        self._drain()
+        for stream in (self._in, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        self._words = _read_all(self._status)
+        os.close(self._status)
+        os.close(self._outer)
+        self._outer = self._inner = -1
+
+    def _step(self, close_input: bool = False) -> bool:
+        """Wait for something to happen and take it; False once nothing more will."""
+        remaining_s = self.deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            self.fault = self.fault or "wall time"
+        if self.fault:
+            return False
+        writing = [self._in.fileno()] if self._pending and not self._in.closed else []
+        if not self._pending and close_input and not self._in.closed:
+            self._in.close()
+        ready, writable, _ = select.select([*self._open, self._outer], writing, [], remaining_s)
+        if writable:
+            self._write()
+        for descriptor in ready:
+            if descriptor != self._outer:
+                self._read(descriptor)
+        if self._outer in ready:
+            self._drain()
+            return False
+        return True
+
+    def _write(self) -> None:
+        try:
+            self._pending = self._pending[os.write(self._in.fileno(), self._pending[:CHUNK_BYTES]) :]
+        except (BrokenPipeError, BlockingIOError):  # it has closed its input: what it did not read is not missed
+            self._pending = b""
+
+    def _read(self, descriptor: int) -> bool:
+        """Take one chunk; False where there is none."""
+        try:
+            chunk = os.read(descriptor, CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        kept = self._open[descriptor]
+        room = self._limits.output_bytes - len(kept)
+        kept += chunk[:room]
+        if len(chunk) > room:
+            self.fault = self.fault or "output limit"
+        if not chunk:
+            del self._open[descriptor]
+        return bool(chunk) and not self.fault
+
+    def _drain(self) -> None:
+        """What it wrote before it ended."""
+        for descriptor in list(self._open):
+            while self._read(descriptor):
+                pass
+
+    def _open_inner(self) -> None:
+        """Wait for the process namespace to exist, and hold its first process."""
+        if select.select([self._status, self._outer], [], [], START_S)[0] == []:
+            self.close()
+            raise SandboxUnavailable(f"bubblewrap did not start within {START_S:g} s")
+        words = b""
+        while b"\n" not in words and (chunk := os.read(self._status, CHUNK_BYTES)):
+            words += chunk
+        for line in words.splitlines():
+            pid = json.loads(line).get("child-pid")
+            if pid is not None:
+                try:
+                    self._inner = os.pidfd_open(pid)
+                except ProcessLookupError:  # it is over already
+                    return
+
+    def _exit_code(self) -> int:
+        for line in self._words.splitlines():
+            code = json.loads(line).get("exit-code")
+            if code is not None:
+                return int(code)
+        words = self.stderr.decode(errors="replace").strip()[:300]
+        raise SandboxUnavailable(f"bubblewrap could not confine the program: {words or 'it ended without a word'}")
+
+
+def _kill(descriptor: int) -> None:
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError:  # it has ended
+        return
+
+
+def _wait(descriptor: int) -> None:
+    """Until a process that need not be our child has ended: its descriptor is then readable."""
+    if not select.select([descriptor], [], [], KILL_S)[0]:
+        raise SandboxUnavailable(f"a sandbox did not end within {KILL_S:g} s of SIGKILL")
+
+
+def _read_all(descriptor: int) -> bytes:
+    words = b""
+    while chunk := os.read(descriptor, CHUNK_BYTES):
+        words += chunk
+    return words

@@ -1,0 +1,138 @@
+"""Runs untrusted programs under bubblewrap with a system-call filter, within limits, or not at all.
+
+Guarantees (tests/infra/sandbox and tests/streams/scores/test_code_escapes.py try each): no network, no host file but a
+read-only runtime, no other process, no new privileges, no namespaces of its own, and an end within `wall_s` that leaves
+no process. **Fails closed**: where that cannot be had, SandboxUnavailable says what to install; nothing runs unconfined.
+"""
+
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from infra.sandbox.child import Child, Fault
+from infra.sandbox.command import Limits, confined, is_machine_root, python_executable
+from infra.sandbox.seccomp import seccomp_filter
+from schemas.errors import SandboxUnavailable
+
+INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)"
+DEFAULT_LIMITS = Limits()
+PROBE = "import os; print(os.getuid(), len(os.listdir('/tmp')))"
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """How a run ended. code: its exit code (128 + n for signal n), None where `fault` says why it was stopped.
+
+    Example: Finished(code=0, fault="", stdout=b"42\\n", stderr=b"", wall_s=0.03)
+    """
+
+    code: int | None
+    fault: Fault
+    stdout: bytes
+    stderr: bytes
+    wall_s: float
+
+
+class Sandbox:
+    """Confines programs; safe to use from several threads, at most `concurrency` run at once (0: one per CPU).
+
+    readable: further host paths that the program may read. as_root: by real users instead of a user namespace; by
+    default as this process can. Raises SandboxUnavailable where this machine cannot confine.
+    """
+
+    def __init__(
+        self,
+        limits: Limits = DEFAULT_LIMITS,
+        *,
+        readable: Sequence[str] = (),
+        concurrency: int = 0,
+        as_root: bool | None = None,
+    ) -> None:
+        self.limits = limits
+        self.python = python_executable()
+        self._readable = tuple(readable)
+        self._bwrap = _required()
+        self._as_root = is_machine_root() if as_root is None else as_root
+        self._filter = seccomp_filter()
+        self._free = threading.BoundedSemaphore(concurrency or os.cpu_count() or 1)
+        self._probe()
+
+    def python_command(self, *arguments: str) -> list[str]:
+        """A Python that sees neither the environment nor installed packages; scripts lie below /program."""
+        return [self.python, "-I", "-S", "-B", "-X", "utf8", *arguments]
+
+    def run(self, program: Sequence[str], stdin: bytes = b"", files: Mapping[str, bytes] | None = None) -> Finished:
+        """Run a program to its end. files: name below /program to content. Raises SandboxUnavailable."""
+        with self.open(program, files) as child:
+            child.send(stdin)
+            code = child.finish()
+            wall_s = time.monotonic() - child.started_s
+            return Finished(code, child.fault, bytes(child.stdout), bytes(child.stderr), wall_s)
+
+    @contextmanager
+    def open(self, program: Sequence[str], files: Mapping[str, bytes] | None = None) -> Iterator[Child]:
+        """A program to talk to; it ends with the block. Raises SandboxUnavailable."""
+        with self._free:
+            descriptors: list[int] = []
+            try:
+                held = {name: _held(content, descriptors) for name, content in (files or {}).items()}
+                seccomp = _held(self._filter, descriptors)
+                status = os.pipe()
+                command = confined(
+                    program, bwrap=self._bwrap, limits=self.limits, as_root=self._as_root, files=held,
+                    readable=self._readable, seccomp=seccomp, status=status[1],
+                )  # fmt: skip
+                child = Child(command, tuple(descriptors), status, self.limits)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            with child:
+                yield child
+
+    def _probe(self) -> None:
+        """One run that must work, so that a machine without is told so before anything waits for a verdict."""
+        try:
+            finished = self.run(self.python_command("-c", PROBE))
+        except (OSError, SandboxUnavailable) as error:
+            raise SandboxUnavailable(f"code cannot be confined here: {error}; {_advice()}") from error
+        user, _, files = finished.stdout.decode().strip().partition(" ")
+        if finished.code != 0 or files != "0" or user in ("", "0"):
+            words = finished.stderr.decode(errors="replace").strip()[:300] or finished.fault or f"it printed {user!r}"
+            raise SandboxUnavailable(f"code cannot be confined here: {words}; {_advice()}")
+
+
+def _required() -> str:
+    """Path of bubblewrap, once everything else is there too."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        got = f"{sys.platform} on {platform.machine()}"
+        raise SandboxUnavailable(f"the sandbox needs Linux on x86-64, got {got}: its filter knows no other numbers")
+    for tool in ("prlimit", "setpriv"):
+        if not os.access(f"/usr/bin/{tool}", os.X_OK):
+            raise SandboxUnavailable(f"the sandbox needs /usr/bin/{tool}: install util-linux")
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxUnavailable(f"no bwrap on PATH: {INSTALL}")
+    return found
+
+
+def _advice() -> str:
+    return (
+        f"{INSTALL}, and allow it namespaces: run as root with CAP_SYS_ADMIN, or let users have them "
+        "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0)"
+    )
+
+
+def _held(content: bytes, descriptors: list[int]) -> int:
+    """A descriptor that reads `content`; it is added to `descriptors`, to be closed."""
+    descriptor = os.memfd_create("headrace", os.MFD_CLOEXEC)
+    descriptors.append(descriptor)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

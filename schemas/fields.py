@@ -1,0 +1,28 @@
+"""What fields of records are made of: bounded numbers, names and lists, and the words that a field may hold."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta as Bounds
+
+# Every list has a bound, since a decoder makes room for as many items as a frame of five bytes may announce.
+_MAX_FLOAT = 1.7976931348623157e308
+Finite = Annotated[float, Bounds(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
+Id = Annotated[str, Bounds(min_length=1, max_length=1024)]
+Count = Annotated[int, Bounds(ge=0)]
+Number = Annotated[int, Bounds(ge=-1)]  # -1 stands for none
+Ids = Annotated[tuple[Id, ...], Bounds(max_length=65_536)]
+Counts = Annotated[dict[str, Count], Bounds(max_length=65_536)]
+Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: infinite where what they measure is
+
+Lane = Literal["usual", "live", "expert", "synthetic", "human"]
+End = Literal["terminal", "truncated", "failed"]
+Outcome = Literal["buffered", "dropped", "superseded"]
+PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "refused", "held"]
+DirectiveKind = Literal["lease", "drain", "continue"]
+FeedbackKind = Literal["value", "label", "correction", "retraction"]
+Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all records: immutable, keyword-only, absent fields are defaults."""

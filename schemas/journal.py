@@ -1,0 +1,121 @@
+"""The journal's records: what each optimizer step trained on, and what became of it. Evolution: see `schemas.records`."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta as Bounds
+
+from schemas.fields import Count, Counts, Finite, Id, Lane, Number, Struct
+
+
+class BatchItem(Struct, frozen=True, array_like=True):
+    """One experience as trained: where it lies in `buffer`, and the numbers the loss used.
+
+    index: within its block. use: 0 the first time this (id, revision) is trained. min_version: oldest sampled token's.
+    weight: multiplies its loss terms.
+
+    Example: BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual", min_version=11,
+                       advantage=0.93)
+    """
+
+    id: Id
+    partition: Count
+    offset: Count
+    index: Count
+    lane: Lane
+    revision: Count = 0
+    use: Count = 0
+    min_version: Number = -1
+    advantage: Finite = 0.0
+    weight: Finite = 1.0
+
+
+Items = Annotated[tuple[BatchItem, ...], Bounds(max_length=65_536)]
+Digest = Annotated[bytes, Bounds(max_length=64)]
+Digests = Annotated[tuple[Digest, ...], Bounds(max_length=65_536)]
+
+
+class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
+    """The journal: what one optimizer step trains on, in order, written before the step.
+
+    token: fencing token; the first record per (token, step) counts. version: policy version before the step.
+    phase: "warmup" or "train". drops: reason to experiences dropped at the draw or in the batch chain. dropped: those
+    that the batch chain took out of the step, dropped_because: why, one each. seed: of everything random in the step.
+    config_hash: of the settings that shape the step. blocks: BLAKE2b-128 of each block's record in `buffer`, in the order
+    in which `items` and then `dropped` first name them, so that one that was altered since can be named.
+
+    Example: Batch(run="demo", token=17, step=40, version=40, seed=40,
+                   items=(BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual"),))
+    """
+
+    run: str
+    token: int
+    step: int
+    version: int
+    items: Items
+    phase: Literal["warmup", "train"] = "train"
+    drops: Counts = {}
+    dropped: Items = ()
+    seed: int = 0
+    config_hash: str = ""
+    blocks: Digests = ()
+    dropped_because: Annotated[tuple[str, ...], Bounds(max_length=65_536)] = ()
+
+
+class Fence(Struct, frozen=True, tag_field="kind", tag="fence"):
+    """First record of a new lease in the journal: lower tokens after it count for nothing.
+
+    Example: Fence(run="demo", token=17, owner="train/4711")
+    """
+
+    run: str
+    token: int
+    owner: str = ""
+
+
+class Skip(Struct, frozen=True, tag_field="kind", tag="skip"):
+    """A journaled step that changed no weights, and why.
+
+    Example: Skip(run="demo", token=17, step=41, reason="gradient not finite")
+    """
+
+    run: str
+    token: int
+    step: int
+    reason: str
+
+
+class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
+    """The trainer went back: steps from_step to to_step (inclusive) are quarantined, their batches never re-executed.
+
+    version: the new, higher version whose content equals restored_version.
+
+    Example: Rollback(run="demo", token=17, from_step=41, to_step=44, restored_version=40, version=45, reason="3 skips")
+    """
+
+    run: str
+    token: int
+    from_step: int
+    to_step: int
+    restored_version: int
+    version: int
+    reason: str
+
+
+class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
+    """What the learner's state was after `step`, told in the journal just before its checkpoint becomes valid; it stays
+    when the checkpoint is pruned, so that a replay can be compared with every one ever made.
+
+    step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes, shapes and bytes, in
+    order of the names. phase: of the steps that follow. made_with: what the bits depend on besides the journal (code,
+    libraries, device, threads), by name.
+
+    Example: Saved(run="demo", token=17, step=40, version=40, sha256="9f…", made_with={"torch": "2.13.0", "threads": "1"})
+    """
+
+    run: str
+    token: int
+    step: int
+    version: int
+    sha256: str
+    phase: Literal["warmup", "train"] = "train"
+    made_with: Annotated[dict[str, str], Bounds(max_length=256)] = {}

@@ -1,0 +1,72 @@
+"""filter: a task without what its workflow needs goes no further; verifiable: nor does one that no score can judge."""
+
+from collections.abc import Mapping, Sequence
+
+from infra.chain.chain import Context, Step, run_chain
+from infra.processor import Drop, processor
+from schemas import Message, Span, Task, make_experience
+
+MISSING = "task incomplete"
+TOO_LONG = "task too long"
+UNVERIFIABLE = "not verifiable"
+_PASSED = 1.0 - 1e-9
+
+
+@processor(version=1, inline=True)
+def filter(
+    task: Task,
+    *,
+    require: Sequence[str] = (),
+    workflows: Mapping[str, Sequence[str]] | None = None,
+    max_chars: int = 0,
+) -> Task | Drop:
+    """Drop a task that lacks a field of `require`, or of its workflow's entry in `workflows`, or is longer than
+    `max_chars` (0: no limit). Fields: answer, difficulty, parent, meta.<name>.
+    """
+    needed = [*require, *(workflows or {}).get(task.workflow, ())]
+    missing = [name for name in needed if not _has(task, name)]
+    if missing:
+        workflow = f" (workflow {task.workflow})" if task.workflow else ""
+        return Drop(MISSING, f"task {task.id} has no {', '.join(missing)}{workflow}")
+    length = sum(len(message.content) for message in task.messages)
+    if max_chars and length > max_chars:
+        return Drop(TOO_LONG, f"task {task.id}: {length} characters, expected at most {max_chars}")
+    return task
+
+
+def _has(task: Task, name: str) -> bool:
+    field, dot, key = name.partition(".")
+    value = task.meta.get(key) if dot and field == "meta" else getattr(task, name, None)
+    return value is not None and value != ""
+
+
+@processor(version=1)
+class Verifiable:
+    """Keeps a task only if each score of `steps` accepts the task's own answer, given as the response."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = tuple(steps)
+
+    async def __call__(self, task: Task) -> Task | Drop:
+        """Ask the scores."""
+        if task.answer is None:
+            return Drop(UNVERIFIABLE, f"task {task.id} has no answer")
+        perfect = make_experience(
+            tokens=[0, 0],
+            logprobs=[0.0],
+            messages=(*task.messages, Message(role="assistant", content=task.answer)),
+            id=f"{task.id}.0.0-0-0",
+            group=f"{task.id}.0",
+            episode=0,
+            group_size=1,
+            spans=(Span(start=1, stop=2, version=-1, ratio=False),),
+            meta={**task.meta, "answer": task.answer, "task": task.id},
+        )
+        outcome = await run_chain(self._steps, (perfect,), Context())
+        if not outcome.kept:
+            return Drop(UNVERIFIABLE, f"task {task.id}: {outcome.dropped[0].reason}: {outcome.dropped[0].detail}")
+        values = {step.name: outcome.kept[0].score(step.name) for step in self._steps}
+        rejected = [f"{name} {value}" for name, value in values.items() if value is None or value < _PASSED]
+        if rejected:
+            return Drop(UNVERIFIABLE, f"task {task.id}: its own answer gets {', '.join(rejected)}")
+        return task

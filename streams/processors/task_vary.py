@@ -1,0 +1,122 @@
+"""vary: variations of a training task, written by templates or by a model behind an OpenAI-compatible endpoint.
+
+Guarantee: the task itself always goes on, also where the model is away; a variation has the task's answer, names it as
+its parent and gets the same id at a retry; a variation is never varied.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+
+import httpx
+import msgspec
+
+from infra.processor import processor
+from schemas import Message, Task
+from schemas.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+QUESTION = "{question}"
+INSTRUCTION = """\
+Write the task below in other words. Keep every number, name and condition, so that its answer stays exactly the same. \
+Reply with the new task alone.
+
+{question}"""
+MAX_ANSWER_BYTES = 256 * 1024
+
+
+@processor(version=1)
+class Vary(msgspec.Struct, frozen=True, kw_only=True):
+    """templates: texts with {question} in them, one variation each. url, model: of an endpoint that rewrites the question
+    `number` times; api_key_env: the environment variable with its key.
+
+    Only the last user message is varied.
+
+    Example: Vary(templates=("Solve step by step: {question}",))
+    """
+
+    templates: tuple[str, ...] = ()
+    url: str = ""
+    model: str = ""
+    number: int = 1
+    instruction: str = INSTRUCTION
+    temperature: float = 1.0
+    timeout_s: float = 30.0
+    api_key_env: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a template without a place for the question, or a key that is not there."""
+        for template in (*self.templates, self.instruction):
+            if QUESTION not in template:
+                raise ConfigError(f"vary: got the template {template!r}, expected {QUESTION} in it")
+        if bool(self.url) != bool(self.model):
+            raise ConfigError("vary: got one of url and model, expected both or neither")
+        if self.api_key_env and self.api_key_env not in os.environ:
+            raise ConfigError(f"vary.api_key_env: the environment has no {self.api_key_env}")
+
+    async def __call__(self, task: Task) -> list[Task]:
+        """The task, and behind it its variations."""
+        question = _question(task)
+        if task.split != "train" or task.parent or not question:
+            return [task]
+        texts = [template.replace(QUESTION, question) for template in self.templates]
+        if self.url:
+            texts += await self._written(task.id, question)
+        fresh = [text for text in dict.fromkeys(text.strip() for text in texts) if text and text != question]
+        return [task, *(variation(task, text, index) for index, text in enumerate(fresh))]
+
+    async def _written(self, id: str, question: str) -> list[str]:
+        """What the model makes of the question; nothing where it is away."""
+        headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": self.instruction.replace(QUESTION, question)}],
+            "n": self.number,
+            "temperature": self.temperature,
+        }
+        try:
+            async with httpx.AsyncClient(timeout=self.timeout_s, headers=headers) as client:
+                response = await client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
+            response.raise_for_status()
+            return _choices(response.content)
+        except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
+            logger.warning("vary_failed task=%s error=%s: %s", id, type(error).__name__, error)
+            return []
+
+
+def variation(task: Task, text: str, index: int) -> Task:
+    """The task with its last user message replaced."""
+    last = _last_user(task.messages)
+    messages = tuple(
+        msgspec.structs.replace(message, content=text) if place == last else message
+        for place, message in enumerate(task.messages)
+    )
+    return msgspec.structs.replace(task, id=f"{task.id}-v{index}", messages=messages, parent=task.id)
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def _choices(content: bytes) -> list[str]:
+    if len(content) > MAX_ANSWER_BYTES:
+        raise ValueError(f"answered {len(content)} bytes, expected at most {MAX_ANSWER_BYTES}")
+    return [one.message.content or "" for one in msgspec.json.decode(content, type=_Completion).choices]
+
+
+def _question(task: Task) -> str:
+    last = _last_user(task.messages)
+    return "" if last is None else task.messages[last].content
+
+
+def _last_user(messages: Sequence[Message]) -> int | None:
+    return next((place for place in reversed(range(len(messages))) if messages[place].role == "user"), None)

@@ -1,0 +1,159 @@
+"""Which part of the log: places as a person writes them, and the offsets they mean.
+
+beginning | end | 981 (every partition) | 3:981,4:12 (these partitions only) | 2026-11-21T12:00 (local time, or with Z)
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from infra.bus.bus import Partition
+from infra.bus.log import Log, Message
+from schemas.errors import ConfigError
+from schemas.topics import Topic
+
+EXPECTED = (
+    'expected "beginning", "end", an offset, partition:offset (several with commas), or a time such as 2026-11-21T12:00'
+)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A place in a topic; exactly one of the fields is set.
+
+    Example: Place(offsets={3: 981})
+    """
+
+    edge: Literal["", "beginning", "end"] = ""
+    offset: int | None = None
+    offsets: dict[int, int] | None = None
+    time_ms: int | None = None
+
+    @property
+    def is_offset(self) -> bool:
+        """Whether it names offsets, which mean something in one topic only."""
+        return self.offset is not None or self.offsets is not None
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Records start to stop (exclusive) of one partition.
+
+    Example: Range(EXPERIENCES, partition=3, start=981, stop=1200)
+    """
+
+    topic: Topic
+    partition: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return max(0, self.stop - self.start)
+
+
+def parse_place(text: str, option: str) -> Place:
+    """A place as it was written; raises ConfigError that names the option."""
+    text = text.strip()
+    if text == "beginning":
+        return Place(edge="beginning")
+    if text == "end":
+        return Place(edge="end")
+    if text.isdigit():
+        return Place(offset=int(text))
+    pairs = [pair.partition(":") for pair in text.split(",")]
+    if all(index.strip().isdigit() and offset.strip().isdigit() for index, _, offset in pairs):
+        return Place(offsets={int(index): int(offset) for index, _, offset in pairs})
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: got {text!r}, {EXPECTED}") from error
+    return Place(time_ms=int(moment.astimezone().timestamp() * 1000))
+
+
+async def ranges_of(log: Log, topic: Topic, start: Place, stop: Place) -> list[Range]:
+    """The ranges between two places, without what retention took and without partitions that neither names.
+
+    Raises ConfigError for a partition that does not exist, and for offsets the log does not have.
+    """
+    name = log.name(topic)
+    begins, ends = await log.bus.beginning_offsets(name), await log.bus.end_offsets(name)
+    starts = await _offsets(log, topic, start, begins, "--from")
+    stops = await _offsets(log, topic, stop, ends, "--to")
+    ranges = []
+    for at in sorted(begins):
+        named = [place.offsets for place in (start, stop) if place.offsets is not None]
+        if any(at.index not in offsets for offsets in named):
+            continue
+        first, last = starts.get(at.index, begins[at]), min(stops.get(at.index, ends[at]), ends[at])
+        if start.is_offset and not begins[at] <= first <= ends[at]:
+            kept = f"{begins[at]} to {ends[at]}"
+            raise ConfigError(f"--from: {topic.name}/{at.index} has no offset {first}; it holds {kept}")
+        ranges.append(Range(topic, at.index, max(first, begins[at]), max(first, last)))
+    return ranges
+
+
+async def _offsets(log: Log, topic: Topic, place: Place, edges: Mapping[Partition, int], option: str) -> dict[int, int]:
+    if place.time_ms is not None:
+        found = await log.bus.offsets_at(log.name(topic), place.time_ms)
+        return {at.index: offset for at, offset in found.items()}
+    if place.offset is not None:
+        return {at.index: place.offset for at in edges}
+    if place.offsets is not None:
+        known = {at.index for at in edges}
+        if unknown := sorted(set(place.offsets) - known):
+            raise ConfigError(f"{option}: {topic.name} has no partition {unknown[0]}, expected 0 to {max(known)}")
+        return dict(place.offsets)
+    if place.edge == "beginning":
+        return {at.index: offset for at, offset in (await log.bus.beginning_offsets(log.name(topic))).items()}
+    return {at.index: offset for at, offset in (await log.bus.end_offsets(log.name(topic))).items()}
+
+
+async def until_committed(log: Log, group: str, ranges: Sequence[Range]) -> tuple[list[Range], int]:
+    """The ranges up to what `group` has committed, and how many records lie behind that; untouched without a commit."""
+    cut: list[Range] = []
+    for one in ranges:
+        committed = await log.bus.committed(log.group(group), log.name(one.topic))
+        stop = committed.get(Partition(log.name(one.topic), one.partition), one.stop)
+        cut.append(msgspec.structs.replace(one, stop=max(one.start, min(one.stop, stop))))
+    return cut, sum(one.size for one in ranges) - sum(one.size for one in cut)
+
+
+async def first_time_ms(log: Log, ranges: Sequence[Range]) -> int:
+    """Log-append time of the earliest record in the ranges, 0 if they are empty."""
+    times = []
+    for one in ranges:
+        async with aclosing(messages_of(log, one, max_records=1)) as messages:
+            async for message in messages:
+                times.append(message.timestamp_ms)
+                break
+    return min(times, default=0)
+
+
+def messages_of(log: Log, one: Range, *, max_records: int = 500) -> AsyncGenerator[Message, None]:
+    """The records of a range."""
+    return log.read_between(one.topic, one.partition, one.start, one.stop, max_records=max_records)
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """Something that happened at a time of the log."""
+
+    time_ms: int
+
+
+async def in_time_order(streams: Sequence[AsyncIterator["Timed"]]) -> AsyncGenerator["Timed", None]:
+    """All of several streams, each in its own order, the earliest head first."""
+    heads: dict[int, Timed] = {}
+    for index, stream in enumerate(streams):
+        head = await anext(stream, None)
+        if head is not None:
+            heads[index] = head
+    while heads:
+        index = min(heads, key=lambda index: (heads[index].time_ms, index))
+        yield heads[index]
+        head = await anext(streams[index], None)
+        if head is None:
+            del heads[index]
+        else:
+            heads[index] = head

@@ -1,0 +1,204 @@
+"""One question to an OpenAI-compatible endpoint: within a deadline, a budget and a number of tries.
+
+Guarantees: an answer that was given is asked for once (see `streams.scores.ledger`); the budget of a day is reserved
+before a request and settled after, so it is never passed; whatever goes wrong is a reason, never an exception or a
+number. The key comes from the environment and goes into the request's header only.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+
+from infra.config import Section
+from schemas.errors import ConfigError
+from streams.scores.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+UNAVAILABLE = "judge unavailable"
+REFUSED = "judge refused"
+UNREADABLE = "judge reply unreadable"
+OVER_BUDGET = "judge budget spent"
+MAX_REPLY_BYTES = 1024 * 1024
+FIRST_BACKOFF_S = 0.25
+Price = Annotated[float, msgspec.Meta(ge=0, description="US dollars, 0 or more")]
+Above = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+Count = Annotated[int, msgspec.Meta(ge=1, description="1 or more")]
+
+
+class EndpointConfig(Section, frozen=True):
+    """An OpenAI-compatible endpoint. url: up to and with /v1. api_key_env: name of the environment variable with the
+    key, "" for none. deadline_s: of one verdict, all tries and waits included; below the step's own timeout_s, after
+    which the experience is dropped. usd_per_day: 0 is no limit; it needs prices. cache: SQLite file of verdicts and
+    spending, shared by the workers of one machine; "" keeps both in this process. cache_entries: verdicts kept.
+    schema: whether to ask for JSON by schema, which not every server knows.
+
+    Example: EndpointConfig(url="http://judge:8000/v1", model="judge-70b")
+    """
+
+    url: str
+    model: str
+    api_key_env: str = ""
+    deadline_s: Above = 8.0
+    attempts: Count = 4
+    max_tokens: Count = 256
+    usd_per_day: Price = 0.0
+    usd_per_million_input: Price = 0.0
+    usd_per_million_output: Price = 0.0
+    cache: str = ""
+    cache_entries: Count = 100_000
+    schema: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"got url = {self.url!r}, expected http://… or https://…")
+        if self.usd_per_day and not self.usd_per_million_input + self.usd_per_million_output:
+            raise ValueError(
+                "got usd_per_day without prices, expected usd_per_million_input and usd_per_million_output"
+            )
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What came of a question. reply: None where `reason` says why there is none. cost_usd: 0.0 from the cache."""
+
+    reply: str | None
+    reason: str = ""
+    cost_usd: float = 0.0
+
+
+class Endpoint:
+    """Asks one model; one event loop at a time. now: seconds since 1970, for the budget's days. sleep: between tries."""
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        *,
+        now: Callable[[], float] = time.time,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.config = config
+        self._now = now
+        self._jitter = jitter
+        self._headers = {"Authorization": f"Bearer {_key(config.api_key_env)}"} if config.api_key_env else {}
+        self._ledger = Ledger(config.cache or ":memory:", config.cache_entries)
+        self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+
+    async def ask(self, system: str, user: str, schema: Mapping[str, Any], accept: Callable[[str], bool]) -> Asked:
+        """The model's reply to `user` under `system`, once `accept` takes it; never raises but CancelledError."""
+        body = self._body(system, user, schema)
+        inputs = hashlib.sha256(json.dumps([self.config.url, body], sort_keys=True).encode()).hexdigest()[:32]
+        if (known := self._ledger.get(inputs)) is not None:
+            return Asked(known)
+        reserved = self._cost(len(json.dumps(body)), self.config.max_tokens)
+        day = int(self._now() // 86_400)
+        if not self._ledger.reserve(day, reserved, self.config.usd_per_day or math.inf):
+            return Asked(None, OVER_BUDGET)
+        spent = 0.0
+        try:
+            reply, spent, reason = await self._tries(body, reserved)
+        except asyncio.CancelledError:  # it may have been answered, and charged
+            spent = reserved
+            raise
+        finally:
+            self._ledger.settle(day, spent - reserved)
+        if reply is not None and not accept(reply):
+            reply, reason = None, UNREADABLE
+        if reply is not None:
+            self._ledger.put(inputs, reply)
+        return Asked(reply, reason, spent)
+
+    async def aclose(self) -> None:
+        """Close connections and the ledger."""
+        if self._client is not None:
+            await self._client[1].aclose()
+        self._ledger.close()
+
+    def _body(self, system: str, user: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        body: dict[str, Any] = {
+            "model": self.config.model, "messages": messages, "temperature": 0, "max_tokens": self.config.max_tokens,
+        }  # fmt: skip
+        if self.config.schema:
+            named = {"name": "verdict", "strict": True, "schema": schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
+        return body
+
+    def _cost(self, input_tokens: int, output_tokens: int) -> float:
+        """Of so many tokens; a byte of the request counts as a token where the true number is not known."""
+        prices = self.config.usd_per_million_input, self.config.usd_per_million_output
+        return (input_tokens * prices[0] + output_tokens * prices[1]) / 1e6
+
+    async def _tries(self, body: dict[str, Any], reserved: float) -> tuple[str | None, float, str]:
+        """Reply, cost and reason."""
+        try:
+            async with asyncio.timeout(self.config.deadline_s):
+                for attempt in range(self.config.attempts):
+                    if attempt:
+                        await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1) * (0.5 + self._jitter()))
+                    try:
+                        response = await self._session().post("/chat/completions", json=body)
+                    except httpx.HTTPError as error:
+                        logger.warning("judge_unreachable model=%s error=%s", self.config.model, type(error).__name__)
+                        continue
+                    if response.status_code == 200:
+                        return self._read(response, reserved)
+                    logger.warning("judge_status model=%s status=%d", self.config.model, response.status_code)
+                    if response.status_code not in (408, 409, 429) and response.status_code < 500:
+                        return None, 0.0, REFUSED
+        except TimeoutError:  # what was under way may be charged
+            return None, reserved, UNAVAILABLE
+        return None, 0.0, UNAVAILABLE
+
+    def _read(self, response: httpx.Response, reserved: float) -> tuple[str | None, float, str]:
+        try:
+            if len(response.content) > MAX_REPLY_BYTES:
+                raise ValueError(f"{len(response.content)} bytes")
+            found = msgspec.json.decode(response.content, type=_Completion)
+            content = found.choices[0].message.content
+        except (msgspec.MsgspecError, ValueError, IndexError, RecursionError):
+            return None, reserved, UNREADABLE
+        usage = found.usage
+        cost_usd = reserved if usage is None else self._cost(usage.prompt_tokens, usage.completion_tokens)
+        return (content, cost_usd, "") if content else (None, cost_usd, UNREADABLE)
+
+    def _session(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._client[0] is not loop:
+            client = httpx.AsyncClient(base_url=self.config.url, headers=self._headers, timeout=None)
+            self._client = (loop, client)
+        return self._client[1]
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    completion_tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+def _key(name: str) -> str:
+    key = os.environ.get(name)
+    if not key:
+        raise ConfigError(f"endpoint.api_key_env: the environment has no {name}, expected the key in it")
+    return key

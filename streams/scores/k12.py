@@ -1,0 +1,84 @@
+"""k12: school questions: multiple choice, fill-in, and numbers with units.
+
+Guarantees: one answer is looked at, the last one that is given as such, so listing several gains nothing; an answer that
+is denied, or stands beside another, is wrong; a number in a wrong unit is wrong, in another unit of the same kind right.
+"""
+
+import json
+from typing import Literal
+
+from infra.processor import score
+from schemas import Experience
+from streams.scores.final_answer import final_text
+from streams.scores.multiple_choice import is_right_choice
+from streams.scores.quantity import Quantity, read_quantity, same_quantity
+from streams.scores.words import is_variant
+
+MAX_CHARS = 20_000
+KINDS = ("choice", "fill", "number")
+
+
+@score(version=1, inline=True)
+def k12(
+    experience: Experience,
+    *,
+    kind: Literal["auto", "choice", "fill", "number"] = "auto",
+    answer: str = "answer",
+    options: str = "options",
+    variants: str = "variants",
+    tolerance: float = 0.01,
+) -> float | None:
+    """1.0 where the final answer is right, else 0.0; None without a reference in meta[answer].
+
+    kind: auto takes meta["kind"], else "choice" where there are meta[options], else "number" where the reference is one,
+    else "fill". options: JSON list of texts, or object from letter to text; the reference is a letter or a text.
+    variants: JSON list of further right answers to a fill-in; case, articles, accents' encoding, hyphens and number
+    words do not count. tolerance: relative, of numbers with a fraction or a unit; whole numbers are exact.
+    """
+    reference = experience.meta.get(answer)
+    if reference is None:
+        return None
+    wanted = str(reference).strip()
+    listed = experience.meta.get(options)
+    chosen_kind = kind if kind != "auto" else _kind(experience, wanted, listed is not None)
+    response = experience.response
+    if len(response) > MAX_CHARS:
+        return 0.0
+    if chosen_kind == "choice":
+        return float(is_right_choice(response, wanted, listed))
+    final = final_text(response)
+    if final is None:
+        return 0.0
+    if chosen_kind == "number":
+        return float(_number(final, wanted, tolerance))
+    accepted = [wanted, *_texts(experience.meta.get(variants), variants)]
+    return float(is_variant(final, accepted))
+
+
+def _kind(experience: Experience, wanted: str, has_options: bool) -> str:
+    said = experience.meta.get("kind")
+    if said in KINDS:
+        return str(said)
+    if has_options:
+        return "choice"
+    return "number" if read_quantity(wanted) is not None else "fill"
+
+
+def _number(final: str, wanted: str, tolerance: float) -> bool:
+    expected = read_quantity(wanted)
+    if expected is None:
+        raise ValueError(f"meta: the reference {wanted!r} cannot be read as a number with a unit")
+    got: Quantity | None = read_quantity(final)
+    return got is not None and same_quantity(expected, got, tolerance)
+
+
+def _texts(written: object, key: str) -> list[str]:
+    if written is None:
+        return []
+    try:
+        read = json.loads(str(written))
+    except ValueError as error:
+        raise ValueError(f"meta.{key}: {error}, expected a JSON list of texts") from error
+    if not isinstance(read, list) or not all(isinstance(one, str) for one in read):
+        raise ValueError(f"meta.{key}: got {str(written)[:60]!r}, expected a JSON list of texts")
+    return read

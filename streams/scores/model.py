@@ -1,0 +1,155 @@
+"""model: a learned sequence classifier's verdict, hot-reloaded from a policy channel of its own.
+
+    policies ─> PolicyFeed ─> fetch, verify, build (thread) ─> one assignment: from the next call on it judges
+
+Guarantees: a version judges only whole, verified and finite; one that is refused is counted and leaves the older one in
+charge; each score says which version gave it. Weights are safetensors from the object store, the rest is the JSON of a
+local folder: nothing is unpickled, no code of the folder runs. Needs torch and transformers: pip install
+'headrace[reward-model]'.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import math
+import threading
+from pathlib import Path
+
+import msgspec
+
+from infra.bus.log import Log
+from infra.metrics import Metrics
+from infra.model import Classifier, Tokenizer, build_classifier, load_into, load_tokenizer
+from infra.processor import Verdict, score
+from infra.store import Store
+from infra.weights.fetch import Follower
+from infra.weights.policy_feed import PolicyFeed
+from schemas import Experience, PolicyEvent
+from schemas.errors import ConfigError, PolicyRefused, StoreError
+from schemas.topics import POLICIES
+
+logger = logging.getLogger(__name__)
+
+NOT_LOADED = "model not loaded"
+RETRY_S = 2.0
+POLL_S = 1.0
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A classifier that may judge."""
+
+    version: int
+    classifier: Classifier
+
+
+@score(version=1)
+class Model:
+    """The probability that a classifier gives to `label`: softmax over its classes, or the sigmoid of its only one.
+
+    folder: config.json, tokenizer and chat template, relative to where the worker runs; weights are not read from it.
+    policy: the name under which versions are published. label: index of the class, -1 the last. max_tokens: of the
+    conversation, the end of which counts. wait_s: for the first version after a start; without one the score is absent.
+    """
+
+    def __init__(
+        self, *, folder: str, policy: str, label: int = -1, max_tokens: int = 2048, wait_s: float = 5.0
+    ) -> None:
+        for library in ("torch", "transformers"):
+            if importlib.util.find_spec(library) is None:
+                raise ConfigError(f"the score model needs {library}: pip install 'headrace[reward-model]'")
+        if not (Path(folder) / "config.json").is_file():
+            raise ConfigError(f"folder: {folder} holds no config.json, expected the folder of a sequence classifier")
+        self.folder = folder
+        self.policy = policy
+        self.label = label
+        self.max_tokens = max_tokens
+        self.wait_s = wait_s
+        self._loaded: Loaded | None = None
+        self._first = threading.Event()
+        self._tokenizer: Tokenizer | None = None
+
+    def __call__(self, experience: Experience) -> Verdict:
+        """Judge with the version that is loaded now. Raises ValueError for a verdict that is not finite."""
+        if not self._first.wait(self.wait_s):
+            return Verdict(reason=NOT_LOADED)
+        loaded, tokenizer = self._loaded, self._tokenizer
+        assert loaded is not None and tokenizer is not None
+        tokens = tokenizer.encode_chat(experience.messages)[-self.max_tokens :]
+        if not tokens:
+            return Verdict(reason="nothing to judge")
+        value = probability(loaded.classifier.logits(tokens), self.label)
+        return Verdict(value=value, model=f"{self.policy}-{loaded.version}")
+
+    @property
+    def version(self) -> int:
+        """The version that judges, -1 before the first."""
+        return -1 if self._loaded is None else self._loaded.version
+
+    async def accompany(self, log: Log, metrics: Metrics) -> None:
+        """Follow the policy until cancelled. Raises ConfigError without an object store."""
+        if log.store is None:
+            raise ConfigError(f"score model: {self.policy} comes from the object store, and this worker has none")
+        feed = PolicyFeed(self.policy)
+        follower = Follower(log.store, self.policy)
+        refused: set[int] = set()
+        reader = await log.assigned(POLICIES, "beginning")
+        try:
+            while True:
+                waiting = feed.next(self.version, pinned=(), refused=refused) is not None
+                for message in await log.read(reader, timeout_s=0.05 if waiting else POLL_S):
+                    if isinstance(message.value, PolicyEvent):
+                        feed.apply(message.value, message.offset)
+                feed.forget_below(self.version)
+                event = feed.next(self.version, pinned=(), refused=refused)
+                if event is not None and not await self._move_to(event, follower, log.store, metrics):
+                    refused.add(event.version)
+                    follower = Follower(log.store, self.policy)
+        finally:
+            await reader.close()
+
+    async def _move_to(self, event: PolicyEvent, follower: Follower, store: Store, metrics: Metrics) -> bool:
+        """Load a version; False where it is refused. A store that fails is asked again later."""
+        try:
+            self._loaded = await asyncio.to_thread(self._load, event, follower, store)
+        except (PolicyRefused, ValueError) as error:
+            metrics.counter("reward_models_refused", policy=self.policy).inc()
+            logger.warning("reward_model_refused policy=%s version=%d error=%s", self.policy, event.version, error)
+            return False
+        except StoreError as error:
+            metrics.counter("reward_model_fetch_failed", policy=self.policy).inc()
+            logger.warning("reward_model_fetch_failed version=%d error=%s", event.version, error)
+            await asyncio.sleep(RETRY_S)
+            return True
+        self._first.set()
+        metrics.gauge("reward_model_version", policy=self.policy).set(event.version)
+        logger.info("reward_model_loaded policy=%s version=%d", self.policy, event.version)
+        return True
+
+    def _load(self, event: PolicyEvent, follower: Follower, store: Store) -> Loaded:
+        """A new classifier beside the old one, which judges until this one is whole; refused twice is refused."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.folder)
+        try:
+            policy = follower.fetch(event)
+        except PolicyRefused:  # what was held may be to blame: once more, from the anchor
+            policy = Follower(store, self.policy).fetch(event)
+        classifier = build_classifier(self.folder)
+        load_into(classifier.module, policy.tensors)
+        return Loaded(policy.version, classifier)
+
+
+def probability(logits: list[float], label: int) -> float:
+    """Of one class.
+
+    >>> probability([0.0], -1), probability([0.0, 0.0], 1)
+    (0.5, 0.5)
+    """
+    if not all(math.isfinite(one) for one in logits):
+        raise ValueError(f"logits: got {logits}, expected finite numbers")
+    if len(logits) == 1:
+        return 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, logits[0]))))
+    if not -len(logits) <= label < len(logits):
+        raise ValueError(f"label: got {label} of {len(logits)} classes")
+    highest = max(logits)
+    weights = [math.exp(one - highest) for one in logits]
+    return weights[label] / sum(weights)

@@ -1,0 +1,137 @@
+"""vision: answers about an image: a count, a text that was read, a choice, or boxes around things.
+
+Guarantees: one answer is looked at, so guessing several gains nothing; boxes are matched one to one with the reference.
+The image itself is not looked at: what is right is in the task.
+"""
+
+import re
+import unicodedata
+from typing import Literal
+
+from infra.processor import score
+from schemas import Experience
+from streams.scores.boxes import Format, num_matched, read_boxes
+from streams.scores.final_answer import final_text
+from streams.scores.multiple_choice import is_right_choice
+from streams.scores.words import number_of
+
+MAX_CHARS = 50_000
+MAX_TEXT_CHARS = 1_000
+KINDS = ("count", "read", "choose", "box")
+_DIGITS = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?")
+_QUOTED = re.compile(r"[\"“]([^\"“”]+)[\"”]")
+_DENIAL = re.compile(r"\b(?:not|never|no\s+longer)\b|n't\b|\bor\b", re.IGNORECASE)
+
+
+@score(version=1)
+def vision(
+    experience: Experience,
+    *,
+    kind: Literal["", "count", "read", "choose", "box"] = "",
+    answer: str = "answer",
+    options: str = "options",
+    format: Format = "xyxy",
+    reference_format: Format = "xyxy",
+    threshold: float = 0.5,
+    max_error: float = 0.1,
+    case: bool = False,
+    partial: bool = False,
+) -> float | None:
+    """1.0 where the answer is right, else 0.0; None without a reference in meta[answer].
+
+    kind: "" takes meta["kind"]. count: one number, in digits or words. read: at most max_error edits per character of the
+    reference; case: upper and lower case differ; white space runs are one space. choose: see `k12`, with meta[options].
+    box: every box of the JSON in meta[answer] is met by one of the answer's, and none is left over, where met means
+    intersection over union of `threshold` or more; format: of the answer's boxes: left, top and right, bottom or width,
+    height; reference_format: of the reference's.
+    partial: for read 1 − edits per character; for boxes 2 · met / (given + wanted), the F1.
+    """
+    reference = experience.meta.get(answer)
+    if reference is None:
+        return None
+    wanted, response = str(reference), experience.response
+    asked = kind or experience.meta.get("kind")
+    if asked not in KINDS:
+        raise ValueError(f"kind: got {asked!r}, expected one of {', '.join(KINDS)} in the options or in meta.kind")
+    if len(response) > MAX_CHARS:
+        return 0.0
+    if asked == "choose":
+        return float(is_right_choice(response, wanted.strip(), experience.meta.get(options)))
+    if asked == "count":
+        return float(_count(response, wanted))
+    if asked == "read":
+        share = _read(response, wanted, case)
+        return share if partial else float(share >= 1.0 - max_error)
+    share = _boxes(response, wanted, format, reference_format, threshold)
+    return share if partial else float(share == 1.0)
+
+
+def _count(response: str, wanted: str) -> bool:
+    """The one number of the final answer is the wanted one."""
+    try:
+        expected = int(wanted)
+    except ValueError as error:
+        raise ValueError(f"meta: the reference {wanted!r} is no whole number") from error
+    final = final_text(response)
+    if final is None or _DENIAL.search(final):
+        return False
+    said = {float(digits.replace(",", "").replace("−", "-")) for digits in _DIGITS.findall(final)}
+    run: list[str] = []
+    for word in [*re.findall(r"[a-z]+", final.casefold()), ""]:  # the longest runs of words that are a number
+        if word and number_of(" ".join([*run, word])) is not None:
+            run.append(word)
+        elif run:
+            said.add(float(number_of(" ".join(run)) or 0))
+            run = [word] if word and number_of(word) is not None else []
+        elif word == "no" and expected == 0:
+            said.add(0.0)
+    return said == {float(expected)}
+
+
+def _read(response: str, wanted: str, case: bool) -> float:
+    """1 − edits per character of the reference, 0 or more."""
+    expected = _plain(wanted, case)
+    final = final_text(response)
+    if not expected:
+        raise ValueError("meta: the reference is empty, expected the text to be read")
+    if final is None:
+        return 0.0
+    last = response.strip().splitlines()[-1]
+    quoted = _QUOTED.findall(last)
+    got = _plain(quoted[0] if len(quoted) == 1 else final, case)
+    if len(got) > MAX_TEXT_CHARS or len(expected) > MAX_TEXT_CHARS or len(got) > 2 * len(expected) + 8:
+        return 0.0
+    return max(0.0, 1.0 - edits(got, expected) / len(expected))
+
+
+def edits(one: str, other: str) -> int:
+    """Levenshtein's distance: insertions, deletions and replacements of a character.
+
+    >>> edits("kitten", "sitting")
+    3
+    """
+    row = list(range(len(other) + 1))
+    for index, letter in enumerate(one, start=1):
+        diagonal, row[0] = row[0], index
+        for column, wanted in enumerate(other, start=1):
+            cost = min(row[column] + 1, row[column - 1] + 1, diagonal + (letter != wanted))
+            diagonal, row[column] = row[column], cost
+    return row[-1]
+
+
+def _boxes(response: str, wanted: str, format: Format, reference_format: Format, threshold: float) -> float:
+    """F1 of the boxes."""
+    reference = read_boxes(wanted, reference_format)
+    if reference is None:
+        raise ValueError(f"meta: the reference {wanted[:60]!r} holds no boxes, expected JSON such as [[0, 0, 10, 10]]")
+    given = read_boxes(response, format)
+    if given is None:
+        return 0.0
+    if not given and not reference:
+        return 1.0
+    return 2 * num_matched(given, reference, threshold) / (len(given) + len(reference))
+
+
+def _plain(text: str, case: bool) -> str:
+    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    return text if case else text.casefold()

@@ -1,0 +1,81 @@
+"""Feedback that came in over HTTP: the gateway wrote it to `feedback` as it came, here it is read.
+
+    read -> the source of its path -> publish (confirmed) -> commit
+
+Delivery: at least once, shared by all workers as one consumer group. Order: feedback of clients keeps that of its
+group, a webhook's events keep theirs. Loss: what no source listens to is dead-lettered, so that it can be read again
+once there is one.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infra.bus.bus import Partition, Reader
+from infra.bus.log import Log, Message
+from infra.metrics import Metrics
+from infra.processor import feedback
+from schemas import Feedback, Received
+from schemas.topics import FEEDBACK
+from streams.config import FEEDBACK_PATH
+from streams.source import Event, EventSource, publish_events
+
+POLL_S = 1.0
+GROUP = "feedback"
+DEFAULT_NAME = "user"
+logger = logging.getLogger(__name__)
+
+
+@feedback(version=1)
+def rating(said: dict[str, Any]) -> Feedback | None:
+    """What a client said through /v1/feedback: a value, thumbs (1 and 0), a label, a correction, or a retraction."""
+    value = said.get("value")
+    return Feedback(
+        ref=said["answer_id"],
+        id=said["id"],
+        value=None if value is None else float(value),
+        type=said.get("kind", "value"),
+        text=said.get("correction") or said.get("label") or said.get("text"),
+        rater=said.get("rater", ""),
+    )
+
+
+async def run_received(sources: Sequence[EventSource], log: Log, metrics: Metrics) -> None:
+    """Read `feedback` until cancelled; what clients say is read as `user` where no source is configured for it."""
+    by_path = {source.webhook: source for source in sources}
+    by_path.setdefault(FEEDBACK_PATH, EventSource(name=DEFAULT_NAME, function=rating, webhook=FEEDBACK_PATH))
+    reader = await log.subscribed(FEEDBACK, group=GROUP)
+    try:
+        while True:
+            await take_once(by_path, reader, log, metrics)
+    finally:
+        await reader.close()
+
+
+async def take_once(by_path: Mapping[str, EventSource], reader: Reader, log: Log, metrics: Metrics) -> int:
+    """One round of the loop; returns how many records it took."""
+    messages = await log.read(reader, timeout_s=POLL_S)
+    events: dict[str, list[Event]] = {}
+    nexts: dict[Partition, int] = {}
+    for message in messages:
+        nexts[Partition(message.record.topic, message.partition)] = message.offset + 1
+        received = message.value
+        if not isinstance(received, Received) or received.path not in by_path:
+            await _unheard(message, log, metrics)
+            continue
+        events.setdefault(received.path, []).append(
+            Event(received.body, FEEDBACK.name, message.partition, message.offset)
+        )
+    for path, came in events.items():
+        await publish_events(by_path[path], came, log, metrics)
+    if nexts:
+        await reader.commit(nexts)
+    return len(messages)
+
+
+async def _unheard(message: Message, log: Log, metrics: Metrics) -> None:
+    received = message.value
+    reason = "no source for this webhook" if isinstance(received, Received) else "bad frame"
+    error = f"path: got {received.path!r}, and no [[feedback]] listens to it" if isinstance(received, Received) else ""
+    metrics.counter("dead_letters", reason=reason).inc()
+    await log.dead_letter(message, stage=GROUP, reason=reason, error=error)

@@ -1,0 +1,190 @@
+"""What the gateway tests share: a tokenizer of bytes, a log that can go away, and a gateway on a real port."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from actors.engine import Engine
+from actors.engines.scripted import ScriptedEngine
+from actors.gateway.config import GatewayConfig, Limits, Webhook
+from actors.gateway.keys import Scope, Train, create_key
+from actors.gateway.serve import run_gateway
+from infra.bus.bus import Headers, Position
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.config import Floor
+from infra.metrics import Metrics
+from infra.store import Store
+from infra.store_memory import MemoryStore
+from schemas import Block, Experience, Received
+from schemas.errors import BrokerUnavailable
+from schemas.topics import EXPERIENCES, FEEDBACK
+
+EOS = 256
+VOCABULARY = 260
+LIMITS = Limits()
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, and an end token; a template that marks roles."""
+
+    eos_ids = (EOS,)
+    takes_tools = True
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+
+    def encode_request(
+        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        tokens = self.encode(json.dumps([*tools])) if tools else []
+        for message in conversation:
+            called = "".join(
+                f"<tool_call>\n{json.dumps(c['function'])}\n</tool_call>" for c in message.get("tool_calls", ())
+            )
+            tokens += [*self.encode(f"<{message['role']}>{message['content']}{called}"), EOS]
+        return [*tokens, *self.encode("<assistant>")]
+
+
+class AwayBus(MemoryBus):
+    """A broker that can be away: then nothing is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away = False
+
+    async def start(self) -> None:
+        self._check()
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
+    ) -> Position:
+        self._check()
+        return await super().send(topic, value, key=key, headers=headers, partition=partition)
+
+    def _check(self) -> None:
+        if self.away:
+            raise BrokerUnavailable("the broker is away")
+
+
+def says(*texts: str) -> Any:
+    """A script that answers with these texts in turn, the last one for ever, each ended."""
+    left = list(texts)
+
+    def script(prompt: tuple[int, ...]) -> list[int]:
+        return [*(left.pop(0) if len(left) > 1 else left[0]).encode(), EOS]
+
+    return script
+
+
+def engine(script: Any = None, **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=script, **options)
+
+
+class Served:
+    """A running gateway."""
+
+    def __init__(self, bus: MemoryBus, store: Store, metrics: Metrics, folder: Path, config: GatewayConfig) -> None:
+        self.bus, self.store, self.metrics, self.folder, self.config = bus, store, metrics, folder, config
+        self.log = Log(bus, "test", store=store)
+        self.port = 0
+        self.engine: Engine
+        self.stop = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def key(
+        self, tenant: str = "acme", scopes: tuple[Scope, ...] = ("serve", "feedback"), train: Train = "yes", **more: Any
+    ) -> str:
+        return create_key(self.store, tenant=tenant, scopes=scopes, train=train, **{"rpm": 0, "tpm": 0, **more})[1]
+
+    def client(self, key: str, **options: Any) -> AsyncOpenAI:
+        return AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, **options)
+
+    def http(self, key: str = "") -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+
+    async def experiences(self) -> list[Experience]:
+        blocks = [message.value async for message in self.log.read_all(EXPERIENCES)]
+        return [one for block in blocks if isinstance(block, Block) for one in block.experiences]
+
+    async def received(self) -> list[Received]:
+        return [m.value async for m in self.log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+
+    async def recorded(self, count: int) -> list[Experience]:
+        """The experiences in the order of their requests, once there are so many: partitions come in any order."""
+        found: list[Experience] = []
+        async with asyncio.timeout(60):
+            async for message in self.log.read_all(EXPERIENCES, until_end=False):
+                found += message.value.experiences if isinstance(message.value, Block) else ()
+                if len(found) >= count:
+                    break
+        return sorted(found, key=lambda one: (int(one.group.rpartition("-")[2]), one.episode))
+
+    def count(self, name: str) -> float:
+        return sum(value for key, value in self.metrics.counters().items() if key.partition("{")[0] == name)
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path,
+    made: Engine | None = None,
+    *,
+    bus: MemoryBus | None = None,
+    store: Store | None = None,
+    tokenizer: Any = None,
+    webhooks: Sequence[Webhook] = (),
+    limits: Limits = LIMITS,
+    topics: bool = True,
+    **settings: Any,
+) -> AsyncIterator[Served]:
+    """A gateway for the length of a block; one that dies in it fails the test. Keys must be made before, or reloaded."""
+    fields = {"listen": "127.0.0.1:0", "train_on": "consented", "limits": limits, "send_s": 1.0, "keys_reload_s": 0.05}
+    config = GatewayConfig(**{**fields, **settings})
+    served = Served(bus or MemoryBus(), store or MemoryStore(), Metrics("serve"), folder, config)
+    if topics:
+        await served.log.create_topics(partitions=2, keep_ms=3_600_000)
+    served.engine = made or engine(says("Hello."))
+    up = asyncio.Event()
+
+    def listening(port: int) -> None:
+        served.port = port
+        up.set()
+
+    running = asyncio.create_task(
+        run_gateway(
+            Floor(app="test", folder=folder),
+            config,
+            log=served.log,
+            store=served.store,
+            engine=served.engine,
+            tokenizer=tokenizer or ByteTokenizer(),
+            metrics=served.metrics,
+            stop=served.stop,
+            webhooks=webhooks,
+            listening=listening,
+        )
+    )
+    waiting = asyncio.create_task(up.wait())
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        yield served
+    finally:
+        waiting.cancel()
+        served.stop.set()
+        await running

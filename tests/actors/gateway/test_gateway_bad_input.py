@@ -1,0 +1,202 @@
+"""Whatever is sent: the status and error object an OpenAI client expects, a counter, and nothing else disturbed."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.gateway.ask import REACHING, read_chat, read_text
+from actors.gateway.config import GatewayConfig, Limits
+from actors.gateway.errors import ApiError
+from actors.gateway.text import Detokenizer, StopStrings
+from infra.config import decode
+from schemas.errors import ConfigError
+from tests.actors.gateway.gateway_rig import ByteTokenizer, Served, engine, says, serving
+from tests.actors.rig import until
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": MESSAGES, **more}
+
+
+BAD: list[tuple[dict[str, Any], str | None]] = [
+    ({"messages": MESSAGES}, "model"),
+    ({"model": "m"}, "messages"),
+    ({"model": "m", "messages": []}, "messages"),
+    ({"model": "m", "messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"model": "m", "messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"model": "m", "messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+    ({"model": "m", "messages": MESSAGES * 2000}, "messages"),
+    (chat(temperature=3), "temperature"),
+    (chat(temperature="hot"), "temperature"),
+    (chat(top_p=0), "top_p"),
+    (chat(n=0), "n"),
+    (chat(n=99), "n"),
+    (chat(max_tokens=0), "max_tokens"),
+    (chat(max_tokens=10**9), "max_tokens"),
+    (chat(stop=["x"] * 99), "stop"),
+    (chat(stop=""), "stop"),
+    (chat(frequency_penalty=1.0), "frequency_penalty"),
+    (chat(logit_bias={"1": 5}), "logit_bias"),
+    (chat(response_format={"type": "json_object"}), "response_format"),
+    (chat(top_logprobs=3), "top_logprobs"),
+    (chat(tool_choice="required"), "tool_choice"),
+    (chat(stream_options={"include_usage": True}), "stream_options"),
+    (chat(colour="red"), "colour"),
+    *((chat(**{name: "x"}), name) for name in sorted(REACHING)),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD)
+def test_a_bad_request_is_a_400_that_names_the_field(body: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_chat(json.dumps(body).encode(), Limits())
+    error = json.loads(caught.value.body())["error"]
+    assert (caught.value.status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["model", "messages", "role", "content", "tools", "stop", "n", "function", "prompt", "name"]),
+        inner, max_size=6,
+    ),
+    max_leaves=12,
+).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_any_bytes_are_a_request_or_a_400(body: bytes) -> None:
+    for read in (read_chat, read_text):
+        try:
+            read(body, Limits())
+        except ApiError as error:
+            assert error.status == 400
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60), st.lists(st.text(min_size=1, max_size=4), max_size=3), st.data())
+def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stops: list[str], data: st.DataObject) -> None:
+    tokens = ByteTokenizer().encode(text)
+    detokenizer, cutter, told, at = Detokenizer(ByteTokenizer().decode), StopStrings(stops), "", 0
+    while at < len(tokens):
+        size = data.draw(st.integers(1, 5))
+        piece = cutter.add(detokenizer.add(tokens[at : at + size]))
+        assert "\ufffd" not in piece or "\ufffd" in text
+        told, at = told + piece, at + size
+    if not cutter.found:
+        told += cutter.add(detokenizer.flush())
+        told += "" if cutter.found else cutter.flush()
+    ends = [text.find(stop) for stop in stops if stop in text]
+    if not ends:
+        assert told == text
+    else:  # of two that overlap, the one that was complete first ends it
+        assert text.startswith(told) and len(told) <= min(text.find(s) for s in stops if s in told + text[len(told) :])
+
+
+def test_bytes_that_are_no_character_do_not_hold_the_stream_for_ever() -> None:
+    detokenizer = Detokenizer(ByteTokenizer().decode)
+    told = "".join(detokenizer.add([0x80]) for _ in range(100))
+    assert len(told) > 50
+
+
+async def error_of(served: Served, key: str, content: bytes, path: str = "/v1/chat/completions") -> tuple[int, Any]:
+    async with served.http(key) as http:
+        answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+        return answer.status_code, answer.json()["error"]
+
+
+def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        limits = Limits(body_bytes=2000, body_s=0.3, prompt_tokens=500)
+        async with serving(tmp_path, limits=limits) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            assert (await error_of(served, key, b"{not json"))[0] == 400
+            assert (await error_of(served, key, b"x" * 3000))[0] == 413
+            long = json.dumps(chat(messages=[{"role": "user", "content": "x" * 600}])).encode()
+            status, error = await error_of(served, key, long)
+            assert (status, error["code"]) == (400, "context_length_exceeded")
+            assert (await error_of(served, key, b"", "/v1/nothing"))[1]["code"] == "unknown_url"
+            async with served.http(key) as http:
+                assert (await http.get("/v1/chat/completions")).status_code == 405
+                assert (await http.get("/healthz")).json() == {"status": "ok", "version": 0}
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 100\r\n\r\n"
+            writer.write(head.encode() + b'{"model"')
+            assert b"408" in await reader.readline(), "a slow client is not waited for"
+            writer.close()
+            answer = await served.client(key).chat.completions.create(**chat())
+            assert answer.choices[0].message.content == "Hello."
+            assert served.count("refused") == 4
+
+    asyncio.run(check())
+
+
+def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("slow"), token_s=0.1), limits=Limits(concurrency=2)) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            client = served.client(key)
+            asked = [client.chat.completions.create(**chat()) for _ in range(6)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
+            assert len(refused) == 4 and refused[0].code == "overloaded"
+            assert (await client.chat.completions.create(**chat())).choices[0].finish_reason == "stop"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(tmp_path: Path, stream: bool) -> None:
+    async def check() -> None:
+        sampler = engine(says("x" * 4000), token_s=0.01)
+        async with serving(tmp_path, sampler, limits=Limits(max_tokens=3000)) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            client = served.client(key)
+            if stream:
+                pieces: Any = await client.chat.completions.create(**chat(stream=True))
+                async for piece in pieces:
+                    if piece.choices[0].delta.content:
+                        break
+                await pieces.close()
+            else:
+                call = asyncio.create_task(client.chat.completions.create(**chat()))
+                await until(lambda: sampler.num_running == 1)
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            await until(lambda: sampler.num_running == 0)
+            if stream:
+                (experience,) = await served.recorded(1)
+                assert experience.end == "truncated" and 0 < experience.num_sampled < 3000
+            assert served.metrics.counters()["answers{end=broken off}"] == 1
+
+    asyncio.run(check())
+
+
+def test_a_context_that_does_not_fit_is_told_before_the_engine_is_asked(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, limits=Limits(max_tokens=5000)) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            with pytest.raises(openai.BadRequestError) as caught:
+                await served.client(key).chat.completions.create(**chat(max_tokens=4090))
+            assert caught.value.code == "context_length_exceeded"
+            answer = await served.client(key).chat.completions.create(**chat())
+            assert answer.choices[0].finish_reason == "stop", "no limit named: what fits"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("listen", ["8000", "localhost", "h:99999", ":80"])
+def test_an_address_that_is_none_is_refused_with_its_path(listen: str) -> None:
+    with pytest.raises(ConfigError, match="listen"):
+        decode({"listen": listen}, GatewayConfig, "x.toml")

@@ -1,0 +1,142 @@
+"""Feedback over HTTP: taken in with keys and signatures, read by sources, once each in `verified`."""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.gateway.config import Webhook
+from actors.gateway.errors import ApiError
+from actors.gateway.hearing import check_signature, nth_answer, read_feedback
+from schemas.ids import group_of, is_of_tenant, session_name
+from tests.actors.gateway.gateway_rig import AwayBus, serving
+from tests.actors.rig import until
+
+HOOK = Webhook("/zendesk", b"s3cret", "x-signature")
+STAMPED = Webhook("/stamped", b"s3cret", "x-signature", "x-timestamp")
+ANSWER = f"hr-{session_name('acme', 's')}.7-3.0-0-0"
+
+
+def spooled(folder: Path) -> list[Path]:
+    return list(folder.glob("spool/*/*.spool"))
+
+
+def signature(body: bytes, secret: bytes = b"s3cret") -> bytes:
+    return hmac.new(secret, body, hashlib.sha256).digest()
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ({"value": 0.25}, "value"),
+        ({"value": True}, "value"),
+        ({"label": "rude"}, "label"),
+        ({"text": "too long"}, "label"),
+        ({"value": 1, "text": "great"}, "value"),
+        ({"correction": "It is 42."}, "correction"),
+        ({"retract": True}, "retraction"),
+    ],
+)
+def test_what_is_said_is_one_kind(said: dict[str, Any], kind: str) -> None:
+    assert read_feedback(json.dumps({"answer_id": ANSWER, **said}).encode()).kind == kind
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"value": 2},
+        {"value": "good"},
+        {"value": 1, "correction": "x"},
+        {"value": 1, "kind": "label"},
+        {"value": 1, "source": "csat"},
+        {"correction": ""},
+        {"value": 1, "choice": -1},
+    ],
+)
+def test_what_makes_no_sense_is_a_400(said: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_feedback(json.dumps({"answer_id": ANSWER, **said}).encode())
+    assert caught.value.status == 400
+
+
+def test_ids_say_whose_an_answer_is() -> None:
+    assert is_of_tenant(ANSWER, "acme") and not is_of_tenant(ANSWER, "globex")
+    assert not is_of_tenant("hr-add-3745.2.0-7-0", "acme")
+    assert group_of(nth_answer(ANSWER, 2)) == group_of(ANSWER) and nth_answer(ANSWER, 2).endswith(".7-3.0-2-0")
+    assert session_name("a", "b") != session_name("a\x00b", "")
+
+
+def test_signatures_in_hexadecimal_and_base64_open_and_forged_or_old_ones_do_not() -> None:
+    body, now = b'{"x": 1}', 1_000_000.0
+    for given in (signature(body).hex(), f"sha256={signature(body).hex()}", base64.b64encode(signature(body)).decode()):
+        check_signature(HOOK, {"x-signature": given}, body, now)
+    for given in ("", "sha256=", signature(body, b"other").hex(), signature(b"{}").hex(), "zz"):
+        with pytest.raises(ApiError) as caught:
+            check_signature(HOOK, {"x-signature": given}, body, now)
+        assert caught.value.status == 401
+    stamp = str(int(now))
+    good = {"x-timestamp": stamp, "x-signature": signature(stamp.encode() + body).hex()}
+    check_signature(STAMPED, good, body, now)
+    for later in (now + 3600, now - 3600):
+        with pytest.raises(ApiError, match="not within"):
+            check_signature(STAMPED, good, body, later)
+    with pytest.raises(ApiError):
+        check_signature(STAMPED, {**good, "x-timestamp": str(int(now) + 1)}, body, now)
+
+
+def test_a_webhook_is_taken_as_it_came_and_a_forged_one_is_not(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, webhooks=(HOOK,)) as served:
+            body = json.dumps({"ticket": 7, "mail": "ada@x.example", "answer": ANSWER}).encode()
+            async with served.http() as http:
+                headers = {"x-signature": signature(body).hex()}
+                assert (await http.post("/zendesk", content=body, headers=headers)).status_code == 202
+                assert (await http.post("/zendesk", content=body)).status_code == 401
+                assert (await http.post("/zendesk", content=body + b" ", headers=headers)).status_code == 401
+                broken = {"x-signature": signature(b"{").hex()}
+                assert (await http.post("/zendesk", content=b"{", headers=broken)).status_code == 400
+            (received,) = await served.received()
+            assert received.path == "/zendesk"
+            assert json.loads(received.body) == {"ticket": 7, "mail": "[email]", "answer": ANSWER}
+
+    asyncio.run(check())
+
+
+def test_accepted_means_kept_also_while_the_broker_is_away(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = AwayBus()
+        async with serving(tmp_path, bus=bus) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            bus.away = True
+            async with served.http(key) as http:
+                said = {"answer_id": ANSWER, "value": 1, "id": "f-1", "choice": 2}
+                answer = await http.post("/v1/feedback", json=said)
+                assert answer.status_code == 202 and answer.json()["answer_id"] == nth_answer(ANSWER, 2)
+            assert spooled(tmp_path)
+            bus.away = False
+            await until(lambda: not spooled(tmp_path), seconds=30)
+            found = await served.received()
+            assert (found[0].ref, found[0].id, found[0].tenant) == (nth_answer(ANSWER, 2), "f-1", "acme")
+
+    asyncio.run(check())
+
+
+def test_feedback_that_cannot_be_kept_is_a_503_to_send_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = AwayBus()
+        bus.away = True
+        async with serving(tmp_path, bus=bus, spool_mb=0) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            async with served.http(key) as http:
+                answer = await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})
+                assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+
+    asyncio.run(check())

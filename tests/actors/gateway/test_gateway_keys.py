@@ -1,0 +1,182 @@
+"""Who may do what: every route with every kind of key, quotas, revocation, and browser tokens."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from actors.gateway.grant import Grant, sign
+from actors.gateway.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
+from actors.gateway.quota import Quotas
+from infra.store_memory import MemoryStore
+from schemas.ids import session_name
+from tests.actors.gateway.gateway_rig import Served, serving
+from tests.actors.rig import until
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+OWN = f"hr-{session_name('acme', 's')}.7-0.0-0-0"
+ROUTES: list[tuple[str, str, Any, str]] = [
+    ("POST", "/v1/chat/completions", CHAT, "serve"),
+    ("POST", "/v1/completions", {"model": "m", "prompt": "Hi"}, "serve"),
+    ("GET", "/v1/models", None, "serve"),
+    ("GET", "/v1/models/main", None, "serve"),
+    ("POST", "/v1/feedback", {"answer_id": OWN, "value": 1}, "feedback"),
+    ("POST", "/v1/feedback/tokens", {"answer_id": OWN}, "feedback"),
+    ("GET", "/metrics", None, "admin"),
+]
+CASES = ("right", "missing", "wrong", "almost", "revoked", "expired", "other scope", "other tenant")
+
+
+def test_every_route_with_every_kind_of_key(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served:
+            keys = {scope: served.key(scopes=(scope,)) for scope in ("serve", "feedback", "admin")}
+            revoked = served.key(scopes=("serve", "feedback", "admin"))
+            revoke_key(served.store, revoked.split("-")[1])
+            presented = {
+                "missing": "",
+                "wrong": "sk-not-one-of-ours",
+                "revoked": revoked,
+                "expired": served.key(scopes=("serve", "feedback", "admin"), lives_s=1e-6),
+                "other tenant": served.key(tenant="globex", scopes=("serve", "feedback", "admin")),
+            }
+            await asyncio.sleep(0.3)
+            for method, path, body, scope in ROUTES:
+                other = "admin" if scope != "admin" else "serve"
+                per_case = {
+                    **presented,
+                    "right": keys[scope],
+                    "almost": keys[scope][:-1] + "~",
+                    "other scope": keys[other],
+                }
+                for case in CASES:
+                    async with served.http(per_case[case]) as http:
+                        answer = await http.request(method, path, json=body)
+                    about = "feedback" in path
+                    expected = 403 if case == "other scope" or (case == "other tenant" and about) else 401
+                    if case == "right" or (case == "other tenant" and not about):
+                        assert answer.status_code in (200, 202), (path, case, answer.text)
+                        continue
+                    assert answer.status_code == expected, (path, case, answer.text)
+                    error = answer.json()["error"]
+                    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+                    if case not in ("missing", "other scope", "other tenant"):
+                        assert error["message"] == "Incorrect API key provided.", "a client learns no more than that"
+            assert await served.received() and len(await served.recorded(1)) >= 1
+
+    asyncio.run(check())
+
+
+def test_the_openai_client_raises_what_it_should(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served:
+            with pytest.raises(openai.AuthenticationError):
+                await served.client("hr-nobody-x").models.list()
+            limited = served.key(rpm=2)
+            await asyncio.sleep(0.2)
+            client = served.client(limited)
+            for _ in range(2):
+                await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
+            with pytest.raises(openai.RateLimitError) as caught:
+                await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
+            assert 1 <= int(caught.value.response.headers["retry-after"]) <= 31
+            assert caught.value.code == "rate_limit_exceeded"
+
+    asyncio.run(check())
+
+
+def test_a_revoked_key_stops_working_and_the_others_go_on(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, keys_reload_s=0.1) as served:
+            first, second = served.key(), served.key()
+            await asyncio.sleep(0.3)
+
+            async def works(key: str) -> bool:
+                async with served.http(key) as http:
+                    return (await http.get("/v1/models")).status_code == 200
+
+            assert await works(first) and await works(second)
+            assert revoke_key(served.store, first.split("-")[1])
+            await asyncio.sleep(0.5)
+            assert not await works(first) and await works(second)
+
+    asyncio.run(check())
+
+
+def test_the_store_knows_no_secret_and_a_listing_shows_none() -> None:
+    store = MemoryStore()
+    key, shown = create_key(store, tenant="acme", scopes=("serve",), train="yes", rpm=0, tpm=0)
+    secret = shown.split("-", 2)[2]
+    assert len(secret) >= 43
+    for name in store.keys(""):
+        assert secret.encode() not in store.get(name)
+    assert [one.id for one, _ in list_keys(store)] == [key.id]
+    assert revoke_key(store, key.id) and list_keys(store)[0][1]
+    assert not revoke_key(store, "nobody") and not revoke_key(store, "../secret")
+    book = KeyBook()
+    book.refresh(store)
+    with pytest.raises(Refused, match="revoked"):
+        book.find(shown, time.time())
+    store.delete(FOLDER + key.id)
+    book.refresh(store)
+    with pytest.raises(Refused, match="wrong"):
+        book.find(shown, time.time())
+
+
+def test_a_quota_fills_evenly_and_is_paid_back_by_waiting() -> None:
+    quotas = Quotas()
+    assert [quotas.take("k", "requests", 60, 1, 0.0) for _ in range(61)][:60] == [0.0] * 60
+    assert quotas.take("k", "requests", 60, 1, 0.0) == pytest.approx(1.0)  # one a second
+    assert quotas.take("k", "requests", 60, 1, 1.0) == 0.0
+    assert quotas.take("other", "requests", 60, 1, 0.0) == 0.0
+    assert quotas.take("k", "tokens", 600, 0, 0.0) == 0.0
+    quotas.charge("k", "tokens", 600, 900, 0.0)  # an answer was longer than what was left
+    assert quotas.take("k", "tokens", 600, 0, 0.0) == pytest.approx(30.0)  # 300 too many, 10 come back a second
+    assert quotas.take("k", "tokens", 600, 0, 31.0) == 0.0
+    assert quotas.take("k", "requests", 0, 1, 0.0) == 0.0
+
+
+async def answered(served: Served, key: str) -> str:
+    answer = await served.client(key).chat.completions.create(**CHAT)  # type: ignore[call-overload]
+    return str(answer.id)
+
+
+def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, cors_origins=("https://app.example",)) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            first, second = await answered(served, key), await answered(served, key)
+            async with served.http(key) as http:
+                made = (await http.post("/v1/feedback/tokens", json={"answer_id": first, "expires_in": 60})).json()
+            key_id = key.split("-")[1]
+            async with served.http() as http:
+
+                async def rate(token: str, answer: str) -> tuple[int, Any]:
+                    said = {"answer_id": answer, "value": True, "rater": "somebody else"}
+                    got = await http.post("/v1/feedback", json=said, headers={"x-feedback-token": token})
+                    return got.status_code, got.json()
+
+                assert (await rate(made["token"], first))[0] == 202
+                assert (await rate(made["token"], second))[0] == 403
+                forged = sign(Grant(second, key_id, time.time() + 60), b"guess")
+                assert (await rate(forged, second))[0] == 401
+                assert (await rate(made["token"][:-2] + "AA", first))[0] == 401
+                assert (await rate("nonsense", first))[0] == 401
+                secret = served.store.get("gateway/secret")
+                old = sign(Grant(first, key_id, time.time() - 1), secret)
+                assert (await rate(old, first))[1]["error"]["code"] == "expired_token"
+                origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
+                allowed = await http.options("/v1/feedback", headers=origin)
+                assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+                revoke_key(served.store, key_id)
+                await until(lambda: bool(served.metrics.counters()))
+                await asyncio.sleep(0.3)
+                assert (await rate(made["token"], first))[0] == 401, "a token dies with the key that asked for it"
+            (received,) = await served.received()
+            assert received.rater == f"browser {key_id}" and b"somebody else" not in received.body
+
+    asyncio.run(check())

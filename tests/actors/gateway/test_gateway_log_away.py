@@ -1,0 +1,231 @@
+"""Serving never waits on the log: a broker that is away, a full spool, kills and torn files."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.gateway.outbox import Outbox, Outgoing
+from actors.gateway.spool import Spool, SpoolFull
+from infra.bus.log import Log
+from infra.metrics import Metrics
+from infra.store_memory import MemoryStore
+from schemas import Control, Received
+from schemas.topics import FEEDBACK
+from tests.actors.gateway.gateway_rig import AwayBus, Served, engine, says, serving
+from tests.actors.rig import until
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def ask_many(served: Served, key: str, count: int) -> list[str]:
+    async with served.http(key) as http:
+        answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=ASK) for _ in range(count)))
+    assert [answer.status_code for answer in answers] == [200] * count
+    return [answer.json()["id"].removeprefix("hr-") for answer in answers]
+
+
+async def drained(served: Served) -> None:
+    await until(lambda: not spooled(served.folder), seconds=60)
+
+
+def spooled(folder: Path) -> list[Path]:
+    return list(folder.glob("spool/*/*.spool"))
+
+
+def test_a_broker_that_goes_away_costs_no_answer_and_gets_all_of_them_when_it_is_back(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = AwayBus()
+        async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            ids = await ask_many(served, key, 5)
+            await served.recorded(5)
+            bus.away = True
+            for _ in range(5):
+                ids += await ask_many(served, key, 20)
+            assert spooled(tmp_path), "answers wait on disk"
+            assert len(await served.experiences()) == 5
+            bus.away = False
+            await served.recorded(105)
+            await drained(served)
+            ids += await ask_many(served, key, 5)
+            recorded = [one.id for one in await served.recorded(110)]
+            assert sorted(recorded) == sorted(ids)
+            assert served.count("shed") == 0
+
+    asyncio.run(check())
+
+
+def test_a_gateway_that_starts_without_a_broker_serves_and_writes_later(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus, store = AwayBus(), MemoryStore()
+        bus.away = True
+        async with serving(tmp_path, bus=bus, store=store) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            ids = await ask_many(served, key, 10)
+        assert await served.experiences() == [], "stopped while the broker was away"
+        bus.away = False
+        async with serving(tmp_path, bus=bus, store=store) as served:
+            assert sorted(one.id for one in await served.recorded(10)) == sorted(ids)
+            await drained(served)
+
+    asyncio.run(check())
+
+
+def test_what_does_not_fit_is_shed_and_counted_and_still_answered(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = AwayBus()
+        bus.away = True
+        async with serving(tmp_path, bus=bus, spool_mb=0) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            await ask_many(served, key, 4)
+            await until(lambda: served.count("shed") == 4, seconds=30)
+            assert served.metrics.counters()["shed{reason=spool full}"] == 4
+
+    asyncio.run(check())
+
+
+def received(number: int) -> Received:
+    return Received(path="/x", body=b"{}", id=str(number))
+
+
+def outgoing(number: int) -> Outgoing:
+    async def prepare() -> Control:
+        return received(number)
+
+    return Outgoing(FEEDBACK, prepare, 10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(["offer", "away", "back", "restart", "rest"]), max_size=40))
+def test_whatever_the_broker_does_nothing_is_lost_and_disk_keeps_the_order(
+    tmp_path_factory: pytest.TempPathFactory, moves: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("spool")
+
+    async def check() -> None:
+        bus = AwayBus()
+        log = Log(bus, "test")
+        await log.create_topics(partitions=1, keep_ms=1000)
+        number = 0
+
+        def opened() -> tuple[Outbox, list[asyncio.Task[None]]]:
+            spool = Spool(folder, max_bytes=10_000_000)
+            outbox = Outbox(log, spool, Metrics("t"), queue_records=100, queue_bytes=10_000, send_s=1.0)
+            return outbox, [asyncio.create_task(outbox.write()), asyncio.create_task(outbox.drain())]
+
+        async def closed(outbox: Outbox, loops: list[asyncio.Task[None]]) -> None:
+            for loop in loops:
+                loop.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+            await outbox.flush()
+
+        outbox, loops = opened()
+        for move in [*moves, "back"]:
+            if move == "offer":
+                assert outbox.offer(outgoing(number))
+                number += 1
+            elif move == "restart":
+                await closed(outbox, loops)
+                outbox, loops = opened()
+            elif move == "rest":
+                await asyncio.sleep(0.01)
+            else:
+                bus.away = move == "away"
+        await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
+        await closed(outbox, loops)
+        seen = [m.value.id async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+        first = list(dict.fromkeys(seen))
+        assert first == [str(one) for one in range(number)]
+
+    asyncio.run(check())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.integers(0, 60),
+)
+def test_a_torn_tail_is_cut_and_everything_before_it_is_kept(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[bytes]], torn: int
+) -> None:
+    folder = tmp_path_factory.mktemp("spool")
+    spool = Spool(folder, max_bytes=1_000_000)
+    for batch in batches:
+        spool.append(batch)
+    entries = [entry for batch in batches for entry in batch]
+    (path,) = folder.glob("*.spool")
+    size = path.stat().st_size
+    os.truncate(path, max(0, size - torn))
+    again = Spool(folder, max_bytes=1_000_000)
+    kept = (again.oldest() or (0, []))[1]
+    assert kept == entries[: len(kept)]
+    if not torn:
+        assert kept == entries and not again.torn_bytes
+    again.append([b"after"])
+    assert len(again) == len(kept) + 1
+
+
+def test_a_damaged_entry_hides_what_is_behind_it_in_its_segment_only_and_is_told(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=1_000_000)
+    spool.append([b"one", b"two"])
+    assert spool.oldest() == (1, [b"one", b"two"])
+    spool.append([b"three"])
+    first = sorted(tmp_path.glob("*.spool"))[0]
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    again = Spool(tmp_path, max_bytes=1_000_000)
+    assert (again.damaged, again.oldest()) == (1, (1, [b"one"]))
+    assert list(tmp_path.glob("*.damaged"))
+    again.remove(1)
+    assert again.oldest() == (2, [b"three"])
+
+
+def test_a_full_spool_takes_all_of_a_batch_or_nothing(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=40)
+    spool.append([b"x" * 20])
+    with pytest.raises(SpoolFull):
+        spool.append([b"a", b"y" * 20])
+    assert spool.oldest() == (1, [b"x" * 20])
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from actors.gateway.spool import Spool
+spool = Spool(Path(sys.argv[1]), max_bytes=10**9)
+number = 0
+while True:
+    spool.append([str(number + one).encode() for one in range(7)])
+    number += 7
+    print(number, flush=True)
+"""
+
+
+def test_what_append_returned_from_survives_a_kill(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    told = int(process.stdout.readline())
+    begin = time.monotonic()
+    while told < 70 and time.monotonic() - begin < 60:
+        told = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    told = max([told, *(int(line) for line in process.stdout.read().split())])
+    process.wait()
+    spool = Spool(tmp_path, max_bytes=10**9)
+    kept = []
+    while (oldest := spool.oldest()) is not None:
+        kept += oldest[1]
+        spool.remove(oldest[0])
+    assert kept[:told] == [str(one).encode() for one in range(told)]

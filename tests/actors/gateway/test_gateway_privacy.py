@@ -1,0 +1,195 @@
+"""What is written of what was served: nothing without consent, and no secret ever."""
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.gateway.config import RedactRules
+from infra.bus.bus import Partition
+from infra.bus.memory import MemoryBus
+from infra.config import Use
+from infra.processor import Drop, processor
+from schemas import Experience, Message
+from schemas.topics import ALL
+from tests.actors.gateway.gateway_rig import AwayBus, ByteTokenizer, Served, engine, says, serving
+from tests.actors.rig import until
+
+HERE = "tests.actors.gateway.test_gateway_privacy"
+
+
+def chat(content: str, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
+
+
+@processor(version=1)
+def no_names(experience: Experience) -> Experience | Drop:
+    if "forbidden" in experience.response:
+        return Drop("forbidden")
+    masked = tuple(Message(role=one.role, content=one.content.replace("Ada", "[name]")) for one in experience.messages)
+    return experience.with_bulk(messages=masked)
+
+
+async def stored(served: Served) -> bytes:
+    """Every byte in the log, in the spool and in the store."""
+    assert isinstance(served.bus, MemoryBus)
+    found = b""
+    for topic in ALL:
+        for index in await served.bus.partitions(served.log.name(topic)):
+            for record in served.bus.log(Partition(served.log.name(topic), index)).records:
+                found += record.key + record.value + repr(record.headers).encode()
+                message = served.log.decode(record)
+                for one in getattr(message.value, "experiences", ()):
+                    texts = [part.content for part in one.messages] + [ByteTokenizer().decode(one.tokens.tolist())]
+                    found += " ".join(texts).encode() + msgspec.json.encode(one.meta)
+    spooled = await asyncio.to_thread(
+        lambda: b"".join(path.read_bytes() for path in served.folder.rglob("*") if path.is_file())
+    )
+    return found + spooled + b"".join(served.store.get(name) for name in served.store.keys(""))
+
+
+@pytest.mark.parametrize(
+    ("train_on", "train", "store", "recorded"),
+    [
+        ("nothing", "yes", None, False),
+        ("consented", "yes", None, True),
+        ("consented", "unset", None, False),
+        ("consented", "no", None, False),
+        ("all", "unset", None, True),
+        ("all", "no", None, False),
+        ("all", "yes", False, False),
+        ("all", "yes", True, True),
+    ],
+)
+def test_content_is_written_only_with_consent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, train_on: str, train: Any, store: bool | None, recorded: bool
+) -> None:
+    async def check() -> None:
+        with caplog.at_level(logging.DEBUG, logger="actors"):
+            async with serving(tmp_path, engine(says("SALTED ANSWER")), train_on=train_on, report_s=0.05) as served:
+                key = served.key(train=train)
+                await asyncio.sleep(0.2)
+                more = {} if store is None else {"store": store}
+                async with served.http(key) as http:
+                    answer = await http.post("/v1/chat/completions", json=chat("PEPPERED QUESTION", user="u1", **more))
+                    assert answer.status_code == 200
+                    said = {"answer_id": answer.json()["id"], "correction": "SUGARED CORRECTION"}
+                    told = await http.post("/v1/feedback", json=said)
+                assert told.json()["recorded"] == (recorded or (store is False and train == "yes"))
+                if recorded:
+                    await served.recorded(1)
+                    assert (await served.received())[0].body
+                else:
+                    await until(lambda: served.count("not_recorded") == 1)
+                    if store is None:
+                        assert await served.received() == []
+                found = await stored(served)
+                for words in (b"SALTED", b"PEPPERED"):
+                    assert (words in found) == recorded
+                if not recorded and store is None:
+                    assert b"SUGARED" not in found
+        for words in ("SALTED", "PEPPERED", "SUGARED"):
+            assert words not in caplog.text
+
+    asyncio.run(check())
+
+
+def seeded(count: int) -> list[str]:
+    """Secrets of every kind, all different."""
+    random_ = random.Random(7)
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    found = []
+    for index in range(count):
+        word = "".join(random_.choices(letters, k=20))
+        digits = [str(random_.randrange(10)) for _ in range(15)]
+        total = sum(int(d) * 2 - 9 * (int(d) > 4) if at % 2 == 0 else int(d) for at, d in enumerate(digits))
+        card = "".join(digits) + str(-total % 10)
+        kinds = (f"{word}@mail.example", f"sk-{word}", card, f"+49 30 {random_.randrange(10**8, 10**9)}")
+        found.append(kinds[index % 4])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["mask", "drop"])
+def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture, action: Any) -> None:
+    secrets = seeded(1000)
+    questions, answers, arguments, said = secrets[:300], secrets[300:600], secrets[600:800], secrets[800:]
+
+    async def check() -> None:
+        script = says(*(f"It is {secret}, I think." for secret in answers))
+        bus = AwayBus()
+        rules = RedactRules(action=action)
+        with caplog.at_level(logging.DEBUG, logger="actors"):
+            async with serving(tmp_path, engine(script), bus=bus, redact=rules) as served:
+                key = served.key()
+                await asyncio.sleep(0.2)
+                async with served.http(key) as http:
+                    for index, secret in enumerate(questions):
+                        bus.away = index % 20 > 10  # some of it goes by way of the disk
+                        call = {"name": "f", "arguments": f'{{"x": "{arguments[index % 200]}"}}'}
+                        messages = [
+                            {"role": "user", "content": f"My secret is {secret} !", "name": "n"},
+                            {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+                            {"role": "tool", "tool_call_id": "1", "content": f"got {arguments[index % 200]} there"},
+                        ]
+                        asked = {"model": secret, "messages": messages, "user": secret, "metadata": {"m": secret}}
+                        answer = await http.post("/v1/chat/completions", json=asked)
+                        assert answer.status_code == 200
+                    for secret in said:
+                        body = {"answer_id": answer.json()["id"], "correction": f"no, {secret} it is", "id": secret}
+                        assert (await http.post("/v1/feedback", json=body)).status_code == 202
+                bus.away = False
+                await until(lambda: not list(tmp_path.glob("spool/*/*.spool")), seconds=60)
+                if action == "mask":
+                    assert len(await served.recorded(300)) == 300
+                else:
+                    assert served.metrics.counters()["not_recorded{reason=personal data}"] == 300
+                found = await stored(served)
+                left = [secret for secret in secrets if secret.encode() in found]
+                assert not left, left[:5]
+                assert len(await served.received()) == len(said)
+        assert not [secret for secret in secrets if secret in caplog.text]
+
+    asyncio.run(check())
+
+
+def test_masked_answers_are_other_tokens_without_a_ratio_and_clean_ones_keep_theirs(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("Fine.", "Write to ada@lovelace.example", "Fine."))) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            async with served.http(key) as http:
+                for content in ("I am x@y.example", "who?", "plain"):
+                    await http.post("/v1/chat/completions", json=chat(content))
+            asked, answered, plain = await served.recorded(3)
+            assert asked.messages[0].content == "I am [email]" and answered.response == "Write to [email]"
+            for one in (asked, answered, plain):
+                spelled = ByteTokenizer().decode(one.tokens.tolist())
+                assert spelled == f"<user>{one.messages[0].content}<assistant>{one.response}"
+            assert [one.spans[0].ratio for one in (asked, answered, plain)] == [False, False, True]
+            assert asked.tokens[asked.num_prompt :].tolist() == plain.tokens[plain.num_prompt :].tolist()
+
+    asyncio.run(check())
+
+
+def test_custom_processors_run_before_the_first_write(tmp_path: Path) -> None:
+    async def check() -> None:
+        use = (Use(use=f"{HERE}:no_names"),)
+        async with serving(tmp_path, engine(says("Ada it is", "forbidden", "fine")), processor=use) as served:
+            key = served.key()
+            await asyncio.sleep(0.2)
+            async with served.http(key) as http:
+                for content in ("who?", "what?", "Ada?"):
+                    await http.post("/v1/chat/completions", json=chat(content))
+            recorded = await served.recorded(2)
+            said = {(one.messages[0].content, one.response) for one in recorded}
+            assert said == {("who?", "[name] it is"), ("[name]?", "fine")}
+            found = await stored(served)
+            assert b"Ada" not in found and b"forbidden" not in found
+            assert served.metrics.counters()["not_recorded{reason=forbidden}"] == 1
+
+    asyncio.run(check())

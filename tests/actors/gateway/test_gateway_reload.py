@@ -1,0 +1,203 @@
+"""Policies loaded under streaming clients: nothing fails, nothing is cut, and every recorded logprob reproduces."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from actors.engines.scripted import TENSOR
+from infra.store import Store
+from infra.store_memory import MemoryStore
+from infra.weights.publish import publish
+from infra.weights.tensors import Tensor, from_numpy, to_numpy
+from schemas import PolicyEvent
+from schemas.fields import PolicyEventKind
+from schemas.topics import POLICIES
+from tests.actors.gateway.gateway_rig import VOCABULARY, AwayBus, Served, engine, says, serving
+from tests.actors.rig import until
+from tests.contracts.test_engine import char_model
+
+Tensors = dict[str, Tensor]
+Reference = Callable[[Tensors, Sequence[int], float], list[float]]
+CLIENTS = 16
+ASK: Any = [{"role": "user", "content": "37+45="}]
+
+
+async def announce(served: Served, version: int, tensors: Tensors) -> PolicyEvent:
+    """As a trainer does: an anchor in the store, an event in the log."""
+    event = await asyncio.to_thread(
+        publish,
+        served.store,
+        policy="main",
+        token=0,
+        version=version,
+        parent=version - 1,
+        tensors=tensors,
+        previous=None,
+        probe=None,
+        step=version,
+    )
+    await served.log.publish(POLICIES, event)
+    return event
+
+
+async def loaded(served: Served, version: int) -> None:
+    await until(lambda: served.engine.version >= version, seconds=120)
+
+
+def bigram(version: int) -> Tensors:
+    table = np.random.default_rng(version).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)
+    return {TENSOR: from_numpy(table)}
+
+
+def bigram_reference(tensors: Tensors, tokens: Sequence[int], temperature: float) -> list[float]:
+    table = to_numpy(tensors[TENSOR]).astype(np.float64) / temperature
+    table -= np.log(np.exp(table).sum(-1, keepdims=True))
+    return [float(table[a, b]) for a, b in itertools.pairwise(tokens)]
+
+
+async def stream_until(client: openai.AsyncOpenAI, done: asyncio.Event, max_tokens: int) -> list[tuple[str, str]]:
+    """Stream answers until told; id and text of each, all of them whole."""
+    told = []
+    while not done.is_set():
+        stream: Any = await client.chat.completions.create(
+            model="m", messages=ASK, stream=True, max_tokens=max_tokens, temperature=0.9
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+        told.append((chunks[0].id, "".join(c.choices[0].delta.content or "" for c in chunks)))
+    return told
+
+
+async def reload_under_load(
+    served: Served, versions: int, changed: Callable[[int], Tensors], reference: Reference, max_tokens: int
+) -> None:
+    made = served.key()
+    await asyncio.sleep(0.2)
+    by_version = {0: changed(0)}
+    done = asyncio.Event()
+    clients = [
+        asyncio.create_task(stream_until(served.client(made, timeout=120), done, max_tokens)) for _ in range(CLIENTS)
+    ]
+    for version in range(1, versions + 1):
+        by_version[version] = changed(version)
+        await announce(served, version, by_version[version])
+        await loaded(served, version)
+    done.set()
+    told = dict(itertools.chain.from_iterable(await asyncio.gather(*clients)))
+    experiences = await served.recorded(len(told))
+    assert {f"hr-{one.id}" for one in experiences} == set(told)
+    for one in experiences:
+        assert one.response == told[f"hr-{one.id}"]
+        tokens, at = one.tokens.tolist(), 0
+        for span in one.spans:
+            size = span.stop - span.start
+            expected = reference(by_version[span.version], tokens, 0.9)[span.start - 1 : span.stop - 1]
+            np.testing.assert_allclose(one.logprobs[at : at + size], expected, atol=1e-4)
+            at += size
+    assert max(len(one.spans) for one in experiences) > 1, "some answers lived through a reload"
+    assert served.count("refused") == 0 and served.count("policies_refused") == 0
+
+
+@pytest.mark.slow
+def test_a_hundred_versions_under_sixteen_streams(tmp_path: Path) -> None:
+    async def check() -> None:
+        sampler = engine(seed=0)
+        async with serving(tmp_path, sampler, queue_records=100_000, spool_mb=4096) as served:
+            first = sampler.tensors
+            tensors = lambda version: bigram(version) if version else first  # noqa: E731
+            await reload_under_load(served, 100, tensors, bigram_reference, 60)
+
+    asyncio.run(check())
+
+
+@pytest.mark.slow
+def test_the_torch_engine_too(tmp_path: Path) -> None:
+    from actors.engines.torch import TorchEngine
+    from infra.model import load_tokenizer
+
+    model, tensors, reference = char_model(tmp_path / "model")
+
+    def changed(version: int) -> Tensors:
+        scale = np.float32(1.02**version)
+        return {name: from_numpy(to_numpy(one) * scale) if len(one.shape) > 1 else one for name, one in tensors.items()}
+
+    async def check() -> None:
+        sampler = TorchEngine(model=str(model), seed=3)
+        async with serving(tmp_path / "run", sampler, tokenizer=load_tokenizer(model)) as served:
+            await reload_under_load(served, 8, changed, reference, 40)
+
+    asyncio.run(check())
+
+
+def test_a_restart_without_the_log_serves_the_version_served_last(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus, store = AwayBus(), MemoryStore()
+        async with serving(tmp_path, engine(says("a")), bus=bus, store=store) as served:
+            await announce(served, 3, bigram(3))
+            await loaded(served, 3)
+        bus.away = True
+        async with serving(tmp_path, engine(says("a")), bus=bus, store=store) as served:
+            assert served.engine.version == 3
+
+    asyncio.run(check())
+
+
+def test_a_store_that_lost_it_leaves_the_model_folders_version(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = AwayBus()
+        async with serving(tmp_path, engine(says("a")), bus=bus) as served:
+            await announce(served, 3, bigram(3))
+            await loaded(served, 3)
+        bus.away = True
+        empty: Store = MemoryStore()
+        async with serving(tmp_path, engine(says("a")), bus=bus, store=empty) as served:
+            assert served.engine.version == 0
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("channel", "held"), [("stable", 2), ("candidate", 3)])
+def test_stable_follows_promotions_once_there_is_one(tmp_path: Path, channel: str, held: int) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("a")), channel=channel) as served:
+            await announce(served, 1, bigram(1))
+            await loaded(served, 1)
+            await served.log.publish(POLICIES, stable("promoted", 2))
+            await announce(served, 3, bigram(3))
+            await announce(served, 2, bigram(2))
+            await loaded(served, held)
+            assert served.engine.version == held
+
+    asyncio.run(check())
+
+
+def test_customers_are_taken_back_and_held_where_somebody_said_so(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("a")), channel="stable") as served:
+            for version in (1, 2, 3):
+                await announce(served, version, bigram(version))
+            await served.log.publish(POLICIES, stable("promoted", 3))
+            await serves(served, 3)
+            await served.log.publish(POLICIES, stable("rolled_back", 1))
+            await serves(served, 1)
+            await served.log.publish(POLICIES, stable("pinned", 2))
+            await served.log.publish(POLICIES, stable("promoted", 3))
+            await serves(served, 2)
+            await served.log.publish(POLICIES, stable("pinned", -1))
+            await serves(served, 3)
+
+    asyncio.run(check())
+
+
+async def serves(served: Served, version: int) -> None:
+    await until(lambda: served.engine.version == version, seconds=120)
+
+
+def stable(kind: PolicyEventKind, version: int) -> PolicyEvent:
+    return PolicyEvent(event=kind, policy="main", version=version, channel="stable")

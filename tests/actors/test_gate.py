@@ -1,0 +1,100 @@
+"""The gate: a candidate becomes stable by its evals alone, and nothing is decided twice."""
+
+import pytest
+
+from actors.config import EvalSuite, GateConfig, GateSuite, MasterConfig
+from actors.gate import Gate, verdict_event
+from schemas import EvalResult, PolicyEvent
+
+CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})
+
+
+def gate(config: GateConfig = CONFIG) -> Gate:
+    return Gate(config, policy="main")
+
+
+def result(version: int, suite: str, share: float, policy: str = "main") -> EvalResult:
+    return EvalResult(policy=policy, version=version, suite=suite, num_tasks=1000, num_correct=round(1000 * share))
+
+
+def judged(one: Gate, version: int, dev: float, safety: float = 1.0) -> list[bool]:
+    one.result(result(version, "dev", dev))
+    one.result(result(version, "safety", safety))
+    return [verdict.passed for verdict in one.verdicts()]
+
+
+def test_a_candidate_waits_for_every_suite() -> None:
+    one = gate()
+    one.result(result(3, "dev", 0.8))
+    assert one.verdicts() == []
+    one.result(result(3, "safety", 0.95))
+    (verdict,) = one.verdicts()
+    assert verdict.passed and verdict.numbers == {"dev": 0.8, "safety": 0.95}
+    assert one.stable.version == 3
+
+
+def test_a_candidate_below_the_bar_or_worse_than_the_stable_one_is_held_with_the_reason() -> None:
+    one = gate()
+    assert judged(one, 3, 0.8) == [True]
+    assert judged(one, 5, 0.4) == [False]
+    assert judged(one, 7, 0.77) == [False], "three points worse than version 3"
+    assert judged(one, 9, 0.79) == [True], "one point worse is within max_drop"
+    assert judged(one, 11, 0.9, safety=0.7) == [False]
+    assert one.stable.version == 9
+    one.result(result(13, "dev", 0.6))
+    one.result(result(13, "safety", 1.0))
+    (verdict,) = one.verdicts()
+    assert verdict.reason == "dev: 0.600, the stable version 9 has 0.790"
+    assert verdict.numbers["stable/dev"] == 0.79
+
+
+def test_of_several_candidates_the_newest_is_weighed_and_older_ones_are_left_out() -> None:
+    one = gate()
+    for version in (3, 5):
+        one.result(result(version, "dev", 0.8))
+        one.result(result(version, "safety", 1.0))
+    assert [verdict.version for verdict in one.verdicts()] == [5]
+    assert one.verdicts() == []
+    assert judged(one, 4, 0.99) == []
+
+
+def test_a_restart_decides_nothing_twice_in_whatever_order_the_topics_are_read() -> None:
+    one = gate()
+    one.result(result(3, "dev", 0.8))
+    one.result(result(3, "safety", 1.0))
+    (verdict,) = one.verdicts()
+    event = verdict_event(verdict, "main")
+    for events_first in (True, False):
+        again = gate()
+        if events_first:
+            again.event(event)
+        again.result(result(3, "dev", 0.8))
+        again.result(result(3, "safety", 1.0))
+        again.event(event)
+        assert again.verdicts() == [] and again.stable.version == 3
+        assert judged(again, 5, 0.77) == [False], "the stable version's own result is remembered"
+
+
+def test_a_version_somebody_promoted_by_hand_is_the_one_to_compare_with() -> None:
+    one = gate()
+    assert judged(one, 3, 0.9) == [True]
+    assert judged(one, 5, 0.7) == [False]
+    one.event(PolicyEvent(event="rolled_back", policy="main", version=2, channel="stable"))
+    assert judged(one, 7, 0.7) == [True], "of version 2 nothing is known but the bar"
+
+
+def test_without_suites_the_gate_decides_nothing() -> None:
+    one = gate(GateConfig())
+    one.result(result(3, "dev", 1.0))
+    assert one.verdicts() == []
+
+
+def test_results_of_another_policy_are_not_its_business() -> None:
+    one = gate(GateConfig(suites={"dev": GateSuite()}))
+    one.result(result(3, "dev", 1.0, policy="reward-model"))
+    assert one.verdicts() == []
+
+
+def test_a_gate_on_a_suite_that_is_never_run_is_a_settings_error() -> None:
+    with pytest.raises(ValueError, match="safety"):
+        MasterConfig(gate=GateConfig(suites={"safety": GateSuite()}), evals=(EvalSuite(suite="dev"),))

@@ -1,0 +1,248 @@
+"""interact: what was sampled is what is recorded, every end has its name, and a broken world breaks one episode."""
+
+import asyncio
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+
+from actors.agents.react import COMPLAINT
+from actors.config import ExploreConfig
+from actors.engine import ContextFull
+from actors.engines.scripted import ScriptedEngine
+from actors.environment import EnvironmentFailed, Outcome
+from actors.issue import rollout
+from actors.workflow import Workflow, Workflows
+from infra.config import Use
+from infra.plugin import load
+from schemas import Experience, Message, Task
+from schemas.errors import ConfigError
+from schemas.topics import EXPERIENCES, TASKS
+from tests.actors.rig import EOS, EXPLORE, MASTER, Heard, explorer, folder_store, memory_log, running, until
+from tests.actors.turns import RecordingEngine, TurnTokenizer, issued, logprob, play
+
+HERE = __name__
+GUESS = {"use": "actors.environments.guess:Guess", "options": {"high": 15, "turns": 4}}
+
+
+class Crashes:
+    """Falls over at the second action."""
+
+    def __init__(self) -> None:
+        self.actions = 0
+
+    def reset(self, task: Task, *, seed: int) -> Outcome:
+        return Outcome(observation="ready")
+
+    def step(self, action: str) -> Outcome:
+        self.actions += 1
+        if self.actions == 2:
+            raise KeyError("cell")
+        return Outcome(observation="on")
+
+
+class Hangs(Crashes):
+    """Never answers an action; `released` lets its thread end with the test."""
+
+    released = threading.Event()
+
+    def step(self, action: str) -> Outcome:
+        self.released.wait()
+        return Outcome()
+
+
+class Nonsense(Crashes):
+    def step(self, action: str) -> Outcome:
+        return {"observation": "on"}  # type: ignore[return-value]
+
+
+class Endless(Crashes):
+    """Goes on for ever, and counts how often it is closed."""
+
+    closed = 0
+
+    def step(self, action: str) -> Outcome:
+        return Outcome(observation=action)
+
+    def close(self) -> None:
+        Endless.closed += 1
+
+
+class Limit(Crashes):
+    def step(self, action: str) -> Outcome:
+        return Outcome(reward=0.25, end="truncated")
+
+
+def interact(environment: object, **options: object) -> Workflow:
+    use = environment if isinstance(environment, dict) else {"use": f"{HERE}:{environment}"}
+    workflow: Workflow = load("actors.workflows.interact:Interact", {"environment": use, **options}, "test")
+    return workflow
+
+
+def bisect(heard: str) -> str:
+    """The number in the middle of what is left, read from the conversation (of single words)."""
+    low, high, guess = 1, 15, 8
+    for word in heard.replace("go ", "").replace("higher", " h ").replace("lower", " l ").split():
+        if word.isdigit():
+            guess = int(word)
+        elif word == "h":
+            low = guess + 1
+        else:
+            high = guess - 1
+    return str((low + high) // 2)
+
+
+@pytest.mark.parametrize("secret", range(1, 16))
+@pytest.mark.parametrize("reloads", [False, True])
+def test_the_tokens_of_an_episode_are_those_sampled_across_turns_and_reloads(secret: int, reloads: bool) -> None:
+    engine = RecordingEngine(bisect, reloads=reloads)
+    (experience,) = play(interact(GUESS), engine, issued(str(secret)))
+    turns = engine.talk.turns
+    last_prompt, last = turns[-1]
+    assert experience.tokens.tolist() == [*last_prompt, *last.tokens]
+    assert [token for span in experience.spans for token in experience.tokens[span.start : span.stop]] == [
+        token for _, completion in turns for token in completion.tokens
+    ]
+    assert experience.logprobs.tolist() == pytest.approx(
+        [value for _, completion in turns for value in completion.logprobs]
+    )
+    assert [span.version for span in experience.spans] == [s.version for _, one in turns for s in one.spans]
+    assert len({span.version for span in experience.spans}) == (2 * len(turns) if reloads else 1)
+    for before, after in itertools.pairwise(turns):  # each prompt is the exact tokens before it, and a tail
+        assert after[0][: len(before[0]) + len(before[1].tokens)] == (*before[0], *before[1].tokens)
+    assert experience.end == "terminal"
+    assert experience.score("environment") == 1.0
+
+
+def test_every_logprob_is_of_the_version_its_span_names() -> None:
+    engine = RecordingEngine(bisect, reloads=True)
+    (experience,) = play(interact(GUESS), engine, issued("11"))
+    tokens, recorded = experience.tokens.tolist(), iter(experience.logprobs.tolist())
+    for span in experience.spans:
+        for index in range(span.start, span.stop):
+            value = next(recorded)
+            if span.version > 0:  # version 0 is the engine's own table
+                assert value == pytest.approx(logprob(span.version, tokens[index - 1], tokens[index]), abs=1e-5)
+
+
+def test_rewards_lie_at_the_last_token_of_the_turn_that_earned_them() -> None:
+    engine = RecordingEngine(bisect)
+    (experience,) = play(interact(GUESS), engine, issued("11"))
+    ends = [len(prompt) + len(completion.tokens) - 1 for prompt, completion in engine.talk.turns]
+    assert [(score.name, score.value, score.at) for score in experience.scores] == [
+        ("environment", value, at) for value, at in zip([0.0, 0.0, 0.0, 1.0], ends, strict=True)
+    ]  # 8 higher, 12 lower, 10 higher, 11
+    assert all(experience.tokens[score.at] == EOS for score in experience.scores if score.at is not None)
+
+
+def test_a_template_that_does_not_extend_earlier_turns_gives_several_experiences_that_say_so() -> None:
+    engine = RecordingEngine(lambda heard: "8")
+    parts = play(interact(GUESS), engine, issued("11"), TurnTokenizer(forgets=True))
+    assert [(part.part, part.last) for part in parts] == [(0, False), (1, False), (2, False), (3, True)]
+    reason = "the template does not extend earlier turns"
+    assert [part.meta.get("part_reason") for part in parts] == [None, reason, reason, reason]
+    for part, (prompt, completion) in zip(parts, engine.talk.turns, strict=True):
+        assert part.tokens.tolist() == [*prompt, *completion.tokens]
+        assert [score.at for score in part.scores] == [part.num_tokens - 1]
+    assert {part.end for part in parts} == {"terminal"}
+
+
+def test_used_up_turns_truncate_the_episode() -> None:
+    (experience,) = play(interact("Endless", max_turns=3), RecordingEngine(lambda heard: "a"), issued())
+    assert (experience.end, experience.meta["truncated"]) == ("truncated", "max_turns")
+    assert experience.num_sampled == 3 * 2
+
+
+def test_a_full_context_truncates_the_episode_and_keeps_what_was_sampled() -> None:
+    engine = RecordingEngine(lambda heard: "abc", max_model_len=230)  # 200 of it are kept free for a turn
+    (experience,) = play(interact("Endless", max_turns=50), engine, issued())
+    assert (experience.end, experience.meta["truncated"]) == ("truncated", "context is full")
+    assert 0 < experience.num_tokens <= 230
+    with pytest.raises(ContextFull):
+        play(interact("Endless"), RecordingEngine(lambda heard: "abc", max_model_len=200), issued())
+
+
+def test_a_limit_of_the_environment_truncates_with_its_reward() -> None:
+    (experience,) = play(interact("Limit"), RecordingEngine(lambda heard: "a"), issued())
+    assert (experience.end, experience.meta["truncated"]) == ("truncated", "environment")
+    assert experience.score("environment") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [("Crashes", "step failed: KeyError: 'cell'"), ("Hangs", "step timed out"), ("Nonsense", "returned dict")],
+)
+def test_a_broken_environment_is_named(environment: str, says: str) -> None:
+    try:
+        with pytest.raises(EnvironmentFailed, match=says):
+            play(interact(environment, timeout_s=0.2), RecordingEngine(lambda heard: "a"), issued())
+    finally:
+        Hangs.released.set()
+        Hangs.released = threading.Event()
+
+
+def test_an_environment_is_closed_whatever_happens() -> None:
+    before = Endless.closed
+    play(interact("Endless", max_turns=1), RecordingEngine(lambda heard: "a"), issued())
+    with pytest.raises(ContextFull):
+        play(interact("Endless"), RecordingEngine(lambda heard: "a", max_model_len=100), issued())
+    assert Endless.closed == before + 2
+
+
+def test_an_environment_that_is_none_stops_the_role_at_its_start() -> None:
+    with pytest.raises(ConfigError, match="no module"):
+        interact({"use": "nowhere.at_all:World"})
+    with pytest.raises(ConfigError, match="reset and step"):
+        interact({"use": "schemas:Task", "options": {"id": "a", "messages": []}})
+    with pytest.raises(ConfigError, match="turns"):
+        interact({"use": "actors.environments.guess:Guess", "options": {"turn": 3}})
+
+
+def test_react_shows_the_environment_only_the_action() -> None:
+    def thinks(heard: str) -> str:
+        return "Thought: hm\nAction: 8" if COMPLAINT in heard else "I think it is 8."
+
+    engine = RecordingEngine(thinks)
+    workflow = interact(GUESS, agent={"use": "actors.agents.react:React", "options": {"system": "act. "}})
+    (experience,) = play(workflow, engine, issued("8"))
+    assert experience.messages[0] == Message(role="system", content="act. ")
+    assert [m.content for m in experience.messages if m.role == "user"] == ["go ", COMPLAINT]
+    assert experience.score("environment") == 1.0 and experience.end == "terminal"
+
+
+def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path) -> None:
+    """Through the explorer: the failing task and the other one run at the same time."""
+
+    async def run() -> list[Experience]:
+        log = await memory_log()
+        heard = Heard(log, EXPERIENCES)
+        crash = {"environment": {"use": f"{HERE}:Crashes"}}
+        config = ExploreConfig(
+            **{name: getattr(EXPLORE, name) for name in ("report_s", "linger_s", "drain_s")},
+            workflow="actors.workflows.interact:Interact",
+            options=crash,
+        )
+        listening = asyncio.create_task(heard.listen())
+        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), listening):
+            plain = issued("yes")
+            await log.publish(TASKS, rollout(plain, MASTER, round=0, attempt=0, sequence=0, min_version=0))
+            other = Task(id="u", messages=plain.messages, workflow="actors.workflows.converse:converse")
+            await log.publish(TASKS, rollout(other, MASTER, round=0, attempt=0, sequence=1, min_version=0))
+            await until(lambda: len(heard.experiences) == 6)
+        return heard.experiences
+
+    ends = {one.id: (one.end, one.meta.get("failure", "")) for one in asyncio.run(run())}
+    failure = "EnvironmentFailed: environment Crashes: step failed: KeyError: 'cell'"
+    assert {end for name, end in ends.items() if name.startswith("t.")} == {("failed", failure)}
+    assert {end[1] for name, end in ends.items() if name.startswith("u.")} == {""}
+
+
+def test_a_task_names_its_workflow_by_the_name_the_settings_give_it() -> None:
+    named = {"game": Use(use="actors.workflows.interact:Interact", options={"environment": GUESS, "max_turns": 2})}
+    workflows = Workflows("actors.workflows.converse:converse", {}, named)
+    (experience,) = play(workflows.get("game"), RecordingEngine(lambda heard: "1"), issued("15"))
+    assert experience.meta["truncated"] == "max_turns"
+    assert workflows.get("") is workflows.get("actors.workflows.converse:converse")
+    with pytest.raises(ConfigError, match=r"explore\.workflows\.game"):
+        Workflows("actors.workflows.converse:converse", {}, {"game": Use(use="nowhere:at_all")})

@@ -1,0 +1,286 @@
+"""Kills and stops real processes around a real broker at random moments, and says whether the promises held.
+
+    python -m tests.e2e.crash_loop --kills 50 --seed 1 [--minutes 30] [--dir FOLDER]
+
+The demo's roles and settings, through the torch engine. A shot is SIGKILL, or SIGSTOP and SIGCONT after up to 15 s, of a
+role or of the broker. Then the run drains, and one line of JSON says what became of every id that a reader outside
+headrace saw acknowledged. The same seed draws the same shots; when they hit depends on the machine.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from infra.bus.log import Log
+from infra.cli.connect import connected
+from infra.cli.settings import Settings, load_settings
+from infra.cli.up import broker_child, role_child
+from infra.demo.demo import children, prepare, write_settings
+from infra.demo.settings import DemoOptions, task_of
+from infra.demo.watch import Watch, follow_log
+from infra.ledger.audit import audit
+from infra.local.supervisor import Child, Supervisor
+from schemas import PolicyEvent, Progress, topics
+from schemas.errors import BrokerUnavailable
+from tests.e2e.crash_ledger import Fates, LiveLedger
+from tests.e2e.demo_run import role_pid
+
+TARGETS = ("train", "process", "explore", "master", "kafka")
+# What a role says of itself before it works; anything else in a report means that it is back.
+NOT_YET = frozenset({"loading", "starting"})
+LONG_STOP_S = 15.0  # past the session time-out of a consumer group: the process comes back as a zombie
+RECOVER_S = 180.0
+# Nothing is measured on the model here: a short warm-up (that still draws every demonstration), no evaluations, no end
+# but ours. It is written into the run's own file, where a replay finds it.
+CHANGES = (
+    (r"^min_steps = .*", "min_steps = 100"),
+    (r"^stop_at = .*", "stop_at = 0.1"),
+    (r"^checkpoint_every = .*", "checkpoint_every = 5"),
+    (r"^reissue_s = .*", "reissue_s = 8.0"),
+    (r"^evals = \[.*?^\]", "evals = []"),
+    (r"^\[master\.stop\].*?^after = \S+", '[master.stop]\nafter = "600m"'),
+)
+# A master that begins with a stop rule that held long ago; it must not take the drain for one that has taken too long.
+FINISH = ('master.stop={after="1s"}', 'master.drain="600m"')
+
+
+@dataclass(frozen=True)
+class Shot:
+    """What is done to whom. after_s: since the one before it. stop_s: 0 kills, else the length of a SIGSTOP."""
+
+    target: str
+    after_s: float
+    stop_s: float
+
+
+@dataclass
+class Seen:
+    """What the log shows of the roles: the newest report of each, and when anything was last appended (wall seconds)."""
+
+    reports: dict[str, tuple[str, str, float]] = field(default_factory=dict)
+    heard_s: float = 0.0
+
+
+def plan_shots(kills: int, seed: int, pause_s: tuple[float, float]) -> list[Shot]:
+    """Every target once in each five, in random order; one shot in four is a stop, one in sixteen a long one."""
+    chosen = random.Random(seed)
+    shots: list[Shot] = []
+    while len(shots) < kills:
+        for target in chosen.sample(TARGETS, len(TARGETS)):
+            dice = chosen.random()
+            stop_s = 0.0 if dice > 0.25 else LONG_STOP_S if dice < 0.06 else chosen.uniform(0.2, 5.0)
+            shots.append(Shot(target, chosen.uniform(*pause_s), stop_s))
+    return shots[:kills]
+
+
+def shoot(folder: Path, shot: Shot) -> int:
+    """Send the first signal, once there is a process to send it to; returns that."""
+    deadline = time.monotonic() + RECOVER_S
+    while time.monotonic() < deadline:
+        pid = role_pid(folder, shot.target)
+        try:
+            if pid is not None:
+                os.kill(pid, signal.SIGSTOP if shot.stop_s else signal.SIGKILL)
+                return pid
+        except ProcessLookupError:
+            continue
+        time.sleep(0.05)
+    raise AssertionError(f"no {shot.target} to shoot at within {RECOVER_S:g} s")
+
+
+async def follow_reports(log: Log, seen: Seen) -> None:
+    """Keep `seen` up to date, whatever happens to the broker."""
+    while True:
+        try:
+            async for message in log.read_all(topics.PROGRESS, until_end=False):
+                seen.heard_s = message.timestamp_ms / 1000
+                if isinstance(message.value, Progress):
+                    report = message.value
+                    seen.reports[report.role] = (report.instance, report.state, seen.heard_s)
+        except BrokerUnavailable:
+            continue
+
+
+async def recovered(seen: Seen, shot: Shot, pid: int, at_s: float) -> float:
+    """Seconds until the target worked again: another process of the role, or the same one after a stop, has reported."""
+    while (now_s := time.time()) < at_s + RECOVER_S:
+        if shot.target == "kafka":
+            back = seen.heard_s > at_s + 0.5
+        else:
+            instance, state, heard_s = seen.reports.get(shot.target, ("", "loading", 0.0))
+            other = bool(shot.stop_s) or not instance.endswith(f"/{pid}")
+            back = heard_s > at_s and other and state not in NOT_YET
+        if back:
+            say(f"{shot.target} back after {now_s - at_s:.1f} s")
+            return max(0.0, now_s - at_s)
+        await asyncio.sleep(0.05)
+    raise AssertionError(
+        f"{shot} of pid {pid} at {at_s:.0f}: not back within {RECOVER_S:g} s; last heard {seen.reports}"
+    )
+
+
+async def fire(folder: Path, shots: list[Shot], seen: Seen, until_s: float) -> list[float]:
+    """All shots, some of them while earlier targets are still coming back; returns the recovery times."""
+    recovering: dict[str, asyncio.Task[float]] = {}
+    times: list[float] = []
+    for shot in shots:
+        await asyncio.sleep(shot.after_s)
+        if shot.target in recovering:
+            times.append(await recovering.pop(shot.target))
+        if time.monotonic() > until_s:
+            break
+        pid = await asyncio.to_thread(shoot, folder, shot)
+        say(f"{shot.target} pid {pid} " + (f"stopped for {shot.stop_s:.1f} s" if shot.stop_s else "killed"))
+        if shot.stop_s:
+            await asyncio.sleep(shot.stop_s)
+            os.kill(pid, signal.SIGCONT)
+        recovering[shot.target] = asyncio.create_task(recovered(seen, shot, pid, time.time()))
+    times += await asyncio.gather(*recovering.values())
+    return times
+
+
+def patient(child: Child) -> Child:
+    """A child that may die as often as it is shot."""
+    return msgspec.structs.replace(child, max_failures=1_000_000)
+
+
+async def crash_loop(
+    folder: Path, *, kills: int, seed: int, minutes: float, pause_s: tuple[float, float] = (0.5, 6.0)
+) -> dict[str, object]:
+    """Run everything; returns what the JSON line says."""
+    options = DemoOptions(directory=folder, engine="torch", seed=seed)
+    config = write_settings(options)
+    text = config.read_text()
+    for wanted, changed in CHANGES:
+        text, times = re.subn(
+            wanted, changed, text, flags=re.MULTILINE | re.DOTALL if "\\[" in wanted else re.MULTILINE
+        )
+        assert times == 1, f"{wanted} stands {times} times in {config}"
+    config.write_text(text)
+    settings = load_settings(config)
+    broker = broker_child(settings)
+    assert broker is not None
+    loads = [child for child in children(settings, config) if child.name.startswith("load-")]
+    roles = [patient(role_child(settings, config, (), role)) for role in TARGETS if role != "kafka"]
+    watch, seen = Watch(started_s=time.time()), Seen()
+    async with Supervisor([patient(broker)]) as first:
+        await prepare(settings, first, task_of(options))
+        async with connected(settings) as log, Supervisor([*roles, *loads]) as running:
+            ledger = LiveLedger(log, folder / "acknowledged.txt")
+            following = [asyncio.create_task(follow_reports(log, seen)), asyncio.create_task(follow_log(log, watch))]
+            keeping = asyncio.create_task(ledger.follow())
+            await until(lambda: len(watch.published) > 2, "the first policies")
+            started_s = time.monotonic()
+            shots = plan_shots(kills, seed, pause_s)
+            times = await fire(folder, shots, seen, started_s + minutes * 60)
+            say("draining")
+            await running.stop("master")
+            finish = patient(role_child(settings, config, FINISH, "master"))
+            async with Supervisor([finish]):
+                await until(watch.done.is_set, "the run to drain", 300.0)
+            await running.stop()
+            ledger.finish()
+            await keeping
+            for task in following:
+                task.cancel()
+            found = await judged(log, settings, ledger)
+            restarts = {name: state.restarts for name, state in running.states.items() if state.restarts}
+            restarts |= {"kafka": first.states["kafka"].restarts}
+    stopped = sum(1 for shot in shots[: len(times)] if shot.stop_s)
+    return {
+        "kills": len(times) - stopped, "stops": stopped, "shots": dict(Counter(shot.target for shot in shots[: len(times)])),
+        "seed": seed, **found, "restarts": restarts, "recovery_s_p50": percentile(times, 0.5),
+        "recovery_s_p95": percentile(times, 0.95), "recovery_s_max": round(max(times, default=0.0), 1),
+        "minutes": round((time.monotonic() - started_s) / 60, 1), "replay_equal": await replayed_equal(config),
+    }  # fmt: skip
+
+
+async def judged(log: Log, settings: Settings, ledger: LiveLedger) -> dict[str, object]:
+    """What the log says at the end: by the audit, and by rules of our own."""
+    account = await audit(log, settings.run or settings.app)
+    fates = await Fates.read(log, settings.pacing.max_staleness)
+    lost = fates.lost(ledger.acknowledged, set(account.pending_ids))
+    events = [message.value async for message in log.read_all(topics.POLICIES)]
+    published = {one.version for one in events if isinstance(one, PolicyEvent) and one.event == "published"}
+    for title, ids in (("lost", lost), ("pending", set(account.pending_ids)), ("twice", fates.trained_twice())):
+        if ids:
+            say(f"{title}: {sorted(ids)[:10]}")
+    return {
+        "acknowledged": len(ledger.acknowledged),
+        "lost": len(lost),
+        "trained_twice": len(fates.trained_twice()),
+        "pending": account.pending,
+        "stale": fates.stale_tokens,
+        "trained": account.trained,
+        "dropped": account.dropped,
+        "steps": fates.steps,
+        "versions": len(published),
+        "refused": sum(1 for one in events if isinstance(one, PolicyEvent) and one.event == "refused"),
+        "audit_clean": account.is_clean,
+    }
+
+
+async def replayed_equal(config: Path) -> bool | None:
+    """Whether a replay gives the run's weights, by `headrace replay --verify`; None where there is no such command."""
+    command = (sys.executable, "-m", "infra.cli.main", "replay")
+    asked = await asyncio.create_subprocess_exec(*command, "--help", stdout=-3, stderr=-3)
+    if await asked.wait():
+        return None
+    process = await asyncio.create_subprocess_exec(
+        *command, str(config.parent), "--verify", "--json", stdout=asyncio.subprocess.PIPE
+    )
+    words, _ = await process.communicate()
+    say(f"replay: {words.decode(errors='replace').strip()[-600:]}")
+    return process.returncode == 0
+
+
+async def until(condition: "asyncio.Event | object", what: str, deadline_s: float = 240.0) -> None:
+    """Poll until the condition holds."""
+    assert callable(condition)
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {deadline_s:g} s"
+        await asyncio.sleep(0.1)
+
+
+def say(line: str) -> None:
+    """To stderr: the one line on stdout is the report."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` of them do not exceed."""
+    return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 1) if values else 0.0
+
+
+def main() -> int:
+    """Exit code 1 where a promise was broken."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=50, help="signals to send, stops among them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=120.0, help="fire no longer than this")
+    parser.add_argument("--dir", type=Path, help="keep the run's folder here (default: a temporary one)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="crash-loop-") as temporary:
+        folder = (options.dir or Path(temporary) / "run").resolve()
+        report = asyncio.run(crash_loop(folder, kills=options.kills, seed=options.seed, minutes=options.minutes))
+    print(json.dumps(report))
+    broken = report["lost"] or report["trained_twice"] or report["pending"] or not report["audit_clean"]
+    return 1 if broken or report["replay_equal"] is False else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""`headrace serve` on a real broker, with the openai client: recorded, rated, killed and started again."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import openai
+import pytest
+
+from actors.gateway.outbox import Spooled
+from actors.gateway.spool import entries_in
+from infra.bus.kafka import KafkaBus
+from infra.bus.log import Log
+from infra.demo.char_model import build_char_model
+from infra.local.address import choose_address
+from infra.model import load_tokenizer
+from infra.weights.tensors import from_numpy, save_tensors
+from schemas import Block, Experience, Feedback, decode
+from schemas.topics import EXPERIENCES, VERIFIED, Topic
+
+pytestmark = pytest.mark.slow
+
+TOML = """
+app = "{app}"
+[kafka]
+bootstrap_servers = "{bootstrap}"
+partitions = 2
+[policy]
+model = "model"
+[engine]
+use = "actors.engines.scripted:ScriptedEngine"
+options = {{ max_model_len = 512 }}
+[gateway]
+listen = "127.0.0.1:{port}"
+train_on = "consented"
+keys_reload_s = 0.2
+[gateway.limits]
+max_tokens = 12
+[[feedback]]
+name = "user"
+use = "streams.sources.received:rating"
+from = {{ webhook = "/v1/feedback" }}
+"""
+ASK: Any = [{"role": "user", "content": "37+45="}]
+
+
+def headrace(folder: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "infra.cli.main", *arguments, "-c", str(folder / "headrace.toml")]
+
+
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A role for the length of a block, ended like a person would."""
+    with (folder / f"{arguments[0]}.log").open("ab") as output:
+        process = subprocess.Popen(headrace(folder, *arguments), stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def table_in(folder: Path) -> np.ndarray:
+    """A model folder whose tokenizer is the demo's and whose model is a bigram table, which is returned."""
+    build_char_model(folder / "model", seed=0)
+    table = np.random.default_rng(4).normal(size=(128, 128)).astype(np.float32)
+    (folder / "model" / "model.safetensors").write_bytes(save_tensors({"bigram.weight": from_numpy(table)}))
+    wide = table.astype(np.float64)
+    logprobs: np.ndarray = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    return logprobs
+
+
+def wait_until_served(client: openai.OpenAI, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            client.models.list()
+            return
+        except openai.APIConnectionError:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.1)
+
+
+def ask(client: openai.OpenAI, count: int) -> list[str]:
+    answers = [client.chat.completions.create(model="m", messages=ASK) for _ in range(count)]
+    return [answer.id.removeprefix("hr-") for answer in answers]
+
+
+async def read(bootstrap: str, app: str, topic: Topic, until: int) -> list[Any]:
+    """Records of a topic, once there are so many."""
+    bus = KafkaBus(bootstrap)
+    await bus.start()
+    found = []
+    try:
+        async with asyncio.timeout(120):
+            async for message in Log(bus, app).read_all(topic, until_end=False):
+                value = message.value
+                if topic is EXPERIENCES and isinstance(value, Block):
+                    found += value.experiences
+                elif isinstance(value, Feedback):
+                    found.append(value)
+                if len(found) >= until:
+                    return found
+    finally:
+        await bus.close()
+    return found
+
+
+def check_exact(experiences: Sequence[Experience], logprobs: np.ndarray, prompt: list[int]) -> None:
+    for one in experiences:
+        tokens = one.tokens.tolist()
+        assert tokens[: one.num_prompt] == prompt
+        expected = [logprobs[a, b] for a, b in itertools.pairwise(tokens)][one.num_prompt - 1 :]
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+
+
+def test_answers_are_served_recorded_and_rated_through_kafka_and_a_kill(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    logprobs = table_in(tmp_path)
+    port = choose_address().port
+    (tmp_path / "headrace.toml").write_text(TOML.format(app=app_name, bootstrap=kafka, port=port))
+    subprocess.run(headrace(tmp_path, "check", "--create"), check=True, capture_output=True, timeout=120)
+    made = subprocess.run(
+        headrace(tmp_path, "keys", "create", "--train", "yes"), check=True, capture_output=True, text=True, timeout=120
+    )
+    key = made.stdout.strip()
+    client = openai.OpenAI(api_key=key, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=60)
+    log = tmp_path / "serve.log"
+    with running(tmp_path, "serve") as process:
+        wait_until_served(client, process, log)
+        before = ask(client, 10)
+        asyncio.run(read(kafka, app_name, EXPERIENCES, 10))
+        streaming = client.chat.completions.create(model="m", messages=ASK, stream=True)
+        next(iter(streaming))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    with running(tmp_path, "serve") as process, running(tmp_path, "process"):
+        wait_until_served(client, process, log)
+        after = ask(client, 10)
+        recorded = asyncio.run(read(kafka, app_name, EXPERIENCES, 20))
+        ids = [one.id for one in recorded]
+        assert len(set(ids)) == len(ids) and {*before, *after} <= set(ids)
+        prompt = load_tokenizer(tmp_path / "model").encode_request(ASK)
+        check_exact(recorded, logprobs, prompt)
+        for _ in range(2):  # a client that sends again says the same once
+            said = {"answer_id": f"hr-{before[0]}", "id": "f-1", "value": 0.75, "rater": "ann"}
+            answer = client.post("/feedback", cast_to=object, body=said)
+            assert json.loads(json.dumps(answer))["recorded"] is True
+        (first, *_) = asyncio.run(read(kafka, app_name, VERIFIED, 1))
+        assert first == Feedback(ref=f"hr-{before[0]}", id="f-1", value=0.75, source="user", rater="ann")
+
+
+def test_a_killed_gateway_that_never_saw_a_broker_keeps_every_answer_on_disk(tmp_path: Path) -> None:
+    table_in(tmp_path)
+    port = choose_address().port
+    (tmp_path / "headrace.toml").write_text(TOML.format(app="away", bootstrap="127.0.0.1:1", port=port))
+    make_key = headrace(tmp_path, "keys", "create", "--train", "yes")
+    key = subprocess.run(make_key, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+    client = openai.OpenAI(api_key=key, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=60)
+    folder = tmp_path / "spool" / "serve-0"
+    with running(tmp_path, "serve") as process:
+        wait_until_served(client, process, tmp_path / "serve.log")
+        asked = ask(client, 10)
+        deadline = time.monotonic() + 60
+        while len(on_disk(folder)) < 10:  # what is on disk survives; what is still in memory may not
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    with running(tmp_path, "serve") as process:
+        wait_until_served(client, process, tmp_path / "serve.log")
+        asked += ask(client, 5)
+    assert sorted(on_disk(folder)) == sorted(asked)
+
+
+def on_disk(folder: Path) -> list[str]:
+    """Ids of the answers in a spool, read beside the process that writes it."""
+    entries = [entry for path in sorted(folder.glob("*.spool")) for entry, _ in entries_in(path.read_bytes())]
+    frames = [msgspec.msgpack.decode(entry, type=Spooled).frame for entry in entries]
+    blocks = [decode(frame) for frame in frames]
+    return [one.id for block in blocks if isinstance(block, Block) for one in block.experiences]

@@ -1,0 +1,84 @@
+"""`headrace init` and `headrace keys`: what they write is accepted as it is, and nothing is overwritten."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from actors.gateway.config import GatewayConfig
+from infra.cli.roles import webhooks_of
+from infra.cli.settings import load_settings
+from infra.cli.up import ROLES, roles_of, say_door
+
+
+def headrace(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "infra.cli.main", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_what_init_writes_check_accepts_and_init_does_not_write_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "Support Bot"
+    done = headrace("init", str(folder), "--engine", "torch")
+    assert done.returncode == 0, done.stderr
+    assert load_settings(folder / "headrace.toml").app == "support-bot"
+    checked = headrace("check", "-c", str(folder / "headrace.toml"))
+    assert checked.returncode == 0, checked.stderr
+    for word in ("not_trivial", "brief", "csat", "webhook", "/v1/feedback"):
+        assert word in checked.stdout
+    (folder / "plugins" / "mine.py").write_text("mine = 1")
+    again = headrace("init", str(folder))
+    assert again.returncode == 2 and "is there already" in again.stderr
+    assert (folder / "plugins" / "mine.py").read_text() == "mine = 1"
+
+
+def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
+    file = tmp_path / "headrace.toml"
+    file.write_text('app = "bot"\n[gateway]\n')
+    made = headrace("keys", "create", "--tenant", "acme", "--scope", "serve,admin", "--rpm", "60", "-c", str(file))
+    (shown,) = made.stdout.split()
+    key_id = shown.split("-")[1]
+    listed = json.loads(headrace("keys", "list", "--json", "-c", str(file)).stdout)
+    assert [(one["id"], one["tenant"], one["scopes"], one["rpm"], one["state"]) for one in listed] == [
+        (key_id, "acme", ["serve", "admin"], 60, "live")
+    ]
+    assert shown.split("-", 2)[2] not in (tmp_path / "store" / "gateway" / "keys" / key_id).read_text()
+    assert headrace("keys", "revoke", shown, "-c", str(file)).returncode == 0
+    assert json.loads(headrace("keys", "list", "--json", "-c", str(file)).stdout)[0]["state"] == "revoked"
+    for wrong in (["--scope", "serve,root"], ["--train", "maybe"], ["--expires", "soon"]):
+        refused = headrace("keys", "create", *wrong, "-c", str(file))
+        assert refused.returncode == 2 and refused.stderr.startswith("headrace: "), refused.stderr
+
+
+def test_up_serves_where_there_is_a_gateway_and_shows_a_key_once(tmp_path: Path) -> None:
+    file = tmp_path / "headrace.toml"
+    file.write_text('app = "bot"\n[gateway]\nlisten = "127.0.0.1:8123"\n')
+    settings = load_settings(file)
+    assert roles_of(settings) == ("serve", *ROLES)
+    with (tmp_path / "said").open("w") as said:
+        say_door(settings, Console(file=said))
+        say_door(settings, Console(file=said))
+    words = (tmp_path / "said").read_text()
+    assert words.count("http://127.0.0.1:8123/v1") == 2 and words.count("api_key") == 1
+    file.write_text('app = "bot"\n')
+    assert roles_of(load_settings(file)) == ROLES
+
+
+def test_webhook_secrets_come_from_the_environment_and_their_absence_is_told(tmp_path: Path) -> None:
+    (tmp_path / "headrace.toml").write_text(
+        'app = "bot"\n[gateway]\n[[feedback]]\nname = "z"\nuse = "m:f"\n'
+        'from = { webhook = "/zendesk", secret_env = "HEADRACE_TEST_NO_SUCH_SECRET" }\n'
+    )
+    script = f"from pathlib import Path; from infra.cli.settings import load_settings; from infra.cli.roles import webhooks_of; print(webhooks_of(load_settings(Path({str(tmp_path / 'headrace.toml')!r}))))"  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "HEADRACE_TEST_NO_SUCH_SECRET" in done.stderr and done.returncode
+    assert webhooks_of(load_settings(_empty(tmp_path))) == ()
+    assert GatewayConfig().train_on == "nothing", "nobody's answers are learned from by default"
+
+
+def _empty(folder: Path) -> Path:
+    file = folder / "empty.toml"
+    file.write_text('app = "bot"\n')
+    return file

@@ -1,0 +1,167 @@
+"""`headrace replay` and `headrace export`: what is printed, what is promised, and which exit code says so."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from infra.bus.bus import Partition
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.cli.export import fill
+from infra.cli.main import app
+from infra.cli.settings import Settings
+from infra.cli.source import Source
+from infra.config import PolicyConfig, Use
+from infra.ledger.archive import writing
+from infra.store_memory import MemoryStore
+from schemas import Batch, encode, topics
+from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
+from trainer import checkpoint
+from trainer.learners.scripted import ScriptedLearner
+from trainer.replay import find_start
+
+SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
+Damage = Callable[[Log, MemoryStore], None]
+
+
+def exported(tmp_path: Path, *, options: dict[str, Any] = {}, damage: Damage | None = None) -> Path:  # noqa: B006
+    """An archive of a finished run; options: of the learner that replays it."""
+    file = tmp_path / "run.headrace"
+
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        config = msgspec.structs.replace(CONFIG, learner=Use(use=SCRIPTED))
+        await train(log, store, ScriptedLearner(), config)
+        settings = Settings(
+            app="t",
+            pacing=FLOOR.pacing,
+            policy=PolicyConfig(model="somebody/tiny"),
+            trainer=msgspec.structs.replace(config, learner=Use(use=SCRIPTED, options=options)),
+        )
+        start = await find_start(log, store, "t", to_step=None)
+        if damage is not None:
+            damage(log, store)
+        with writing(file) as archive:
+            await fill(archive, Source(settings, log, store, "somebody/tiny"), start)
+            archive.close()
+
+    asyncio.run(main())
+    return file
+
+
+def call(*arguments: object) -> Result:
+    env = {"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
+    return CliRunner().invoke(app, [str(one) for one in arguments], env=env)
+
+
+def verdict(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found["exit_code"] == result.exit_code
+    return found
+
+
+def test_an_exported_run_replays_equal_with_no_broker(tmp_path: Path) -> None:
+    file = exported(tmp_path)
+    result = call("replay", file, "--verify")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0, result.output
+    num = sum(line.startswith("step ") for line in lines)
+    assert num > 3 and all(line.endswith("  equal") for line in lines if line.startswith("step "))
+    assert f"all {num} checkpoints equal" in lines and "times faster than the run" in result.stdout
+    assert "promised" not in result.stdout
+    found = verdict(call("replay", file, "--verify", "--json"))
+    assert found["equal"] and found["bits_promised"] and len(found["checkpoints"]) == num
+    assert found["steps"] == found["to_step"] + 1 and not found["faults"]
+
+
+def test_without_verify_hashes_are_printed_and_nothing_is_judged(tmp_path: Path) -> None:
+    result = call("replay", exported(tmp_path, damage=other_advantages), "--to", "11")
+    assert result.exit_code == 0 and "equal" not in result.stdout and "DIFFERS" not in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("12 steps from step -1 to 11")
+
+
+def other_advantages(log: Log, store: MemoryStore) -> None:
+    """Alter step 9 of the journal so that it still decodes."""
+    assert isinstance(log.bus, MemoryBus)
+    records = log.bus.log(Partition(log.name(topics.BATCHES), 0)).records
+    for at, record in enumerate(records):
+        batch = log.decode(record).value
+        if isinstance(batch, Batch) and batch.step == 9:
+            items = tuple(msgspec.structs.replace(one, advantage=one.advantage + 1.0) for one in batch.items)
+            altered = encode(msgspec.structs.replace(batch, items=items))
+            records[at] = msgspec.structs.replace(record, value=altered)
+
+
+def test_a_difference_is_told_with_where_it_begins_and_exit_code_1(tmp_path: Path) -> None:
+    file = exported(tmp_path, damage=other_advantages)
+    result = call("replay", file, "--verify")
+    assert result.exit_code == 1
+    assert "DIFFERS: the run told " in result.stdout and "the first at step" in result.stdout
+    assert "so it is in the steps after that" in result.stdout
+    assert not verdict(call("replay", file, "--verify", "--json"))["equal"]
+
+
+def test_other_hardware_is_told_and_its_differences_are_no_failure(tmp_path: Path) -> None:
+    file = exported(tmp_path, options={"device": "cuda", "drift": 0.001})
+    result = call("replay", file, "--verify")
+    assert result.exit_code == 0, result.output
+    assert "device: cpu in the run, cuda here" in result.stdout and "settings: " in result.stdout
+    assert "bits are not promised here (differs from the run: device, settings)" in result.stdout
+    found = verdict(call("replay", file, "--verify", "--json"))
+    assert not found["bits_promised"] and not found["equal"] and found["differs"]["device"] == ["cpu", "cuda"]
+
+
+def altered_checkpoint(log: Log, store: MemoryStore) -> None:
+    oldest = checkpoint.manifests(store, "t")[0]
+    store.put(oldest.state, store.get(oldest.state)[:-1] + b"x")
+
+
+@pytest.mark.parametrize("damage", [altered_checkpoint])
+def test_an_archive_with_an_altered_checkpoint_is_one_line(tmp_path: Path, damage: Damage) -> None:
+    result = call("replay", exported(tmp_path, damage=damage), "--verify")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert "no checkpoint to begin with: checkpoint of step -1: " in line and "its bytes are not those" in line
+
+
+def test_an_archive_holds_no_address_and_no_option_of_an_engine(tmp_path: Path) -> None:
+    from infra.cli.source import shaping
+
+    settings = msgspec.convert(
+        {
+            "app": "t",
+            "kafka": {"bootstrap_servers": "kafka.internal:9092"},
+            "store": {"url": "s3://bucket"},
+            "engine": {"use": "a:B", "options": {"api_key": "secret"}},
+        },
+        Settings,
+    )
+    text = msgspec.json.encode(shaping(settings)).decode()
+    assert not any(word in text for word in ("kafka.internal", "s3://", "secret", "api_key"))
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"\x28\xb5\x2f\xfd" + bytes(20)])
+def test_what_is_no_archive_is_one_line(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    result = call("replay", file)
+    assert result.exit_code == 1 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert str(file) in line
+
+
+def test_a_folder_that_is_no_run_is_one_line_and_stays_as_it_was(tmp_path: Path) -> None:
+    result = call("replay", tmp_path)
+    assert result.exit_code == 2 and "headrace.toml" in result.stderr
+    (tmp_path / "headrace.toml").write_text('app = "t"\n')
+    for arguments in (["replay", tmp_path], ["export", tmp_path, tmp_path / "out"]):
+        result = call(*arguments)
+        assert result.exit_code == 2 and "no run was started here" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["headrace.toml"]

@@ -1,0 +1,155 @@
+"""`trace`: an answer's way to the weights is told from records alone, and the index is a cache of the log."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.ledger.index import Index
+from infra.ledger.trace import AnswerTrace, trace_answer, trace_policy
+from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, topics
+from schemas.errors import NotInLog
+from tests.infra.ledger.ledger_records import RUN, batch, block, closure, stub
+
+NAME = "a.0.0-0-0"
+POLICY = "main"
+
+
+def published(version: int, step: int, token: int = 1) -> PolicyEvent:
+    return PolicyEvent(event="published", policy=POLICY, version=version, parent=version - 1, step=step, token=token)
+
+
+async def log_of_a_run() -> Log:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    for group in ("a.0", "b.0"):
+        await log.publish(topics.EXPERIENCES, block(group))
+        await log.publish(topics.VERIFIED, block(group))
+    await log.publish(topics.VERIFIED, stub("b.0", 1, "too short"))
+    await log.publish(topics.VERIFIED, Feedback(ref=f"hr-{NAME}", id="t-1", value=0.5, source="csat"))
+    await log.publish(topics.VERIFIED, Feedback(ref="hr-a.0.0-1-0", id="t-2", value=1.0, source="csat"))
+    await log.publish(topics.BUFFER, block("a.0"))
+    await log.publish(topics.PROGRESS, closure("a.0", "buffered"))
+    await log.publish(topics.POLICIES, published(0, -1))
+    await log.publish(topics.BATCHES, Fence(run=RUN, token=1))
+    for step in range(3):
+        await log.publish(topics.BATCHES, batch(step, NAME if step == 1 else "c.0.0-0-0", use=step))
+        await log.publish(topics.POLICIES, published(step + 1, step))
+    return log
+
+
+def with_index(folder: Path, body: Callable[[Index], Awaitable[None]]) -> None:
+    async def main() -> None:
+        index = Index(folder / "trace.sqlite", run=RUN, policy=POLICY)
+        try:
+            await body(index)
+        finally:
+            index.close()
+
+    asyncio.run(main())
+
+
+async def traced(log: Log, index: Index, ref: str) -> AnswerTrace:
+    await index.refresh(log)
+    return await trace_answer(log, index, ref)
+
+
+def test_an_answer_is_followed_to_its_step_and_its_version(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        found = await traced(await log_of_a_run(), index, f"hr-{NAME}")
+        assert found.published is not None and found.published.id == NAME
+        assert [said.id for _, said in found.feedback] == ["t-1"], "feedback of another answer of the group is not its"
+        assert [one.outcome for _, one in found.closures] == ["buffered"]
+        assert len(found.buffered) == 1
+        assert [(use.step, use.use, use.undone) for use in found.uses] == [(1, 1, "")]
+        assert (found.first_version, found.newest_version) == (2, 3)
+
+    with_index(tmp_path, body)
+
+
+def test_a_dropped_answer_says_why_and_was_learned_by_nobody(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        found = await traced(await log_of_a_run(), index, "b.0.0-1-0")
+        assert (found.dropped, found.uses, found.first_version) == ("too short", (), None)
+
+    with_index(tmp_path, body)
+
+
+@pytest.mark.parametrize("ref", ["hr-z.9.0-0-0", "a.0.0-7-0", "nonsense"])
+def test_an_answer_the_log_does_not_hold_is_said_not_to_be_there(tmp_path: Path, ref: str) -> None:
+    async def body(index: Index) -> None:
+        with pytest.raises(NotInLog):
+            await traced(await log_of_a_run(), index, ref)
+
+    with_index(tmp_path, body)
+
+
+def test_steps_that_were_skipped_or_rolled_back_taught_nothing(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        log = await log_of_a_run()
+        await log.publish(topics.BATCHES, batch(3, NAME, use=1))
+        await log.publish(topics.BATCHES, Skip(run=RUN, token=1, step=3, reason="not finite"))
+        await log.publish(
+            topics.BATCHES,
+            Rollback(run=RUN, token=1, from_step=1, to_step=2, restored_version=1, version=4, reason="alarm"),
+        )
+        found = await traced(log, index, NAME)
+        assert [use.undone for use in found.uses] == ["rolled back: alarm", "step skipped: not finite"]
+        assert found.first_version is None
+
+    with_index(tmp_path, body)
+
+
+def test_what_a_fenced_trainer_journaled_does_not_count(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        log = await log_of_a_run()
+        await log.publish(topics.BATCHES, Fence(run=RUN, token=9))
+        await log.publish(topics.BATCHES, batch(7, NAME, use=3, token=1))
+        found = await traced(log, index, NAME)
+        assert [use.step for use in found.uses] == [1]
+
+    with_index(tmp_path, body)
+
+
+def test_a_policy_lists_the_steps_and_answers_it_was_made_of(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        log = await log_of_a_run()
+        await index.refresh(log)
+        made = await trace_policy(log, index, 2)
+        assert (made.parent, [step.step for step in made.steps], made.ids) == (1, [1], (NAME,))
+        assert made.lanes == {"usual": 1}
+        with pytest.raises(NotInLog, match="the newest is 3"):
+            await trace_policy(log, index, 8)
+
+    with_index(tmp_path, body)
+
+
+def test_a_second_refresh_reads_only_what_has_come_since(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        log = await log_of_a_run()
+        first: list[str] = []
+        again: list[str] = []
+        await index.refresh(log, lambda topic, left: first.append(topic))
+        await index.refresh(log, lambda topic, left: again.append(topic))
+        await log.publish(topics.EXPERIENCES, block("late.0"))
+        await index.refresh(log, lambda topic, left: again.append(topic))
+        assert set(first) >= {"experiences", "verified", "batches"} and again == ["experiences"]
+        assert (await trace_answer(log, index, "late.0.0-0-0")).published is not None
+
+    with_index(tmp_path, body)
+
+
+def test_the_index_of_a_log_that_began_anew_begins_anew(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        await index.refresh(await log_of_a_run())
+        other = Log(MemoryBus(), "t")
+        await other.create_topics(partitions=2, keep_ms=-1)
+        await other.publish(topics.EXPERIENCES, block("n.0"))
+        with pytest.raises(NotInLog):
+            await traced(other, index, NAME)
+        assert (await trace_answer(other, index, "n.0.0-0-0")).published is not None
+
+    with_index(tmp_path, body)

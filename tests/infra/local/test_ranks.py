@@ -1,0 +1,105 @@
+"""Ranks start together, end together, and start again together."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.local.ranks import Group, rank_of, run_ranks
+
+# Every rank writes its pid; then rank 0 does what the first argument says, the others wait to be ended.
+SCRIPT = """
+import os, sys, time, pathlib
+rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[2])
+assert os.environ["WORLD_SIZE"] == "3" and os.environ["LOCAL_RANK"] == str(rank) and os.environ["MASTER_PORT"]
+lives = len(list(folder.glob("0-*")))
+(folder / f"{rank}-{os.getpid()}").write_text(os.environ["MASTER_PORT"])
+if sys.argv[1] == "done" and rank == 0:
+    (folder / "done").touch()
+    sys.exit(0)
+if sys.argv[1] == "late":  # rank 0 has told the others, and ends after them
+    if rank == 0:
+        time.sleep(1.0)
+    sys.exit(0)
+if sys.argv[1] == "refuse" and rank == 2:
+    sys.exit(2)
+if sys.argv[1] == "again" and rank == 0 and lives:
+    (folder / "done").touch()
+    sys.exit(0)
+while not (folder / "done").exists():
+    time.sleep(0.02)
+"""
+
+
+def group(tmp_path: Path, what: str, **settings: object) -> Group:
+    argv = (sys.executable, "-c", SCRIPT, what, str(tmp_path))
+    return Group(argv=argv, num_ranks=3, log=tmp_path / "logs", final_codes=(0, 2), **settings)  # type: ignore[arg-type]
+
+
+def pids(tmp_path: Path, rank: int | str = "[0-9]") -> list[int]:
+    return [int(path.name.partition("-")[2]) for path in tmp_path.glob(f"{rank}-*")]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def test_when_rank_0_has_done_its_work_all_end(tmp_path: Path) -> None:
+    assert asyncio.run(run_ranks(group(tmp_path, "done"), asyncio.Event())) == 0
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_others_may_end_before_rank_0_which_told_them_to(tmp_path: Path) -> None:
+    assert asyncio.run(run_ranks(group(tmp_path, "late"), asyncio.Event())) == 0
+    assert len(pids(tmp_path)) == 3, "nobody is started again"
+
+
+def test_what_no_restart_can_mend_ends_the_group_with_its_code(tmp_path: Path) -> None:
+    assert asyncio.run(run_ranks(group(tmp_path, "refuse"), asyncio.Event())) == 2
+    assert not any(map(alive, pids(tmp_path)))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_takes_the_others_with_it_and_all_start_again(tmp_path: Path, victim: int) -> None:
+    async def main() -> int:
+        running = asyncio.create_task(run_ranks(group(tmp_path, "again"), asyncio.Event()))
+        await until(lambda: len(pids(tmp_path)) == 3)
+        first = pids(tmp_path)
+        os.kill(pids(tmp_path, victim)[0], signal.SIGKILL)
+        await until(lambda: len(pids(tmp_path)) > 3)
+        assert not any(map(alive, first)), "a new group begins when nothing is left of the old one"
+        return await running
+
+    assert asyncio.run(main()) == 0
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_stop_ends_the_group_also_where_nobody_listens(tmp_path: Path) -> None:
+    async def main() -> int:
+        stop = asyncio.Event()
+        running = asyncio.create_task(run_ranks(group(tmp_path, "wait", stop_s=0.5), stop))
+        await until(lambda: len(pids(tmp_path)) == 3)
+        stop.set()
+        code = await running
+        # Who is killed is gone once its watcher has reaped it, which may be a moment later.
+        await until(lambda: not any(map(alive, pids(tmp_path))))
+        return code
+
+    assert asyncio.run(main()) == 0
+
+
+def test_a_rank_is_what_a_launcher_says() -> None:
+    assert rank_of({}) is None
+    assert rank_of({"WORLD_SIZE": "2", "RANK": "1"}) == 1

@@ -1,0 +1,171 @@
+"""What collect must decide, told in another way: a plain reading of one partition of `verified`, record by record.
+
+Written from the rules and not from the fold: one part per episode, one feedback source, the lanes of the simulation.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from schemas import Block, Feedback, Stub
+from schemas.ids import group_of
+from streams.collect.credit import answer_of
+
+Key = tuple[str, int, int]
+
+
+class Expected(msgspec.Struct):
+    """One closure: superseded, or who was there. members: id → mean of what was said of it, None for nothing."""
+
+    superseded: bool = False
+    members: dict[str, float | None] = {}
+    missing: int = 0
+
+
+class Try(msgspec.Struct):
+    """One attempt so far. there: episode → experience id, "" for a stub."""
+
+    size: int
+    lane: str
+    first_ms: int
+    there: dict[int, str] = {}
+
+
+class Fate(msgspec.Struct):
+    """One group so far. heard: answer → feedback in order."""
+
+    tries: dict[int, Try] = {}
+    winner: int = -1
+    over: set[int] = set()
+    is_closed: bool = False
+    revision: int = 0
+    due_ms: int = 0
+    heard: dict[str, list[Feedback]] = {}
+    first_heard_ms: int = 0
+
+
+class CollectModel:
+    """expected: what progress must say. late: what feedback after the window does."""
+
+    def __init__(self, *, deadline_ms: int, window_ms: int, late: str) -> None:
+        self.deadline_ms = deadline_ms
+        self.window_ms = window_ms
+        self.late = late
+        self.expected: dict[Key, Expected] = {}
+        self.groups: dict[str, Fate] = {}
+
+    def read(self, records: Iterable[tuple[int, Any]]) -> None:
+        """(log-append ms, record) of one partition, in order."""
+        now_ms = 0
+        for time_ms, value in records:
+            now_ms = max(now_ms, time_ms)
+            self._fire(now_ms)
+            if isinstance(value, Block):
+                done = [self._arrive(one, one.id, now_ms) for one in value.experiences]
+                self._complete(value.group, [number for number in done if number is not None], now_ms)
+            elif isinstance(value, Stub):
+                number = self._arrive(value, "", now_ms)
+                self._complete(value.group, [] if number is None else [number], now_ms)
+            elif isinstance(value, Feedback):
+                self._hear(value, now_ms)
+
+    def _fire(self, now_ms: int) -> None:
+        while True:
+            due = [(one.due_ms, name) for name, one in self.groups.items() if 0 < one.due_ms <= now_ms]
+            if not due:
+                return
+            name = min(due)[1]
+            group = self.groups[name]
+            group.due_ms = 0
+            if group.winner >= 0:
+                self._close(name)
+            elif group.tries:
+                best = max(group.tries, key=lambda number: (len(group.tries[number].there), -number))
+                self._win(name, best, now_ms)
+            else:
+                del self.groups[name]
+
+    def _arrive(self, one: Any, id: str, now_ms: int) -> int | None:
+        """The attempt that has news, if any."""
+        group = self.groups.setdefault(one.group, Fate())
+        if one.attempt in group.over:
+            return None
+        if group.winner >= 0:
+            if one.attempt != group.winner:
+                self._supersede(one.group, one.attempt)
+            return None
+        attempt = group.tries.setdefault(one.attempt, Try(one.group_size, one.lane, now_ms))
+        if one.episode in attempt.there:
+            return None
+        attempt.there[one.episode] = id
+        group.due_ms = min(known.first_ms for known in group.tries.values()) + self.deadline_ms
+        return int(one.attempt)
+
+    def _complete(self, name: str, numbers: list[int], now_ms: int) -> None:
+        group = self.groups[name]
+        for number in sorted(numbers):
+            if len(group.tries[number].there) == group.tries[number].size:
+                self._win(name, number, now_ms)
+                return
+
+    def _win(self, name: str, number: int, now_ms: int) -> None:
+        group = self.groups[name]
+        group.winner = number
+        for other in [other for other in group.tries if other != number]:
+            del group.tries[other]
+            self._supersede(name, other)
+        self._close_unless_waiting(name, now_ms)
+
+    def _close_unless_waiting(self, name: str, now_ms: int) -> None:
+        group = self.groups[name]
+        attempt = group.tries[group.winner]
+        members = [id for id in attempt.there.values() if id]
+        due_ms = attempt.first_ms + self.window_ms
+        if attempt.lane == "live" and members and due_ms > now_ms and not all(group.heard.get(id) for id in members):
+            group.due_ms = due_ms
+            return
+        self._close(name)
+
+    def _close(self, name: str) -> None:
+        group = self.groups[name]
+        group.is_closed, group.due_ms = True, 0
+        self.expected[name, group.winner, 0] = self._state(group)
+
+    def _state(self, group: Fate) -> Expected:
+        attempt = group.tries[group.winner]
+        members = {id: mean(group.heard.get(id, [])) for id in attempt.there.values() if id}
+        return Expected(members=members, missing=attempt.size - len(attempt.there))
+
+    def _supersede(self, name: str, number: int) -> None:
+        self.groups[name].over.add(number)
+        self.expected[name, number, 0] = Expected(superseded=True)
+
+    def _hear(self, feedback: Feedback, now_ms: int) -> None:
+        try:
+            name = group_of(feedback.ref)
+        except ValueError:
+            return
+        answer = answer_of(feedback.ref)
+        group = self.groups.setdefault(name, Fate())
+        if feedback.id in [known.id for known in group.heard.get(answer, [])]:
+            return
+        if group.is_closed:
+            if self.late == "drop" or answer not in group.tries[group.winner].there.values():
+                return
+            group.heard.setdefault(answer, []).append(feedback)
+            group.revision += 1
+            self.expected[name, group.winner, group.revision] = self._state(group)
+            return
+        group.heard.setdefault(answer, []).append(feedback)
+        group.first_heard_ms = group.first_heard_ms or now_ms
+        if group.winner >= 0:
+            self._close_unless_waiting(name, now_ms)
+        elif not group.tries:
+            group.due_ms = group.first_heard_ms + max(self.window_ms, self.deadline_ms)
+
+
+def mean(heard: list[Feedback]) -> float | None:
+    """What counts: the last word of each rater, averaged."""
+    last = {one.rater: one.value for one in heard if one.value is not None}
+    return sum(last.values()) / len(last) if last else None

@@ -1,0 +1,91 @@
+"""The simulated object store: what one process writes may fail, tear or be its last act.
+
+Watched: an object under `policies/` never changes, and a policy manifest is written after everything it names.
+"""
+
+from collections.abc import Callable, Iterator
+
+from infra.store_memory import MemoryStore
+from infra.weights.manifest import decode_manifest
+from schemas.errors import NotInStore, StoreError
+from tests.simulator.faults import Fate, Faults
+from tests.simulator.virtual_loop import Killed, Process
+
+Complain = Callable[[str, str], None]
+
+
+class ClientStore:
+    """A Store: what one process has of the shared one. complain: is told (promise, what broke it)."""
+
+    def __init__(self, shared: MemoryStore, process: Process, faults: Faults, complain: Complain) -> None:
+        self._shared = shared
+        self._process = process
+        self._faults = faults
+        self._complain = complain
+
+    def put(self, key: str, data: bytes) -> None:
+        """See Store."""
+        self._check_alive()
+        fate = self._faults.put_fate()
+        if fate is Fate.CRASH_BEFORE:
+            self._die()
+        if fate is Fate.LOST:
+            raise StoreError(f"{key}: not stored (simulated)")
+        if fate is Fate.TORN:
+            self._shared.put(key, data[: len(data) // 2])
+            self._die()
+        self._watch(key, data)
+        self._shared.put(key, data)
+        if fate is Fate.CRASH_AFTER:
+            self._die()
+        if fate is Fate.UNCONFIRMED:
+            raise StoreError(f"{key}: not confirmed (simulated)")
+
+    def get(self, key: str) -> bytes:
+        """See Store."""
+        self._check_alive()
+        if self._faults.get_fails():
+            raise StoreError(f"{key}: not read (simulated)")
+        return self._shared.get(key)
+
+    def size(self, key: str) -> int:
+        """See Store."""
+        return len(self.get(key))
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """See Store."""
+        self._check_alive()
+        yield from list(self._shared.keys(prefix))
+
+    def delete(self, key: str) -> None:
+        """See Store."""
+        self._check_alive()
+        self._shared.delete(key)
+
+    def _check_alive(self) -> None:
+        if self._process.is_dead:
+            raise Killed
+
+    def _die(self) -> None:
+        self._faults.kill(self._process)
+        raise Killed
+
+    def _watch(self, key: str, data: bytes) -> None:
+        if not key.startswith("policies/"):
+            return
+        try:
+            old = self._shared.get(key)
+        except NotInStore:
+            old = data
+        if old != data and data[: len(old)] != old:  # a torn object may be written anew
+            self._complain("I3 one content", f"{key} was written before with other bytes")
+        if "/manifests/" not in key:
+            return
+        for source in decode_manifest(data).sources:
+            for shard in source.shards:
+                try:
+                    whole = len(self._shared.get(shard.key)) == shard.num_bytes
+                except NotInStore:
+                    whole = False
+                if not whole:
+                    self._complain("I3 complete", f"{key} was written before {shard.key}")

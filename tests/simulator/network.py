@@ -1,0 +1,321 @@
+"""The simulated log: one broker in memory, and each process's own connection to it with delays, losses and crashes.
+
+A request travels, is applied at the broker in one instant, and its answer travels back; a process may die or stall in
+between. Requests of one process to one partition keep their order. What the broker stored is told to `Watcher`.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextvars import copy_context
+from functools import partial
+from typing import Protocol
+
+from infra.bus.bus import CommitRefused, Headers, Partition, Position, Reader, Record, check_size
+from infra.bus.memory import MemoryBus
+from infra.bus.partitioner import partition_for
+from schemas.errors import BrokerUnavailable, OffsetOutOfRange
+from tests.simulator.faults import Fate, Faults
+from tests.simulator.virtual_loop import Killed, Process
+
+DEADLINE_S = 4.0  # a client gives up on a broker it cannot reach
+EPOCH_MS = 1_700_000_000_000
+
+
+class Watcher(Protocol):
+    """Who is told what happens at the broker and at the clients."""
+
+    def stored(self, process: Process, record: Record) -> None:
+        """A record is in the log."""
+
+    def confirmed(self, process: Process, record: Record) -> None:
+        """The sender has been told so."""
+
+    def failed(self, process: Process, topic: str, key: bytes, value: bytes, stored: bool) -> None:
+        """The sender has been told that it failed, whether it did or not."""
+
+
+class Cluster(MemoryBus):
+    """The broker: every process's requests end here, in the broker's own context."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, faults: Faults, watcher: Watcher) -> None:
+        super().__init__(self.now_ms)
+        self.loop = loop
+        self.faults = faults
+        self.watcher = watcher
+        self.context = copy_context()
+        self._sleepers: dict[str, list[asyncio.Future[None]]] = {}
+        self._archive: dict[str, list[Record]] = {}  # what was ever stored, trimmed or not
+        self._last: dict[tuple[str, Process, int], float] = {}
+
+    def now_ms(self) -> int:
+        """The log's clock."""
+        return EPOCH_MS + int(self.loop.time() * 1000)
+
+    def append(self, process: Process, topic: str, value: bytes, key: bytes, headers: Headers, index: int) -> Record:
+        """Store one record, now."""
+        log = self.log(Partition(topic, index))
+        record = Record(topic, index, log.end, self.now_ms(), key, value, tuple(headers))
+        log.records.append(record)
+        self._archive.setdefault(topic, []).append(record)
+        for sleeper in self._sleepers.pop(topic, ()):
+            if not sleeper.done():
+                sleeper.set_result(None)
+        self.watcher.stored(process, record)
+        return record
+
+    def everything(self, topic: str) -> list[Record]:
+        """All records of a topic, in partition order, also those that were deleted since."""
+        return sorted(self._archive.get(topic, ()), key=lambda one: (one.partition, one.offset))
+
+    def request(
+        self, process: Process, topic: str, value: bytes, key: bytes, headers: Headers, partition: int | None
+    ) -> asyncio.Future[Position]:
+        """Send a record off; the future is the client's."""
+        check_size(topic, key, value, headers)
+        count = len(self._logs(topic))
+        index = partition_for(key, count) if partition is None else partition
+        self.log(Partition(topic, index))
+        answer: asyncio.Future[Position] = self.loop.create_future()
+        fate = self.faults.send_fate(process, topic)
+        delay_s, reachable = self.faults.travel(process)
+        at_s = self.loop.time() + delay_s
+        if not reachable or fate is Fate.LOST:
+            self.loop.call_at(
+                self.loop.time() + (DEADLINE_S if not reachable else delay_s),
+                partial(self._fail, process, answer, topic, key, value, False),
+                context=self.context,
+            )
+            return answer
+        way = (topic, process, index)
+        at_s = self._last[way] = max(at_s, self._last.get(way, 0.0) + 1e-6)
+        arrive = partial(self._arrive, process, answer, fate, topic, value, key, headers, index)
+        self.loop.call_at(at_s, arrive, context=self.context)
+        return answer
+
+    def _arrive(
+        self, process: Process, answer: asyncio.Future[Position], fate: Fate, topic: str, value: bytes, key: bytes,
+        headers: Headers, index: int,
+    ) -> None:  # fmt: skip
+        if fate is Fate.CRASH_BEFORE:
+            self.faults.kill(process)
+            return
+        record = self.append(process, topic, value, key, headers, index)
+        if fate is Fate.CRASH_AFTER:
+            self.faults.kill(process)
+            return
+        delay_s, _ = self.faults.travel(process)
+        if fate is Fate.UNCONFIRMED:
+            told = partial(self._fail, process, answer, topic, key, value, True)
+        else:
+            told = partial(self._confirm, process, answer, record)
+        self.loop.call_later(delay_s, told, context=self.context)
+
+    def _confirm(self, process: Process, answer: asyncio.Future[Position], record: Record) -> None:
+        if not answer.done() and not process.is_dead:
+            self.watcher.confirmed(process, record)
+            answer.set_result(Position(record.topic, record.partition, record.offset, record.timestamp_ms))
+
+    def _fail(
+        self, process: Process, answer: asyncio.Future[Position], topic: str, key: bytes, value: bytes, stored: bool
+    ) -> None:
+        if not answer.done() and not process.is_dead:
+            self.watcher.failed(process, topic, key, value, stored)
+            answer.set_exception(BrokerUnavailable(f"{topic}: not confirmed (simulated)"))
+
+    async def sleep_until_news(self, topics: Sequence[str], until_s: float) -> None:
+        """Until one of the topics has a new record."""
+        news: asyncio.Future[None] = self.loop.create_future()
+        for topic in topics:
+            self._sleepers.setdefault(topic, []).append(news)
+        timer = self.loop.call_at(until_s, lambda: None if news.done() else news.set_result(None))
+        try:
+            await news
+        finally:
+            timer.cancel()
+
+    def expel(self, process: Process) -> None:
+        """The group's sessions of a process that is not heard of are over."""
+        for name, group in self._groups.items():
+            for reader in [one for one in group.members if getattr(one, "process", None) is process]:
+                self.leave(name, reader)
+
+
+class ClientBus:
+    """A Bus: what one process has of the cluster."""
+
+    def __init__(self, cluster: Cluster, process: Process) -> None:
+        self.cluster = cluster
+        self.process = process
+
+    async def start(self) -> None:
+        """See Bus."""
+
+    async def close(self) -> None:
+        """See Bus."""
+
+    async def hop(self) -> None:
+        """One way over the network."""
+        if self.process.is_dead:
+            raise Killed
+        delay_s, reachable = self.cluster.faults.travel(self.process)
+        await asyncio.sleep(delay_s if reachable else DEADLINE_S)
+        if not reachable:
+            raise BrokerUnavailable("the network is cut (simulated)")
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
+    ) -> Position:
+        """See Bus."""
+        if self.process.is_dead:
+            raise Killed
+        return await self.cluster.request(self.process, topic, value, key, headers, partition)
+
+    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+        """See Bus."""
+        for partition in starts:
+            self.cluster.log(partition)
+        return ClientReader(self, dict(starts), group=group)
+
+    async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:
+        """See Bus."""
+        await self.hop()
+        for topic in topics:
+            await self.cluster.commit_beginnings(group, topic)
+        reader = ClientReader(self, {}, group=group, topics=tuple(topics))
+        self.cluster.join(group, reader)  # type: ignore[arg-type]
+        return reader
+
+    async def partitions(self, topic: str) -> tuple[int, ...]:
+        """See Bus."""
+        return await self.cluster.partitions(topic)
+
+    async def beginning_offsets(self, topic: str) -> dict[Partition, int]:
+        """See Bus."""
+        await self.hop()
+        return await self.cluster.beginning_offsets(topic)
+
+    async def end_offsets(self, topic: str) -> dict[Partition, int]:
+        """See Bus."""
+        await self.hop()
+        return await self.cluster.end_offsets(topic)
+
+    async def committed(self, group: str, topic: str) -> dict[Partition, int]:
+        """See Bus."""
+        await self.hop()
+        return await self.cluster.committed(group, topic)
+
+    async def commit_beginnings(self, group: str, topic: str) -> None:
+        """See Bus."""
+        await self.cluster.commit_beginnings(group, topic)
+
+    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
+        """See Bus."""
+        return await self.cluster.create_topic(topic, partitions, config)
+
+    async def delete_records(self, partition: Partition, before: int) -> None:
+        """See Bus."""
+        await self.hop()
+        await self.cluster.delete_records(partition, before)
+
+
+class ClientReader:
+    """A Reader of one process. Partitions are read in a random order, a random number of records of each."""
+
+    def __init__(
+        self, bus: ClientBus, starts: dict[Partition, int], *, group: str | None, topics: tuple[str, ...] = ()
+    ) -> None:
+        self.topics = topics
+        self.process = bus.process
+        self.generation = -1
+        self._bus = bus
+        self._cluster = bus.cluster
+        self._group = group
+        self._positions = starts
+        self._closed = False
+
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
+        """See Reader."""
+        clock = self._cluster.loop.time
+        until_s = clock() + timeout_s
+        await self._bus.hop()
+        while True:
+            self._follow()
+            topics = self.topics or tuple(sorted({at.topic for at in self._positions}))
+            if not self._has_news() and clock() < until_s:
+                await self._cluster.sleep_until_news(topics, until_s)
+            if self._has_news():
+                if lag_s := self._cluster.faults.lag_s(self.process, topics):
+                    await asyncio.sleep(lag_s)
+                self._follow()
+                if records := self._take(max_records):
+                    return records
+            if clock() >= until_s:
+                return []
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """See Reader."""
+        self._follow()
+        if partition not in self._positions:
+            raise ValueError(f"not assigned to this reader: {partition}")
+        self._positions[partition] = offset
+
+    def positions(self) -> dict[Partition, int]:
+        """See Reader."""
+        self._follow()
+        return dict(self._positions)
+
+    async def commit(self, offsets: Mapping[Partition, int]) -> None:
+        """See Reader."""
+        if self._group is None:
+            raise ValueError("this reader has no group to commit for")
+        generation = self.generation
+        await self._bus.hop()
+        group = self._cluster.group(self._group)
+        if self.topics and (generation != group.generation or self not in group.members):  # type: ignore[comparison-overlap]
+            raise CommitRefused(f"group {self._group}: has rebalanced")
+        group.committed.update(offsets)
+        await self._bus.hop()
+
+    async def close(self) -> None:
+        """See Reader."""
+        is_member = self.topics and self._group is not None and not self._closed and not self.process.is_dead
+        if is_member and self in self._cluster.group(self._group or "").members:  # type: ignore[comparison-overlap]
+            self._cluster.leave(self._group or "", self)  # type: ignore[arg-type]
+        self._closed = True
+
+    def _follow(self) -> None:
+        """Join again where the group gave this reader up; take over what the last rebalance dealt it."""
+        if not self.topics or self._group is None:
+            return
+        group = self._cluster.group(self._group)
+        if self not in group.members:  # type: ignore[comparison-overlap]
+            self._cluster.join(self._group, self)  # type: ignore[arg-type]
+        if group.generation != self.generation:
+            self.generation = group.generation
+            mine = self._cluster.share(self._group, self)  # type: ignore[arg-type]
+            self._positions = {partition: group.committed[partition] for partition in mine}
+
+    def _has_news(self) -> bool:
+        for partition, position in self._positions.items():
+            log = self._cluster.log(partition)
+            if position < log.end or position < log.beginning:
+                return True
+        return False
+
+    def _take(self, max_records: int) -> list[Record]:
+        partitions = sorted(self._positions)
+        self._cluster.faults.shuffle(partitions)
+        taken: list[Record] = []
+        for partition in partitions:
+            log, position = self._cluster.log(partition), self._positions[partition]
+            if not log.beginning <= position <= log.end:
+                if taken:
+                    break
+                raise OffsetOutOfRange(f"{partition}: offset {position} is not kept, from {log.beginning}")
+            if position == log.end:
+                continue
+            most = min(max_records - len(taken), self._cluster.faults.take_count())
+            records = log.records[position - log.beginning : position - log.beginning + most]
+            self._positions[partition] = position + len(records)
+            taken += records
+        return taken

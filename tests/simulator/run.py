@@ -1,0 +1,123 @@
+"""Runs seeds: `python -m tests.simulator.run --seeds 0:1000`, or one with its trace: `--seed 17 --trace`.
+
+Exit code 1 at a violation, which is printed with its seed, the promise, the last events and the command that repeats it.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import multiprocessing
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tests.simulator.faults import Mixture
+from tests.simulator.scenario import Scenario, draw_scenario
+from tests.simulator.settlement import settle
+from tests.simulator.watch import Violation
+from tests.simulator.world import World
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of one seed. trace: hash over everything that happened."""
+
+    seed: int
+    trace: str
+    violations: tuple[Violation, ...]
+    last: tuple[str, ...]
+    num_records: int
+    num_trained: int
+    virtual_s: float
+    lives: int
+    seen: dict[str, int]
+
+    def words(self) -> str:
+        """For a person."""
+        lines = [f"seed {self.seed}: {len(self.violations)} violations", "", *self.last, ""]
+        lines += [f"{one.at_s:10.4f} {one.promise}: {one.what}" for one in self.violations[:5]]
+        return "\n".join([*lines, "", f"again: python -m tests.simulator.run --seed {self.seed} --trace"])
+
+
+def run_seed(
+    seed: int, *, mixture: Mixture | None = None, scenario: Scenario | None = None, verbose: bool = False
+) -> Outcome:
+    """Simulate one seed. mixture, scenario: instead of those the seed draws."""
+    folder = Path(tempfile.mkdtemp(prefix="simulator-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
+    logging.disable(logging.CRITICAL)
+    gc.disable()  # collections would come at moments that no seed decides
+    try:
+        world = World(scenario or draw_scenario(seed), mixture, folder)
+        if verbose:
+            world.watch.verbose = lambda line: print(line, flush=True)
+        world.run()
+        if not world.watch.violations:
+            settle(world)
+        return Outcome(
+            seed=seed,
+            trace=world.watch.hash.hexdigest()[:16],
+            violations=tuple(world.watch.violations),
+            last=tuple(world.watch.last),
+            num_records=world.watch.num_records,
+            num_trained=world.account.trained if world.account else 0,
+            virtual_s=world.loop.time() - 1000.0,
+            lives=sum(slot.num_lives for slot in world.slots),
+            seen=dict(world.watch.seen),
+        )
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[Outcome]:
+    """Simulate many seeds, in this process or in some."""
+    if jobs == 1:
+        yield from map(run_seed, seeds)
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(run_seed, seeds, chunksize=5)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seeds", default="0:100", help="from:to")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--trace", action="store_true", help="with --seed: every event")
+    parser.add_argument("--go-on", action="store_true", help="after a violation")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        outcome = run_seed(arguments.seed, verbose=arguments.trace)
+        print(outcome.words() if outcome.violations else f"seed {outcome.seed} is clean, trace {outcome.trace}")
+        return 1 if outcome.violations else 0
+    begin, end = map(int, arguments.seeds.split(":"))
+    began = time.monotonic()
+    failed: list[int] = []
+    seen: Counter[str] = Counter()
+    num_records = 0
+    for outcome in run_seeds(range(begin, end), arguments.jobs):
+        num_records += outcome.num_records
+        seen.update(outcome.seen)
+        if outcome.violations:
+            failed.append(outcome.seed)
+            print(outcome.words() if not arguments.go_on else f"{outcome.seed}: {outcome.violations[0]}", flush=True)
+            if not arguments.go_on:
+                break
+    seconds = round(time.monotonic() - began, 1)
+    counts = {"seeds": end - begin, "failed": sorted(failed), "records": num_records, "seconds": seconds}
+    print(json.dumps({**counts, "seen": dict(sorted(seen.items()))}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What one seed simulates: the sizes of everything and the settings of the roles, small enough for thousands of runs."""
+
+import functools
+from random import Random
+
+import msgspec
+
+from actors.config import ExploreConfig, MasterConfig
+from infra.chain.chain import Step
+from infra.config import Floor, Pacing
+from schemas import Lane
+from streams.chain_builder import build_collect, build_verify
+from streams.config import (
+    CollectConfig,
+    FeedbackConfig,
+    From,
+    ProcessorConfig,
+    RewardConfig,
+    ScoreConfig,
+    StreamsConfig,
+)
+from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
+
+APP = "sim"
+EVENTS = "outside.csat"
+PARTITIONS = 2
+DEADLINE_S = 4.0
+WINDOW_S = 2.5
+FAULTS_S = 10.0  # of virtual time during which things go wrong
+LIVE_S = 5.0  # of it, customers come
+MAX_USES: dict[Lane, int] = {"usual": 1, "live": 1, "human": 1, "expert": 2}
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of one seed. late: what feedback after its window does."""
+
+    seed: int
+    groups_per_step: int
+    max_staleness: int
+    steps_per_version: int
+    checkpoint_every: int
+    warmup: bool
+    late: str
+    picky: bool
+    num_explorers: int
+    num_workers: int
+    num_live: int
+    num_tasks: int = 5
+    num_experts: int = 3
+    fail_at: tuple[int, ...] = ()
+
+    @property
+    def floor(self) -> Floor:
+        """Settings every role reads."""
+        return Floor(
+            app=APP,
+            pacing=Pacing(
+                groups_per_step=self.groups_per_step,
+                max_staleness=self.max_staleness,
+                steps_per_version=self.steps_per_version,
+                straggler_s=1.0,
+                reissue_s=5.0,
+            ),
+        )
+
+    @property
+    def master(self) -> MasterConfig:
+        """Of the master."""
+        return MasterConfig(
+            num_episodes=2, max_tokens=3, report_s=1.5, first_version=1 if self.warmup else 0, drain="300s"
+        )
+
+    @property
+    def explore(self) -> ExploreConfig:
+        """Of the explorers."""
+        return ExploreConfig(report_s=1.5, linger_s=0.3, drain_s=2.0)
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """Of the trainer."""
+        return TrainerConfig(
+            lanes={
+                "usual": LaneConfig(),
+                "live": LaneConfig(share=8.0, optional=True),
+                "human": LaneConfig(share=8.0, optional=True),
+                "expert": LaneConfig(loss="sft", share=0.5, max_uses=MAX_USES["expert"], optional=True),
+            },
+            warmup=WarmupConfig(every=5, max_steps=2, min_experiences=2, batch=2) if self.warmup else None,
+            checkpoint_every=self.checkpoint_every,
+            max_skips=3,
+        )
+
+    @property
+    def streams(self) -> StreamsConfig:
+        """Of the stages."""
+        return _streams(self.late, self.picky)
+
+
+@functools.cache
+def _streams(late: str, picky: bool) -> StreamsConfig:
+    feedback = FeedbackConfig(
+        name="csat",
+        use="tests.simulator.plugins:csat",
+        from_=From(topic=EVENTS),
+        window=f"{WINDOW_S:g}s",
+        late=late,  # type: ignore[arg-type]
+    )
+    return StreamsConfig(
+        feedback=(feedback,),
+        score=(ScoreConfig(name="parity", use="tests.simulator.plugins:parity"),),
+        reward=RewardConfig(blend={"parity": 1.0, "csat": 1.0}),
+        processor=(ProcessorConfig(use="tests.simulator.plugins:picky"),) if picky else (),
+        collect=CollectConfig(deadline_s=DEADLINE_S),
+    )
+
+
+@functools.cache
+def chains(late: str, picky: bool) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Steps of verify and of collect, called in the event loop: threads would bring their own time."""
+    config = _streams(late, picky)
+    both = build_verify(config), build_collect(config)
+    for step in (*both[0], *both[1]):
+        step.inline = True
+    return both
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The sizes of a seed."""
+    random = Random(f"scenario/{seed}")
+    return Scenario(
+        seed=seed,
+        groups_per_step=random.choice((1, 2, 2)),
+        max_staleness=random.choice((1, 1, 2)),
+        steps_per_version=random.choice((1, 1, 2)),
+        checkpoint_every=random.choice((1, 2, 3)),
+        warmup=random.random() < 0.3,
+        late=random.choice(("amend", "amend", "retrain", "drop")),
+        picky=random.random() < 0.5,
+        num_explorers=random.choice((1, 1, 2)),
+        num_workers=random.choice((1, 1, 2)),
+        num_live=random.choice((2, 4, 6)),
+    )

@@ -1,0 +1,213 @@
+"""After the drain: the whole log against independent readings of it, for what no single moment shows."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from infra.ledger.account import Account
+from infra.weights.tensors import to_numpy
+from schemas import Batch, Block, Closure, DeadLetter, Fence, PolicyEvent, Rollback, Stub, topics
+from schemas.topics import Topic
+from tests.simulator.collect_model import CollectModel, Expected
+from tests.simulator.plugins import TENSOR, TableLearner, first_table, logprobs_of
+from tests.simulator.scenario import DEADLINE_S, WINDOW_S
+from tests.simulator.watch import content_of, read
+from tests.simulator.world import World
+from trainer.assemble import train_items
+from trainer.batch import pack
+from trainer.schedule import learning_rate_at
+
+
+def settle(world: World) -> None:
+    """Complain about everything that does not hold."""
+    log = {topic.name: [(one, read(one.value)) for one in world.records(topic)] for topic in topics.ALL}
+    check_account(world, log)
+    check_journal(world, log)
+    check_replay(world, log)
+    check_verify(world, log)
+    check_collect(world, log)
+    check_letters(world, log)
+    check_logprobs(world, log)
+
+
+Logged = dict[str, list[tuple[Any, Any]]]
+
+
+def values(log: Logged, topic: Topic, kind: type) -> list[Any]:
+    """Records of one kind, in order."""
+    return [value for _, value in log[topic.name] if isinstance(value, kind)]
+
+
+def members(log: Logged, topic: Topic) -> dict[str, Any]:
+    """Experiences by id, as last stored."""
+    return {one.id: one for block in values(log, topic, Block) for one in block.experiences}
+
+
+def effective(log: Logged, run: str) -> list[Any]:
+    """The journal as the design says: tokens below a fence count for nothing, the first of (token, step) wins."""
+    fence, seen, found = -1, set(), []
+    for _, entry in log[topics.BATCHES.name]:
+        if isinstance(entry, Fence):
+            fence = max(fence, entry.token)
+            continue
+        step = entry.from_step if isinstance(entry, Rollback) else entry.step
+        key = (type(entry), entry.token, step)
+        if entry.token >= fence and key not in seen:
+            seen.add(key)
+            found.append(entry)
+    return found
+
+
+def check_account(world: World, log: Logged) -> None:
+    """I1, I6: what senders were told is stored is in the log, and has a fate."""
+    account = world.account
+    assert isinstance(account, Account)
+    stored = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
+    if lost := sorted(world.watch.acknowledged - stored):
+        world.watch.complain("I1 acknowledged", f"not in the log: {lost}")
+    stubs = {one.id for one in values(log, topics.VERIFIED, Stub)}
+    if lost := sorted(world.watch.acknowledged_stubs - stubs):
+        world.watch.complain("I1 acknowledged", f"stubs not in the log: {lost}")
+    if not account.is_clean:
+        world.watch.complain("I2 audit", f"trained twice {account.trained_twice}, unknown {account.unknown}")
+    if account.published != account.trained + sum(account.dropped.values()) + account.pending:
+        world.watch.complain("I6 audit", f"{account.published} published, but {account}")
+
+
+def check_journal(world: World, log: Logged) -> None:
+    """I2: (id, revision, use) is unique, uses count from 0."""
+    batches = [entry for entry in effective(log, world.scenario.floor.app) if isinstance(entry, Batch)]
+    uses = Counter((item.id, item.revision, item.lane, item.use) for batch in batches for item in batch.items)
+    if twice := [key for key, count in uses.items() if count > 1]:
+        world.watch.complain("I2 unique", f"trained twice: {twice}")
+    for id, revision, lane, use in uses:
+        if use and (id, revision, lane, use - 1) not in uses:
+            world.watch.complain("I2 uses", f"{id} has use {use} and not {use - 1}")
+    for batch in batches:
+        if batch.version not in world.watch.content:
+            world.watch.complain(
+                "I3 visible", f"step {batch.step} trains version {batch.version}, which nobody can see"
+            )
+    for process, metrics in world.metrics.items():
+        if refused := metrics.counters().get("policies_refused"):
+            world.watch.complain(
+                "I3 verified", f"{process.name} refused {refused:g} policies, though nothing was altered"
+            )
+    steps = [batch.step for batch in batches]
+    if steps != list(range(len(steps))):
+        world.watch.complain("I4 steps", f"the journal counts {steps}")
+
+
+def check_replay(world: World, log: Logged) -> None:
+    """I4: the journal alone, from the first weights, gives every published version."""
+    blocks = {record.offset: value for record, value in log[topics.BUFFER.name]}
+    entries = effective(log, world.scenario.floor.app)
+    learner, config = TableLearner(fail_at=world.scenario.fail_at), world.scenario.trainer
+    content = {-1: content_of(learner.tensors())}
+    first_train = -1
+    if config.warmup is not None:
+        learner.begin_phase("warmup")
+    for batch in (entry for entry in entries if isinstance(entry, Batch)):
+        if batch.phase == "train" and first_train < 0:
+            first_train = batch.step
+            learner.begin_phase("train")
+        try:
+            items = train_items(batch, blocks)
+        except ValueError as error:
+            world.watch.complain("I4 replay", str(error))
+            return
+        packed = pack(items, max_tokens=config.max_tokens_per_microbatch, version=batch.version)
+        rate = learning_rate_at(config, batch.phase, batch.step - first_train)
+        learner.step(packed, learning_rate=rate, seed=batch.seed)
+        content[batch.step] = content_of(learner.tensors())
+    token = -1
+    for record, event in log[topics.POLICIES.name]:
+        if not isinstance(event, PolicyEvent):
+            continue
+        token = record.offset if event.event == "lease" else token
+        if event.event != "published" or event.token < token or any(isinstance(one, Rollback) for one in entries):
+            continue
+        if world.watch.content.get(event.version) != content.get(event.step):
+            world.watch.complain("I4 replay", f"version {event.version} is not what step {event.step} replays to")
+
+
+def check_verify(world: World, log: Logged) -> None:
+    """I6: every experience goes on as itself or as a stub."""
+    passed = members(log, topics.VERIFIED).keys() | {one.id for one in values(log, topics.VERIFIED, Stub)}
+    published = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
+    if lost := sorted(published - passed):
+        world.watch.complain("I6 verify", f"neither verified nor a stub: {lost}")
+
+
+def check_collect(world: World, log: Logged) -> None:
+    """Closures and credit as the rules say, by log time alone."""
+    model = CollectModel(deadline_ms=int(DEADLINE_S * 1000), window_ms=int(WINDOW_S * 1000), late=world.scenario.late)
+    for index in sorted({record.partition for record, _ in log[topics.VERIFIED.name]}):
+        records = [one for one in log[topics.VERIFIED.name] if one[0].partition == index]
+        model.read((record.timestamp_ms, value) for record, value in records)
+    closures = {(one.group, one.attempt, one.revision): one for one in values(log, topics.PROGRESS, Closure)}
+    if closures.keys() != model.expected.keys():
+        world.watch.complain(
+            "collect closures",
+            f"missing {sorted(model.expected.keys() - closures.keys())}, too many {sorted(closures.keys() - model.expected)}",
+        )
+        return
+    buffered: dict[tuple[str, int], dict[str, Any]] = {}
+    for block in values(log, topics.BUFFER, Block):
+        for one in block.experiences:
+            buffered.setdefault((one.group, one.revision), {})[one.id] = one
+    for key, expected in model.expected.items():
+        sent = buffered.pop((key[0], key[2]), {}) if not expected.superseded else {}
+        if fault := closure_fault(closures[key], expected, sent):
+            world.watch.complain("collect decides by the rules", f"{key}: {fault}; {closures[key]}")
+    if buffered:
+        world.watch.complain("collect closures", f"in the buffer without a closure: {sorted(buffered)}")
+
+
+def closure_fault(closure: Closure, expected: Expected, sent: dict[str, Any]) -> str:
+    """What is wrong with a closure and the experiences sent with it, "" for nothing."""
+    if expected.superseded or closure.outcome == "superseded":
+        return "" if expected.superseded and closure.outcome == "superseded" else f"expected {expected}"
+    if closure.revision == 0 and closure.drops.get("missing at deadline", 0) != expected.missing:
+        return f"expected {expected.missing} missing at the deadline"
+    if len(sent) != closure.experiences or not sent.keys() <= expected.members.keys():
+        return f"sent {sorted(sent)}, expected {closure.experiences} of {sorted(expected.members)}"
+    for id, one in sent.items():
+        csat = one.score("csat")
+        wanted = expected.members[id]
+        if (csat is None) != (wanted is None) or (csat is not None and abs(csat - (wanted or 0)) > 1e-12):
+            return f"{id} has csat {csat}, expected {wanted}"
+    return ""
+
+
+def check_letters(world: World, log: Logged) -> None:
+    """I6: what cannot be read is in the dead letters."""
+    letters = {(one.topic, one.partition, one.offset) for one in values(log, topics.DEAD_LETTERS, DeadLetter)}
+    for record, value in log[topics.EXPERIENCES.name]:
+        if isinstance(value, bytes) and (topics.EXPERIENCES.name, record.partition, record.offset) not in letters:
+            world.watch.complain("I6 dead letters", f"experiences/{record.partition}@{record.offset} has none")
+
+
+def check_logprobs(world: World, log: Logged) -> None:
+    """What explorers recorded is the policy's own, of the version they name."""
+    tables: dict[int, np.ndarray] = {0: first_table()}
+    for version, tensors in world.watch.tensors.items():
+        tables[version] = to_numpy(tensors[TENSOR])
+    for one in members(log, topics.EXPERIENCES).values():
+        if one.origin == "gateway":
+            continue
+        tokens, at = one.tokens.tolist(), 0
+        for span in one.spans:
+            if span.version not in tables:
+                world.watch.complain(
+                    "recorded logprobs", f"{one.id} names version {span.version}, which nobody published"
+                )
+                return
+            for place in range(span.start, span.stop):
+                (own,) = logprobs_of(tables[span.version], tokens[place - 1 : place + 1])
+                if abs(own - float(one.logprobs[at])) > 1e-5:
+                    world.watch.complain(
+                        "recorded logprobs", f"{one.id} token {place}: {one.logprobs[at]} is not {own}"
+                    )
+                at += 1

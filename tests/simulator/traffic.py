@@ -1,0 +1,144 @@
+"""What comes from outside: tasks, demonstrations, customers with what they say later, and bytes that are no record.
+
+The sender is an honest gateway: it repeats what was not confirmed, now and then it repeats what was. What it knows is
+the independent side of the ledger.
+"""
+
+import asyncio
+import json
+from random import Random
+
+import msgspec
+import numpy as np
+
+from infra.bus.log import Log
+from schemas import Block, Experience, Message, Span, Task, make_experience
+from schemas.ids import answer_id, experience_id
+from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW
+from tests.simulator.scenario import EVENTS, LIVE_S, WINDOW_S, Scenario
+
+JUNK = (b"HR\x01", b"HR\x01\x00\xff\xff\xff\xff", b"nothing")
+
+
+class Said(msgspec.Struct, frozen=True, order=True):
+    """One event a customer sends. at_s: after the run began."""
+
+    at_s: float
+    ref: str
+    id: str
+    value: float
+    rater: str
+
+
+class Traffic:
+    """The customers of one seed. junk: records that cannot be read, as sent. values: what was said of each answer."""
+
+    def __init__(self, scenario: Scenario, log: Log) -> None:
+        self.scenario = scenario
+        self.log = log
+        self.random = Random(f"traffic/{scenario.seed}")
+        self.junk: list[bytes] = []
+        self.live: list[str] = []
+        self.done = False
+        self._count = 0
+
+    async def load(self) -> None:
+        """Tasks and demonstrations."""
+        scenario = self.scenario
+        for number in range(scenario.num_tasks):
+            question = Message(role="user", content=f"{number}?{'x' * (number % 3)}")
+            await self.log.publish(TASKSET_RAW, Task(id=f"task-{number}", messages=(question,), answer="a"))
+        for number in range(scenario.num_experts):
+            await self.log.publish(EXPERTS, Block((demonstration(number),)))
+
+    async def run(self) -> None:
+        """Customers come, talk and go."""
+        begin_s = asyncio.get_running_loop().time()
+        answers = [(self.random.random() * LIVE_S, number) for number in range(self.scenario.num_live)]
+        said = sorted(one for at_s, number in answers for one in self._opinions(at_s, number))
+        junk = [(self.random.random() * LIVE_S, data) for data in self.random.sample(JUNK, 1)]
+        plan: list[tuple[float, int, object]] = [(at_s, 0, answer(number)) for at_s, number in answers]
+        plan += [(one.at_s, 1, one) for one in said]
+        plan += [(at_s, 2, data) for at_s, data in junk]
+        for at_s, _, what in sorted(plan, key=lambda one: one[:2]):
+            await asyncio.sleep(max(0.0, begin_s + at_s - asyncio.get_running_loop().time()))
+            await self._send(what)
+        self.done = True
+
+    async def _send(self, what: object) -> None:
+        times = 2 if self.random.random() < 0.15 else 1
+        for _ in range(times):
+            if isinstance(what, Experience):
+                self.live.append(what.id)
+                await self.log.publish(EXPERIENCES, Block((what,)))
+            elif isinstance(what, Said):
+                event = {"ref": what.ref, "id": what.id, "value": what.value, "rater": what.rater}
+                await self.log.bus.send(EVENTS, json.dumps(event).encode(), key=what.ref.encode())
+            else:
+                assert isinstance(what, bytes)
+                self.junk.append(what)
+                await self.log.bus.send(self.log.name(EXPERIENCES), what, key=b"junk")
+
+    def _opinions(self, at_s: float, number: int) -> list[Said]:
+        """What one customer says, early, in time, late, again and in other words; and of answers nobody gave."""
+        ref = answer_id(live_id(number))
+        kinds = self.random.sample(("early", "soon", "revised", "late", "unknown", "second"), self.random.randint(0, 3))
+        delays = {
+            "early": -1.5 * self.random.random(),
+            "soon": 0.2 + self.random.random() * WINDOW_S,
+            "revised": WINDOW_S * (0.5 + self.random.random()),
+            "late": WINDOW_S * (1.2 + self.random.random()),
+            "unknown": self.random.random(),
+            "second": 2 * WINDOW_S * self.random.random(),
+        }
+        return [
+            Said(
+                at_s=max(0.0, at_s + delays[kind]),
+                ref=answer_id(live_id(1000 + number)) if kind == "unknown" else ref,
+                id=f"{number}-{kind}",
+                value=self._value(),
+                rater="second" if kind == "second" else "customer",
+            )
+            for kind in sorted(kinds)
+        ]
+
+    def _value(self) -> float:
+        """A value nobody else said, so that it tells where it came from."""
+        self._count += 1
+        return self._count / 1024
+
+
+def live_id(number: int) -> str:
+    """Id of a customer's answer."""
+    return experience_id(f"live-{number}.0", 0, 0)
+
+
+def answer(number: int) -> Experience:
+    """What the gateway recorded of one session."""
+    return make_experience(
+        tokens=[1 + number % 7, 2, 3 + number % 5, 1 + number % 3],
+        logprobs=np.full(2, -0.5, np.float32),
+        messages=(Message(role="user", content="q"), Message(role="assistant", content=f"a{number}")),
+        id=live_id(number),
+        group=f"live-{number}.0",
+        episode=0,
+        group_size=1,
+        lane="live",
+        origin="gateway",
+        spans=(Span(2, 4, 0),),
+    )
+
+
+def demonstration(number: int) -> Experience:
+    """A worked answer."""
+    return make_experience(
+        tokens=[1 + number, 2, 5, 0],
+        logprobs=np.zeros(2, np.float32),
+        messages=(Message(role="user", content="q"), Message(role="assistant", content=f"d{number}")),
+        id=experience_id(f"expert-{number}.0", 0, 0),
+        group=f"expert-{number}.0",
+        episode=0,
+        group_size=1,
+        lane="expert",
+        spans=(Span(2, 4, -1, ratio=False),),
+    )

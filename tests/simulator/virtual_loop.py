@@ -1,0 +1,152 @@
+"""An event loop in virtual time that plays many processes: time jumps to the next timer, nothing waits for anything real.
+
+Deterministic: the same seed runs the same callbacks in the same order. Callbacks of one process keep asyncio's order,
+those of different processes that are ready together are shuffled by the seed. A dead process's callbacks are dropped, a
+stalled one's wait until it goes on: what SIGKILL and SIGSTOP do. Work for threads runs in this one, a moment later.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
+from random import Random
+from typing import Any
+
+START_S = 1_000.0
+MAX_THREAD_S = 0.004
+
+
+class Killed(BaseException):
+    """The process that runs this is dead; nothing in it may go on."""
+
+
+class Process:
+    """One life of one role. held: callbacks that became ready while it was stalled."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_dead = False
+        self.is_stalled = False
+        self.held: list[asyncio.Handle] = []
+        self.context: Context = copy_context()
+        self.context.run(PROCESS.set, self)
+
+
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class Stuck(Exception):
+    """Nothing is ready and no timer runs: everybody waits for somebody."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """See the module. `random` orders what is ready together and times the work of threads."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self.now_s = START_S
+        self._random = random
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.set_task_factory(self._make_task)
+        self.errors: list[dict[str, Any]] = []
+        self.set_exception_handler(lambda _, context: self.errors.append(context))
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self.now_s
+
+    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Run it in this thread after a moment, in which others go on."""
+        future = self.create_future()
+
+        def work() -> None:
+            if future.cancelled():
+                return
+            try:
+                result = function(*args)
+            except Killed:
+                return
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                if not future.cancelled():
+                    future.set_result(result)
+
+        self.call_later(self._random.random() * MAX_THREAD_S, work)
+        return future
+
+    def resume(self, process: Process) -> None:
+        """Let a stalled process go on."""
+        process.is_stalled = False
+        self._ready.extend(process.held)
+        process.held = []
+
+    def abandon(self) -> None:
+        """End what never ended, without a word: the processes it belonged to are gone."""
+        for task in self._tasks:
+            if not task.done():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                with suppress(BaseException):  # whatever a dead process still says while it is put away
+                    task.get_coro().close()  # type: ignore[union-attr]
+        self._tasks.clear()
+        self._ready.clear()
+        self._scheduled.clear()
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, context: Context | None = None) -> Any:
+        task = asyncio.Task(coroutine, loop=loop, context=context)
+        self._tasks.append(task)
+        if len(self._tasks) > 4096:
+            self._tasks = [one for one in self._tasks if not one.done()]
+        return task
+
+    def _run_once(self) -> None:
+        scheduled = self._scheduled
+        while scheduled and scheduled[0]._cancelled:
+            heapq.heappop(scheduled)._scheduled = False
+        if not self._ready and not self._stopping:
+            if not scheduled:
+                raise Stuck("nothing is ready and no timer runs")
+            self.now_s = max(self.now_s, scheduled[0]._when)
+        while scheduled and scheduled[0]._when <= self.now_s:
+            handle = heapq.heappop(scheduled)
+            handle._scheduled = False
+            if not handle._cancelled:
+                self._ready.append(handle)
+        for handle in self._in_turn():
+            if handle._cancelled:
+                continue
+            process = handle._context.get(PROCESS)
+            if process is None:
+                handle._run()
+            elif process.is_dead:
+                continue
+            elif process.is_stalled:
+                process.held.append(handle)
+            else:
+                handle._run()
+
+    def _in_turn(self) -> list[asyncio.Handle]:
+        """What is ready: each process's callbacks in their order, the processes mixed."""
+        ready = list(self._ready)
+        self._ready.clear()
+        if len(ready) < 2:
+            return ready
+        lanes: dict[Process | None, list[asyncio.Handle]] = {}
+        for handle in ready:
+            lanes.setdefault(handle._context.get(PROCESS), []).append(handle)
+        if len(lanes) == 1:
+            return ready
+        keys = [lane for lane, handles in enumerate(lanes.values()) for _ in handles]
+        self._random.shuffle(keys)
+        turns = [iter(handles) for handles in lanes.values()]
+        return [next(turns[lane]) for lane in keys]
+
+    def _process_events(self, event_list: Any) -> None:
+        """There are no sockets."""
+
+    def _write_to_self(self) -> None:
+        """Nobody sleeps in a selector."""
+
+    def _asyncgen_finalizer_hook(self, generator: Any) -> None:
+        """A generator left behind belongs to a dead process."""

@@ -1,0 +1,352 @@
+"""One simulated run: the roles as processes that die, stall and come back, until the faults end and everything drains.
+
+load ─> roles and customers, under faults for FAULTS_S ─> calm ─> finish ─> nothing pending ─> settlement
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from pathlib import Path
+from random import Random
+from typing import NoReturn
+
+from actors.explorer import run_explorer
+from actors.master import run_master
+from infra.bus.bus import Partition
+from infra.bus.log import Log
+from infra.ledger.account import Account, Ledger
+from infra.store_memory import MemoryStore
+from schemas import Feedback, topics
+from schemas.errors import BrokerUnavailable, FencedOut, StoreError
+from streams.stage import causes, process_exit
+from tests.simulator.disk import ClientStore
+from tests.simulator.faults import Faults, Mixture, draw_mixture
+from tests.simulator.light_metrics import LightMetrics
+from tests.simulator.network import ClientBus, Cluster
+from tests.simulator.plugins import EOS, SmallTokenizer, TableLearner, WatchedEngine
+from tests.simulator.scenario import APP, EVENTS, FAULTS_S, PARTITIONS, Scenario
+from tests.simulator.traffic import Traffic
+from tests.simulator.virtual_loop import Killed, Process, VirtualLoop
+from tests.simulator.watch import Watch, read
+from tests.simulator.worker_role import group_of_topic, run_streams
+from trainer.train import run_trainer
+
+SESSION_S = 2.0  # after which the group deals a silent member's partitions to others
+GIVE_UP_S = 240.0  # of virtual time, for everything to drain
+ENDINGS = (BrokerUnavailable, FencedOut, StoreError)  # what a role may end for: it is started again
+
+Main = Callable[[Process], Coroutine[None, None, None]]
+
+
+class Slot:
+    """One role that should run. current: its newest life."""
+
+    def __init__(self, name: str, main: Main) -> None:
+        self.name = name
+        self.main = main
+        self.current: Process | None = None
+        self.num_lives = 0
+        self.folders: dict[int, Process] = {}
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, scenario: Scenario, mixture: Mixture | None, folder: Path) -> None:
+        seed = scenario.seed
+        self.scenario = scenario
+        self.folder = folder
+        self.random = Random(f"world/{seed}")
+        self.loop = VirtualLoop(Random(f"loop/{seed}"))
+        self.store = MemoryStore()
+        self.watch = Watch(scenario, self.store, self.loop.time)
+        self.mixture = draw_mixture(Random(f"mixture/{seed}")) if mixture is None else mixture
+        self.faults = Faults(Random(f"faults/{seed}"), self.mixture, self.loop.time)
+        self.faults.kill = self.kill
+        self.cluster = Cluster(self.loop, self.faults, self.watch)
+        self.finish = asyncio.Event()
+        self.outside = Process("outside")
+        self.watch.began_s[self.outside] = self.loop.time()
+        self.faults.safe.add(self.outside)
+        self.log = self.log_of(self.outside)
+        self.traffic = Traffic(scenario, self.log)
+        self.is_calm = False
+        self.stalled: list[Process] = []
+        self.stops: dict[Process, asyncio.Event] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+        self.account: Account | None = None
+        self.workers: dict[int, Process] = {}
+        self.metrics: dict[Process, LightMetrics] = {}
+        self.slots = [Slot("master", self._master), Slot("train", self._trainer)]
+        self.slots += [Slot(f"explore-{n}", self._explorer) for n in range(scenario.num_explorers)]
+        self.slots += [Slot(f"process-{n}", self._worker) for n in range(scenario.num_workers)]
+
+    def run(self) -> None:
+        """To the end, or to the first violation."""
+        try:
+            self.loop.run_until_complete(self._script())
+        finally:
+            for process in (*self.watch.began_s, self.outside):
+                process.is_dead = True
+            copy_context().run(self._abandon)
+
+    def _abandon(self) -> None:
+        process_exit.set(_dead)
+        self.loop.abandon()
+
+    # ---- the script
+
+    async def _script(self) -> None:
+        await self.log.create_topics(partitions=PARTITIONS, keep_ms=-1)
+        await self.cluster.create_topic(EVENTS, 1, {})
+        outside = self.loop.create_task(self._outside(), context=self.outside.context)
+        for slot in self.slots:
+            self._start(slot)
+        self._plan_events()
+        await self._sleep(FAULTS_S)
+        self._calm()
+        if not await self._until(lambda: outside.done() and self._live_is_trained()):
+            self.watch.complain(
+                "I1 nothing waits for ever", f"of customers: {self._accounted().pending_ids} and {self._behind()}"
+            )
+        self.finish.set()
+        if not await self._until(self._is_drained):
+            account = self._accounted()
+            self.watch.complain("I1 after a drain nothing is pending", f"{account.pending_ids} and {self._behind()}")
+
+    async def _outside(self) -> None:
+        await self.traffic.load()
+        await self.traffic.run()
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep, but end at a violation."""
+        end_s = self.loop.time() + seconds
+        while self.loop.time() < end_s and not self.watch.violations:  # noqa: ASYNC110
+            await asyncio.sleep(min(0.5, end_s - self.loop.time()))
+
+    async def _until(self, condition: Callable[[], bool]) -> bool:
+        end_s = self.loop.time() + GIVE_UP_S
+        while not self.watch.violations:
+            if condition():
+                return True
+            if self.loop.time() > end_s:
+                return False
+            await asyncio.sleep(1.5)
+        return True
+
+    def _live_is_trained(self) -> bool:
+        """What is drawn beside the usual lane needs its steps: it must be gone before issuing ends."""
+        if [where for where in self._behind() if where.startswith(EVENTS)]:
+            return False
+        committed = self.cluster.group(group_of_topic(self.log, topics.VERIFIED)).committed
+        for record in self.records(topics.VERIFIED):
+            at = Partition(record.topic, record.partition)
+            if committed.get(at, 0) <= record.offset and isinstance(read(record.value), Feedback):
+                return False
+        return all(name.startswith("task-") for name in self._accounted().pending_ids)
+
+    def _is_drained(self) -> bool:
+        done = self.watch.master_state in ("evaluating", "done")
+        return done and not self._behind() and not self._accounted().pending
+
+    def _behind(self) -> list[str]:
+        """Topics that some group has not read to its end."""
+        readers = [(self.log.name(topic), group_of_topic(self.log, topic)) for topic in self._staged()]
+        readers.append((EVENTS, self.log.group("feedback.csat")))
+        found = []
+        for name, group in readers:
+            committed = self.cluster.group(group).committed
+            for at, end in _ends(self.cluster, name).items():
+                if committed.get(at, 0) < end:
+                    found.append(f"{name}/{at.index} at {committed.get(at, 0)} of {end}")
+        return found
+
+    def _staged(self) -> tuple[topics.Topic, ...]:
+        return topics.TASKSET_RAW, topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED
+
+    def _accounted(self) -> Account:
+        ledger = Ledger(self.scenario.floor.app)
+        for topic, fold in (
+            (topics.BATCHES, ledger.journaled), (topics.PROGRESS, ledger.progress), (topics.BUFFER, ledger.buffered),
+            (topics.DEAD_LETTERS, ledger.dead_letter), (topics.VERIFIED, ledger.verified),
+            (topics.EXPERIENCES, ledger.published), (topics.EXPERTS, ledger.published),
+        ):  # fmt: skip
+            for record in self.records(topic):
+                fold(self.log.decode(record))
+        self.account = ledger.account()
+        return self.account
+
+    def records(self, topic: topics.Topic) -> list:  # type: ignore[type-arg]
+        """Everything in a topic, in partition order."""
+        return self.cluster.everything(self.log.name(topic))
+
+    # ---- faults in time
+
+    def _plan_events(self) -> None:
+        mixture, random = self.mixture, self.random
+        events: list[Callable[[Slot], None]] = [self._stall] * mixture.stalls + [self._cut] * mixture.cuts
+        events += [self._crash] * mixture.crashes + [self._terminate] * (mixture.crashes // 2)
+        for event in events:
+            at_s = random.random() * (FAULTS_S - 1.0)
+            focused = [one for one in self.slots if mixture.focus and one.name.startswith(mixture.focus)]
+            slot = random.choice(focused if focused and random.random() < 0.8 else self.slots)
+            self._later(at_s, functools.partial(event, slot))
+
+    def _crash(self, slot: Slot) -> None:
+        if slot.current is not None and not self.is_calm:
+            self.kill(slot.current)
+
+    def _terminate(self, slot: Slot) -> None:
+        if slot.current is not None and not self.is_calm and slot.current in self.stops:
+            self.watch.happened(slot.current, "is asked to stop")
+            slot.current.context.run(self.stops[slot.current].set)
+
+    def _cut(self, slot: Slot) -> None:
+        if slot.current is not None and not self.is_calm:
+            self.watch.happened(slot.current, "loses the network")
+            self.faults.cut(slot.current, 1.0 + self.random.random() * 6.0)
+
+    def _stall(self, slot: Slot) -> None:
+        """Stop a process, start another in its place, let the first go on."""
+        process = slot.current
+        if process is None or process.is_dead or self.is_calm:
+            return
+        self.watch.happened(process, "stalls")
+        process.is_stalled = True
+        self.stalled.append(process)
+        self._later(SESSION_S, self.cluster.expel, process)
+        if self.random.random() < 0.8:
+            if slot.name == "master":
+                self.watch.two_masters = True
+            self._later(0.2 + self.random.random() * 2, self._replace, slot, process)
+        self._later(1.0 + self.random.random() * 8, self._resume, process)
+
+    def _replace(self, slot: Slot, process: Process | None) -> None:
+        if slot.current is process:
+            self._start(slot)
+
+    def _resume(self, process: Process) -> None:
+        if process.is_stalled and not process.is_dead:
+            self.watch.happened(process, "goes on")
+            self.loop.resume(process)
+            if process.name.startswith("master") and self._slot_of(process).current is not process:
+                self._later(2.0, self.kill, process)
+
+    def _calm(self) -> None:
+        self.watch.note("calm")
+        self.is_calm = True
+        self.faults.calm()
+        for process in self.stalled:
+            self._resume(process)
+
+    def _later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
+        """Call it whoever is dead by then."""
+        self.loop.call_later(delay_s, callback, *args, context=self.cluster.context)
+
+    # ---- processes
+
+    def log_of(self, process: Process) -> Log:
+        """A process's own connection."""
+        store = ClientStore(self.store, process, self.faults, self.watch.complain)
+        return Log(ClientBus(self.cluster, process), APP, store=store)
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL."""
+        if process.is_dead:
+            return
+        process.is_dead = True
+        process.held = []
+        self.watch.happened(process, "dies")
+        self._later(SESSION_S, self.cluster.expel, process)
+        slot = self._slot_of(process)
+        if slot.current is process:
+            slot.current = None
+            delay_s = 0.3 if self.is_calm else 0.1 + self.random.random() * 2.5
+            self._later(delay_s, self._replace, slot, None)
+
+    def _slot_of(self, process: Process) -> Slot:
+        return next(slot for slot in self.slots if slot.name == process.name.partition("#")[0])
+
+    def _start(self, slot: Slot) -> None:
+        slot.num_lives += 1
+        process = Process(f"{slot.name}#{slot.num_lives}")
+        slot.current = process
+        self.watch.began_s[process] = self.loop.time()
+        self.watch.note(f"{process.name} begins")
+
+        def end(message: str, code: int) -> NoReturn:
+            self.watch.note(f"{process.name} ends itself: {message}")
+            if code == 70:  # a bug
+                self.watch.complain("roles end only for what they cannot mend", f"{process.name}: {message}")
+            self.kill(process)
+            raise Killed
+
+        process.context.run(process_exit.set, end)
+        task = self.loop.create_task(slot.main(process), context=process.context)
+        task.add_done_callback(lambda done: self._ended(process, done), context=self.cluster.context)
+        self.tasks.append(task)
+
+    def _ended(self, process: Process, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        found = causes(error) if error is not None else []
+        self.watch.note(f"{process.name} ended: {[type(one).__name__ for one in found]}")
+        for one in found:
+            self.watch.seen[type(one).__name__] += 1
+            if not isinstance(one, (*ENDINGS, Killed)) and not process.is_dead:
+                self.watch.complain("roles end only for what they cannot mend", f"{process.name}: {one!r}")
+        self.kill(process)
+
+    def _stop_of(self, process: Process) -> asyncio.Event:
+        return self.stops.setdefault(process, asyncio.Event())
+
+    def _master(self, process: Process) -> Coroutine[None, None, None]:
+        scenario = self.scenario
+        return run_master(
+            scenario.floor, scenario.master, scenario.floor.pacing, self.log_of(process), LightMetrics("master"),
+            self._stop_of(process), finish=self.finish, instance=process.name,
+        )  # fmt: skip
+
+    def _explorer(self, process: Process) -> Coroutine[None, None, None]:
+        log = self.log_of(process)
+        assert log.store is not None
+        seed = self.random.randrange(1 << 30)
+        loaded = functools.partial(self.watch.loaded, process)
+        return run_explorer(
+            self.scenario.floor, self.scenario.explore, log=log, store=log.store,
+            engine=WatchedEngine(loaded, seed=seed, token_s=0.2 + 0.6 * self.random.random()),
+            tokenizer=SmallTokenizer(), stop_tokens=(EOS,), metrics=self._metrics(process),
+            stop=self._stop_of(process), instance=process.name,
+        )  # fmt: skip
+
+    def _metrics(self, process: Process) -> LightMetrics:
+        return self.metrics.setdefault(process, LightMetrics(process.name))
+
+    def _trainer(self, process: Process) -> Coroutine[None, None, None]:
+        log = self.log_of(process)
+        assert log.store is not None
+        learner = TableLearner(functools.partial(self.watch.stepping, process), self.scenario.fail_at)
+        return run_trainer(
+            self.scenario.floor, self.scenario.trainer, log=log, store=log.store, learner=learner,
+            metrics=LightMetrics("train"), stop=self._stop_of(process), seed=self.scenario.seed,
+        )  # fmt: skip
+
+    def _worker(self, process: Process) -> Coroutine[None, None, None]:
+        index = next(n for n in range(100) if n not in self.workers or self.workers[n].is_dead)
+        self.workers[index] = process
+        folder = self.folder / f"worker-{index}"
+        if self.mixture.lost_disks and self.random.random() < 0.4 and folder.exists():
+            self.watch.happened(process, "finds an empty disk")
+            folder = self.folder / f"worker-{index}-{process.name}"
+        skew_ms = self.mixture.skew_ms
+        wall_ms = lambda: self.cluster.now_ms() + skew_ms  # noqa: E731
+        return run_streams(self.scenario, self.log_of(process), LightMetrics("process"), folder, wall_ms)
+
+
+def _ends(cluster: Cluster, name: str) -> dict:  # type: ignore[type-arg]
+    return {Partition(name, index): log.end for index, log in enumerate(cluster._logs(name))}
+
+
+def _dead(message: str, code: int) -> NoReturn:
+    """How a process ends that is dead already."""
+    raise Killed

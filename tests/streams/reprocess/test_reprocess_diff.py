@@ -1,0 +1,151 @@
+"""reprocess: the same configuration gives what is recorded, to the bit; another shows what it would have changed."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from infra.bus.log import Log
+from schemas import Block, Stub, encode
+from schemas.errors import ConfigError
+from schemas.topics import ALL, BUFFER, EXPERIENCES, VERIFIED
+from streams.config import CollectConfig, FilterConfig, ProcessorConfig, RewardConfig, ScoreConfig, Switch, VerifyConfig
+from tests.streams.deliveries import values
+from tests.streams.reprocess.recorded_run import ASKED, CONFIG, MODULE, changes, recorded_log, run
+
+
+async def sizes(log: Log) -> dict[str, int]:
+    return {topic.name: sum((await log.bus.end_offsets(log.name(topic))).values()) for topic in ALL}
+
+
+def test_the_same_configuration_and_versions_give_what_is_recorded(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        before = await sizes(log)
+        ASKED.clear()
+        for stage in ("tasks", "verify", "collect"):
+            report = await run(log, stage)
+            assert report.is_same, report.changes
+            assert report.compared > 15 and report.unrecorded == report.behind == 0, report
+            assert report.dropped and report.kept
+        assert not ASKED, "a verdict that is on record was asked for again"
+        assert await sizes(log) == before, "the app that is read was written to"
+
+    asyncio.run(main())
+
+
+def test_any_part_of_the_log_gives_what_is_recorded_of_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        for stage, start, stop in (
+            ("verify", "10", "20"),
+            ("verify", "1:5", "end"),
+            ("collect", "10", "end"),
+            ("collect", "0:0,2:7", "0:9,2:30"),
+            ("tasks", "2", "5"),
+        ):
+            report = await run(log, stage, start=start, stop=stop)
+            assert report.is_same and report.unrecorded == 0, (stage, start, report.changes)
+            assert report.records > 0
+
+    asyncio.run(main())
+
+
+def test_scores_are_asked_for_again_when_told_to_or_when_their_options_changed(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        ASKED.clear()
+        same = await run(log, "verify", rescore=True)
+        assert same.is_same and len(ASKED) > 50 and same.reused_scores == 0
+        stricter = ScoreConfig(name="judge", use=f"{MODULE}:judge", options={"strict": 0.25})
+        ASKED.clear()
+        found = await run(log, "verify", msgspec.structs.replace(CONFIG, score=(stricter,)))
+        assert len(ASKED) > 50
+        assert set(changes(found)) == {("re-scored", "judge")}
+        example = found.changes[0].examples[0]
+        assert float(example.new) == float(example.old) / 2 > 0
+
+    asyncio.run(main())
+
+
+def test_a_processor_more_or_less_shows_what_it_drops_by_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        stubs = [one for one in await values(log, VERIFIED) if isinstance(one, Stub) and one.reason == "third"]
+        without = await run(log, "verify", msgspec.structs.replace(CONFIG, processor=()))
+        evals = 1  # of group 18, whose third answer was counted as failed
+        assert changes(without) == {("no longer dropped", "third"): len({one.id for one in stubs}) + evals}
+        filtered = msgspec.structs.replace(CONFIG, verify=VerifyConfig(filter=FilterConfig(min_tokens=3)))
+        shorter = await run(log, "verify", filtered)
+        ((kind, reason), count), *others = changes(shorter).items()
+        assert (kind, reason) == ("newly dropped", "too short") and count > 50
+        assert others == [(("dropped for another reason", "score failed"), 1)]
+        assert shorter.changes[0].examples[0].old == "kept"
+
+    asyncio.run(main())
+
+
+def test_another_reward_shows_who_would_be_rewarded_and_left_out_otherwise(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        favoured = ProcessorConfig(use=f"{MODULE}:favour", stage="collect")
+        found = await run(log, "collect", msgspec.structs.replace(CONFIG, processor=(*CONFIG.processor, favoured)))
+        assert set(changes(found)) == {("re-prioritized", "")}
+        other = await run(log, "collect", msgspec.structs.replace(CONFIG, reward=RewardConfig(blend={"exact": 1.0})))
+        kinds = {kind for kind, _ in changes(other)}
+        assert "re-rewarded" in kinds and "other ending" in kinds
+        required = RewardConfig(blend={"judge": 1.0}, require=("csat",))
+        none = await run(log, "collect", msgspec.structs.replace(CONFIG, reward=required))
+        assert changes(none)["newly dropped", "unlabelled"] > 50
+        equal = CollectConfig(deadline_s=3600, difficulty=Switch(on=False))
+        more = await run(log, "collect", msgspec.structs.replace(CONFIG, collect=equal))
+        assert "no longer made" in {kind for kind, _ in changes(more)}
+
+    asyncio.run(main())
+
+
+def test_what_the_workers_have_not_reached_is_left_out_and_counted(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        later = [one for one in await values(log, EXPERIENCES) if isinstance(one, Block)][:3]
+        for one in later:
+            await log.publish(EXPERIENCES, one)
+        report = await run(log, "verify")
+        assert report.is_same and report.behind == 3
+
+    asyncio.run(main())
+
+
+def test_a_tampered_record_is_found(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        (name,) = [at for at in await log.bus.end_offsets(log.name(BUFFER))]
+        stored = log.bus.log(name).records  # type: ignore[attr-defined]
+        block = (await values(log, BUFFER))[3]
+        assert isinstance(block, Block)
+        forged = Block(tuple(msgspec.structs.replace(one, advantage=9.0) for one in block.experiences))
+        stored[3] = msgspec.structs.replace(stored[3], value=encode(forged))
+        report = await run(log, "collect")
+        assert changes(report) == {("other advantage", ""): len(block.experiences)}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"start": "yesterday"}, "--from: got 'yesterday'"),
+        ({"start": "7:0"}, "no partition 7"),
+        ({"start": "100000"}, "has no offset 100000"),
+        ({"topic": "buffer"}, "--topic: got 'buffer'"),
+        ({"publish": "app"}, "the app that is read"),
+    ],
+)
+def test_an_order_that_cannot_hold_is_one_clear_line(tmp_path: Path, fields: dict[str, str], words: str) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path, groups=4)
+        with pytest.raises(ConfigError, match=words):
+            await run(log, "verify", **fields)
+
+    asyncio.run(main())

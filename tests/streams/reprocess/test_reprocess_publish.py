@@ -1,0 +1,153 @@
+"""A counterfactual written to another app: what verify and collect would have made, ready for a trainer."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from infra.bus.log import Log
+from schemas import Block, Closure, DeadLetter, Feedback, Stub, Tick, encode
+from schemas.errors import ConfigError
+from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
+from streams.processors.dedupe import dedupe_key
+from streams.reprocess.letters import redeliver
+from streams.reprocess.ranges import Place, ranges_of
+from tests.streams.collect.collecting import answer, block
+from tests.streams.deliveries import values
+from tests.streams.memory_worker import settled, working
+from tests.streams.reprocess.recorded_run import CONFIG, recorded_log, run
+
+PLAIN = msgspec.structs.replace(CONFIG, processor=())
+
+
+async def buffered(log: Log) -> dict[str, tuple[object, ...]]:
+    return {
+        dedupe_key(one): (one.reward, one.advantage, one.priority, one.lane, one.scores, one.tokens.tolist())
+        for record in await values(log, BUFFER)
+        if isinstance(record, Block)
+        for one in record.experiences
+    }
+
+
+async def closures(log: Log) -> dict[tuple[str, int, int], Closure]:
+    found = [one for one in await values(log, PROGRESS) if isinstance(one, Closure)]
+    return {(one.group, one.attempt, one.revision): one for one in found}
+
+
+def test_verify_and_collect_published_unchanged_make_the_same_buffer(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        first = await run(log, "verify", publish="again", diff=False)
+        assert first.published > 100
+        again = Log(log.bus, "again")
+        passed = [one for one in await values(again, VERIFIED) if isinstance(one, Feedback | Tick)]
+        assert len(passed) == len([one for one in await values(log, VERIFIED) if isinstance(one, Feedback | Tick)])
+        await run(again, "collect", publish="third", diff=False)
+        third = Log(log.bus, "third")
+        assert await buffered(third) == await buffered(log)
+        assert await closures(third) == await closures(log)
+
+    asyncio.run(main())
+
+
+def test_a_counterfactual_holds_what_the_other_configuration_makes(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path)
+        report = await run(log, "verify", PLAIN, publish="plain")
+        assert not report.is_same
+        plain = Log(log.bus, "plain")
+        stubs = {one.reason for one in await values(plain, VERIFIED) if isinstance(one, Stub)}
+        assert "third" not in stubs
+        assert "third" in {one.reason for one in await values(log, VERIFIED) if isinstance(one, Stub)}
+
+    asyncio.run(main())
+
+
+def test_an_app_that_is_read_or_was_written_to_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path, groups=4)
+        await run(log, "collect", publish="once", diff=False)
+        for stage, target, words in (
+            ("collect", "once", "is not empty"),
+            ("collect", "app", "the app that is read"),
+            ("tasks", "other", "expected one of verify, collect"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                await run(log, stage, publish=target, diff=False)
+
+    asyncio.run(main())
+
+
+async def whole(log: Log) -> list:  # type: ignore[type-arg]
+    return await ranges_of(log, DEAD_LETTERS, Place(edge="beginning"), Place(edge="end"))
+
+
+def letter(value: bytes, topic: str = "experiences", stage: str = "verify", key: bytes = b"t.0") -> DeadLetter:
+    return DeadLetter(topic=topic, partition=0, offset=0, stage=stage, reason="stage failed", value=value, key=key)
+
+
+def test_letters_that_decode_go_back_once_and_others_stay(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path, groups=4)
+        good = encode(block(answer("new.0", 0, size=1)))
+        before = len(await values(log, EXPERIENCES))
+        known = len([one for one in await values(log, DEAD_LETTERS) if isinstance(one, DeadLetter)])
+        for one in (
+            letter(good),
+            letter(b"HR\x01\x00garbage"),
+            letter(b'{"csat": 4}', topic="nowhere", stage="feedback csat"),
+            letter(good, topic="no.such"),
+        ):
+            await log.publish(DEAD_LETTERS, one)
+        first = await redeliver(log, await whole(log), lambda count: None)
+        assert first.letters == known + 4
+        assert first.delivered["experiences"] == 1
+        assert first.refused["still does not decode"] >= 1 and first.refused["no such topic"] == 2
+        delivered = sum(first.delivered.values())
+        second = await redeliver(log, await whole(log), lambda count: None)
+        assert (second.delivered, second.done, second.letters) == ({}, delivered, first.letters)
+        assert len(await values(log, EXPERIENCES)) == before + 1
+        async with working(log, CONFIG, tmp_path / "state"):
+            await settled(log)
+        assert "new.0.0-0-0" in await buffered(log)
+
+    asyncio.run(main())
+
+
+def test_a_letter_that_was_cut_is_taken_from_the_log_while_it_is_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path, groups=4)
+        noise = np.random.default_rng(0).integers(0, 2**32, 40_000, dtype=np.uint32)
+        long = answer("long.0", 0, size=1).with_bulk(tokens=noise)
+        stored = await log.publish(EXPERIENCES, block(long))
+        value = encode(block(long))
+        assert len(value) > 64 * 1024
+        cut = msgspec.structs.replace(letter(value[: 64 * 1024]), partition=stored.partition, offset=stored.offset)
+        await log.publish(DEAD_LETTERS, cut)
+        report = await redeliver(log, await whole(log), lambda count: None)
+        assert report.delivered["experiences"] == 1
+        gone = msgspec.structs.replace(cut, offset=0)
+        await log.publish(DEAD_LETTERS, gone)
+        again = await redeliver(log, await whole(log), lambda count: None)
+        assert any("was cut" in one for one in again.examples)
+
+    asyncio.run(main())
+
+
+def test_a_redelivered_record_is_no_duplicate_of_its_failed_self(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path, groups=4)
+        sent = next(one for one in await values(log, EXPERIENCES) if isinstance(one, Block))
+        await log.publish(DEAD_LETTERS, letter(encode(sent), key=sent.group.encode()))
+        before = len(await values(log, VERIFIED))
+        async with working(log, CONFIG, tmp_path / "state"):
+            await log.publish(EXPERIENCES, sent)
+            await settled(log)
+            assert len(await values(log, VERIFIED)) == before, "a plain repetition is a duplicate"
+            await redeliver(log, await whole(log), lambda count: None)
+            await settled(log)
+        assert len(await values(log, VERIFIED)) > before
+
+    asyncio.run(main())

@@ -1,0 +1,211 @@
+"""What verify remembers survives its worker: duplicates are known after a restart, and kills change nothing."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.chain.chain import make_step
+from infra.chain.turn import Turn
+from infra.metrics import Metrics
+from infra.processor import Memory, processor
+from schemas import Block, Experience, Score, Stub
+from schemas.topics import EXPERIENCES, VERIFIED
+from streams.config import CollectConfig, ProcessorConfig, ScoreConfig, StreamsConfig
+from streams.driver import WindowDriver
+from streams.processors.dedupe import dedupe
+from streams.recall import recall
+from streams.verify import Verifier
+from tests.streams.collect.collecting import answer, block
+from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
+from tests.streams.memory_worker import kill, settled, work, working
+
+CONFIG = StreamsConfig(
+    processor=(ProcessorConfig(use="tests.streams.test_recall:numbered", after="dedupe"),),
+    score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),),
+    collect=CollectConfig(deadline_s=3600),
+)
+
+
+@processor(version=1, memory=1000)
+def numbered(experience: Experience, *, memory: Memory) -> Experience:
+    """Depends on everything that came before: how many there were."""
+    count = memory.get("count", 0)
+    assert isinstance(count, int)
+    memory.set("count", count + 1)
+    return msgspec.structs.replace(experience, scores=(Score(name="number", value=float(count)),))
+
+
+@processor(version=1)
+def slow_if_odd(experience: Experience) -> Experience:
+    """Threaded, and later records overtake earlier ones."""
+    import time
+
+    time.sleep(0.02 if experience.episode % 2 else 0.0)
+    return experience
+
+
+def verifier(*functions: object) -> Verifier:
+    return Verifier([make_step(function.__name__, function) for function in functions])  # type: ignore[attr-defined,arg-type]
+
+
+async def drive(log: Log, stage: Verifier, deliveries: list[KeptDelivery]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        driver = WindowDriver("verify", stage, log, Metrics("process"), tasks)
+        for delivery in deliveries:
+            await driver.accept(delivery)
+        await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
+
+
+def test_a_duplicate_after_a_restart_is_still_a_duplicate() -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            for group in ("a.0", "b.0", "a.0"):
+                await log.publish(EXPERIENCES, block(answer(group, 0)))
+            records = [message.record for message in await stored(log, EXPERIENCES)]
+            await drive(log, verifier(dedupe), [KeptDelivery(record) for record in records[:2]])
+            await drive(log, verifier(dedupe), [KeptDelivery(record) for record in records[2:]])
+            sent = await values(log, VERIFIED)
+            assert [one.group for one in sent if isinstance(one, Block)] == ["a.0", "b.0"]
+
+    asyncio.run(run())
+
+
+def test_a_rebalance_rebuilds_the_memory_before_the_first_record_is_handled() -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            for number in range(6):
+                await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0)))
+            records = [message.record for message in await stored(log, EXPERIENCES)]
+            stage = verifier(numbered)
+            async with asyncio.TaskGroup() as tasks:
+                driver = WindowDriver("verify", stage, log, Metrics("process"), tasks)
+                first = [KeptDelivery(record) for record in records[:4]]
+                for delivery in first:
+                    await driver.accept(delivery)
+                await until(lambda: all(delivery.is_acknowledged for delivery in first))
+                again = [KeptDelivery(record, generation=2) for record in records[2:]]
+                for delivery in again:
+                    await driver.accept(delivery)
+                await until(lambda: all(delivery.is_acknowledged for delivery in again))
+            sent = [one.experiences[0] for one in await values(log, VERIFIED) if isinstance(one, Block)]
+            assert {one.group: one.score("number") for one in sent} == {f"g{n}.0": float(n) for n in range(6)}
+
+    asyncio.run(run())
+
+
+def test_reading_back_ends_where_the_memory_reaches() -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            for number in range(40):
+                await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0), answer(f"g{number}.0", 1)))
+            stage = Verifier([msgspec.structs.replace(make_step("dedupe", dedupe), memory=10)])
+            taken: list[int] = []
+
+            class Counting:
+                reach = stage.reach
+
+                async def recall(self, message) -> None:  # type: ignore[no-untyped-def]
+                    taken.append(message.offset)
+                    await stage.recall(message)
+
+            await recall(log, Counting(), log.name(EXPERIENCES), 0, 30)
+            assert taken == [25, 26, 27, 28, 29]
+
+    asyncio.run(run())
+
+
+def test_memories_see_records_in_log_order_whatever_overtakes_before() -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            for number in range(12):
+                await log.publish(EXPERIENCES, block(answer(f"g{number}.0", number % 2)))
+            deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
+            await drive(log, verifier(slow_if_odd, numbered), deliveries)
+            sent = [one.experiences[0] for one in await values(log, VERIFIED) if isinstance(one, Block)]
+            assert {one.group: one.score("number") for one in sent} == {f"g{n}.0": float(n) for n in range(12)}
+
+    asyncio.run(run())
+
+
+def test_a_turn_waits_for_all_before_it_and_not_against_its_own_time() -> None:
+    async def run() -> None:
+        first = Turn()
+        second = Turn(first)
+        third = Turn(second)
+        second.end()
+        assert not second.is_over
+        async with asyncio.timeout(0.05) as limit:
+            third.limit = limit
+            waiting = asyncio.create_task(third.wait())
+            await asyncio.sleep(0)
+            assert limit.when() is None
+            first.end()
+            await waiting
+            assert limit.when() is not None
+        third.end()
+        assert third.is_over
+
+    asyncio.run(run())
+
+
+def traffic(seed: int) -> list[Block]:
+    """Groups in pieces, some of them twice and far apart."""
+    chosen = random.Random(seed)
+    blocks: list[Block] = []
+    for index in range(60):
+        members = [answer(f"t{index}.0", episode, size=4) for episode in range(4)]
+        cut = chosen.randrange(1, 4)
+        blocks += [block(*members[:cut]), block(*members[cut:])]
+    again = [blocks[chosen.randrange(len(blocks))] for _ in range(30)]
+    for one in again:
+        blocks.insert(chosen.randrange(blocks.index(one) + 1, len(blocks) + 1), one)
+    return blocks
+
+
+async def contents(log: Log) -> dict[str, tuple[object, ...]]:
+    """`verified` by id, as a reader sees it that knows each id once; two contents under one id fail."""
+    found: dict[str, tuple[object, ...]] = {}
+    for one in await values(log, VERIFIED):
+        if isinstance(one, Block):
+            for member in one.experiences:
+                seen: tuple[object, ...] = (member.scores, member.stamps, member.tokens.tolist())
+                assert found.setdefault(member.id, seen) == seen
+        elif isinstance(one, Stub):
+            assert found.setdefault(one.id, (one.reason, one.processor)) == (one.reason, one.processor)
+    return found
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_three_workers_killed_and_rebalanced_give_the_same_verified_contents_as_one(tmp_path: Path, seed: int) -> None:
+    async def one() -> dict[str, tuple[object, ...]]:
+        log = Log(MemoryBus(), "app")
+        await log.create_topics(partitions=3, keep_ms=-1)
+        for record in traffic(seed):
+            await log.publish(EXPERIENCES, record)
+        async with working(log, CONFIG, tmp_path / "one"):
+            await settled(log)
+        return await contents(log)
+
+    async def three() -> dict[str, tuple[object, ...]]:
+        chosen = random.Random(seed)
+        log = Log(MemoryBus(), "app")
+        await log.create_topics(partitions=3, keep_ms=-1)
+        records = traffic(seed)
+        workers = [asyncio.create_task(work(log, CONFIG, tmp_path / f"w{index}")) for index in range(3)]
+        for place, record in enumerate(records):
+            await log.publish(EXPERIENCES, record)
+            if place % 15 == 14:
+                index = chosen.randrange(3)
+                await kill(workers[index])
+                workers[index] = asyncio.create_task(work(log, CONFIG, tmp_path / f"w{index}-{place}"))
+        await settled(log)
+        for worker in workers:
+            await kill(worker)
+        return await contents(log)
+
+    assert asyncio.run(three()) == asyncio.run(one())

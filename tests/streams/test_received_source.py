@@ -1,0 +1,102 @@
+"""What the gateway received becomes Feedback in `verified`, by the source of its path."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.config import decode
+from infra.metrics import Metrics
+from infra.processor import feedback
+from schemas import DeadLetter, Feedback, Received
+from schemas.errors import ConfigError
+from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
+from streams.config import StreamsConfig
+from streams.source import EventSource, build_sources
+from streams.sources.received import GROUP, rating, take_once
+
+HERE = "tests.streams.test_received_source"
+REF = "hr-bcdfhjklmnqrtvwzbcdfhjkl.7-3-0"
+
+
+@feedback(version=1)
+def csat(ticket: dict[str, Any]) -> Feedback | None:
+    return Feedback(ref=ticket["answer_id"], id=ticket["id"], value=ticket["csat"] / 5)
+
+
+def said(**fields: Any) -> Received:
+    body = msgspec.json.encode({"answer_id": REF, "id": "f-1", **fields})
+    return Received(path="/v1/feedback", body=body, id="f-1", ref=REF)
+
+
+async def read(records: list[Received], *sources: EventSource) -> tuple[list[Feedback], list[DeadLetter]]:
+    log = Log(MemoryBus(), "bot")
+    await log.create_topics(partitions=2, keep_ms=3_600_000)
+    for record in records:
+        await log.publish(FEEDBACK, record)
+    by_path = {source.webhook: source for source in sources}
+    reader = await log.subscribed(FEEDBACK, group=GROUP)
+    while await take_once(by_path, reader, log, Metrics("process")):
+        pass
+    await reader.close()
+    found = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
+    dead = [m.value async for m in log.read_all(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
+    return found, dead
+
+
+USER = EventSource(name="user", function=rating, webhook="/v1/feedback")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"value": 0.5, "kind": "value"}, {"value": 0.5}),
+        ({"value": True, "kind": "value", "rater": "ann"}, {"value": 1.0, "rater": "ann"}),
+        ({"label": "rude", "kind": "label"}, {"type": "label", "text": "rude"}),
+        ({"correction": "42", "kind": "correction"}, {"type": "correction", "text": "42"}),
+        ({"retract": True, "kind": "retraction"}, {"type": "retraction"}),
+    ],
+)
+def test_what_a_client_said_is_feedback_of_its_source(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    found, dead = asyncio.run(read([said(**fields)], USER))
+    assert found == [Feedback(ref=REF, id="f-1", source="user", **expected)] and not dead
+
+
+def test_a_webhook_is_read_by_the_function_of_its_source() -> None:
+    source = EventSource(name="csat", function=csat, webhook="/zendesk")
+    body = msgspec.json.encode({"answer_id": REF, "id": "t-1", "csat": 4})
+    found, dead = asyncio.run(read([Received(path="/zendesk", body=body, id="x")], USER, source))
+    assert found == [Feedback(ref=REF, id="t-1", value=0.8, source="csat")] and not dead
+
+
+def test_what_no_source_listens_to_is_a_dead_letter_that_can_be_read_again() -> None:
+    found, dead = asyncio.run(read([Received(path="/gone", body=b"{}", id="x"), said(value=1, kind="value")], USER))
+    assert len(found) == 1
+    assert [(one.reason, "/gone" in one.error) for one in dead] == [("no source for this webhook", True)]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ({}, "expected one of"),
+        ({"topic": "a", "webhook": "/b", "secret_env": "X"}, "expected one of"),
+        ({"webhook": "zendesk", "secret_env": "X"}, "expected a path"),
+        ({"webhook": "/zendesk"}, "secret_env"),
+        ({"webhook": "/v1/models", "secret_env": "X"}, "the gateway's own"),
+        ({"webhook": "/v1/feedback", "secret_env": "X"}, "secret_env"),
+    ],
+)
+def test_a_source_that_listens_nowhere_or_twice_is_refused(where: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        decode({"feedback": [{"name": "a", "use": f"{HERE}:csat", "from": where}]}, StreamsConfig, "x.toml")
+
+
+def test_two_sources_of_one_webhook_are_refused() -> None:
+    one = {"use": f"{HERE}:csat", "from": {"webhook": "/z", "secret_env": "X"}}
+    config = decode({"feedback": [{"name": "a", **one}, {"name": "b", **one}]}, StreamsConfig, "x.toml")
+    with pytest.raises(ConfigError, match="listens to"):
+        build_sources(config.feedback, Path())

@@ -1,0 +1,150 @@
+"""A trainer on an in-memory log, killed where a test says: the log is filled, the learner is a hash chain."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus, wall_ms
+from infra.chain.chain import Step
+from infra.config import Floor, Pacing
+from infra.metrics import Metrics
+from infra.store import Store
+from infra.store_memory import MemoryStore
+from schemas import Block, Message, PolicyEvent, Span, make_experience, topics
+from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
+from trainer.learner import Learner
+from trainer.train import run_trainer
+
+STEPS = 12
+FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))
+CONFIG = TrainerConfig(
+    lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1, max_uses=100, optional=True)},
+    warmup=WarmupConfig(every=2, stop_at=0.5, max_steps=8, min_experiences=4, batch=4),
+    checkpoint_every=3,
+    max_steps=STEPS,
+)
+
+
+def block(sequence: int, lane: str = "usual", **header: object) -> Block:
+    group = f"{lane}-{sequence}.0"
+    span = Span(2, 4, 10_000) if lane == "usual" else Span(2, 4, -1, ratio=False)
+    return Block(
+        tuple(
+            make_experience(
+                tokens=[1, 2, 3 + sequence % 7, episode], logprobs=[-0.5, -0.25], messages=(Message(role="user", content="q"),),
+                id=f"{group}.0-{episode}-0", group=group, episode=episode, group_size=2, spans=(span,), lane=lane,
+                sequence=sequence if lane == "usual" else -1, reward=float(episode), advantage=float(episode) - 0.5, **header,
+            )
+            for episode in range(2)
+        )
+    )  # fmt: skip
+
+
+async def filled_log(store: Store, bus: MemoryBus | None = None) -> Log:
+    log = Log(bus or MemoryBus(), "t", store=store)
+    await log.create_topics(partitions=2, keep_ms=-1)
+    for number in range(4):
+        await log.publish(topics.BUFFER, block(number, "expert"))
+    await log.publish(topics.BUFFER, block(9, "expert", meta={"split": "validation"}))
+    for sequence in range(2 * STEPS):
+        await log.publish(topics.BUFFER, block(sequence))
+    return log
+
+
+async def train(
+    log: Log,
+    store: Store,
+    learner: Learner,
+    config: TrainerConfig = CONFIG,
+    floor: Floor = FLOOR,
+    chain: tuple[Step, ...] = (),
+) -> None:
+    await run_trainer(
+        floor, config, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=asyncio.Event(), seed=3,
+        chain=chain,
+    )  # fmt: skip
+
+
+async def journal(log: Log) -> list[object]:
+    return [message.value async for message in log.read_all(topics.BATCHES)]
+
+
+async def published(log: Log) -> list[PolicyEvent]:
+    events = [message.value async for message in log.read_all(topics.POLICIES)]
+    return [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
+
+
+class Killed(Exception):
+    """The process died here."""
+
+
+class KillingBus(MemoryBus):
+    """A bus whose trainer dies at its n-th send: before it (even n) or after it was stored (odd n). What others put into
+    `buffer` does not count.
+    """
+
+    def __init__(self, clock: Callable[[], int] = wall_ms) -> None:
+        super().__init__(clock)
+        self.sends = 0
+        self.kill_at = -1
+
+    async def send(self, *args, **kwargs):
+        if args[0].endswith(".buffer"):
+            return await super().send(*args, **kwargs)
+        self.sends += 1
+        if self.sends == self.kill_at and self.kill_at % 2 == 0:
+            raise Killed
+        position = await super().send(*args, **kwargs)
+        if self.sends == self.kill_at:
+            raise Killed
+        return position
+
+
+class KillingStore(MemoryStore):
+    """A store whose process dies at the n-th put: before it (even n), or after it was stored (odd n)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts = 0
+        self.kill_at = -1
+
+    def put(self, key: str, data: bytes) -> None:
+        self.puts += 1
+        if self.puts == self.kill_at and self.kill_at % 2 == 0:
+            raise Killed
+        super().put(key, data)
+        if self.puts == self.kill_at:
+            raise Killed
+
+
+async def ends(run: Awaitable[None]) -> bool:
+    """Whether the trainer came to its end; False where it was killed."""
+    try:
+        await run
+    except Killed:
+        return False
+    except BaseExceptionGroup as errors:
+        if errors.subgroup(Killed) is None:
+            raise
+        return False
+    return True
+
+
+async def train_through_kills(
+    bus: KillingBus,
+    store: KillingStore,
+    learner: Callable[[], Learner],
+    kills: Iterable[tuple[int, int]],
+    log: Log,
+    config: TrainerConfig = CONFIG,
+) -> tuple[Learner, int]:
+    """Start the trainer again and again, each process dying at (send, put) counted from its start; -1 for never.
+
+    Returns the learner that came to the end, and how many died.
+    """
+    for died, (bus.kill_at, store.kill_at) in enumerate((*kills, (-1, -1))):
+        bus.sends = store.puts = 0
+        one = learner()
+        if await ends(train(log, store, one, config)):
+            return one, died
+    raise AssertionError("the run never ended")

@@ -1,0 +1,62 @@
+"""Production traffic has no version limit: it is admitted by how far the policy has moved, and told where it is not."""
+
+import asyncio
+
+from schemas import Block, Drawn, topics
+from tests.trainer.buffered_blocks import block
+from tests.trainer.test_draw_waiting import run_of, usual
+from trainer.admit import DIVERGED, admitted
+from trainer.config import LaneConfig
+from trainer.draw import Draw
+from trainer.state import Run
+from trainer.waiting import decide
+
+OLD = 3  # versions behind nothing could be in the usual lane
+NOW = 1000
+
+
+def live(number: int) -> Block:
+    return block(f"l{number}.0", lane="live", num_members=1, version=OLD)
+
+
+def with_live(bound: float = 0.0, **lanes: LaneConfig) -> Run:
+    config = {"live": LaneConfig(weight=1.0, bound=bound), **lanes}
+    return run_of(live(0), live(1), version=NOW, lanes=config)
+
+
+def drawn(run: Run) -> Draw:
+    async def main() -> Draw:
+        await run.log.create_topics(partitions=1, keep_ms=-1)
+        return await admitted(run, decide(run, now_s=0.0))
+
+    return asyncio.run(main())
+
+
+def distance() -> float:
+    """Of these blocks under the scripted learner, to which every token is certain: mean of -logprob."""
+    return float(-live(0).experiences[0].logprobs.mean())
+
+
+def test_an_answer_of_any_age_is_trained_under_the_default_settings() -> None:
+    draw = drawn(with_live())
+    assert {one.group for one in draw.taken} == {"l0.0", "l1.0"} and not draw.dropped
+
+
+def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_told() -> None:
+    assert len(drawn(with_live(bound=distance() * 1.01)).taken) == 2
+    run = with_live(bound=distance() * 0.99)
+    draw = drawn(run)
+    assert draw.wait and not draw.taken
+    assert {reason for _, reason in draw.dropped} == {DIVERGED}
+    assert run.intake.buffer.num_groups("live") == 0
+
+    async def told() -> list[Drawn]:
+        return [one.value async for one in run.log.read_all(topics.PROGRESS) if isinstance(one.value, Drawn)]
+
+    (record,) = asyncio.run(told())
+    assert record.dropped == {"l0.0": DIVERGED, "l1.0": DIVERGED}
+
+
+def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:
+    run = run_of(usual(0), usual(1), lanes={"usual": LaneConfig(bound=1e-9)})
+    assert len(drawn(run).taken) == 2

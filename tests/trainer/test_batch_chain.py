@@ -1,0 +1,218 @@
+"""The batch chain: what it may change, what it must journal, and that a killed trainer repeats it without running it."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from infra.chain.insert import ProcessorConfig
+from infra.metrics import Metrics
+from infra.processor import Drop, processor
+from infra.store_directory import DirectoryStore
+from schemas import Batch, Experience, Span, decode, encode
+from schemas.errors import ConfigError
+from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
+from tests.trainer.trainer_samples import make_item
+from trainer.batch import TrainItem
+from trainer.batch_chain import ALONE, apply_chain, build_batch
+from trainer.learners.scripted import ScriptedLearner
+from trainer.processors.normalize_advantages import normalize_advantages
+from trainer.train import run_trainer
+from trainer.weight import KEY, weight_of, with_weight
+
+HERE = "tests.trainer.test_batch_chain"
+
+
+def chain(*names: str, **options: object):
+    return build_batch([ProcessorConfig(use=f"{HERE}:{name}", stage="batch", options=options) for name in names])
+
+
+@processor(version=1, inline=True)
+def halve(experience: Experience) -> Experience:
+    assert experience.advantage is not None
+    return msgspec.structs.replace(experience, advantage=experience.advantage / 2)
+
+
+@processor(version=1)
+def drop_first(batch: tuple[Experience, ...]) -> tuple[Experience | Drop, ...]:
+    return (Drop("first of its batch"), *(with_weight(one, 2.0) for one in batch[1:]))
+
+
+@processor(version=1, inline=True)
+def drop_usual(experience: Experience) -> Experience | Drop:
+    return Drop("unwanted") if experience.lane == "usual" else experience
+
+
+@processor(version=1, inline=True)
+def reward_itself(experience: Experience) -> Experience:
+    return msgspec.structs.replace(experience, reward=99.0)
+
+
+@processor(version=1, inline=True)
+def fail(batch: tuple[Experience, ...]) -> tuple[Experience, ...]:
+    raise RuntimeError("no")
+
+
+@processor(version=1, inline=True)
+def too_few(batch: tuple[Experience, ...]) -> tuple[Experience, ...]:
+    return batch[1:]
+
+
+@processor(version=1, inline=True)
+def of_a_group(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
+    return group
+
+
+def items(num: int = 4, lane: str = "usual", **header: object) -> list[TrainItem]:
+    found = []
+    for i in range(num):
+        ratio = lane == "usual"
+        one = make_item(
+            [1, 2, 3, *[4] * i], [Span(2, 3 + i, 0, 1.0, ratio)], group=f"{lane}-{i}.0", lane=lane, advantage=i - 1.0,
+            **header,
+        )  # fmt: skip
+        found.append(TrainItem(msgspec.structs.replace(one.experience, advantage=i - 1.0), one.item))
+    return found
+
+
+def applied(steps, given: list[TrainItem], *, alone: bool = True) -> tuple[Batch, list[TrainItem]]:
+    batch = Batch(run="r", token=1, step=7, version=3, items=tuple(one.item for one in given), drops={"stale": 2})
+    record, kept = asyncio.run(apply_chain(steps, batch, given, alone=alone))
+    read = decode(encode(record))
+    assert read == record, "what the chain decided is in the journal"
+    assert record.items == tuple(one.item for one in kept)
+    return record, kept
+
+
+def test_normalized_advantages_have_mean_0_and_variance_1_over_the_whole_batch():
+    given = items(5)
+    steps = build_batch(
+        [ProcessorConfig(use="trainer.processors.normalize_advantages:normalize_advantages", stage="batch")]
+    )
+    record, kept = applied(steps, given)
+    values = np.array([one.advantage for one in record.items])
+    # (-1, 0, 1, 2, 3): mean 1, variance 2
+    assert values == pytest.approx(np.array([-2, -1, 0, 1, 2]) / np.sqrt(2))
+    assert [one.experience.advantage for one in kept] == [-1.0, 0.0, 1.0, 2.0, 3.0], "the log says what it said"
+
+
+def test_normalizing_leaves_alone_what_has_no_advantage_or_nothing_to_compare():
+    plain = tuple(one.experience for one in items(3))
+    none = tuple(msgspec.structs.replace(one, advantage=None) for one in plain)
+    alike = tuple(msgspec.structs.replace(one, advantage=0.5) for one in plain)
+    assert normalize_advantages((*none, plain[0])) == (*none, plain[0])
+    assert normalize_advantages(alike) == alike
+    scaled = normalize_advantages(plain, center=False)
+    assert [one.advantage for one in scaled] == pytest.approx(np.array([-1, 0, 1]) / np.sqrt(2 / 3))
+
+
+def test_drops_and_weights_are_written_down_with_their_reasons():
+    record, kept = applied(chain("halve", "drop_first"), items())
+    assert [one.id for one in record.dropped] == ["usual-0.0.0-0-0"]
+    assert record.dropped_because == ("first of its batch",)
+    assert record.drops == {"stale": 2, "first of its batch": 1}
+    assert [(one.advantage, one.weight) for one in record.items] == [(0.0, 2.0), (0.5, 2.0), (1.0, 2.0)]
+    assert len(kept) == 3
+
+
+def test_equal_sequences_weighs_by_length():
+    use = "trainer.processors.equal_sequences:equal_sequences"
+    record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
+    # lengths 1, 2, 3, mean 2: Σ weight·length = 6 = the tokens, so the denominator stays what it is
+    assert [one.weight for one in record.items] == pytest.approx([2.0, 1.0, 2 / 3])
+
+
+def test_drop_weak_leaves_out_what_teaches_nothing():
+    use = "trainer.processors.drop_weak:drop_weak"
+    record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
+    assert [one.id for one in record.dropped] == ["usual-1.0.0-0-0"] and record.dropped_because == ("weak advantage",)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fail", "processor failed"),
+        ("too_few", "processor returned nonsense"),
+        ("reward_itself", "changed beyond advantage and weight"),
+    ],
+)
+def test_a_faulty_processor_costs_its_experiences_with_a_reason(name, reason):
+    record, kept = applied(chain(name), items())
+    assert not kept and set(record.dropped_because) == {reason} and len(record.dropped) == 4
+
+
+def test_a_weight_in_the_log_is_nobodys_and_a_pair_goes_whole():
+    marked = items(2, meta={KEY: 50.0})
+    record, _ = applied(chain("halve"), marked)
+    assert [one.weight for one in record.items] == [1.0, 1.0]
+    sides = [
+        make_item(
+            [1, 2, 3 + i], [Span(2, 3, -1, 1.0, False)], group="p.0", episode=i, lane="human", meta={"pair": mark}
+        )
+        for i, mark in enumerate(("chosen", "rejected"))
+    ]
+    record, kept = applied(chain("drop_first"), sides)
+    assert not kept and record.dropped_because == ("first of its batch", "half a pair")
+    with pytest.raises(ValueError, match="weight: got"):
+        with_weight(sides[0].experience, -1.0)
+    assert np.isnan(weight_of(msgspec.structs.replace(sides[0].experience, meta={KEY: "x"})))
+
+
+def test_what_rides_along_is_not_trained_alone():
+    given = [*items(2), *items(2, "expert")]
+    record, kept = applied(chain("drop_usual"), given, alone=False)
+    assert not kept and record.dropped_because == ("unwanted", "unwanted", ALONE, ALONE)
+    _, kept = applied(chain("drop_usual"), given)
+    assert [one.item.lane for one in kept] == ["expert", "expert"]
+
+
+@pytest.mark.parametrize(
+    ("use", "stage", "message"),
+    [
+        ("of_a_group", "batch", "takes a group"),
+        ("drop_first", "collect", "takes a batch"),
+        ("drop_first", "verify", "takes a batch"),
+    ],
+)
+def test_a_processor_in_the_wrong_stage_is_refused(use, stage, message):
+    from infra.chain.insert import processor_step
+
+    with pytest.raises(ConfigError, match=message):
+        processor_step(ProcessorConfig(use=f"{HERE}:{use}", stage=stage), "processor[0]")
+
+
+async def train(log, store, steps, learner: ScriptedLearner) -> None:
+    await run_trainer(
+        FLOOR, CONFIG, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=asyncio.Event(), seed=3,
+        chain=steps,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kill_at", [23, 30, 36, 45])
+def test_a_killed_trainer_repeats_the_journal_without_running_the_chain(tmp_path: Path, kill_at: int) -> None:
+    async def whole() -> tuple[dict, list[object]]:
+        store = DirectoryStore(tmp_path / "whole")
+        log, learner = await filled_log(store), ScriptedLearner()
+        await train(log, store, chain("halve", "drop_first"), learner)
+        return learner.tensors(), await journal(log)
+
+    async def killed() -> tuple[dict, list[object]]:
+        store = DirectoryStore(tmp_path / "killed")
+        log = await filled_log(store)
+        bus = KillingBus()
+        bus.__dict__.update({**log.bus.__dict__, "sends": 0, "kill_at": kill_at})
+        log.bus = bus
+        assert not await ends(train(log, store, chain("halve", "drop_first"), ScriptedLearner()))
+        learner = ScriptedLearner()
+        await train(log, store, chain("halve", "drop_first"), learner)
+        return learner.tensors(), await journal(log)
+
+    tensors, records = asyncio.run(whole())
+    again, records_again = asyncio.run(killed())
+    assert again == tensors
+    batches = [one for one in records if isinstance(one, Batch) and one.phase == "train"]
+    assert all(len(one.dropped) == 1 and one.dropped_because == ("first of its batch",) for one in batches)
+    content = {one.step: (one.items, one.dropped) for one in records if isinstance(one, Batch)}
+    assert content == {one.step: (one.items, one.dropped) for one in records_again if isinstance(one, Batch)}

@@ -1,0 +1,195 @@
+"""The critic: advantages against their definition, value clipping, learning, and what its checkpoint brings back."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_samples import make_item
+
+from infra.demo.char_model import build_char_model
+from schemas import Span
+from schemas.errors import ConfigError
+from trainer.batch import TrainItem, pack
+from trainer.config import CriticConfig, LaneConfig, TrainerConfig
+from trainer.critic import gae, value_loss
+from trainer.learners.torch import TorchLearner
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    torch.set_num_threads(1)
+    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
+
+
+def by_definition(reward, value, bootstrap, gamma, gae_lambda):
+    """Σ_k (γλ)^k δ_{t+k} of one sequence, every sum written out."""
+    num = len(reward)
+    after = [*value[1:], bootstrap]
+    delta = [reward[t] + gamma * after[t] - value[t] for t in range(num)]
+    return [sum((gamma * gae_lambda) ** k * delta[t + k] for k in range(num - t)) for t in range(num)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=5),
+    gamma=st.sampled_from([1.0, 0.9, 0.0]),
+    gae_lambda=st.sampled_from([1.0, 0.95, 0.0]),
+    seed=st.integers(0, 99),
+)
+def test_advantages_are_their_definition_in_every_sequence_by_itself(lengths, gamma, gae_lambda, seed):
+    random = np.random.default_rng(seed)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    reward, value, bootstrap = random.normal(size=(3, len(sequence)))
+    got = gae(reward, value, bootstrap, sequence, gamma=gamma, gae_lambda=gae_lambda)
+    for s in range(len(lengths)):
+        of = sequence == s
+        expected = by_definition(reward[of], value[of], bootstrap[of][-1], gamma, gae_lambda)
+        assert got[of] == pytest.approx(expected)
+
+
+def test_advantages_of_a_worked_example():
+    # γ 0.9, λ 0.5: δ = (0 + 0.9·0.4 - 0.2, 0 + 0.9·0.1 - 0.4, 1 - 0.1) = (0.16, -0.31, 0.9)
+    # A_2 = 0.9, A_1 = -0.31 + 0.45·0.9 = 0.095, A_0 = 0.16 + 0.45·0.095 = 0.20275; truncated at 0.6: δ_2 = 1.44
+    ended = gae(np.array([0, 0, 1.0]), np.array([0.2, 0.4, 0.1]), np.zeros(3), np.zeros(3), gamma=0.9, gae_lambda=0.5)
+    assert ended == pytest.approx([0.20275, 0.095, 0.9])
+    cut = gae(np.array([0, 0, 1.0]), np.array([0.2, 0.4, 0.1]), np.full(3, 0.6), np.zeros(3), gamma=0.9, gae_lambda=0.5)
+    assert cut[2] == pytest.approx(1.44)
+
+
+def test_the_value_loss_is_flat_only_where_a_clipped_value_has_gone_past_its_target():
+    # ½ max((V-R)², (V_old + clip(V - V_old, ±0.2) - R)²): V 0.9, old 0.5, R 1 gives ½·0.3²; R 0 gives ½·0.9²
+    value = torch.tensor([0.9, 0.9, 0.6], dtype=torch.float64, requires_grad=True)
+    loss = value_loss(value, torch.full((3,), 0.5), torch.tensor([1.0, 0.0, 1.0]), 0.2)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([0.5 * 0.3**2, 0.5 * 0.9**2, 0.5 * 0.4**2])
+    assert value.grad.tolist() == pytest.approx([0.0, 0.9, -0.4])
+    assert value_loss(value, torch.full((3,), 0.5), torch.ones(3), 0.0)[0].item() == pytest.approx(0.005)
+
+
+def opened(model: str, minibatches: int = 1, critic: CriticConfig | None = None) -> TorchLearner:
+    critic = critic or CriticConfig(learning_rate=2e-3, normalize=False)
+    lanes = {"usual": LaneConfig(loss="ppo", options={"minibatches": minibatches})}
+    return TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, critic=critic), device="cpu")
+
+
+def coins(seed: int = 0, num: int = 24) -> list[TrainItem]:
+    """Prompts that decide the reward, whatever is answered: 10 wins, 11 loses."""
+    random = np.random.default_rng(seed)
+    return [
+        make_item(
+            [1, 10 + i % 2, *random.integers(20, 30, 3)],
+            [Span(2, 5, 0)],
+            group=f"coin-{i}.0",
+            logprobs=np.full(3, -np.log(128)),
+            reward=1.0 - i % 2,
+        )
+        for i in range(num)
+    ]
+
+
+@pytest.mark.slow
+def test_values_learn_what_the_prompt_says_about_the_reward(model):
+    learner = opened(model)
+    first = learner.step(pack(coins(), max_tokens=1000), learning_rate=1e-9, seed=0).values
+    for step in range(1, 40):
+        stats = learner.step(pack(coins(step), max_tokens=1000), learning_rate=1e-9, seed=step)
+    # V = 0, so targets are (λ², λ, 1)·R with λ 0.95, and R = 1 half of the time: ½·½·(λ⁴ + λ² + 1)/3
+    assert first["critic/value_loss"] == pytest.approx(0.25 * (0.95**4 + 0.95**2 + 1) / 3)
+    assert stats.values["critic/value_loss"] < 0.02
+    assert stats.values["critic/explained_variance"] > 0.8
+
+
+@pytest.mark.slow
+def test_what_the_prompt_decides_is_no_advantage_once_values_know_it(model):
+    """Then what is left is what the token decided: answers of 20 win after either prompt."""
+    learner = opened(model, critic=CriticConfig(learning_rate=2e-3, gae_lambda=1.0, normalize=False))
+    bandit = [
+        make_item(
+            [1, 10 + i % 2, good],
+            [Span(2, 3, 0)],
+            group=f"b-{i}-{good}.0",
+            logprobs=[-np.log(128)],
+            reward=3.0 * (i % 2) + (good == 20),
+        )
+        for i, good in itertools.product(range(8), (20, 21))
+    ]
+    for step in range(60):
+        learner.step(pack(bandit, max_tokens=1000), learning_rate=1e-9, seed=step)
+    before = learner.probe(((1, 10, 20), (1, 10, 21))).logprobs
+    for step in range(5):
+        learner.step(pack(bandit, max_tokens=1000), learning_rate=1e-3, seed=step)
+    after = learner.probe(((1, 10, 20), (1, 10, 21))).logprobs
+    assert after[0][-1] > before[0][-1] and after[1][-1] < before[1][-1]
+
+
+@pytest.mark.slow
+def test_a_truncated_sequence_is_worth_what_its_last_state_is(model):
+    learner = opened(model, critic=CriticConfig(learning_rate=2e-3, gae_lambda=1.0, normalize=False))
+    for step in range(40):
+        learner.step(pack(coins(step), max_tokens=1000), learning_rate=1e-9, seed=step)
+    critic = learner._critic
+    assert critic is not None
+    found = {}
+    for end in ("truncated", "terminal"):
+        one = make_item([1, 10, 20, 21], [Span(2, 4, 0)], logprobs=[-1, -1], reward=0.0, end=end)
+        part = pack([one], max_tokens=100, bootstrap=True).microbatches[0]
+        assert (part.bootstrap_N >= 0).tolist() == [False, end == "truncated"]
+        found[end] = critic.estimate([part], [np.ones(2, bool)])[0]
+    assert found["terminal"].target == pytest.approx([0, 0], abs=1e-6)  # λ 1: what came, which is nothing
+    assert found["truncated"].target[0] == pytest.approx(found["truncated"].target[1], abs=1e-6)
+    assert found["truncated"].target[0] > 0.5  # the winning prompt still promises its reward
+
+
+def test_observations_between_turns_do_not_decay(model):
+    critic = opened(model)._critic
+    assert critic is not None
+    found = []
+    for tokens, spans in (
+        ([1, 10, 20, 21], [Span(2, 4, 0)]),
+        ([1, 10, 20, 40, 41, 42, 21], [Span(2, 3, 0), Span(6, 7, 0)]),
+    ):
+        one = make_item(tokens, spans, logprobs=[-1, -1], reward=1.0)
+        part = pack([one], max_tokens=100).microbatches[0]
+        found.append(critic.estimate([part], [np.ones(2, bool)])[0].advantage)
+    # V = 0 at the start: A = (γλ·1, 1), however many tokens were only seen in between
+    assert found[0] == pytest.approx([0.95, 1.0]) and found[1] == pytest.approx([0.95, 1.0])
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_checkpoint_brings_the_critic_back_to_the_same_bits(model, minibatches):
+    learner, other = opened(model, minibatches), opened(model, minibatches)
+    learner.step(pack(coins(0), max_tokens=40), learning_rate=1e-3, seed=0)
+    other.restore(learner.save())
+    for one in (learner, other):
+        one.step(pack(coins(1), max_tokens=40), learning_rate=1e-3, seed=1)
+    saved, again = learner.save(), other.save()
+    assert {name for name in saved if name.startswith("critic/head")} == {"critic/head.weight", "critic/head.bias"}
+    assert all(bytes(saved[name].data) == bytes(again[name].data) for name in saved) and saved.keys() == again.keys()
+    with pytest.raises(ValueError, match="critic/"):
+        TorchLearner(model, TrainerConfig(threads=1), device="cpu").restore(saved)
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_step_whose_values_are_not_finite_changes_nothing(model, minibatches):
+    learner = opened(model, minibatches)
+    learner.step(pack(coins(0), max_tokens=40), learning_rate=1e-3, seed=0)
+    before = learner.save()
+    poisoned = coins(1)
+    poisoned[9] = make_item(
+        poisoned[9].experience.tokens, [Span(2, 5, 0)], group="coin-9.0", logprobs=np.full(3, -4.0), reward=3e38
+    )
+    assert not learner.step(pack(poisoned, max_tokens=40), learning_rate=1e-3, seed=1).finite
+    after = learner.save()
+    assert all(bytes(before[name].data) == bytes(after[name].data) for name in before)
+
+
+def test_a_critic_and_a_loss_that_wants_it_come_together(model):
+    lanes = {"usual": LaneConfig(loss="ppo")}
+    with pytest.raises(ConfigError, match=r"trainer\.critic: missing"):
+        TorchLearner(model, TrainerConfig(lanes=lanes, threads=1), device="cpu")
+    with pytest.raises(ConfigError, match=r"trainer\.critic: got a critic"):
+        TorchLearner(model, TrainerConfig(threads=1, critic=CriticConfig()), device="cpu")
+    with pytest.raises(ValueError, match="without a reward"):
+        opened(model).step(pack([make_item([1, 2], [Span(1, 2, 0)])], max_tokens=9), learning_rate=1e-3, seed=0)

@@ -1,0 +1,68 @@
+"""What stays of a run: enough to resume, enough to replay the whole horizon, and never more than a bounded number."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.checkpoint import Manifest, Place, Position
+from trainer.horizon import SLOTS, Mark, kept, trim_below
+
+
+def pruned(gaps_ms: list[int], newest: int, keep_ms: int) -> tuple[list[Mark], list[Mark]]:
+    """All checkpoints of a run that prunes after each, and those that are left at its end."""
+    made: list[Mark] = []
+    left: list[Mark] = []
+    for step, gap in enumerate(gaps_ms):
+        one = Mark(Place(step, 1), (made[-1].time_ms if made else 10**12) + gap)
+        made.append(one)
+        stay = kept([*left, one], newest=newest, keep_ms=keep_ms)
+        left = [mark for mark in [*left, one] if mark.place in stay]
+        assert len(left) <= newest + SLOTS + 2
+    return made, left
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=80), st.integers(3, 6), st.integers(1, 100_000))
+def test_the_newest_stay_and_everything_inside_the_horizon_can_be_replayed(
+    gaps_ms: list[int], newest: int, keep_ms: int
+) -> None:
+    made, left = pruned(gaps_ms, newest, keep_ms)
+    assert left[-newest:] == made[-newest:]
+    begins_ms = made[-1].time_ms - keep_ms
+    assert left[0].time_ms <= begins_ms or left[0] == made[0], "the first one inside could not be replayed"
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=80))
+def test_a_run_inside_its_horizon_can_be_replayed_from_its_first_step(gaps_ms: list[int]) -> None:
+    made, left = pruned(gaps_ms, 3, 10**9)
+    assert left[0] == made[0]
+
+
+def test_checkpoints_thin_out_to_about_one_in_each_span_of_the_horizon() -> None:
+    made, left = pruned([1000] * 1000, 3, 80_000)  # spans of 10 s
+    inside = [one for one in left[:-3] if one.time_ms > made[-1].time_ms - 80_000]
+    assert SLOTS - 2 <= len(inside) <= SLOTS + 1
+    assert all(one.time_ms % 10_000 == 0 for one in inside)
+
+
+def test_fewer_than_three_are_never_kept() -> None:
+    with pytest.raises(ValueError, match="newest: got 2"):
+        kept([], newest=2, keep_ms=1)
+
+
+def manifest(step: int, oldest_offset: int) -> Manifest:
+    return Manifest(position=Position(step=step), state="", size=0, sha256="", token=1, oldest_offset=oldest_offset)
+
+
+@given(st.dictionaries(st.integers(0, 30), st.integers(0, 1000), min_size=1), st.data())
+def test_the_buffer_is_trimmed_to_what_the_neediest_kept_checkpoint_needs_and_never_above(
+    needs: dict[int, int], data: st.DataObject
+) -> None:
+    manifests = [manifest(step, offset) for step, offset in needs.items()]
+    stay = data.draw(st.sets(st.sampled_from([one.place for one in manifests]), min_size=1))
+    below = trim_below(manifests, stay)
+    assert all(below <= one.oldest_offset for one in manifests if one.place in stay)
+    assert any(below == one.oldest_offset for one in manifests if one.place in stay)
+
+
+def test_without_a_checkpoint_nothing_is_trimmed() -> None:
+    assert trim_below([], []) == 0

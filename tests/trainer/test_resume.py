@@ -1,0 +1,74 @@
+"""Where a resume begins, and in which order what it relies on is written."""
+
+import asyncio
+import itertools
+
+import msgspec
+import pytest
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.store_memory import MemoryStore
+from infra.weights.tensors import Tensor
+from schemas import Fence, PolicyEvent, Rollback, Saved, Skip, topics
+from tests.trainer.memory_run import CONFIG, KillingBus, KillingStore, filled_log, journal, train, train_through_kills
+from trainer.assemble import step_seed
+from trainer.checkpoint import Checkpoint, Position, save
+from trainer.journal import Lease
+from trainer.learners.scripted import ScriptedLearner
+from trainer.resume import find_start
+
+
+def test_a_checkpoint_of_steps_that_were_rolled_back_later_is_passed_over() -> None:
+    async def main() -> None:
+        log, store = Log(MemoryBus(), "t"), MemoryStore()
+        await log.create_topics(partitions=1, keep_ms=-1)
+        await log.publish(topics.BATCHES, Fence(run="r", token=1))
+        for step in (3, 5):
+            weights = {"weights": Tensor("F32", (1,), bytes(4))}
+            save(store, "r", Checkpoint(Position(step=step, journal_next=1), weights, {}, ()), token=1)
+        lease = Lease(run="r", token=1, owner="")
+        state, _ = await find_start(log, store, lease)
+        assert state is not None and state.position.step == 5
+        back = Rollback(run="r", token=1, from_step=4, to_step=6, restored_version=3, version=7, reason="alarm")
+        await log.publish(topics.BATCHES, back)
+        state, found = await find_start(log, store, lease)
+        assert state is not None and state.position.step == 3 and found.entries == (back,)
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_is_told_and_written_before_its_version_is_published() -> None:
+    async def main() -> None:
+        tick = itertools.count()
+        store = MemoryStore()
+        log = await filled_log(store, MemoryBus(lambda: next(tick)))
+        await train(log, store, ScriptedLearner())
+        saved = {
+            one.value.version: one.timestamp_ms
+            async for one in log.read_all(topics.BATCHES)
+            if isinstance(one.value, Saved)
+        }
+        published = {
+            one.value.version: one.timestamp_ms
+            async for one in log.read_all(topics.POLICIES)
+            if isinstance(one.value, PolicyEvent) and one.value.event == "published"
+        }
+        assert len(saved) > 3 and all(time < published[version] for version, time in saved.items())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("send", range(2, 40))
+def test_skips_in_a_row_are_counted_across_a_death_between_them(send: int) -> None:
+    async def main() -> None:
+        config = msgspec.structs.replace(CONFIG, checkpoint_every=1, warmup=None, max_steps=8)
+        failing = tuple(step_seed(3, step) for step in (3, 4, 5))
+        bus, store = KillingBus(), KillingStore()
+        log = await filled_log(store, bus)
+        await train_through_kills(bus, store, lambda: ScriptedLearner(fail_at=failing), [(send, -1)], log, config)
+        records = await journal(log)
+        assert {one.step for one in records if isinstance(one, Skip)} == {3, 4}
+        assert [one.to_step for one in records if isinstance(one, Rollback)] == [5]
+
+    asyncio.run(main())

@@ -1,0 +1,266 @@
+"""Losses beside the clipped ones: each against its paper's formula written again in numpy, value and gradient.
+
+The gradients are written by hand from the formula, never by automatic differentiation.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.errors import ConfigError
+from trainer.config import LaneConfig
+from trainer.loss import LossInputs, lane_loss, open_objective
+from trainer.losses.cispo import cispo
+from trainer.losses.distill import distill
+from trainer.losses.dpo import dpo
+from trainer.losses.grpo import grpo
+from trainer.losses.gspo import gspo
+from trainer.losses.icepop import icepop
+from trainer.losses.m2po import m2po, second_moment_bound
+from trainer.losses.opmd import opmd
+from trainer.losses.ppo import ppo
+from trainer.losses.reinforce import reinforce
+from trainer.losses.topr import topr
+
+RANDOM = np.random.default_rng(7)
+LENGTHS = [1, 4, 9, 2, 30, 3, 7, 12]
+SEQUENCE = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+N = len(SEQUENCE)
+CURRENT = np.log(RANDOM.uniform(0.05, 0.95, N))
+BEHAVIOUR = CURRENT + RANDOM.normal(0, 0.3, N)
+REFERENCE = np.log(RANDOM.uniform(0.05, 0.95, N))
+TEACHER = np.log(RANDOM.uniform(0.05, 0.95, N))
+ADVANTAGE_S = RANDOM.normal(size=len(LENGTHS))
+ADVANTAGE = ADVANTAGE_S[SEQUENCE]
+LOG_W = CURRENT - BEHAVIOUR
+W = np.exp(LOG_W)
+
+
+def tensor(values):
+    return torch.tensor(np.asarray(values, float))
+
+
+def inputs(*, ratio=True, advantage=ADVANTAGE, current=CURRENT, sequence=SEQUENCE, **more):
+    names = {name: tensor(values) for name, values in more.items() if name not in ("pair", "bound")}
+    return LossInputs(
+        logprob=tensor(current).requires_grad_(),
+        behaviour=tensor(more.pop("behaviour", BEHAVIOUR)),
+        advantage=tensor(advantage),
+        staleness=torch.zeros(len(current), dtype=torch.int64),
+        ratio=torch.full((len(current),), ratio),
+        sequence=torch.tensor(sequence),
+        pair=torch.tensor(more["pair"]) if "pair" in more else None,
+        bound=more.get("bound"),
+        **{name: value for name, value in names.items() if name != "behaviour"},
+    )
+
+
+def value_and_gradient(loss, given, **options):
+    output = loss(given, **options)
+    output.loss.sum().backward()
+    clipped = None if output.clipped is None else output.clipped.numpy()
+    return output.loss.detach().numpy(), given.logprob.grad.numpy(), clipped
+
+
+def per_sequence(values):
+    """Sum over the tokens of each sequence, by a plain loop."""
+    return np.array([sum(values[s == SEQUENCE]) for s in range(len(LENGTHS))])
+
+
+def test_ppo_is_the_clipped_surrogate_on_the_advantages_it_is_given():
+    advantage = RANDOM.normal(size=N)  # a critic's: they differ within a sequence
+    value, gradient, clipped = value_and_gradient(ppo, inputs(advantage=advantage))
+    flat = np.where(advantage > 0, W > 1.2, W < 0.8)
+    assert value == pytest.approx(-np.minimum(W * advantage, np.clip(W, 0.8, 1.2) * advantage))
+    assert gradient == pytest.approx(np.where(flat, 0, -W * advantage))
+    assert (clipped == flat).all() and 5 < flat.sum() < N - 5
+    assert open_objective(LaneConfig(loss="ppo")).critic
+
+
+def test_cispo_keeps_every_gradient_under_a_clipped_weight():
+    # L = -c A log π with c = clip(w, 0, 1.3) a constant: dL/dlogπ = -c A, also where the clip acts
+    value, gradient, clipped = value_and_gradient(cispo, inputs(), low=0.3, high=0.3)
+    weight = np.clip(W, 0.7, 1.3)
+    assert value == pytest.approx(-weight * ADVANTAGE * CURRENT)
+    assert gradient == pytest.approx(-weight * ADVANTAGE)
+    assert (clipped == ((W < 0.7) | (W > 1.3))).all() and clipped.any()
+    _, gradient, clipped = value_and_gradient(cispo, inputs())
+    assert gradient == pytest.approx(-W * ADVANTAGE) and not clipped.any()
+
+
+def test_icepop_drops_what_lies_outside_its_interval():
+    # L = -w A where alpha <= w <= beta, else nothing; dw/dlogπ = w
+    value, gradient, clipped = value_and_gradient(icepop, inputs(), alpha=0.8, beta=1.3)
+    kept = (W >= 0.8) & (W <= 1.3)
+    assert value == pytest.approx(np.where(kept, -W * ADVANTAGE, 0))
+    assert gradient == pytest.approx(np.where(kept, -W * ADVANTAGE, 0))
+    assert (clipped == ~kept).all() and 5 < kept.sum() < N - 5
+
+
+def second_moment_by_removal(log_weight, threshold):
+    """Algorithm 1 as it reads: take the largest away until the mean of the rest is within the threshold."""
+    left = sorted(np.square(log_weight))
+    while left and np.mean(left) > threshold:
+        left.pop()
+    return left
+
+
+@pytest.mark.parametrize("threshold", [1e-9, 0.005, 0.04, 1.0])
+def test_m2po_masks_the_fewest_outliers_that_bring_the_second_moment_down(threshold):
+    bound = second_moment_bound(LOG_W, threshold=threshold)
+    left = second_moment_by_removal(LOG_W, threshold)
+    value, gradient, clipped = value_and_gradient(m2po, inputs(bound=bound), threshold=threshold)
+    kept = (left[-1] if left else -1) >= LOG_W**2
+    assert kept.sum() == len(left)
+    assert value == pytest.approx(np.where(kept, -W * ADVANTAGE, 0))
+    assert gradient == pytest.approx(np.where(kept, -W * ADVANTAGE, 0))
+    assert (clipped == ~kept).all()
+
+
+def test_m2po_takes_its_threshold_to_the_bound():
+    given = open_objective(LaneConfig(loss="m2po", options={"threshold": 0.005}))
+    assert given.bound is not None
+    assert given.bound(LOG_W) == second_moment_bound(LOG_W, threshold=0.005) != second_moment_bound(LOG_W)
+
+
+def test_gspo_clips_whole_sequences_by_the_mean_of_their_log_ratios():
+    # s = exp(mean log w); L_S = -min(sA, clip(s)A), each token carrying 1/|y| of it; ds/dlogπ_t = s/|y|
+    value, gradient, clipped = value_and_gradient(gspo, inputs(), low=0.05, high=0.05)
+    s = np.exp(per_sequence(LOG_W) / LENGTHS)
+    loss = -np.minimum(s * ADVANTAGE_S, np.clip(s, 0.95, 1.05) * ADVANTAGE_S)
+    flat = np.where(ADVANTAGE_S > 0, s > 1.05, s < 0.95)
+    assert per_sequence(value) == pytest.approx(loss)
+    expected = np.where(flat, 0, -s * ADVANTAGE_S) / LENGTHS
+    assert gradient == pytest.approx(expected[SEQUENCE])
+    assert (clipped == flat[SEQUENCE]).all() and 0 < flat.sum() < len(LENGTHS)
+
+
+def test_topr_imitates_the_good_and_tapers_the_bad():
+    # positive: -A log π(y); negative: weight min(π(y)/μ(y), 1), a constant
+    value, gradient, clipped = value_and_gradient(topr, inputs())
+    ratio = np.exp(per_sequence(LOG_W))
+    weight = np.where(ADVANTAGE_S >= 0, 1, np.minimum(ratio, 1))
+    assert per_sequence(value) == pytest.approx(-weight * ADVANTAGE_S * per_sequence(CURRENT))
+    assert gradient == pytest.approx((-weight * ADVANTAGE_S)[SEQUENCE])
+    assert (clipped == ((ADVANTAGE_S < 0) & (ratio > 1))[SEQUENCE]).all()
+    assert clipped.any() and (weight < 1).any()
+
+
+def test_opmd_is_a_plain_policy_gradient_held_by_a_squared_distance():
+    # L_S = -A log π(y) + τ/2 D², D = log π(y)/μ(y): dL/dlogπ_t = -A + τ D
+    value, gradient, _ = value_and_gradient(opmd, inputs(), tau=0.3)
+    distance = per_sequence(LOG_W)
+    assert per_sequence(value) == pytest.approx(-ADVANTAGE_S * per_sequence(CURRENT) + 0.15 * distance**2)
+    assert gradient == pytest.approx((-ADVANTAGE_S + 0.3 * distance)[SEQUENCE])
+
+
+def test_distillation_moves_every_token_towards_the_teacher():
+    value, gradient, clipped = value_and_gradient(distill, inputs(teacher=TEACHER), cap=1.1)
+    pull = np.minimum(W, 1.1) * (TEACHER - CURRENT)
+    assert value == pytest.approx(-pull * CURRENT)
+    assert gradient == pytest.approx(-pull)
+    assert (clipped == (W > 1.1)).all() and clipped.any()
+
+
+def test_distillation_on_policy_is_the_gradient_of_the_divergence_from_the_teacher():
+    # One state, three tokens: Σ_a π(a)·g(a)·dlogπ(a)/dz must be d/dz Σ_a π(a) log(π(a)/π_T(a)), z the logits.
+    logits, teacher = np.array([0.3, -0.2, 0.9]), np.log([0.5, 0.2, 0.3])
+    current = logits - np.log(np.exp(logits).sum())
+    given = inputs(current=current, behaviour=current, advantage=np.zeros(3), sequence=[0, 1, 2], teacher=teacher)
+    _, gradient, _ = value_and_gradient(distill, given)
+    p = np.exp(current)
+    score = np.eye(3) - p  # score[a, z] = dlogπ(a)/dz
+    step = 1e-6
+
+    def divergence(shift):
+        moved = logits + shift
+        log_p = moved - np.log(np.exp(moved).sum())
+        return (np.exp(log_p) * (log_p - teacher)).sum()
+
+    numeric = [(divergence(step * one) - divergence(-step * one)) / (2 * step) for one in np.eye(3)]
+    assert (p * gradient) @ score == pytest.approx(numeric, abs=1e-8)
+
+
+def test_reinforce_never_looks_at_who_sampled():
+    value, gradient, clipped = value_and_gradient(reinforce, inputs(ratio=False, behaviour=np.full(N, np.nan)))
+    assert value == pytest.approx(-ADVANTAGE * CURRENT)
+    assert gradient == pytest.approx(-ADVANTAGE) and clipped is None
+
+
+PAIRS = np.array([0, 1, 3, 2, 4, 5, 7, 6])[SEQUENCE]  # sides come in any order
+
+
+def test_dpo_is_the_logistic_loss_of_the_margin_between_the_sides():
+    # L_p = -log σ(β m), m = Σ_w (log π - log ref) - Σ_l (…); dL/dlogπ_t = ∓β (1 - σ(β m))
+    given = inputs(ratio=False, behaviour=np.full(N, np.nan), reference=REFERENCE, pair=PAIRS)
+    value, gradient, _ = value_and_gradient(dpo, given, beta=0.3)
+    side_sums = [sum((CURRENT - REFERENCE)[side == PAIRS]) for side in range(8)]
+    margin = np.array(side_sums[0::2]) - np.array(side_sums[1::2])
+    loss = np.log(1 + np.exp(-0.3 * margin))
+    assert [value[p == PAIRS // 2].sum() for p in range(4)] == pytest.approx(loss)
+    slope = 0.3 / (1 + np.exp(0.3 * margin))
+    assert gradient == pytest.approx(np.where(PAIRS % 2 == 0, -1, 1) * slope[PAIRS // 2])
+
+
+def test_dpo_refuses_half_a_pair():
+    with pytest.raises(ValueError, match="both of every pair"):
+        dpo(inputs(reference=REFERENCE, pair=np.where(PAIRS == 1, 0, PAIRS)))
+    with pytest.raises(ValueError, match="outside any pair"):
+        dpo(inputs(reference=REFERENCE, pair=np.where(PAIRS == 1, -1, PAIRS)))
+
+
+def test_grpo_with_k1_follows_the_gradient_of_the_divergence_from_the_reference():
+    # d/dz KL(π‖ref) = Σ_a π(a) log(π(a)/ref(a)) dlogπ(a)/dz: each sampled token weighs w·log(π/ref)
+    given = inputs(advantage=np.zeros(N), reference=REFERENCE)
+    value, gradient, _ = value_and_gradient(grpo, given, kl=0.5, estimator="k1")
+    assert gradient == pytest.approx(0.5 * W * (CURRENT - REFERENCE))
+    assert value == pytest.approx(0.5 * W * (CURRENT - REFERENCE) * CURRENT)
+
+
+@pytest.mark.parametrize("loss", [ppo, cispo, icepop, gspo, topr, opmd])
+def test_on_policy_every_loss_is_the_policy_gradient(loss):
+    # w = 1 everywhere: -A for each token, or its share of -A where the sequence is one action of equal parts
+    given = inputs(behaviour=CURRENT)
+    _, gradient, clipped = value_and_gradient(loss, given)
+    share = np.array(LENGTHS)[SEQUENCE] if loss is gspo else 1
+    assert gradient == pytest.approx(-ADVANTAGE / share)
+    assert clipped is None or not clipped.any()
+
+
+@pytest.mark.parametrize("loss", [ppo, cispo, icepop, m2po, gspo, topr, opmd, distill])
+def test_what_was_not_sampled_by_the_policy_never_meets_a_ratio(loss):
+    with pytest.raises(ValueError, match="tokens with ratio=False"):
+        loss(inputs(ratio=False, bound=1.0, teacher=TEACHER))
+
+
+@pytest.mark.parametrize("loss", ["gspo", "topr", "opmd"])
+def test_sequence_losses_are_means_over_the_sequences_of_the_step(loss):
+    objective = open_objective(LaneConfig(loss=loss, weight=0.5))
+    assert objective.mean == "sequences"
+    ones = torch.ones(N, dtype=torch.float64)
+    whole, _ = lane_loss(objective, inputs(), ones, len(LENGTHS))
+    cut = SEQUENCE < 4
+    halves = [
+        lane_loss(
+            objective,
+            inputs(
+                current=CURRENT[part], behaviour=BEHAVIOUR[part], advantage=ADVANTAGE[part],
+                sequence=SEQUENCE[part] - SEQUENCE[part].min(),
+            ),
+            ones[: part.sum()],
+            len(LENGTHS),
+        )[0]
+        for part in (cut, ~cut)
+    ]  # fmt: skip
+    assert float(sum(halves).detach()) == pytest.approx(float(whole.detach()))
+
+
+def test_what_a_loss_lacks_is_said():
+    with pytest.raises(ValueError, match="teacher: got none"):
+        distill(inputs())
+    with pytest.raises(ValueError, match="reference: got none"):
+        dpo(inputs(pair=PAIRS))
+    with pytest.raises(ValueError, match="bound: got none"):
+        m2po(inputs())
+    with pytest.raises(ConfigError, match="estimator"):
+        open_objective(LaneConfig(loss="grpo", options={"kl": 0.1, "estimator": "k2"}))

@@ -1,0 +1,77 @@
+"""The critic's share of one step: values before it, advantages for the lanes that want them, and its own gradient."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from schemas.errors import ConfigError
+from schemas.fields import Lane
+from trainer.batch import LANES, PackedBatch
+from trainer.config import TrainerConfig
+from trainer.critic import Critic
+from trainer.loss import Objective
+
+
+def open_critic(
+    folder: str, config: TrainerConfig, objectives: Mapping[Lane, Objective], *, device: str
+) -> Critic | None:
+    """The critic of the losses that want one, or None. Raises ConfigError where only one of the two is configured."""
+    wanting = [lane for lane, one in objectives.items() if one.critic]
+    if wanting and config.critic is None:
+        raise ConfigError(f"trainer.critic: missing, expected a table: the loss of lane {wanting[0]} needs values")
+    if config.critic is not None and not wanting:
+        raise ConfigError("trainer.critic: got a critic, expected a lane whose loss uses it (ppo)")
+    return None if config.critic is None else Critic(folder, config.critic, device=device)
+
+
+class Values:
+    """Of one step, whose parts are its minibatches: everything is estimated once, before the first of them."""
+
+    def __init__(self, critic: Critic, objectives: Mapping[Lane, Objective], parts: Sequence[PackedBatch]) -> None:
+        self._critic = critic
+        self._parts = parts
+        lanes = [LANES.index(lane) for lane, one in objectives.items() if one.critic]
+        self._chosen = [[np.isin(one.lane_N, lanes) for one in part.microbatches] for part in parts]
+        every = [one for part in parts for one in part.microbatches]
+        flat = critic.estimate(every, [chosen for part in self._chosen for chosen in part])
+        found = iter(flat)
+        self._estimates = [[next(found) for _ in part.microbatches] for part in parts]
+        self._losses: list[float] = []
+
+    def advantages(self, part: int) -> list[np.ndarray]:
+        """Of each microbatch of a part, [N]; 0 in lanes without a critic."""
+        return [one.advantage for one in self._estimates[part]]
+
+    def accumulate(self, part: int) -> bool:
+        """The value loss of a part, backward and clipped; False where it or its gradient is not finite."""
+        num_tokens = sum(int(chosen.sum()) for chosen in self._chosen[part])
+        if not num_tokens:
+            return True
+        total = 0.0
+        for one, estimate, chosen in zip(
+            self._parts[part].microbatches, self._estimates[part], self._chosen[part], strict=True
+        ):
+            if chosen.any():
+                loss = self._critic.loss(one, estimate, chosen, num_tokens)
+                torch.autograd.backward(loss)
+                total += float(loss.detach())
+        parameters = self._critic.named_parameters().values()
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._critic.config.gradient_clip))
+        self._losses.append(total)
+        return math.isfinite(total) and math.isfinite(norm)
+
+    def measured(self) -> dict[str, float]:
+        """The last value loss, and the share of the targets' variance that the values explain."""
+        pairs = [
+            (one.value[chosen], one.target[chosen])
+            for estimates, masks in zip(self._estimates, self._chosen, strict=True)
+            for one, chosen in zip(estimates, masks, strict=True)
+        ]
+        value, target = (np.concatenate(arrays).astype(np.float64) for arrays in zip(*pairs, strict=True))
+        if not len(target) or not self._losses:
+            return {}
+        variance = float(target.var())
+        explained = 1 - float((target - value).var()) / variance if variance > 0 else 0.0
+        return {"critic/value_loss": self._losses[-1], "critic/explained_variance": explained}

@@ -1,0 +1,59 @@
+"""What DeepSpeed is told: the trainer's own settings, with DeepSpeed's JSON from the TOML laid over them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from schemas.errors import ConfigError
+from trainer.config import TrainerConfig
+
+# What the trainer decides or computes itself: passed through, it would be decided twice.
+OWN_KEYS = {
+    "train_batch_size": "the draw decides how much a step trains on ([pacing])",
+    "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_microbatch bounds a microbatch",
+    "gradient_accumulation_steps": "a step accumulates as many microbatches as it has",
+    "gradient_clipping": "set trainer.gradient_clip",
+    "optimizer": "set trainer.learning_rate, trainer.betas and trainer.weight_decay",
+    "scheduler": "set trainer.schedule",
+    "bf16": "set trainer.dtype",
+    "fp16": "set trainer.dtype; half precision has no loss scaling here",
+}
+
+
+def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapping[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed is told: ours, with `json` laid over it table by table. Raises ConfigError."""
+    where = "trainer.learner.options"
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"{where}.stage: got {stage}, expected 0, 1, 2 or 3")
+    if stage == 0 and (offload or config.dtype != "float32"):
+        got = "offload" if offload else config.dtype
+        raise ConfigError(
+            f"{where}.stage: got 0 with {got}, expected 1, 2 or 3: stage 0 keeps no float32 masters apart"
+        )
+    for key, instead in OWN_KEYS.items():
+        if key in json:
+            raise ConfigError(f"{where}.json.{key}: got {json[key]!r}, expected it left out: {instead}")
+    zero: dict[str, Any] = {"stage": stage}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if (other := json.get("zero_optimization", {}).get("stage", stage)) != stage:
+        raise ConfigError(f"{where}.json.zero_optimization.stage: got {other}, expected {stage} as in {where}.stage")
+    ours = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.gradient_clip,
+        "zero_optimization": zero,
+        "bf16": {"enabled": config.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    return _laid_over(ours, json)
+
+
+def _laid_over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(ours)
+    for key, value in theirs.items():
+        held = found.get(key)
+        found[key] = _laid_over(held, value) if isinstance(held, dict) and isinstance(value, Mapping) else value
+    return found

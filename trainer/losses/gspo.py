@@ -1,0 +1,19 @@
+"""GSPO: one importance ratio per sequence, the geometric mean of its tokens', clipped as a whole."""
+
+from trainer.loss import LossInputs, LossOutput, needs
+from trainer.offpolicy import clipped_surrogate, surrogate_clips
+from trainer.sequences import deal, first_of_each, means, required
+
+
+@needs(mean="sequences")
+def gspo(inputs: LossInputs, *, low: float = 3e-4, high: float = 4e-4, minibatches: int = 1) -> LossOutput:
+    """-min(sA, clip(s, 1-low, 1+high)A) with s = (π_θ(y)/μ(y))^(1/|y|), mean over sequences. arXiv 2507.18071 eq. 5, 7.
+
+    The bounds are the paper's: a mean over tokens moves far less than one token does.
+    """
+    sequence = required(inputs.sequence, "sequence")
+    ratio = means(inputs.log_weight, sequence).exp()
+    advantage = first_of_each(inputs.advantage, sequence)
+    loss = -clipped_surrogate(ratio, advantage, low, high)
+    clipped = surrogate_clips(ratio.detach(), advantage, low, high)
+    return LossOutput(deal(loss, sequence), clipped[sequence])
