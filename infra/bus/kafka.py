@@ -141,7 +141,10 @@ class KafkaBus:
         """See Bus."""
         for topic in topics:
             await self.commit_beginnings(group, topic)
-        consumer = await self._started(lambda: self._consumer(group, *topics))
+        consumer = await self._started(lambda: self._consumer(group))
+        # Only now: a consumer that starts with topics waits for its first assignment, and a group waits for the members
+        # that were killed, one session timeout after the other. That is no broker that is away.
+        consumer.subscribe(topics)
         return KafkaReader(self, consumer, group=group, subscribed=True)
 
     async def partitions(self, topic: str) -> tuple[int, ...]:
@@ -149,7 +152,7 @@ class KafkaBus:
         if topic not in self._counts:
             self._counts = {name: len(leaders) for name, leaders in (await self._topics()).items()}
         if topic not in self._counts:
-            raise ValueError(f"no topic {topic!r} at {self.bootstrap_servers}: create it first")
+            raise ValueError(f"no topic {topic!r} at {self.bootstrap_servers}")
         return tuple(range(self._counts[topic]))
 
     async def beginning_offsets(self, topic: str) -> dict[Partition, int]:
@@ -159,6 +162,15 @@ class KafkaBus:
     async def end_offsets(self, topic: str) -> dict[Partition, int]:
         """See Bus."""
         return await self._edges(topic, lambda consumer, partitions: consumer.end_offsets(partitions))
+
+    async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
+        """See Bus."""
+
+        async def ask(consumer: AIOKafkaConsumer, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
+            found = await consumer.offsets_for_times(dict.fromkeys(partitions, timestamp_ms))
+            return {partition: at.offset for partition, at in found.items() if at is not None and at.offset >= 0}
+
+        return await self.end_offsets(topic) | await self._edges(topic, ask)
 
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
         """See Bus."""
@@ -253,9 +265,8 @@ class KafkaBus:
                 )
             )
 
-    def _consumer(self, group: str | None, *topics: str) -> AIOKafkaConsumer:
+    def _consumer(self, group: str | None) -> AIOKafkaConsumer:
         return AIOKafkaConsumer(
-            *topics,
             bootstrap_servers=self.bootstrap_servers,
             client_id=self._client_id,
             group_id=group,
