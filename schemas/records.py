@@ -178,7 +178,8 @@ class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
 class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     """A role's report of itself, every few seconds; what `status` and the demo screen show.
 
-    counters only grow within one `instance`; gauges are of now. Names are those of the Prometheus metrics.
+    counters only grow within one `instance`; gauges are of now. Names are those of the Prometheus metrics. chains: of a
+    stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """
@@ -189,6 +190,8 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     counters: Numbers = {}
     gauges: Numbers = {}
     state: str = ""
+    chains: Annotated[dict[str, str], Bounds(max_length=64)] = {}
+    partitions: Annotated[dict[str, tuple[Count, ...]], Bounds(max_length=64)] = {}
 
 
 class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):

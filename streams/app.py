@@ -23,7 +23,8 @@ from infra.claimed import ClaimedFolder
 from infra.config import Floor
 from infra.metrics import Metrics
 from infra.store import Store
-from schemas.topics import EXPERIENCES, EXPERTS, MAX_RECORD_BYTES, TASKSET_RAW, VERIFIED, Topic
+from schemas import Progress
+from schemas.topics import EXPERIENCES, EXPERTS, MAX_RECORD_BYTES, PROGRESS, TASKSET_RAW, VERIFIED, Topic
 from streams.chain_builder import build_collect, build_tasks, build_verify
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
@@ -39,7 +40,6 @@ from streams.worker import (
     instance_name,
     quieten_clients,
     report,
-    report_once,
     rules_of,
     watch,
 )
@@ -105,10 +105,11 @@ class FaustDelivery:
 
 
 class HostedStage:
-    """One Faust app with an agent per topic."""
+    """One Faust app with an agent per topic. chain: the steps of the stage, as `status` shows them."""
 
-    def __init__(self, log: Log, bootstrap: str, stage: StageName, folder: Path) -> None:
+    def __init__(self, log: Log, bootstrap: str, stage: StageName, folder: Path, chain: str) -> None:
         self.stage = stage
+        self.chain = chain
         self.group = log.group(stage)
         self.drivers: dict[str, Driver] = {}
         self._log = log
@@ -197,6 +198,10 @@ class HostedStage:
             found.setdefault(partition.topic, set()).add(partition.partition)
         return found
 
+    def partitions(self) -> tuple[int, ...]:
+        """Those this worker holds of any of the stage's topics; none before it has joined and after it has left."""
+        return tuple(sorted(set().union(*self.assignment().values()))) if self.app.started else ()
+
     def _is_revoking(self) -> bool:
         """Whether what we hold is being taken away: a rebalance has begun and has not assigned anything yet."""
         return bool(self.app.rebalancing) and self.app.rebalancing_count != self._assigned_in
@@ -269,7 +274,8 @@ async def run_worker(
         async with asyncio.TaskGroup() as tasks:
 
             def hosted(stage: StageName) -> HostedStage:
-                host = HostedStage(log, bootstrap, stage, folder.path)
+                steps = {"tasks": task_steps, "verify": verify_steps, "collect": collect_steps}[stage]
+                host = HostedStage(log, bootstrap, stage, folder.path, " ".join(step.stamp for step in steps))
                 if stage == "tasks":
                     host.add(TASKSET_RAW, WindowDriver(stage, TaskStage(task_steps, log), log, metrics, tasks))
                 elif stage == "verify":
@@ -304,7 +310,7 @@ async def _host(
     state = ["starting"]
     metrics.check("worker", lambda: "" if state[0] == "running" else state[0])
     async with asyncio.TaskGroup() as around:
-        watchers = [around.create_task(report(log, metrics, instance, lambda: _reported(hosts, metrics, state[0])))]
+        watchers = [around.create_task(report(log, lambda: _progress(hosts, metrics, instance, state[0])))]
         try:
             async with asyncio.TaskGroup() as starting:
                 for host in hosts:
@@ -322,18 +328,26 @@ async def _host(
                 await host.stop()
                 for driver in host.drivers.values():
                     await driver.finish()
-    await report_once(log, metrics, instance, _reported(hosts, metrics, state[0]))
+    await log.publish(PROGRESS, _progress(hosts, metrics, instance, state[0]))
 
 
-def _reported(hosts: Sequence[HostedStage], metrics: Metrics, state: str) -> str:
-    """Set the gauges that are read, not counted; returns `state`."""
+def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, state: str) -> Progress:
+    """How this worker is doing; sets the gauges that are read, not counted."""
     for host in hosts:
         for driver in host.drivers.values():
             if isinstance(driver, CollectDriver):
                 metrics.gauge("groups_pending").set(driver.num_open())
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)
-    return state
+    return Progress(
+        role="process",
+        instance=instance,
+        counters=metrics.counters(),
+        gauges=metrics.gauges(),
+        state=state,
+        chains={host.stage: host.chain for host in hosts},
+        partitions={host.stage: host.partitions() for host in hosts},
+    )
 
 
 def _held(hosts: Sequence[HostedStage]) -> list[Held]:

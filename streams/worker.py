@@ -79,22 +79,14 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
     )
 
 
-async def report(log: Log, metrics: Metrics, instance: str, state: Callable[[], str]) -> None:
+async def report(log: Log, now: Callable[[], Progress]) -> None:
     """Say every REPORT_S how this worker is doing; a broker that is away past its deadline ends the process."""
     while True:
         try:
-            await report_once(log, metrics, instance, state())
+            await log.publish(PROGRESS, now())
         except BrokerUnavailable as error:
             end_process(str(error), EXIT_BROKER)
         await asyncio.sleep(REPORT_S)
-
-
-async def report_once(log: Log, metrics: Metrics, instance: str, state: str) -> None:
-    """One Progress record. Raises BrokerUnavailable."""
-    progress = Progress(
-        role="process", instance=instance, counters=metrics.counters(), gauges=metrics.gauges(), state=state
-    )
-    await log.publish(PROGRESS, progress)
 
 
 def instance_name(folder: Path) -> str:

@@ -44,6 +44,7 @@ def batch_items(one: Candidate, block: Block) -> list[BatchItem]:
             use=one.uses,
             min_version=experience.min_version,
             advantage=experience.advantage or 0.0,
+            weight=one.weight,
         )
         for index, experience in enumerate(block.experiences)
     ]

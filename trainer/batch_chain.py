@@ -64,7 +64,7 @@ def _settled(one: TrainItem, before: Experience, after: Experience | None, reaso
     weight = weight_of(after)
     if math.isnan(weight):
         return one, "weight is no number"
-    item = msgspec.structs.replace(one.item, advantage=after.advantage or 0.0, weight=weight)
+    item = msgspec.structs.replace(one.item, advantage=after.advantage or 0.0, weight=one.item.weight * weight)
     return TrainItem(experience=one.experience, item=item), ""
 
 

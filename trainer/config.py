@@ -17,8 +17,10 @@ class LaneConfig(Section, frozen=True):
     loss: a file of trainer/losses (dppo, grpo, ppo, sft, dpo, …), or `module:name` of another; options are the loss's
     keyword parameters. weight: multiplies the lane's mean; the gradient is the sum over lanes, so weights 1-m and m are
     the MIX loss. share: sequences drawn per sequence of the usual lane, 0 takes weight / (1 - weight). max_uses: how
-    often one experience may be trained. bound: mean |log w| above which a group of an unpaced lane is dropped at the
-    draw, 0 for none. optional: a step need not wait for this lane.
+    often one experience may be trained. draw: "spread" takes the least used first, "priority" by what prioritize said; the
+    usual lane is drawn in issue order. correction: β of the weights that undo what priority did to the mean, 0 for none.
+    bound: mean |log w| above which a group of an unpaced lane is dropped at the draw, 0 for none. optional: a step need
+    not wait for this lane.
 
     Example: LaneConfig(loss="sft", weight=0.1, max_uses=4)
     """
@@ -27,6 +29,8 @@ class LaneConfig(Section, frozen=True):
     weight: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 1.0
     share: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     max_uses: Positive = 1
+    draw: Literal["spread", "priority"] = "spread"
+    correction: Share = 1.0
     bound: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     optional: bool = False
     options: Table = {}
@@ -142,3 +146,7 @@ class TrainerConfig(Section, frozen=True):
     critic: CriticConfig | None = None
     ranks: Positive = 1
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
+
+    def __post_init__(self) -> None:
+        if "usual" in self.lanes and self.lanes["usual"].draw == "priority":
+            raise ValueError('lanes.usual.draw: got "priority", expected "spread": this lane is drawn in issue order')

@@ -11,6 +11,7 @@ from schemas import Drawn, Lane, topics
 from trainer.assemble import step_seed
 from trainer.config import LaneConfig
 from trainer.draw import Candidate, Draw, draw_in_order, draw_spread, unfit, worth_waiting_for
+from trainer.draw_priority import draw_by_priority
 from trainer.intake import Intake
 from trainer.report import Stopwatch
 from trainer.state import Run
@@ -60,16 +61,29 @@ def decide(run: Run, *, now_s: float) -> Draw:
         unusable = unfit_of(run, lane, candidates)
         dropped += unusable
         refused = {one.offset for one, _ in unusable}
-        draw = draw_spread(
-            [one for one in candidates if one.offset not in refused],
+        draw = drawn_from(
+            [one for one in candidates if one.offset not in refused] if refused else candidates,
+            config,
             num_experiences=wanted,
-            max_uses=config.max_uses,
             seed=step_seed(run.seed, run.position.step + 1),
         )
         if draw.wait and not config.optional and not paced_step:
             return Draw(dropped=tuple(dropped), wait=True)
         taken += draw.taken
     return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken)
+
+
+def drawn_from(candidates: Sequence[Candidate], config: LaneConfig, *, num_experiences: int, seed: int) -> Draw:
+    """The draw of a lane that is not paced, as its settings say."""
+    if config.draw == "priority":
+        return draw_by_priority(
+            candidates,
+            num_experiences=num_experiences,
+            max_uses=config.max_uses,
+            seed=seed,
+            correction=config.correction,
+        )
+    return draw_spread(candidates, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed)
 
 
 def unfit_of(run: Run, lane: Lane, candidates: Sequence[Candidate]) -> list[tuple[Candidate, str]]:

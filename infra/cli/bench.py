@@ -13,6 +13,7 @@ from schemas.errors import ConfigError
 BENCHES = {
     "codec": "infra.bench.codec",
     "delta": "infra.bench.delta",
+    "draw": "infra.bench.draw",
     "gateway": "infra.bench.gateway",
     "reload": "infra.bench.reload",
     "reprocess": "infra.bench.reprocess",
@@ -21,6 +22,7 @@ BENCHES = {
 # Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "delta": {"full_over_delta": (90.0, float("inf")), "bit_exact": (1.0, 1.0)},
+    "draw": {"groups_of_16_draw_ms_p50": (0.0, 10.0), "alone_draw_ms_p50": (0.0, 10.0)},
     "reprocess": {"verify_different": (0.0, 0.0), "collect_different": (0.0, 0.0)},
     "gateway": {
         "overhead_ms_p50": (float("-inf"), 3.0),

@@ -68,6 +68,7 @@ bench_app.command("offpolicy")(measure.bench_offpolicy)
 bench_app.command("reprocess")(measure.bench_reprocess)
 bench_app.command("mix")(measure.bench_mix)
 bench_app.command("sandbox")(measure.bench_sandbox)
+bench_app.command("draw")(measure.bench_draw)
 bench_app.command("gateway")(measure.bench_gateway)
 
 

@@ -57,6 +57,7 @@ async def read_status(log: Log, *, now_s: float, max_lag: int) -> State:
         "roles": roles,
         "policies": await policy_state(log),
         "rollbacks": await rollbacks(log),
+        "chains": chains([one[-1][0] for name, one in reports.items() if name in {role["instance"] for role in roles}]),
         "lags": {topic.name: await lag(log, topic, group) for topic, group in CONSUMERS},
         "dropped": dropped([one[-1][0] for one in reports.values()]),
         "accuracy": {
@@ -103,6 +104,16 @@ def newest_of_each(roles: list[State]) -> list[State]:
     gone = [role for role in roles if role["role"] not in {one["role"] for one in alive}]
     last = {role["role"]: role for role in sorted(gone, key=lambda role: -role["age_s"])}
     return sorted([*alive, *last.values()], key=lambda role: role["instance"])
+
+
+def chains(reports: Sequence[Progress]) -> dict[str, dict[str, str]]:
+    """The steps in force with their versions: stage → partition → chain, of the workers that speak and hold partitions."""
+    found: dict[str, dict[str, str]] = {}
+    for report in reports:
+        for stage, chain in report.chains.items():
+            for partition in report.partitions.get(stage, ()):
+                found.setdefault(stage, {})[str(partition)] = chain
+    return {stage: dict(sorted(held.items(), key=lambda one: int(one[0]))) for stage, held in found.items()}
 
 
 def dropped(reports: Sequence[Progress]) -> dict[str, int]:
@@ -186,6 +197,10 @@ def show(console: Console, state: State) -> None:
         console.print(f"rollback   {rollback}", style="red", markup=False)
     for suite, found in state["accuracy"].items():
         console.print(f"accuracy   {suite} {accuracy_text(found)} at v{found['version']}")
+    for stage, held in state["chains"].items():
+        for chain in dict.fromkeys(held.values()):
+            where = ", ".join(partition for partition, other in held.items() if other == chain)
+            console.print(f"chain      {stage} {where}: {chain or 'no steps'}", markup=False)
     lags = ", ".join(f"{name} {value}" for name, value in state["lags"].items() if value is not None)
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())

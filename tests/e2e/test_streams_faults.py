@@ -101,13 +101,13 @@ def test_missing_topics_are_a_settings_error(kafka: str, app_name: str, tmp_path
 
 
 def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tmp_path: Path) -> None:
-    async def run() -> Progress:
+    async def run() -> list[Progress]:
         log = await prepared(kafka, app_name)
         process = worker(kafka, app_name, tmp_path)
         try:
             async with asyncio.timeout(60):
                 async for message in log.read_all(PROGRESS, until_end=False):
-                    if isinstance(message.value, Progress) and message.value.state == "running":
+                    if isinstance(message.value, Progress) and message.value.partitions.get("collect"):
                         break
             process.terminate()
             code, _ = await asyncio.to_thread(ended, process)
@@ -116,10 +116,11 @@ def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tm
             process.kill()
         reports = [message.value async for message in log.read_all(PROGRESS)]
         await log.bus.close()
-        last = reports[-1]
-        assert isinstance(last, Progress)
-        return last
+        return [one for one in reports if isinstance(one, Progress)]
 
-    last = asyncio.run(run())
+    *running, last = asyncio.run(run())
     assert (last.role, last.state) == ("process", "stopped")
     assert not [name for name in last.counters if name.startswith("dropped")]
+    assert last.chains["collect"] == "reward@2 advantage@1 prioritize@1" and last.chains["verify"].endswith("exact@1")
+    assert last.partitions["verify"] == ()
+    assert any(one.partitions.get("collect") == (0, 1) for one in running), "it said what it held"

@@ -72,6 +72,13 @@ def bench_sandbox(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("sandbox", as_json))
 
 
+def bench_draw(as_json: JsonOption = False) -> None:
+    """A draw by priority from a buffer of 100,000 experiences."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("draw", as_json))
+
+
 def bench_gateway(as_json: JsonOption = False) -> None:
     """The gateway over the engine alone: what it adds to an answer, and how many it gives a second."""
     from infra.cli.bench import run_bench

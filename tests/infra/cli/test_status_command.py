@@ -169,3 +169,21 @@ def test_the_screen_shows_roles_policies_drops_and_alarms() -> None:
     assert has("published", "v7") and has("accuracy", "dev 90.0% at v7")
     assert has("dropped", "[odd] 1,234") and has("alarm", "policy v7 was refused", "[NaN]")
     assert has("lag", "no consumer has committed yet")
+
+
+def test_the_chain_in_force_on_each_partition_is_listed_while_workers_are_replaced_one_by_one() -> None:
+    def worker(name: str, chain: str, *held: int, state: str = "running") -> Progress:
+        return Progress(
+            role="process", instance=name, state=state, chains={"verify": chain}, partitions={"verify": held}
+        )
+
+    state = state_of(
+        (0, worker("process-0/1", "validate@1 dedupe@1", 0, 1, 2)),
+        (40, worker("process-0/1", "validate@1 dedupe@1", 0, 2)),
+        (40, worker("process-1/2", "validate@1 dedupe@2", 1)),
+        now_s=41,
+    )
+    old, new = "validate@1 dedupe@1", "validate@1 dedupe@2"
+    assert state["chains"] == {"verify": {"0": old, "1": new, "2": old}}
+    lines = shown(state).splitlines()
+    assert f"chain      verify 0, 2: {old}" in lines and f"chain      verify 1: {new}" in lines
