@@ -222,7 +222,7 @@ def fuzz(count: int, seed: int, minutes: float) -> dict[str, object]:
         frame = chosen.choice(CHANGES)(chosen, chosen.choice(frames))
         if chosen.random() < 0.1:
             frame = change_bytes(chosen, frame or b"HR")
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()  # what else the machine does is not the decoder's
         try:
             use(frame)
             outcomes["valid"] += 1
@@ -231,12 +231,12 @@ def fuzz(count: int, seed: int, minutes: float) -> dict[str, object]:
         except BaseException as error:
             outcomes["foreign"] += 1
             foreign.setdefault(f"{type(error).__name__}: {error}"[:200], frame.hex())
-        slowest_s = max(slowest_s, time.perf_counter() - begin_s)
+        slowest_s = max(slowest_s, time.process_time() - begin_s)
         if done % 1000 == 0 and time.monotonic() - started_s > minutes * 60:
             break
     return {
         "frames": sum(outcomes.values()), "seed": seed, **outcomes, "seconds": round(time.monotonic() - started_s, 1),
-        "slowest_ms": round(slowest_s * 1000, 1), "errors": foreign,
+        "slowest_cpu_ms": round(slowest_s * 1000, 1), "errors": foreign,
         "peak_rss_mb": peak_rss_mb(),
     }  # fmt: skip
 

@@ -52,7 +52,6 @@ class Watch:
         self.content: dict[int, str] = {}  # version → hash of its weights
         self.tensors: dict[int, Mapping[str, Tensor]] = {}
         self.master_state = ""
-        self.two_masters = False
         self._first: dict[Identity, tuple[float, Process, Any]] = {}
         self._failed: set[tuple[Process, Identity]] = set()
         self._groups: set[str] = set()
@@ -156,13 +155,13 @@ class Watch:
             return
         if process is first:
             self.complain(promise, f"{name}: {process.name} sent it again, and was not told that it failed")
-        elif self.began_s[process] > at_s + 0.1 and not (self.two_masters and name[0] == "attempt"):
+        elif self.began_s[process] > at_s + 0.1:
             self.complain(promise, f"{name}: {process.name} began after it was in the log, and sent it again")
 
     def _experiences(self, block: Block) -> None:
         for one in block.experiences:
             sampled = (one.tokens.tobytes(), one.logprobs.tobytes())
-            if self._sampled.setdefault(one.id, sampled) != sampled and not self.two_masters:
+            if self._sampled.setdefault(one.id, sampled) != sampled:
                 self.complain("I2 an id has one content", f"{one.id} was sampled twice")
 
     def _batch(self, process: Process, batch: Batch) -> None:

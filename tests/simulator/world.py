@@ -217,8 +217,6 @@ class World:
         self.stalled.append(process)
         self._later(SESSION_S, self.cluster.expel, process)
         if self.random.random() < 0.8:
-            if slot.name == "master":
-                self.watch.two_masters = True
             self._later(0.2 + self.random.random() * 2, self._replace, slot, process)
         self._later(1.0 + self.random.random() * 8, self._resume, process)
 
@@ -228,10 +226,9 @@ class World:
 
     def _resume(self, process: Process) -> None:
         if process.is_stalled and not process.is_dead:
-            self.watch.happened(process, "goes on")
+            is_overtaken = self._slot_of(process).current is not process
+            self.watch.happened(process, "goes on overtaken" if is_overtaken else "goes on")
             self.loop.resume(process)
-            if process.name.startswith("master") and self._slot_of(process).current is not process:
-                self._later(2.0, self.kill, process)
 
     def _calm(self) -> None:
         self.watch.note("calm")

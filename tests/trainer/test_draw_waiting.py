@@ -133,7 +133,15 @@ def test_late_groups_hold_up_the_end_of_a_run_no_longer_than_the_quiet_after_the
 
 @pytest.mark.parametrize(
     ("state", "outstanding", "waits"),
-    [("issuing", 1, True), ("draining", 1, False), ("draining", 2, True), ("draining", 0, False)],
+    [
+        ("issuing", 1, True),
+        ("draining", 1, False),
+        ("draining", 2, True),
+        ("draining", 0, False),
+        ("evaluating", 0, False),
+        ("evaluating", 2, True),
+        ("done", 0, False),
+    ],
 )
 def test_the_last_groups_of_a_run_make_a_smaller_step_once_no_more_can_come(
     state: str, outstanding: int, waits: bool

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +89,41 @@ def test_only_the_masters_word_says_that_no_more_will_come() -> None:
     assert one.draining and one.outstanding_groups == 9
     one.take_report(Progress(role="master", instance="m", state="issuing"))
     assert not one.draining
+
+
+@pytest.mark.parametrize("state", ["draining", "evaluating", "done"])
+def test_no_more_will_come_also_when_the_master_is_past_draining(state: str) -> None:
+    one = intake()
+    one.take_report(Progress(role="master", instance="m", state=state, gauges={"outstanding_groups": 1.0}))
+    assert one.draining, "the last groups are trained, however late they come"
+
+
+def test_a_restart_reads_on_no_further_than_the_drops_that_were_told() -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        one = intake()
+        telling, told = asyncio.Event(), asyncio.Event()
+
+        async def tell_dropped(dropped: dict[str, str]) -> None:
+            telling.set()
+            await told.wait()
+
+        await log.publish(topics.BUFFER, block("a.0"))
+        await log.publish(topics.BUFFER, block("b.0", lane="live"))
+        await log.publish(topics.BUFFER, block("c.0"))
+        following = asyncio.create_task(follow_buffer(log, one, Metrics("train"), tell_dropped))
+        async with asyncio.timeout(10):
+            await telling.wait()
+            assert one.buffer_next == 1, "a checkpoint of now must not pass b.0, which nobody knows to be dropped"
+            told.set()
+            while one.buffer_next < 3:
+                one.changed.clear()
+                await one.changed.wait()
+        following.cancel()
+        assert one.buffer.references() == [0, 2]
+
+    asyncio.run(main())
 
 
 def test_what_of_the_buffer_cannot_be_read_or_trained_is_dropped_with_a_reason() -> None:
