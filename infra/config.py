@@ -129,6 +129,12 @@ class Floor(Section, frozen=True):
     pacing: Pacing = Pacing()
     folder: Path = Path()
 
+    @property
+    def model_path(self) -> str:
+        """The configured model: a folder beside the TOML if there is one, else a name for others to find, "" for none."""
+        folder = self.folder / self.policy.model
+        return str(folder) if self.policy.model and folder.is_dir() else self.policy.model
+
 
 def duration_s(text: str) -> float:
     """Seconds of a duration; raises ConfigError.

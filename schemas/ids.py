@@ -1,12 +1,13 @@
 """How things in the log are named, so that an id alone says where its record lives.
 
-group        <task>.<round>                       the key of every record about it
+group        <task>.<round>                       the key of every record about it, but for the gateway's
 experience   <group>.<attempt>-<episode>-<part>   unique; a redelivery repeats it, a new attempt does not
 answer       hr-<experience>                      what a client of the gateway sees
 
 The gateway has no tasks and no rounds: its group is one request, <session>.<producer epoch>-<sequence>, where <session> is
 <tenant tag><session hash>, 8 and 16 letters; the request's choices are its episodes. So replicas that know nothing of each
-other never mint one id twice, and two turns of one session are two groups.
+other never mint one id twice, and two turns of one session are two groups. Their key is the session, so that one partition
+has all turns of a conversation.
 """
 
 import hashlib
@@ -93,9 +94,27 @@ def is_of_tenant(ref: str, tenant: str) -> bool:
     >>> is_of_tenant("hr-" + request_group(session_name("acme", "chat-81"), 7, 0) + ".0-0-0", "acme")
     True
     """
-    session, _, request = group_of(ref).partition(".")
-    known = len(session) == _TAG_LETTERS + _SESSION_LETTERS and request.count("-") == 1
-    return known and session.startswith(_tag(tenant))
+    session = session_of(group_of(ref))
+    return bool(session) and session.startswith(_tag(tenant))
+
+
+def session_of(group: str) -> str:
+    """Session that a group is one request of, "" for a group of any other kind.
+
+    >>> session_of("mddrffqvmjcncqrrjhvnrntq.7-3")
+    'mddrffqvmjcncqrrjhvnrntq'
+    """
+    session, _, request = group.partition(".")
+    return session if len(session) == _TAG_LETTERS + _SESSION_LETTERS and request.count("-") == 1 else ""
+
+
+def partition_key(group: str) -> str:
+    """What the records about a group lie together by: all turns of a session are in one partition, in their order.
+
+    >>> partition_key("add-3745.2")
+    'add-3745.2'
+    """
+    return session_of(group) or group
 
 
 def subject_of(tenant: str, user: str) -> str:

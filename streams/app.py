@@ -263,7 +263,11 @@ async def run_worker(
     Raises ConfigError for settings that cannot hold, BrokerUnavailable naming the address.
     """
     quieten_clients()
-    task_steps, verify_steps, collect_steps = build_tasks(config), build_verify(config), build_collect(config)
+    task_steps, verify_steps, collect_steps = (
+        build_tasks(config),
+        build_verify(config),
+        build_collect(config, floor.model_path),
+    )
     sources = build_sources(config.feedback, floor.folder)
     folder = ClaimedFolder(state_folder or floor.folder / "state")
     bus = KafkaBus(bootstrap, deadline_s=floor.kafka.deadline_s)

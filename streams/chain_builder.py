@@ -98,10 +98,11 @@ def build_verify(config: StreamsConfig) -> tuple[Step, ...]:
     return with_processors(steps, config.processor, "verify", default_place, off)
 
 
-def build_collect(config: StreamsConfig) -> tuple[Step, ...]:
-    """reward, synthesize, advantage, difficulty, prioritize, [[processor]] without a place.
+def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
+    """correct, reward, synthesize, advantage, difficulty, prioritize, [[processor]] without a place.
 
-    synthesize comes before difficulty: a group that is all right teaches nothing by comparison, but shows how.
+    correct comes first: an edited answer shows how, though nobody gave it a value. synthesize comes before difficulty: a
+    group that is all right teaches nothing by comparison, but shows how. model: folder or name of the policy's.
     """
     collect, reward = config.collect, config.reward
     blend: dict[str, Any] = {
@@ -110,6 +111,8 @@ def build_collect(config: StreamsConfig) -> tuple[Step, ...]:
         "discount": reward.discount,
     }
     steps: list[Step] = []
+    if collect.correct.on:
+        steps.append(_built_in("correct", "streams.processors.correct:Correct", {"model": model}, "collect"))
     if reward.use:
         function = loaded(reward.use, reward.options, "reward", kind="score")
         # It may read feedback, so it is asked again at every revision.

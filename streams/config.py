@@ -51,7 +51,10 @@ class FeedbackConfig(Section, frozen=True):
 
     use: a @feedback function. window: how long collect waits for it after the answer. default: value where none came;
     "unlabelled" leaves the score absent. late: what feedback after the window does: drop it, amend copies that were not
-    drawn yet, or retrain (again, in the human lane).
+    drawn yet, or retrain (again, in the human lane). discount: γ, what a turn of a session gets of what is said about the
+    turn after it; 0 credits the named answer alone. per_rater: how many words of one rater count `within` a time; alike: how
+    many that say nearly the same, whoever says them; the rest is held back and counted. 0 is no limit; both are counted on
+    each partition.
 
     Example: FeedbackConfig(name="csat", use="support:csat", from_=From(topic="zendesk.closed"), window="24h")
     """
@@ -63,6 +66,10 @@ class FeedbackConfig(Section, frozen=True):
     window: Duration = "24h"
     default: Literal["unlabelled"] | float = "unlabelled"
     late: Literal["drop", "amend", "retrain"] = "amend"
+    discount: Share = 0.0
+    per_rater: NonNegative = 0
+    alike: NonNegative = 0
+    within: Duration = "1h"
 
 
 class ScoreConfig(Section, frozen=True):
@@ -176,8 +183,18 @@ class SynthesizeConfig(Section, frozen=True):
     min_reward: float = 1.0
 
 
+class CorrectConfig(Section, frozen=True):
+    """[collect.correct]: an answer that somebody edited becomes a demonstration (lane expert), and the edit is preferred to
+    the answer (a pair in lane human). Needs policy.model, for its tokenizer, where the stream workers run.
+
+    Example: CorrectConfig(on=True)
+    """
+
+    on: bool = False
+
+
 class CollectConfig(Section, frozen=True):
-    """[collect]: reward, synthesize, advantage, difficulty, prioritize, over a whole group.
+    """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
 
     deadline_s: a group is closed so long after its first record, whoever is missing. difficulty: drop groups of two and
     more episodes with all rewards equal, from which no advantage can be taken.
@@ -186,6 +203,7 @@ class CollectConfig(Section, frozen=True):
     """
 
     deadline_s: Seconds = 300.0
+    correct: CorrectConfig = CorrectConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     difficulty: Switch = Switch()

@@ -69,6 +69,10 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
             window_ms=int(duration_s(source.window) * 1000),
             default=None if isinstance(source.default, str) else float(source.default),
             late=source.late,
+            discount=source.discount,
+            per_rater=source.per_rater,
+            alike=source.alike,
+            within_ms=int(duration_s(source.within) * 1000),
         )
         for source in config.feedback
     }
@@ -76,6 +80,7 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
         deadline_ms=int(config.collect.deadline_s * 1000),
         keep_ms=int(duration_s(floor.keep.replay) * 1000),
         sources=sources,
+        corrects=config.collect.correct.on,
     )
 
 

@@ -1,7 +1,7 @@
 """The buffer in memory: compressed blocks by offset, their headers as candidates, decoded again only when drawn.
 
 Guarantees: a group is trained at most `max_uses` times of its lane, counted by (group, revision, lane) across restarts;
-a second delivery of a block changes nothing; a revision replaces older ones not yet drawn.
+a second delivery of a block changes nothing; a revision replaces older ones not yet drawn, a withdrawal removes them.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import msgspec
 from schemas import Block, Lane, decode
 from schemas.errors import BadFrame
 from schemas.pairs import pair_fault, pair_side
+from schemas.withdrawal import WITHDRAWN, is_withdrawal
 from trainer.draw import Candidate
 
 
@@ -43,6 +44,11 @@ class Buffer:
             return "lane not trained"
         if any(one.lane != first.lane for one in block.experiences):
             return "block mixes lanes"
+        if is_withdrawal(first):
+            held = self._held.get((block.group, first.lane))
+            if held is not None and self._candidates[first.lane][held].revision < first.revision:
+                self.discard(held, first.lane)
+            return WITHDRAWN
         if fault := pair_fault(block.experiences):
             return fault
         if first.meta.get("split") == "validation":

@@ -277,7 +277,7 @@ class Gateway:
             sampling=turns.sampling,
             prefix=turns.ask.force,
             turn=turns.turn,
-            meta={"session": bool(turns.session)},
+            meta={"session": bool(turns.session), "messages": len(turns.ask.prompt.plain)},
         )
         num_bytes = 8 * (len(turns.tokens) + turns.num_sampled) + sum(len(one.content) for one in served.prompt.plain)
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))

@@ -19,7 +19,7 @@ from infra.failpoint import reach, send_point
 from infra.store import Store
 from schemas import Block, Control, DeadLetter, Feedback, Received, Task, Tick, decode, encode, kafka_headers
 from schemas.errors import BadFrame, ConfigError, StoreError
-from schemas.ids import group_of
+from schemas.ids import group_of, partition_key
 from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, Topic, topic_config, topic_name
 
 DEAD_LETTER_BYTES = 64 * 1024
@@ -261,16 +261,20 @@ def key_of(topic: Topic, record: Control | Block) -> bytes:
     if isinstance(record, Tick):
         return str(record.partition).encode()
     if isinstance(record, Feedback):
-        return group_of(record.ref).encode()
+        return partition_key(group_of(record.ref)).encode()
     if isinstance(record, Received):
-        return (group_of(record.ref) if record.ref else record.path).encode()  # a webhook's events stay in order
+        return (
+            partition_key(group_of(record.ref)) if record.ref else record.path
+        ).encode()  # a webhook's events stay in order
     if isinstance(record, Task) and topic.key == "group":
         if record.issued is None:
             raise ValueError(f"task {record.id}: {topic.name} holds issued tasks, and this one is not")
         return record.issued.group.encode()
     if isinstance(record, Task):
         return record.id.encode()
-    for name in ("group", "run", "policy", "instance"):
+    if (group := getattr(record, "group", None)) is not None:
+        return partition_key(str(group)).encode()
+    for name in ("run", "policy", "instance"):
         if (key := getattr(record, name, None)) is not None:
             return str(key).encode()
     return topic.key.encode()

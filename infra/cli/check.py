@@ -29,7 +29,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     add_plugin_folders(settings.folder, settings.plugins)
     duration_s(settings.keep.replay)
     streams = settings.streams()
-    chains = {"tasks": build_tasks(streams), "verify": build_verify(streams), "collect": build_collect(streams)}
+    collect = build_collect(streams, settings.model_path)
+    chains = {"tasks": build_tasks(streams), "verify": build_verify(streams), "collect": collect}
     if batch := build_batch(settings.processor):
         chains["batch"] = batch
     sources = build_sources(settings.feedback, settings.folder)

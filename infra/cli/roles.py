@@ -182,8 +182,7 @@ def webhooks_of(settings: Settings) -> tuple[Webhook, ...]:
 
 
 def model_folder(settings: Settings) -> str:
-    """The configured model: a folder beside the TOML if there is one, else a name for transformers to find."""
+    """`Floor.model_path`, which must be there. Raises ConfigError."""
     if not settings.policy.model:
         raise ConfigError(f"{settings.folder}: policy.model: missing, expected a model folder or a Hugging Face name")
-    folder = settings.folder / settings.policy.model
-    return str(folder) if folder.is_dir() else settings.policy.model
+    return settings.model_path

@@ -16,7 +16,7 @@ import xxhash
 from infra.bus.bus import Record
 from infra.bus.log import Log
 from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
-from schemas.ids import group_of
+from schemas.ids import group_of, partition_key
 from schemas.topics import Topic
 
 LAYOUT = 1
@@ -88,8 +88,10 @@ class Index:
             await self._read(log, topic, on_read)
 
     def places(self, group: str) -> list[Place]:
-        """Records about a group, by topic and offset."""
-        rows = self._database.execute("SELECT topic, part, offset, time_ms FROM places WHERE grp = ?", (number(group),))
+        """Records that may be about a group, by topic and offset: those of its key."""
+        rows = self._database.execute(
+            "SELECT topic, part, offset, time_ms FROM places WHERE grp = ?", (number(partition_key(group)),)
+        )
         return sorted(Place(*row) for row in rows)
 
     def steps(self, group: str) -> list[TrainedStep]:

@@ -18,12 +18,16 @@ from infra.bus.bus import Partition, Record
 from infra.bus.log import Log
 from infra.chain.chain import Step, new_memories
 from infra.metrics import Metrics
+from infra.processor import Memory
 from schemas import Block, Closure, Tick
 from schemas.errors import OffsetOutOfRange
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
-from streams.collect.fold import Arrival, Chain, Decision, Folded, Rules, chain_of, fold, group_named, wanted
+from streams.collect.decision import Decision, Folded
+from streams.collect.fold import Arrival, Chain, Rules, chain_of, fold, group_named, wanted
+from streams.collect.held import held_memories
 from streams.collect.pending import Pending
 from streams.collect.state import State
+from streams.collect.turns import echoing, session_named
 from streams.stage import Output, confirmed, letter, publish_all, read
 
 logger = logging.getLogger(__name__)
@@ -87,11 +91,11 @@ class Collector:
         at = Partition(topic, self.partition)
         begin = (await self._log.bus.beginning_offsets(topic))[at]
         end = (await self._log.bus.end_offsets(topic))[at]
-        self._state = self._pending.load(new_memories(self._settings.steps))
+        self._state = self._pending.load(self._memories())
         if self._state.next_offset and not await self._is_of_this_log(begin, end):
             logger.warning("collect_state_foreign partition=%d next_offset=%d", self.partition, self._state.next_offset)
             self._pending.clear()
-            self._state = self._pending.load(new_memories(self._settings.steps))
+            self._state = self._pending.load(self._memories())
         self._state.next_offset = max(self._state.next_offset, begin)
         self._published = await self._closures_since(self._pending.progress_offset)
         self._published_until = end
@@ -120,7 +124,7 @@ class Collector:
 
     def begin_at(self, offset: int) -> None:
         """Start empty at `offset`, for a fold that publishes nothing; `recover` is for one that does."""
-        self._state = self._pending.load(new_memories(self._settings.steps))
+        self._state = self._pending.load(self._memories())
         self._state.next_offset = offset
 
     async def fold(self, records: Sequence[Record]) -> tuple[list[Folded], list[Output]]:
@@ -139,12 +143,19 @@ class Collector:
                     value=message.value, frame=frame,
                 )
             )  # fmt: skip
-        self._pending.look_up(self._state, {name for arrival in arrivals if (name := group_named(arrival.value))})
+        named = [(arrival.value, group_named(arrival.value)) for arrival in arrivals]
+        self._pending.look_up(self._state, {name for _, name in named if name})
+        names = echoing(self._settings.rules.sources)
+        self._pending.look_up_sessions(self._state, {one for pair in named if (one := session_named(*pair, names))})
         return [await self._fold(arrival) for arrival in arrivals], letters
 
     async def save(self) -> None:
         """Make the state file what was folded so far."""
         await self._pending.save(self._state, self._settings.rules.keep_ms)
+
+    def _memories(self) -> dict[str, Memory]:
+        """Empty ones, of the steps and of what holds feedback back."""
+        return new_memories(self._settings.steps) | held_memories(self._settings.rules.sources)
 
     async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
         folded, letters = await self.fold(records)

@@ -1,8 +1,8 @@
 """Feedback becomes scores: which verdict of which source counts for an answer, and what an answer still waits for.
 
-Rules: feedback belongs to the answer its ref names and to nothing else; no feedback differs from 0; a newer verdict of
-the same (source, rater, type) revises the older, a retraction takes all of that rater's back; several raters of a
-source are averaged.
+Rules: feedback belongs to the answer its ref names, and with a discount to the turns before it; no feedback differs from 0;
+a newer verdict of the same (source, rater, type) revises the older, a retraction takes all of that rater's back; several
+raters of a source are averaged; of several edits the newest stands.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,8 @@ import msgspec
 
 from schemas import Experience, Score
 from schemas.ids import ANSWER_PREFIX
-from streams.collect.group import Said
+from streams.collect.group import Echo, Said
+from streams.processors.correct import CORRECTION, EDITS
 
 Late = Literal["drop", "amend", "retrain"]
 DEFAULT_VERSION = "default"
@@ -22,7 +23,8 @@ class Source(msgspec.Struct, frozen=True):
     """How long answers wait for a source, what its silence means, and what its late word does.
 
     default: the score when the window closes in silence, None leaves it absent. late: drop counts and forgets; amend
-    sends the answer on again as a new revision in its lane; retrain does so in the human lane.
+    sends the answer on again as a new revision in its lane; retrain does so in the human lane. discount: γ of what
+    earlier turns of a session are credited with, 0 for nothing. per_rater, alike, within_ms: see `streams.collect.held`.
 
     Example: Source(window_ms=86_400_000, default=None, late="amend")
     """
@@ -30,6 +32,10 @@ class Source(msgspec.Struct, frozen=True):
     window_ms: int
     default: float | None = None
     late: Late = "drop"
+    discount: float = 0.0
+    per_rater: int = 0
+    alike: int = 0
+    within_ms: int = 0
 
 
 def answer_of(ref: str) -> str:
@@ -59,9 +65,47 @@ def verdicts(said: Iterable[Said]) -> dict[str, float]:
     return {source: sum(heard) / len(heard) for source, heard in values.items()}
 
 
-def credited(experience: Experience, said: Iterable[Said], sources: Mapping[str, Source], waits: bool) -> Experience:
-    """The experience with a score per source; `waits`: its lane waits for feedback, so silence takes the default."""
+def returns(said: Iterable[Said], echoes: Iterable[Echo], sources: Mapping[str, Source]) -> dict[str, float]:
+    """Source to v + Σ γ^k · v_k: what was said about the answer, and about the one k turns later.
+
+    The discounted return of Sutton and Barto, "Reinforcement Learning" (2nd edition), equation 3.8.
+    """
     values = verdicts(said)
+    later: dict[tuple[int, str], list[Said]] = {}
+    for echo in echoes:
+        later.setdefault((echo.turns, answer_of(echo.said.feedback.ref)), []).append(echo.said)
+    for (turns, _), heard in sorted(later.items()):
+        for name, value in verdicts(heard).items():
+            if name in sources:
+                values[name] = values.get(name, 0.0) + sources[name].discount ** turns * value
+    return values
+
+
+def edit_of(said: Iterable[Said]) -> tuple[str | None, int]:
+    """The correction that stands, None for none, and how often one was made or taken back."""
+    standing: dict[tuple[str, str], str] = {}
+    edits = 0
+    for item in said:
+        feedback = item.feedback
+        key = (feedback.source, feedback.rater)
+        if feedback.type == "correction" and feedback.text:
+            standing.pop(key, None)
+            standing[key] = feedback.text
+            edits += 1
+        elif feedback.type == "retraction" and standing.pop(key, None) is not None:
+            edits += 1
+    return (list(standing.values())[-1] if standing else None), edits
+
+
+def credited(
+    experience: Experience,
+    said: Iterable[Said],
+    sources: Mapping[str, Source],
+    waits: bool,
+    echoes: Iterable[Echo] = (),
+) -> Experience:
+    """The experience with a score per source; `waits`: its lane waits for feedback, so silence takes the default."""
+    values = returns(said, echoes, sources)
     scores = [Score(name=source, value=value) for source, value in sorted(values.items())]
     if waits:
         scores += [
@@ -76,7 +120,16 @@ def credited(experience: Experience, said: Iterable[Said], sources: Mapping[str,
     return msgspec.structs.replace(experience, scores=(*others, *scores))
 
 
-def is_labelled(said: Iterable[Said], sources: Mapping[str, Source]) -> bool:
-    """Whether every source has spoken about the answer, so that nothing is left to wait for."""
-    heard = {item.feedback.source for item in said if item.feedback.type != "retraction"}
+def with_edit(experience: Experience, said: Iterable[Said]) -> Experience:
+    """The experience with the edit that stands, for the step `correct`; itself where nobody edited."""
+    edit, edits = edit_of(said)
+    if not edits:
+        return experience
+    return msgspec.structs.replace(experience, meta={**experience.meta, CORRECTION: edit, EDITS: edits})
+
+
+def is_labelled(said: Iterable[Said], sources: Mapping[str, Source], echoes: Iterable[Echo] = ()) -> bool:
+    """Whether every source has spoken about the answer or a later turn, so that nothing is left to wait for."""
+    everything = (*said, *(echo.said for echo in echoes))
+    heard = {item.feedback.source for item in everything if item.feedback.type != "retraction"}
     return all(source in heard for source in sources)

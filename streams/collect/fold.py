@@ -14,21 +14,24 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from infra.chain.chain import Context, Dropped, Outcome, Step, run_chain
+from infra.chain.chain import Context, Outcome, Step, run_chain
 from schemas import Block, Closure, Control, DeadLetter, Experience, Feedback, Lane, Stub, Tick, encode
 from schemas.ids import group_of
-from streams.collect.credit import Source, answer_of, credited, is_labelled, is_repeat
-from streams.collect.group import Attempt, Group, Place, Said, fullest
+from schemas.withdrawal import withdrawal_of
+from streams.collect.credit import Source, answer_of, credited, is_labelled, is_repeat, with_edit
+from streams.collect.decision import Decision, Folded, blocks_of, mean_reward
+from streams.collect.group import Attempt, Group, Place, Said, fullest, take_in
+from streams.collect.held import held_back
 from streams.collect.state import State
+from streams.collect.turns import depth_of, echoing, hearers, new_echoes
 
-MAX_BLOCK_EXPERIENCES = 64
 Chain = Callable[[Sequence[Experience], Context], Awaitable[Outcome]]
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What collect waits for. deadline_ms: after a group's first record. keep_ms: for how long a closed group is known.
 
-    sources: feedback by name. waiting: the lanes whose answers wait for it.
+    sources: feedback by name. waiting: the lanes whose answers wait for it. corrects: the chain learns from edits.
 
     Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": Source(window_ms=86_400_000)})
     """
@@ -37,6 +40,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     keep_ms: int
     sources: dict[str, Source] = {}
     waiting: frozenset[Lane] = frozenset({"live"})
+    corrects: bool = False
 
     @property
     def window_ms(self) -> int:
@@ -57,29 +61,6 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     frame: bytes = b""
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """How one attempt ended, and what goes on to the buffer because of it. dropped: members that the chain dropped.
-
-    Example: Decision(Closure(group="add-3745.2", outcome="superseded", attempt=1), ())
-    """
-
-    closure: Closure
-    blocks: tuple[Block, ...] = ()
-    dropped: tuple[Dropped, ...] = ()
-
-
-class Folded(msgspec.Struct):
-    """What one record led to. dropped: reason to count. letters: records that nothing can be done with."""
-
-    decisions: list[Decision] = []
-    letters: list[DeadLetter] = []
-    dropped: dict[str, int] = {}
-
-    def drop(self, reason: str, count: int = 1) -> None:
-        if count:
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
-
-
 def chain_of(steps: Sequence[Step]) -> Chain:
     """The steps of stage collect as the fold calls them."""
     return functools.partial(run_chain, steps)
@@ -98,19 +79,23 @@ def group_named(value: Block | Control | None) -> str | None:
 
 
 def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
-    """Offsets of `verified` whose blocks `fold` needs: those of the group that late feedback reopens.
+    """Offsets of `verified` whose blocks `fold` needs: those of the groups that late feedback reopens.
 
-    It is closed by now, or the feedback's own time closes it first.
+    They are closed by now, or the record's own time closes them first.
     """
     value = arrival.value
-    if not isinstance(value, Feedback):
+    name = group_named(value)
+    if name is None or not isinstance(value, Feedback | Block):
         return set()
-    group = state.groups.get(group_named(value) or "")
-    source = rules.sources.get(value.source)
-    if group is None or source is None or source.late == "drop":
-        return set()
-    is_due = 0 < group.due_ms <= max(state.now_ms, arrival.timestamp_ms)
-    return group.offsets() if group.is_closed or is_due else set()
+    group, names = state.groups.get(name), echoing(rules.sources)
+    reopened = hearers(group, value, state.turns(name), names) if names else []
+    if isinstance(value, Feedback):
+        source = rules.sources.get(value.source)
+        if source is None or source.late == "drop":
+            return set()
+        reopened = [group, *reopened] if group is not None else reopened
+    now_ms = max(state.now_ms, arrival.timestamp_ms)
+    return {offset for one in reopened if one.is_closed or 0 < one.due_ms <= now_ms for offset in one.offsets()}
 
 
 async def fold(
@@ -158,7 +143,9 @@ class _Fold:
             if self._arrive(group, experience, Place(self.arrival.offset, index)):
                 arrived.add(experience.attempt)
         if arrived:
+            group.depth = depth_of(block.experiences[0])
             self.state.frames.put(self.arrival.offset, block, self.arrival.frame)
+            await self._echo(group)  # first: what is settled may be closed, with all it has heard
             await self._settle_first(group, arrived)
 
     async def stub(self, stub: Stub) -> None:
@@ -172,19 +159,20 @@ class _Fold:
             self.letter("bad ref", f"ref: got {feedback.ref!r}, expected the id of an answer", encode(feedback))
             self.folded.drop("feedback with a bad ref")
             return
-        group = self._group(group_id)
         answer = answer_of(feedback.ref)
         said = Said(feedback, self.arrival.offset, self.arrival.timestamp_ms)
-        if is_repeat(group.said.get(answer, ()), said):
+        known = self.state.groups.get(group_id)
+        if known is not None and is_repeat(known.said.get(answer, ()), said):
             return
-        if group.is_closed:
-            await self._late(group, answer, said)
+        source = self.rules.sources.get(feedback.source)
+        if reason := held_back(self.state.memories, feedback, source, self.arrival.timestamp_ms):
+            self.folded.drop(reason)
             return
-        group.said.setdefault(answer, []).append(said)
-        if group.winner >= 0:
-            await self._close_unless_waiting(group)
-        else:
-            self.state.schedule(group, self._due_ms(group))
+        if feedback.type == "correction" and not self.rules.corrects:
+            self.folded.drop("correction without [collect.correct]")
+        group = self._group(group_id)
+        await self._hear(group, said)
+        await self._echo(group)
 
     async def fire(self, group: Group) -> None:
         """Time has come for an open group: its deadline, its feedback window, or that of feedback without an answer."""
@@ -197,7 +185,7 @@ class _Fold:
             for said in (said for heard in group.said.values() for said in heard):
                 self.folded.drop("feedback without an answer")
                 self.letter("no answer", f"ref: {said.feedback.ref!r} never came", encode(said.feedback), said.offset)
-            del self.state.groups[group.id]
+            self.state.remove(group.id)
 
     def letter(self, reason: str, error: str, value: bytes, offset: int | None = None) -> None:
         at = self.arrival.offset if offset is None else offset
@@ -216,9 +204,30 @@ class _Fold:
     def _group(self, group_id: str) -> Group:
         group = self.state.groups.get(group_id)
         if group is None:
-            group = self.state.groups[group_id] = Group(group_id)
+            group = Group(group_id)
+            self.state.add(group)
         self.state.touched.add(group_id)
         return group
+
+    async def _hear(self, group: Group, said: Said, turns: int = 0) -> None:
+        """Take in what was said about an answer of this group, or of a group so many turns later."""
+        if group.is_closed:
+            await self._late(group, said, turns)
+            return
+        take_in(group, said, turns)
+        if group.winner >= 0:
+            await self._close_unless_waiting(group)
+        elif not turns:
+            self.state.schedule(group, self._due_ms(group))
+
+    async def _echo(self, group: Group) -> None:
+        """Let turns of the session hear what they have not heard of later ones."""
+        names = echoing(self.rules.sources)
+        if group.depth < 0 or not names:
+            return
+        for turn, echo in new_echoes(group, self.state.turns(group.id), names, self.arrival.offset):
+            self.state.touched.add(turn.id)
+            await self._hear(turn, echo.said, echo.turns)
 
     def _arrive(self, group: Group, record: Experience | Stub, arrived: Place | str) -> bool:
         """Note an experience or stub; True if its attempt is open and did not have it."""
@@ -268,7 +277,8 @@ class _Fold:
         if attempt.lane in self.rules.waiting and self.rules.sources and attempt.places():
             due_ms = self._due_ms(group)
             members = self._members(attempt, self.state.frames.get)
-            unheard = not all(is_labelled(group.said.get(member.id, ()), self.rules.sources) for member in members)
+            sources, echoes = self.rules.sources, group.echoes
+            unheard = not all(is_labelled(group.said.get(member.id, ()), sources, echoes) for member in members)
             if unheard and due_ms > self.state.now_ms:
                 self.state.schedule(group, due_ms)
                 return
@@ -288,8 +298,8 @@ class _Fold:
             self.state.frames.remove(offset)
         self.state.close(group)
 
-    async def _late(self, group: Group, answer: str, said: Said) -> None:
-        """Feedback about a closed group, as its source's policy says."""
+    async def _late(self, group: Group, said: Said, turns: int) -> None:
+        """Feedback for a closed group, as its source's policy says."""
         source = self.rules.sources.get(said.feedback.source)
         if source is None or source.late == "drop":
             self.folded.drop("late feedback")
@@ -300,10 +310,10 @@ class _Fold:
         except KeyError:
             self.folded.drop("answer no longer in the log")
             return
-        if answer not in {member.id for member in members}:
+        if not turns and answer_of(said.feedback.ref) not in {member.id for member in members}:
             self.folded.drop("feedback for an unknown answer")
             return
-        group.said.setdefault(answer, []).append(said)
+        take_in(group, said, turns)
         group.revision += 1
         if source.late == "retrain":
             members = [msgspec.structs.replace(member, lane="human") for member in members]
@@ -315,8 +325,7 @@ class _Fold:
     ) -> None:
         """Credit, chain, closure."""
         waits = attempt.lane in self.rules.waiting
-        sources = self.rules.sources
-        given = tuple(credited(member, group.said.get(member.id, ()), sources, waits) for member in members)
+        given = tuple(self._credited(group, member, waits) for member in members)
         outcome = Outcome(kept=given, dropped=())
         # Demonstrations are what they are: nothing is compared, nothing is rewarded.
         if given and not all(member.is_given for member in given):
@@ -329,6 +338,8 @@ class _Fold:
         for label, count in drops.items():
             self.folded.drop(label, count)
         own = [experience for experience in outcome.kept if experience.group == group.id]
+        sent = outcome.kept if own else (*outcome.kept, *self._taken_back(group, members))
+        group.lane = own[0].lane if own else None
         closure = Closure(
             group=group.id,
             outcome="buffered" if own else "dropped",
@@ -338,10 +349,21 @@ class _Fold:
             sequence=attempt.sequence,
             lane=own[0].lane if own else attempt.lane,
             experiences=len(own),
-            mean_reward=_mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
+            mean_reward=mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
             drops=drops,
         )
-        self.folded.decisions.append(Decision(closure, blocks_of(outcome.kept), outcome.dropped))
+        self.folded.decisions.append(Decision(closure, blocks_of(sent), outcome.dropped))
+
+    def _credited(self, group: Group, member: Experience, waits: bool) -> Experience:
+        said = group.said.get(member.id, ())
+        scored = credited(member, said, self.rules.sources, waits, group.echoes)
+        return with_edit(scored, said) if self.rules.corrects else scored
+
+    def _taken_back(self, group: Group, members: Sequence[Experience]) -> tuple[Experience, ...]:
+        """What an older revision sent on, where this one has nothing in its place."""
+        if group.lane is None:
+            return ()
+        return (withdrawal_of(members[0], lane=group.lane, revision=group.revision),)
 
     def _members(self, attempt: Attempt, block_at: Callable[[int], Block]) -> list[Experience]:
         return [block_at(place.offset).experiences[place.index] for place in attempt.places(done_only=True)]
@@ -354,21 +376,3 @@ class _Fold:
             return min(attempt.first_ms for attempt in group.attempts.values()) + self.rules.deadline_ms
         first_ms = min(said.time_ms for heard in group.said.values() for said in heard)
         return first_ms + max(self.rules.window_ms, self.rules.deadline_ms)
-
-
-def blocks_of(experiences: Sequence[Experience]) -> tuple[Block, ...]:
-    """Blocks of one group each, in order of first appearance."""
-    groups: dict[str, list[Experience]] = {}
-    for experience in experiences:
-        groups.setdefault(experience.group, []).append(experience)
-    return tuple(
-        Block(experiences=tuple(members[start : start + MAX_BLOCK_EXPERIENCES]))
-        for members in groups.values()
-        for start in range(0, len(members), MAX_BLOCK_EXPERIENCES)
-    )
-
-
-def _mean_reward(experiences: Sequence[Experience]) -> float | None:
-    """Mean over the episodes that have a reward, told by their last parts."""
-    rewards = [experience.reward for experience in experiences if experience.last and experience.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None

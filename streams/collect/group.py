@@ -7,6 +7,7 @@ experience it stands for. Arrivals are known by (episode, part), so a redelivery
 import msgspec
 
 from schemas import Experience, Feedback, Lane, Stub
+from schemas.ids import ANSWER_PREFIX
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
@@ -99,11 +100,23 @@ class Said(msgspec.Struct, array_like=True, frozen=True):
     time_ms: int
 
 
+class Echo(msgspec.Struct, array_like=True, frozen=True):
+    """What was said about a later answer of the same session. turns: how many turns later that one was given.
+
+    Example: Echo(said=Said(...), turns=2)
+    """
+
+    said: Said
+    turns: int
+
+
 class Group(msgspec.Struct, array_like=True):
     """Everything about one group. attempts: those still open, and the one that won. winner: its number, -1 before.
 
     superseded: attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone
-    decides something, 0 never. said: experience id to its feedback, in log order.
+    decides something, 0 never. said: experience id to its feedback, in log order. lane: of the copy that the last revision
+    sent on, None for none. depth: messages before the answer of a session's turn, -1 for anything else. echoes: what was
+    said about later turns, in log order.
 
     Example: Group(id="add-3745.2", attempts={0: Attempt(...)}, due_ms=1763719200000)
     """
@@ -116,6 +129,9 @@ class Group(msgspec.Struct, array_like=True):
     closed_ms: int = 0
     due_ms: int = 0
     said: dict[str, list[Said]] = {}
+    lane: Lane | None = None
+    depth: int = -1
+    echoes: list[Echo] = []
 
     @property
     def is_closed(self) -> bool:
@@ -124,6 +140,14 @@ class Group(msgspec.Struct, array_like=True):
     def offsets(self) -> set[int]:
         """Blocks that hold an experience of an attempt still here."""
         return {place.offset for attempt in self.attempts.values() for place in attempt.places()}
+
+
+def take_in(group: Group, said: Said, turns: int) -> None:
+    """Note what was said about an answer of the group (turns 0), or about one so many turns later."""
+    if turns:
+        group.echoes.append(Echo(said, turns))
+    else:
+        group.said.setdefault(said.feedback.ref.removeprefix(ANSWER_PREFIX), []).append(said)
 
 
 def fullest(attempts: dict[int, Attempt]) -> Attempt:

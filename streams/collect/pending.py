@@ -77,7 +77,18 @@ class Pending:
             if group_id not in state.groups:
                 row = self._connection.execute("SELECT data FROM groups WHERE id = ?", (group_id,)).fetchone()
                 if row is not None:
-                    state.groups[group_id] = _group_decoder.decode(row[0])
+                    state.add(_group_decoder.decode(row[0]))
+                    self._looked_up.add(group_id)
+
+    def look_up_sessions(self, state: State, sessions: Iterable[str]) -> None:
+        """Bring all closed turns of these sessions into the state."""
+        for session in sessions:
+            # "/" follows ".", so this is every id that begins with the session and a dot.
+            between = (f"{session}.", f"{session}/")
+            rows = self._connection.execute("SELECT id, data FROM groups WHERE id >= ? AND id < ?", between).fetchall()
+            for group_id, data in rows:
+                if group_id not in state.groups and group_id not in state.touched:
+                    state.add(_group_decoder.decode(data))
                     self._looked_up.add(group_id)
 
     async def save(self, state: State, keep_ms: int) -> None:
@@ -109,7 +120,7 @@ class Pending:
         for group_id in state.touched | self._looked_up:
             group = state.groups.get(group_id)
             if group is not None and group.is_closed:
-                del state.groups[group_id]
+                state.remove(group_id)
         state.touched.clear()
         self._looked_up.clear()
         state.forget_closed_order()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from infra.processor import Memory
 from schemas import Block, decode, encode
+from schemas.ids import session_of
 from streams.collect.group import Group
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
@@ -79,6 +80,7 @@ class State:
         self.touched: set[str] = set()
         self.frames = frames or Frames()
         self.memories: dict[str, Memory] = memories or {}
+        self._sessions: dict[str, set[str]] = {}
         self._due: list[tuple[int, str]] = []
         self._closed: deque[tuple[int, str]] = deque()
 
@@ -90,9 +92,28 @@ class State:
         if due_ms:
             heapq.heappush(self._due, (due_ms, group.id))
 
+    def add(self, group: Group) -> None:
+        """Know a group from here on."""
+        self.groups[group.id] = group
+        if session := session_of(group.id):
+            self._sessions.setdefault(session, set()).add(group.id)
+
+    def remove(self, group_id: str) -> None:
+        """Know a group no longer."""
+        del self.groups[group_id]
+        if session := session_of(group_id):
+            turns = self._sessions[session]
+            turns.discard(group_id)
+            if not turns:
+                del self._sessions[session]
+
+    def turns(self, group_id: str) -> list[Group]:
+        """Groups of the session that a group belongs to, by id; none for a group that is no turn."""
+        return [self.groups[name] for name in sorted(self._sessions.get(session_of(group_id), ()))]
+
     def restore(self, group: Group) -> None:
         """Put back a group that was saved."""
-        self.groups[group.id] = group
+        self.add(group)
         if group.due_ms:
             heapq.heappush(self._due, (group.due_ms, group.id))
 
@@ -128,7 +149,7 @@ class State:
             closed_ms, group_id = self._closed.popleft()
             group = self.groups.get(group_id)
             if group is not None and group.closed_ms == closed_ms:
-                del self.groups[group_id]
+                self.remove(group_id)
 
     def forget_closed_order(self) -> None:
         """Closed groups are kept, and expire, elsewhere."""

@@ -19,7 +19,7 @@ from infra.metrics import Metrics
 from schemas import Block, Closure
 from schemas.topics import BUFFER, PROGRESS
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.fold import Decision, Folded
+from streams.collect.decision import Decision, Folded
 from streams.reprocess.outcome import dropped, ending, ending_key, kept, left_out
 from streams.reprocess.publisher import TIME_HEADER, Publisher
 from streams.reprocess.ranges import Range, Timed, in_time_order, messages_of

@@ -87,7 +87,9 @@ async def reprocess(
                     diff=order.diff, rescore=order.rescore, publisher=publisher, on_progress=on_progress,
                 )  # fmt: skip
             else:
-                settings = CollectSettings(Path(folder), rules_of(floor, config), build_collect(config))
+                settings = CollectSettings(
+                    Path(folder), rules_of(floor, config), build_collect(config, floor.model_path)
+                )
                 report = await run_collect(
                     log, ranges, settings, shelf, diff=order.diff, publisher=publisher, on_progress=on_progress
                 )

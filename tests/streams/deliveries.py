@@ -52,3 +52,13 @@ async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+async def until_stored(log: Log, topic: Topic, count: int, within_s: float = 60.0) -> None:
+    """Wait until a topic holds so many records."""
+    found = 0
+    async with asyncio.timeout(within_s):
+        async for _ in log.read_all(topic, until_end=False):
+            found += 1
+            if found >= count:
+                return

@@ -44,13 +44,13 @@ class GroupDelivery:
         """It stays uncommitted."""
 
 
-async def work(log: Log, config: StreamsConfig, folder: Path, *, limit: int = 64) -> None:
+async def work(log: Log, config: StreamsConfig, folder: Path, *, limit: int = 64, model: str = "") -> None:
     """Tasks, verify and collect until cancelled; a cancelled worker is one that was killed."""
     metrics = Metrics("process")
     async with asyncio.TaskGroup() as tasks:
         for topic, stage in STAGES:
             if stage == "collect":
-                settings = CollectSettings(folder, rules_of(Floor(app=log.app), config), build_collect(config))
+                settings = CollectSettings(folder, rules_of(Floor(app=log.app), config), build_collect(config, model))
                 group, name = log.group(stage), log.name(topic)
 
                 async def committed(partition: int, group: str = group, name: str = name) -> int:

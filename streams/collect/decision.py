@@ -1,0 +1,51 @@
+"""What folding a record leads to: how attempts ended, the blocks that go on, what was dropped and why."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from infra.chain.chain import Dropped
+from schemas import Block, Closure, DeadLetter, Experience
+
+MAX_BLOCK_EXPERIENCES = 64
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """How one attempt ended, and what goes on to the buffer because of it. dropped: members that the chain dropped.
+
+    Example: Decision(Closure(group="add-3745.2", outcome="superseded", attempt=1), ())
+    """
+
+    closure: Closure
+    blocks: tuple[Block, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+
+
+class Folded(msgspec.Struct):
+    """What one record led to. dropped: reason to count. letters: records that nothing can be done with."""
+
+    decisions: list[Decision] = []
+    letters: list[DeadLetter] = []
+    dropped: dict[str, int] = {}
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        if count:
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+
+def blocks_of(experiences: Sequence[Experience]) -> tuple[Block, ...]:
+    """Blocks of one group each, in order of first appearance."""
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(experience.group, []).append(experience)
+    return tuple(
+        Block(experiences=tuple(members[start : start + MAX_BLOCK_EXPERIENCES]))
+        for members in groups.values()
+        for start in range(0, len(members), MAX_BLOCK_EXPERIENCES)
+    )
+
+
+def mean_reward(experiences: Sequence[Experience]) -> float | None:
+    """Mean over the episodes that have a reward, told by their last parts."""
+    rewards = [experience.reward for experience in experiences if experience.last and experience.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None

@@ -1,0 +1,115 @@
+"""correct: an answer that somebody edited, as a demonstration and as a preference of the edit over the answer.
+
+Guarantees: the prompt is the answer's own, token for token, and the edit is spelled by the policy's tokenizer; what is made
+has the same ids at a retry and a new revision only when the edit changed, so that it replaces what was not drawn yet; an
+edit that is taken back is taken back here too. Tenant, subject and key are the answer's.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from infra.processor import processor
+from infra.spelling import Speller, TokenizerFile
+from schemas import Experience, Message, Span, ids
+from schemas.errors import ConfigError
+from schemas.experience import CHOSEN, PAIR, REJECTED
+from schemas.fields import Lane
+from schemas.withdrawal import withdrawal_of
+
+PROCESSOR = "correct@1"
+ORIGIN = "correct"
+CORRECTION = "correction"  # meta of an answer on its way through collect: the edit that stands, None where none does
+EDITS = "edits"  # and how often edits were made or taken back
+DEMONSTRATION, PREFERENCE = 0, 1  # which of the two that an answer leads to
+
+
+@processor(version=1, inline=True)
+class Correct:
+    """Makes a demonstration in the expert lane and a pair in the human lane of each edited answer."""
+
+    def __init__(self, *, model: str = "", speller: Speller | None = None) -> None:
+        """model: folder or name of the policy's model, for its tokenizer. Raises ConfigError where that is not here."""
+        if speller is None and not model:
+            raise ConfigError("collect.correct: needs policy.model, whose tokenizer spells what people write")
+        self._speller = speller or TokenizerFile(model)
+
+    def __call__(self, group: tuple[Experience, ...]) -> tuple[Experience, ...]:
+        """The group, and behind it what edits of its answers make."""
+        if not any(EDITS in member.meta for member in group):
+            return group
+        made = [one for member in group for one in self._made(member)]
+        return (*(without_edit(member) for member in group), *made)
+
+    def _made(self, answer: Experience) -> list[Experience]:
+        edit, edits = answer.meta.get(CORRECTION), answer.meta.get(EDITS)
+        if not isinstance(edits, int):
+            return []
+        if not isinstance(edit, str):
+            gone = (_named(answer, DEMONSTRATION, "expert"), _named(answer, PREFERENCE, "human"))
+            # At the first revision nothing was made yet that could be taken back.
+            return [withdrawal_of(one, lane=one.lane, revision=edits - 1) for one in gone if answer.revision > 0]
+        prompt = answer.tokens[: answer_start(answer)].tolist()
+        chosen = [*prompt, *self._speller.encode(edit), self._speller.end]
+        said = (*answer.messages[:-1], Message(role="assistant", content=edit))
+        made = [_side(_named(answer, DEMONSTRATION, "expert"), chosen, said, edits)]
+        rejected = answer.tokens.tolist()
+        if chosen != rejected:
+            better, worse = (_named(answer, PREFERENCE, "human", episode) for episode in (0, 1))
+            made.append(_side(better, chosen, said, edits, CHOSEN))
+            made.append(_side(worse, rejected, answer.messages, edits, REJECTED))
+        return made
+
+
+def without_edit(answer: Experience) -> Experience:
+    """The answer as it goes on: what was made of the edit stands elsewhere."""
+    kept = {name: value for name, value in answer.meta.items() if name not in (CORRECTION, EDITS)}
+    return answer if len(kept) == len(answer.meta) else msgspec.structs.replace(answer, meta=kept)
+
+
+def answer_start(answer: Experience) -> int:
+    """Where the last answer begins: a new policy begins a new span in the midst of one, a new turn leaves a gap."""
+    spans = answer.spans
+    index = len(spans) - 1
+    while index > 0 and spans[index - 1].stop == spans[index].start:
+        index -= 1
+    return spans[index].start if spans else answer.num_tokens
+
+
+def _side(
+    named: Experience, tokens: Sequence[int], messages: Sequence[Message], edits: int, mark: str = ""
+) -> Experience:
+    """Tokens that nobody sampled, as one side of a pair or alone; named: whose header it takes."""
+    start = answer_start(named)
+    made = named.with_bulk(
+        tokens=tokens,
+        logprobs=[0.0] * (len(tokens) - start),
+        messages=messages,
+        spans=(Span(start=start, stop=len(tokens), version=-1, ratio=False),),
+    )
+    meta = {**named.meta, PAIR: mark} if mark else named.meta
+    return msgspec.structs.replace(made, revision=edits - 1, meta=meta)
+
+
+def _named(answer: Experience, index: int, lane: Lane, episode: int = 0) -> Experience:
+    """The answer under the id that its demonstration or its pair has at every edit."""
+    group = ids.synthetic_group((answer.id,), PROCESSOR, index)
+    return msgspec.structs.replace(
+        answer,
+        id=ids.experience_id(group, 0, episode),
+        group=group,
+        episode=episode,
+        group_size=2 if index == PREFERENCE else 1,
+        part=0,
+        last=True,
+        attempt=0,
+        sequence=-1,
+        lane=lane,
+        origin=ORIGIN,
+        end="terminal",
+        scores=(),
+        reward=None,
+        advantage=None,
+        stamps=(),
+        meta={"parent": answer.id},
+    )

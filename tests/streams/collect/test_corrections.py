@@ -1,0 +1,158 @@
+"""Edited answers: a demonstration and a preference pair, replaced by a newer edit and gone when the edit is taken back."""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from infra.chain.chain import make_step
+from schemas import Block, Control, Experience, Feedback, Span, encode
+from schemas.pairs import pair_fault, pair_side
+from schemas.withdrawal import is_withdrawal
+from streams.collect.credit import Source
+from streams.collect.decision import Decision
+from streams.collect.fold import Rules, chain_of, fold, wanted
+from streams.collect.state import State
+from streams.processors.correct import Correct, answer_start
+from streams.processors.reward import reward
+from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, said, tick
+from trainer.buffer import Buffer
+
+WINDOW_MS = 5_000
+REF = "hr-a1b2.0.0-0-0"
+SOURCE = Source(window_ms=WINDOW_MS, late="amend")
+RULES = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": SOURCE}, corrects=True)
+
+
+class Letters:
+    """Spells a letter as its code point."""
+
+    end = 2
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+STEPS = (make_step("correct", Correct(speller=Letters())), make_step("reward", reward))
+
+
+def live() -> Block:
+    one = answer("a1b2.0", 0, size=1, lane="live")
+    return block(msgspec.structs.replace(one, scores=(), tenant="acme", subject="ada", key_id="k1"))
+
+
+def edit(text: str, *, id: str, rater: str = "ann", type: str = "correction") -> Feedback:
+    return Feedback(ref=REF, id=id, source="csat", rater=rater, type=type, text=text)  # type: ignore[arg-type]
+
+
+BACK = Feedback(ref=REF, id="back", source="csat", rater="ann", type="retraction")
+
+
+def decided(records: Sequence[Block | Control], rules: Rules = RULES) -> list[Decision]:
+    inbox, state, found = Inbox().extend(records), State(), []
+    chain = chain_of(STEPS)
+    for arrival in inbox.arrivals:
+        fetched = {offset: inbox.block_at(offset) for offset in wanted(state, arrival, rules)}
+        found += asyncio.run(fold(state, arrival, rules, chain, fetched)).decisions
+    return found
+
+
+def sent(decisions: Sequence[Decision], lane: str) -> list[tuple[Experience, ...]]:
+    blocks = [one for decision in decisions for one in decision.blocks]
+    return [one.experiences for one in blocks if one.experiences[0].lane == lane]
+
+
+def held_by_a_trainer(decisions: Sequence[Decision], lane: str) -> list[tuple[Experience, ...]]:
+    """What a trainer that was asleep all the time may draw from."""
+    buffer = Buffer({"live": 1, "expert": 4, "human": 1})
+    for offset, one in enumerate(one for decision in decisions for one in decision.blocks):
+        buffer.add(offset, encode(one), one)
+    return [one.experiences for one in buffer.look_at(buffer.candidates(lane))]  # type: ignore[arg-type]
+
+
+def test_an_edited_answer_becomes_a_demonstration_and_a_pair_on_the_answers_own_prompt() -> None:
+    decisions = decided([live(), edit("ok", id="1")])
+    original = live().experiences[0]
+    ((shown,),), (pair,) = sent(decisions, "expert"), sent(decisions, "human")
+    expected = [*original.tokens[: original.num_prompt].tolist(), ord("o"), ord("k"), 2]
+    assert shown.tokens.tolist() == expected and shown.spans == (Span(2, 5, -1, ratio=False),)
+    assert pair_fault(pair) == "" and [pair_side(one) for one in pair] == ["chosen", "rejected"]
+    assert [one.tokens.tolist() for one in pair] == [expected, original.tokens.tolist()]
+    assert shown.response == pair[0].response == "ok" and pair[1].response == original.response
+    for one in (shown, *pair):
+        assert (one.tenant, one.subject, one.key_id) == ("acme", "ada", "k1")
+        assert one.meta["parent"] == original.id and one.origin == "correct"
+        assert (one.reward, one.advantage, one.scores) == (None, None, ())
+
+
+def test_an_edit_gives_its_answer_no_value() -> None:
+    (decision,) = decided([live(), edit("ok", id="1")])
+    assert (decision.closure.outcome, decision.closure.reason) == ("dropped", "unlabelled")
+    valued = decided([live(), edit("ok", id="1"), said(REF, 0.25, id="2")])
+    ((kept,),) = sent(valued, "live")
+    assert kept.reward == 0.25 and not {"correction", "edits"} & kept.meta.keys()
+
+
+def test_the_same_edit_twice_makes_the_same_once() -> None:
+    assert decided([live(), edit("ok", id="1"), edit("ok", id="1")]) == decided([live(), edit("ok", id="1")])
+
+
+def test_a_newer_edit_replaces_what_was_made_of_the_older_one() -> None:
+    decisions = decided([live(), edit("ok", id="1"), edit("fine", id="2", rater="bob")])
+    ((shown,),), (pair,) = held_by_a_trainer(decisions, "expert"), held_by_a_trainer(decisions, "human")
+    assert shown.response == pair[0].response == "fine"
+    assert {one[0].id for one in sent(decisions, "expert")} == {shown.id}
+
+
+def test_feedback_that_edits_nothing_makes_no_new_revision_of_the_edit() -> None:
+    decisions = decided([live(), edit("ok", id="1"), said(REF, 1.0, id="2")])
+    assert [one[0].revision for one in sent(decisions, "expert")] == [0, 0]
+    assert [one[0].revision for one in sent(decisions, "live")] == [1]
+
+
+def test_a_retracted_edit_is_taken_back_from_what_was_not_drawn_yet() -> None:
+    decisions = decided([live(), edit("ok", id="1"), BACK])
+    assert held_by_a_trainer(decisions, "expert") == held_by_a_trainer(decisions, "human") == []
+    assert all(is_withdrawal(sent(decisions, lane)[-1][0]) for lane in ("expert", "human"))
+    again = decided([live(), edit("ok", id="1"), BACK, edit("fine", id="3")])
+    assert [one[0].response for one in held_by_a_trainer(again, "expert")] == ["fine"]
+
+
+def test_a_retracted_value_is_taken_back_from_what_was_not_drawn_yet() -> None:
+    decisions = decided([live(), said(REF, 1.0, id="1", rater="ann"), BACK])
+    assert len(sent(decisions, "live")) == 2 and held_by_a_trainer(decisions, "live") == []
+    assert decisions[-1].closure.outcome == "dropped"
+
+
+def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
+    given = msgspec.structs.replace(RULES, sources={"csat": SOURCE, "other": SOURCE})
+    records = [live(), edit("ok", id="1"), BACK]
+    inbox, state, found = Inbox().extend(records), State(), []
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    for arrival in inbox.arrivals:
+        found += asyncio.run(fold(state, arrival, given, chain_of(STEPS))).decisions
+    assert [decision.blocks for decision in found] == [()]
+
+
+def test_an_edit_of_an_answer_that_was_never_recorded_makes_nothing() -> None:
+    """What may not be trained on is not in the log, so there is nothing an edit could be made of."""
+    inbox, state = Inbox().extend([edit("ok", id="1")]), State()
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    results = [asyncio.run(fold(state, arrival, RULES, chain_of(STEPS))) for arrival in inbox.arrivals]
+    assert not any(result.decisions for result in results)
+    assert [result.dropped for result in results] == [{}, {"feedback without an answer": 1}]
+
+
+def test_where_edits_are_not_learned_from_they_are_counted() -> None:
+    inbox, state = Inbox().extend([live(), edit("ok", id="1")]), State()
+    given = msgspec.structs.replace(RULES, corrects=False)
+    results = [asyncio.run(fold(state, arrival, given, chain_of(STEPS))) for arrival in inbox.arrivals]
+    assert results[1].dropped["correction without [collect.correct]"] == 1
+    assert not sent(results[1].decisions, "expert")
+
+
+def test_an_edit_replaces_the_last_turn_and_all_of_it() -> None:
+    one = answer("a1b2.0", 0, size=1)
+    spans = (Span(1, 2, 3), Span(3, 5, 3), Span(5, 8, 4))
+    long = one.with_bulk(tokens=range(8), logprobs=[-0.1] * 6, spans=spans)
+    assert answer_start(long) == 3, "a hot reload within the last answer does not begin another"

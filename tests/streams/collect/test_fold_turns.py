@@ -1,0 +1,169 @@
+"""collect and sessions: what is said about one turn is credited to the turns before it, with a discount."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from infra.metrics import Metrics
+from schemas import Block, Control, Experience
+from schemas.ids import partition_key, request_group, session_name
+from schemas.topics import BUFFER, VERIFIED
+from streams.collect.collector import Collector, CollectSettings
+from streams.collect.credit import Source
+from streams.collect.fold import Rules
+from tests.streams.collect.collecting import (
+    DEADLINE_MS,
+    Inbox,
+    answer,
+    block,
+    buffered,
+    decisions,
+    drops,
+    folded,
+    said,
+    tick,
+)
+from tests.streams.deliveries import memory_log, stored, values
+
+WINDOW_MS = 5_000
+SESSION = session_name("acme", "chat-81")
+GAMMA = 0.5
+
+
+def rules(late: str = "amend", discount: float = GAMMA) -> Rules:
+    source = Source(window_ms=WINDOW_MS, late=late, discount=discount)  # type: ignore[arg-type]
+    return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
+
+
+def group_of_turn(number: int, session: str = SESSION) -> str:
+    return request_group(session, 7, number)
+
+
+def turn(number: int, session: str = SESSION, size: int = 1) -> Block:
+    """The number-th answer of a session: before it stand its own question and two messages for each earlier turn."""
+    made = [answer(group_of_turn(number, session), episode, size=size, lane="live") for episode in range(size)]
+    return block(*(with_meta(one, 1 + 2 * number) for one in made))
+
+
+def with_meta(one: Experience, messages: int) -> Experience:
+    return msgspec.structs.replace(one, scores=(), meta={"session": True, "messages": messages})
+
+
+def ref(number: int) -> str:
+    return f"hr-{group_of_turn(number)}.0-0-0"
+
+
+def last_scores(records: list[Block | Control], given: Rules, *ticks: int) -> dict[int, float | None]:
+    """Turn to the csat of its newest revision."""
+    inbox = Inbox().extend(records)
+    for after_ms in ticks:
+        inbox.append(tick(), after_ms=after_ms)
+    found: dict[int, float | None] = {}
+    for decision in decisions(folded(inbox, given)):
+        number = int(decision.closure.group.rpartition("-")[2])
+        kept = [one for one in decision.blocks if one.group == decision.closure.group]
+        found[number] = kept[0].experiences[0].score("csat") if kept else None
+    return found
+
+
+def test_an_outcome_is_credited_to_earlier_turns_with_the_discount_of_each_turn_between() -> None:
+    records = [turn(0), turn(1), turn(2), said(ref(2), 0.8)]
+    assert last_scores(records, rules()) == {0: 0.2, 1: 0.4, 2: 0.8}
+
+
+def test_without_a_discount_the_named_turn_alone_is_credited() -> None:
+    records = [turn(0), turn(1), said(ref(1), 0.8)]
+    assert last_scores(records, rules(discount=0.0)) == {1: 0.8}
+
+
+def test_a_turn_gets_what_was_said_of_itself_and_what_comes_after() -> None:
+    records = [said(ref(0), 0.5, rater="ann"), turn(0), turn(1), said(ref(1), 1.0, rater="ann")]
+    assert last_scores(records, rules()) == {0: 1.0, 1: 1.0}, "0.5 + γ · 1, as a new revision"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_whatever_order_turns_and_feedback_come_in_the_credit_is_the_same(order: tuple[int, ...]) -> None:
+    records = [turn(0), turn(1), said(ref(1), 0.8), said(ref(0), 0.3, rater="bob")]
+    assert last_scores([records[index] for index in order], rules()) == {0: 0.7, 1: 0.8}
+
+
+def test_late_feedback_is_credited_to_the_right_turn_and_to_no_later_one() -> None:
+    closed = [turn(0), turn(1), turn(2)]
+    inbox = Inbox().extend(closed)
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    inbox.append(said(ref(1), 0.8))
+    heard = {
+        int(decision.closure.group.rpartition("-")[2]): decision.blocks[0].experiences[0].score("csat")
+        for decision in decisions(folded(inbox, rules()))
+        if decision.closure.revision
+    }
+    assert heard == {0: 0.4, 1: 0.8}
+
+
+def test_a_retraction_is_heard_by_earlier_turns_and_takes_back_what_it_took_back_there() -> None:
+    back = said(ref(1), 0.0, id="back", type="retraction", rater="ann")
+    records = [turn(0), turn(1), said(ref(0), 0.5, rater="ann"), said(ref(1), 0.8, rater="ann"), back]
+    assert last_scores(records, rules()) == {0: 0.5, 1: None}
+
+
+def test_repeated_feedback_is_credited_once_to_every_turn() -> None:
+    once = said(ref(1), 0.8, id="x")
+    assert last_scores([turn(0), turn(1), once, once], rules()) == {0: 0.4, 1: 0.8}
+
+
+def test_other_sessions_and_turns_with_several_choices_hear_nothing() -> None:
+    other = session_name("acme", "chat-82")
+    records = [turn(0, other), turn(0, size=2), turn(1), said(ref(1), 0.8)]
+    inbox = Inbox().extend(records)
+    assert list(buffered(folded(inbox, rules()))) == [(group_of_turn(1), 0)]
+
+
+def test_late_feedback_under_drop_is_counted_and_no_turn_hears_it() -> None:
+    inbox = Inbox().extend([turn(0), turn(1)])
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    inbox.append(said(ref(1), 0.8))
+    inbox.append(turn(2))
+    results = folded(inbox, rules("drop"))
+    assert drops(results)["late feedback"] == 1
+    assert not any(decision.closure.revision for decision in decisions(results))
+
+
+def test_all_turns_of_a_session_and_what_is_said_about_them_lie_in_one_partition() -> None:
+    assert {partition_key(group_of_turn(number)) for number in range(9)} == {SESSION}
+
+    async def run() -> None:
+        async with memory_log(partitions=8) as log:
+            where = {
+                (await log.publish(VERIFIED, record)).partition
+                for number in range(6)
+                for record in (turn(number), said(ref(number), 0.5))
+            }
+            assert len(where) == 1
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_lost_its_memory_between_any_two_records_credits_the_same(tmp_path: Path) -> None:
+    records = [turn(0), said(ref(2), 0.8), turn(1), said(ref(0), 1.0, id="own"), turn(2)]
+
+    async def run() -> None:
+        async with memory_log() as log:
+            for record in records:
+                await log.publish(VERIFIED, record)
+            settings = CollectSettings(folder=tmp_path, rules=rules(), steps=())
+            for message in await stored(log, VERIFIED):
+                collector = Collector(log, Metrics("process"), 0, settings)
+                await collector.recover(message.offset, lambda: False)
+                await collector.take([message.record])
+                collector.close()
+            newest = {
+                int(sent.group.rpartition("-")[2]): sent.experiences[0].score("csat")
+                for sent in await values(log, BUFFER)
+                if isinstance(sent, Block)
+            }
+            assert newest == {0: 1.2, 1: 0.4, 2: 0.8}
+
+    asyncio.run(run())
