@@ -143,6 +143,11 @@ class Plan:
         if directive.order == "lease":
             if offset > self.token:
                 raise FencedOut(f"this master holds lease {self.token}, {directive.owner} took lease {offset}")
+        elif directive.order == "eval":
+            if directive.suite in self.evals.suites and directive.version >= 0:
+                self.evals.request(directive.suite, directive.version)
+            else:
+                _log.warning("eval_unknown suite=%s version=%d", directive.suite, directive.version)
         else:
             self.drained_by = (directive.owner or "somebody") if directive.order == "drain" else ""
             self.drain_offset = offset

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 StageName = Literal["tasks", "verify", "collect"]
 ALL_STAGES: tuple[StageName, ...] = ("tasks", "verify", "collect")
+STOPPED = "stopped"
 START_S = 120.0
 STOP_S = 30.0
 DRAIN_S = 5.0
@@ -199,7 +200,7 @@ class HostedStage:
         return found
 
     def partitions(self) -> tuple[int, ...]:
-        """Those this worker holds of any of the stage's topics; none before it has joined and after it has left."""
+        """Those this worker holds of any of the stage's topics; none before it has joined."""
         return tuple(sorted(set().union(*self.assignment().values()))) if self.app.started else ()
 
     def _is_revoking(self) -> bool:
@@ -325,7 +326,7 @@ async def _host(
             logger.info("worker_ready instance=%s stages=%s", instance, ",".join(host.stage for host in hosts))
             await stop.wait()
         finally:
-            state[0] = "stopped"
+            state[0] = STOPPED
             for watcher in watchers:
                 watcher.cancel()
             for host in hosts:
@@ -350,7 +351,7 @@ def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, sta
         gauges=metrics.gauges(),
         state=state,
         chains={host.stage: host.chain for host in hosts},
-        partitions={host.stage: host.partitions() for host in hosts},
+        partitions={} if state == STOPPED else {host.stage: host.partitions() for host in hosts},
     )
 
 

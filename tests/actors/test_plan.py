@@ -7,7 +7,7 @@ from actors.evaluation import VERSION_PASSED, parse_eval_group
 from actors.plan import SERVING, Plan
 from actors.waiting import issued_of
 from infra.config import Pacing
-from schemas import Closure, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
+from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
 
 PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=10.0)
 
@@ -200,3 +200,31 @@ def test_success_rates_come_from_closures() -> None:
     group = issued_of(made.rollouts()[0]).group
     made.closure(Closure(group=group, outcome="buffered", mean_reward=0.5))
     assert made.book.success(group.rpartition(".")[0]) == 0.5
+
+
+def test_an_eval_on_request_is_issued_once_pinned_to_its_version_and_a_restart_asks_no_more() -> None:
+    config = MasterConfig(first_version=1, evals=(EvalSuite(suite="dev", every=1000, tasks=3),), eval_lead=0)
+    made = plan(config)
+    publish(made, 1)
+    tasks = made.eval_tasks()
+    for index in range(4, 7):
+        publish(made, index)
+    asked = Directive(order="eval", owner="ann", suite="dev", version=6)
+    made.directive(asked, 50)
+    made.directive(asked, 51)
+    tasks = made.eval_tasks()
+    assert [(issued_of(one).version, issued_of(one).suite) for one in tasks] == [(6, "dev")] * 3
+    assert made.eval_tasks() == [] and made.state == "issuing"
+    later = plan(config)
+    for version in (1, 6):
+        publish(later, version)
+        later.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=3, num_correct=1, request=""))
+    later.directive(asked, 50)
+    assert later.eval_tasks() == []
+
+
+def test_a_request_for_a_suite_nobody_knows_stops_nothing() -> None:
+    made = plan()
+    made.directive(Directive(order="eval", suite="gone", version=3), 50)
+    publish(made, 0)
+    assert made.eval_tasks() == [] and made.rollouts() and made.drained_by == ""

@@ -1,4 +1,4 @@
-"""The commands that only look: status, peek, audit, trace.
+"""The commands that look: status, peek, audit, trace, eval.
 
 Bodies import what they need when they run: see `infra.cli.main`.
 """
@@ -96,3 +96,25 @@ def trace(
     from infra.cli.trace import run_trace
 
     exit_with(lambda: run_trace(answer, policy, config, sets, as_json=as_json))
+
+
+def evaluate(
+    suite: Annotated[str, typer.Argument(help="A suite of [[master.evals]].")],
+    version: Annotated[
+        int | None, typer.Option(min=0, help="A policy version, the newest or one to come; the newest by default.")
+    ] = None,
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    within: Annotated[str, typer.Option(help="How long to wait for the result.")] = "10m",
+    as_json: JsonOption = False,
+) -> None:
+    """Have a suite answered by exactly one version, beside its schedule, and print the result.
+
+    The request stands in the log, so it outlives this command. An engine cannot go back: an older version is refused,
+    and one that explorers pass meanwhile is answered by a later one.
+
+    Example: [cyan]headrace eval held-out --version 144[/]
+    """
+    from infra.cli.evaluate import run_eval
+
+    exit_with(lambda: run_eval(suite, version, config, sets, within=within, as_json=as_json))
