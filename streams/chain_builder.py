@@ -112,7 +112,9 @@ def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
     }
     steps: list[Step] = []
     if collect.correct.on:
-        steps.append(_built_in("correct", "streams.processors.correct:Correct", {"model": model}, "collect"))
+        redact = config.verify.redact
+        masked = {"kinds": list(redact.kinds), "patterns": redact.patterns} if redact.on else {}
+        steps.append(_built_in("correct", "streams.processors.correct:Correct", {"model": model, **masked}, "collect"))
     if reward.use:
         function = loaded(reward.use, reward.options, "reward", kind="score")
         # It may read feedback, so it is asked again at every revision.

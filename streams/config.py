@@ -185,7 +185,8 @@ class SynthesizeConfig(Section, frozen=True):
 
 class CorrectConfig(Section, frozen=True):
     """[collect.correct]: an answer that somebody edited becomes a demonstration (lane expert), and the edit is preferred to
-    the answer (a pair in lane human). Needs policy.model, for its tokenizer, where the stream workers run.
+    the answer (a pair in lane human). Needs policy.model, for its tokenizer, where the stream workers run. What [verify.redact]
+    finds in an edit is masked where that is on.
 
     Example: CorrectConfig(on=True)
     """

@@ -15,7 +15,7 @@ PACKAGES = ("schemas", "infra", *WINGS)
 # Modules and packages of infra that everyone may import; the rest of infra is the roof.
 FLOOR = {
     "bus", "chain", "claimed", "config", "failpoint", "metrics", "model", "plugin", "processor",
-    "redact", "sandbox", "store", "store_directory", "store_memory", "store_s3", "weights",
+    "redact", "sandbox", "spelling", "store", "store_directory", "store_memory", "store_s3", "weights",
 }  # fmt: skip
 ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
@@ -28,6 +28,7 @@ DOORS = {
     "minio": ("infra/store",),
     "aiokafka": ("infra/bus/",),
     "transformers": ("infra/model.py", "infra/demo/"),
+    "tokenizers": ("infra/spelling.py", "infra/demo/"),
     "prometheus_client": ("infra/metrics.py",),
     "starlette": ("actors/gateway/",),
     "uvicorn": ("actors/gateway/",),

@@ -14,6 +14,7 @@ BENCHES = {
     "codec": "infra.bench.codec",
     "delta": "infra.bench.delta",
     "draw": "infra.bench.draw",
+    "feedback": "infra.bench.feedback",
     "gateway": "infra.bench.gateway",
     "reload": "infra.bench.reload",
     "reprocess": "infra.bench.reprocess",
@@ -24,6 +25,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "delta": {"full_over_delta": (90.0, float("inf")), "bit_exact": (1.0, 1.0)},
     "draw": {"groups_of_16_draw_ms_p50": (0.0, 10.0), "alone_draw_ms_p50": (0.0, 10.0)},
     "reprocess": {"verify_different": (0.0, 0.0), "collect_different": (0.0, 0.0)},
+    "feedback": {"joins_per_s": (2_000.0, float("inf")), "rebuild_s": (0.0, 30.0)},
     "gateway": {
         "overhead_ms_p50": (float("-inf"), 3.0),
         "overhead_ms_p99": (float("-inf"), 15.0),

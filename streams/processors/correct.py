@@ -5,11 +5,12 @@ has the same ids at a retry and a new revision only when the edit changed, so th
 edit that is taken back is taken back here too. Tenant, subject and key are the answer's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from infra.processor import processor
+from infra.redact import Kind, Redactor
 from infra.spelling import Speller, TokenizerFile
 from schemas import Experience, Message, Span, ids
 from schemas.errors import ConfigError
@@ -28,11 +29,21 @@ DEMONSTRATION, PREFERENCE = 0, 1  # which of the two that an answer leads to
 class Correct:
     """Makes a demonstration in the expert lane and a pair in the human lane of each edited answer."""
 
-    def __init__(self, *, model: str = "", speller: Speller | None = None) -> None:
-        """model: folder or name of the policy's model, for its tokenizer. Raises ConfigError where that is not here."""
+    def __init__(
+        self,
+        *,
+        model: str = "",
+        kinds: Sequence[Kind] = (),
+        patterns: Mapping[str, str] | None = None,
+        speller: Speller | None = None,
+    ) -> None:
+        """model: folder or name of the policy's model, for its tokenizer. kinds, patterns: masked in edits before they are
+        spelled, for the sources that no gateway redacts. Raises ConfigError where there is no tokenizer.
+        """
         if speller is None and not model:
             raise ConfigError("collect.correct: needs policy.model, whose tokenizer spells what people write")
         self._speller = speller or TokenizerFile(model)
+        self._redactor = Redactor(kinds, patterns)
 
     def __call__(self, group: tuple[Experience, ...]) -> tuple[Experience, ...]:
         """The group, and behind it what edits of its answers make."""
@@ -49,6 +60,7 @@ class Correct:
             gone = (_named(answer, DEMONSTRATION, "expert"), _named(answer, PREFERENCE, "human"))
             # At the first revision nothing was made yet that could be taken back.
             return [withdrawal_of(one, lane=one.lane, revision=edits - 1) for one in gone if answer.revision > 0]
+        edit, _ = self._redactor.mask(edit)
         prompt = answer.tokens[: answer_start(answer)].tolist()
         chosen = [*prompt, *self._speller.encode(edit), self._speller.end]
         said = (*answer.messages[:-1], Message(role="assistant", content=edit))

@@ -79,6 +79,13 @@ def bench_draw(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("draw", as_json))
 
 
+def bench_feedback(as_json: JsonOption = False) -> None:
+    """Feedback joined to 100,000 waiting answers, and their state rebuilt from the log."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("feedback", as_json))
+
+
 def bench_gateway(as_json: JsonOption = False) -> None:
     """The gateway over the engine alone: what it adds to an answer, and how many it gives a second."""
     from infra.cli.bench import run_bench

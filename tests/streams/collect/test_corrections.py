@@ -156,3 +156,10 @@ def test_an_edit_replaces_the_last_turn_and_all_of_it() -> None:
     spans = (Span(1, 2, 3), Span(3, 5, 3), Span(5, 8, 4))
     long = one.with_bulk(tokens=range(8), logprobs=[-0.1] * 6, spans=spans)
     assert answer_start(long) == 3, "a hot reload within the last answer does not begin another"
+
+
+def test_what_redaction_finds_in_an_edit_is_masked_before_it_is_spelled() -> None:
+    marked = msgspec.structs.replace(live().experiences[0], meta={"correction": "ask ada@x.example", "edits": 1})
+    (_, shown, chosen, _) = Correct(speller=Letters(), kinds=("email",))((marked,))
+    assert shown.response == chosen.response == "ask [email]"
+    assert bytes(shown.tokens[shown.num_prompt : -1].tolist()) == b"ask [email]"

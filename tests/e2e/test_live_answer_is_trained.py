@@ -1,0 +1,120 @@
+"""From the gateway to the weights, in memory: the settings that `headrace init` writes, and feedback at the last moment."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from actors.gateway.keys import create_key
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus, wall_ms
+from infra.cli.init import run_init
+from infra.cli.settings import Settings, load_settings
+from infra.config import duration_s
+from infra.metrics import Metrics
+from infra.plugin import add_plugin_folders
+from infra.store_memory import MemoryStore
+from schemas import Batch, BatchItem, Block, Experience, Feedback, Span, make_experience
+from schemas.ids import experience_id
+from schemas.topics import BATCHES, BUFFER, VERIFIED
+from streams.source import build_sources, run_sources
+from tests.actors.gateway.gateway_rig import engine, says, serving
+from tests.streams.deliveries import until_stored
+from tests.streams.memory_worker import working
+from trainer.learners.scripted import ScriptedLearner
+from trainer.train import run_trainer
+
+pytestmark = pytest.mark.slow
+
+WINDOW_MS = 24 * 3_600_000
+OTHERS = 6
+
+
+class Clock:
+    """The broker's clock, moved by hand. It lies in the past, so that the workers tick for every moment to come."""
+
+    def __init__(self) -> None:
+        self.now_ms = wall_ms() - 2 * WINDOW_MS
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+def settings_in(folder: Path) -> Settings:
+    assert run_init(folder, "model", "torch") == 0
+    settings = load_settings(folder / "headrace.toml", ["app=test"])
+    add_plugin_folders(settings.folder, settings.plugins)
+    assert [one.window for one in settings.feedback] == ["24h"] * 2 and duration_s("24h") * 1000 == WINDOW_MS
+    return settings
+
+
+def other(number: int) -> Block:
+    """An answer of somebody else, judged already: what makes versions pass."""
+    group = f"other{number}.0"
+    one = make_experience(
+        id=experience_id(group, 0, 0), group=group, episode=0, group_size=1, lane="live", tokens=[1, 2, 3 + number],
+        logprobs=[-0.5], messages=(), spans=(Span(start=2, stop=3, version=0),), reward=1.0, advantage=0.5,
+    )  # fmt: skip
+    return Block((one,))
+
+
+async def trained(log: Log, name: str) -> tuple[Batch, BatchItem]:
+    """The journal's batch that trains this experience."""
+    async with asyncio.timeout(120):
+        async for message in log.read_all(BATCHES, until_end=False):
+            if isinstance(message.value, Batch):
+                for item in message.value.items:
+                    if item.id == name:
+                        return message.value, item
+    raise AssertionError("unreachable")
+
+
+async def rated_at_the_end(log: Log, http: httpx.AsyncClient, answer: str, clock: Clock) -> None:
+    """Say what the answer was worth, a millisecond before its window closes, and let that pass."""
+    clock.now_ms += WINDOW_MS - 1
+    accepted = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1, "id": "f-1"})
+    assert accepted.status_code == 202
+    async with asyncio.timeout(60):
+        async for message in log.read_all(VERIFIED, until_end=False):
+            if isinstance(message.value, Feedback):
+                break
+    clock.now_ms += 1
+
+
+def test_an_answer_rated_at_the_end_of_its_window_is_trained_under_the_settings_of_init(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path / "support")
+    clock = Clock()
+    bus, store, stop = MemoryBus(clock), MemoryStore(), asyncio.Event()
+    _, key = create_key(store, tenant="acme", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
+
+    async def run() -> tuple[Experience, Batch, BatchItem]:
+        async with serving(tmp_path, engine(says("It is 82.")), bus=bus, store=store) as served:
+            log = served.log
+            metrics, sources = Metrics("process"), build_sources(settings.feedback, settings.folder)
+            floor = msgspec.structs.replace(settings, folder=tmp_path)
+            training = asyncio.create_task(
+                run_trainer(
+                    floor, settings.trainer, log=log, store=store, learner=ScriptedLearner(),
+                    metrics=Metrics("train"), stop=stop,
+                )
+            )  # fmt: skip
+            listening = asyncio.create_task(run_sources(sources, log, metrics, tmp_path / "state"))
+            async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
+                asked = {"model": "m", "messages": [{"role": "user", "content": "37+45?"}]}
+                answer = (await http.post("/v1/chat/completions", json=asked)).json()["id"]
+                (recorded,) = await served.recorded(1)
+                for number in range(OTHERS):
+                    await log.publish(BUFFER, other(number))
+                    await until_stored(log, BATCHES, 2 + number)
+                await rated_at_the_end(log, http, answer, clock)
+                batch, item = await trained(log, recorded.id)
+            stop.set()
+            listening.cancel()
+            await training
+            return recorded, batch, item
+
+    recorded, batch, item = asyncio.run(run())
+    assert recorded.lane == item.lane == "live" and item.revision == 0
+    assert batch.version - recorded.min_version > settings.pacing.max_staleness, "no version limit: it is old by then"
