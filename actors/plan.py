@@ -143,7 +143,7 @@ class Plan:
         if directive.order == "lease":
             if offset > self.token:
                 raise FencedOut(f"this master holds lease {self.token}, {directive.owner} took lease {offset}")
-        else:
+        elif directive.order != "forget":
             self.drained_by = (directive.owner or "somebody") if directive.order == "drain" else ""
             self.drain_offset = offset
 

@@ -224,13 +224,16 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     """A word to a role, or of it, that outlives processes; it stands in `policies`, and its offset orders it.
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
-    (no new groups; what is outstanding is finished) or continue (takes a drain back). owner: who says so.
+    (no new groups; what is outstanding is finished), continue (takes a drain back), or forget (a user's keys were destroyed).
+    owner: who says so. about: whom, as a keyed hash whose key went with them: it tells one forgetting from another, and
+    nobody who.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """
 
     order: DirectiveKind
     owner: str = ""
+    about: str = ""
 
 
 class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):

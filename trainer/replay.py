@@ -19,7 +19,7 @@ from infra.bus.log import Log, Message
 from infra.store import Store
 from infra.weights.tensors import Tensor, to_numpy
 from schemas import Batch, Block, Rollback, Saved, decode, topics
-from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange
+from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
 from trainer import checkpoint
 from trainer.batch import TrainItem
 from trainer.blocks import Stored, items_of, stored
@@ -173,7 +173,7 @@ class BufferTape:
         self._reader: Reader | None = None
 
     async def take(self, batch: Batch) -> dict[int, Stored]:
-        """The blocks of a batch. Raises BadFrame or OffsetOutOfRange naming the step and the offset."""
+        """The blocks of a batch. Raises BadFrame (Sealed for a forgotten one) or OffsetOutOfRange naming step and offset."""
         wanted = offsets_of(batch)
         try:
             await self._read_to(max(wanted, default=-1) + 1)
@@ -189,8 +189,12 @@ class BufferTape:
             if isinstance(held, BadFrame):
                 raise BadFrame(f"step {batch.step}: {held}") from held
             frame, digest = held
-            block = decode(frame)
+            block = decode(frame, self._log.find_seal)
             assert isinstance(block, Block)
+            if lost := block.experiences[0].lost:
+                raise Sealed(
+                    f"step {batch.step}: {lost}: what it trained on at buffer offset {offset} has lost its key"
+                )
             found[offset] = Stored(block, frame, digest)
             if self._last_use[offset] <= batch.step:
                 del self._held[offset]
