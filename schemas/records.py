@@ -225,8 +225,7 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
     (no new groups; what is outstanding is finished), continue (takes a drain back), or forget (a user's keys were destroyed).
-    owner: who says so. about: whom, as a keyed hash whose key went with them: it tells one forgetting from another, and
-    nobody who.
+    owner: who says so. about: whom, as a keyed hash.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """

@@ -22,7 +22,7 @@ from schemas import Batch, Block, Rollback, Saved, decode, topics
 from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
 from trainer import checkpoint
 from trainer.batch import TrainItem
-from trainer.blocks import Stored, items_of, stored
+from trainer.blocks import Stored, items_of, ranges, stored
 from trainer.checkpoint import Checkpoint, Manifest
 from trainer.journal import Entry, JournalRecord, Pending, effective, is_quarantined, pending, read_records
 from trainer.repeat import repeat
@@ -279,6 +279,24 @@ async def replay(
     finally:
         await journal.close()
         await buffer.close()
+
+
+async def forgotten_steps(log: Log, name: str, start: Start) -> list[int]:
+    """Steps to be replayed whose batch names what can no longer be opened, ascending."""
+    lost: set[int] = set()
+    for first, stop in ranges(start.survey.last_use):
+        async for message in log.read_between(topics.BUFFER, 0, first, stop):
+            if isinstance(message.value, Block) and message.value.experiences[0].lost:
+                lost.add(message.offset)
+    if not lost:
+        return []
+    wanted = {(one.batch.token, one.batch.step) for one in start.survey.todo if isinstance(one, Pending)}
+    found = []
+    async for message in read_records(log, start.manifest.position.journal_next):
+        one = message.value
+        if isinstance(one, Batch) and one.run == name and (one.token, one.step) in wanted and lost & {*offsets_of(one)}:
+            found.append(one.step)
+    return sorted(set(found))
 
 
 async def compare_with(run: Learning, name: str, store: Store, step: int, saved: tuple[Saved, ...]) -> Compared:
