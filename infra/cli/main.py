@@ -71,6 +71,7 @@ bench_app.command("mix")(measure.bench_mix)
 bench_app.command("sandbox")(measure.bench_sandbox)
 bench_app.command("draw")(measure.bench_draw)
 bench_app.command("gateway")(measure.bench_gateway)
+bench_app.command("trace")(measure.bench_trace)
 
 
 def main() -> None:
