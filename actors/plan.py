@@ -148,7 +148,7 @@ class Plan:
                 self.evals.request(directive.suite, directive.version)
             else:
                 _log.warning("eval_unknown suite=%s version=%d", directive.suite, directive.version)
-        else:
+        elif directive.order != "forget":
             self.drained_by = (directive.owner or "somebody") if directive.order == "drain" else ""
             self.drain_offset = offset
 

@@ -19,6 +19,7 @@ from schemas.errors import NotInStore, StoreError
 
 INCOMING = ".incoming"
 STALE_AFTER_S = 3600.0
+PRIVATE = "keys/"  # what users' data is sealed under: for nobody but the owner of the files
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class DirectoryStore:
         temporary = self._incoming / uuid.uuid4().hex
 
         def write() -> None:
-            with temporary.open("wb") as file:
+            with open(temporary, "wb", opener=_owners_alone if key.startswith(PRIVATE) else None) as file:
                 write_all("store.write", data, file.write)
                 file.flush()
                 reach("store.before_fsync")
@@ -140,3 +141,7 @@ def _remove_stale(incoming: Path) -> None:
                 path.unlink()
         except FileNotFoundError:  # its writer finished, or another process swept it
             continue
+
+
+def _owners_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

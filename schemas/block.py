@@ -2,12 +2,13 @@
 
 Guarantee: sections that came in a frame leave as the same bytes while the members use at least half of them, so that a
 stage that edits headers neither decompresses nor compresses. Decoding checks the header whole; bulk is checked on first
-use (or by `validate`). What this module writes, it can read.
+use (or by `validate`). What this module writes, it can read. Sections that came sealed never leave unsealed.
 
     body     header · section_len u32 x k · sections
     header   msgpack [columns, experiences, ranges]; ranges hold, per experience and column, start and stop of each run
              of items whose concatenation is the experience's
-    sections tokens u32 LE · logprobs f32 LE of sampled tokens · text: each run a msgpack list of messages · any others
+    sections tokens u32 LE · logprobs f32 LE of sampled tokens · text: each run a msgpack list of messages · any others;
+             in a sealed block each as the key of all its members sealed it
 """
 
 import struct
@@ -30,7 +31,17 @@ from schemas.experience import (
     encoder,
     with_field,
 )
-from schemas.sections import LOGPROBS, MAX_SECTION_BYTES, MAX_SECTIONS, WIDTHS, Column, Ranges, Sections
+from schemas.sections import (
+    LOGPROBS,
+    MAX_SECTION_BYTES,
+    MAX_SECTIONS,
+    WIDTHS,
+    Column,
+    FindSeal,
+    Ranges,
+    Seal,
+    Sections,
+)
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -76,8 +87,10 @@ _header_decoder = msgspec.msgpack.Decoder(_Header)
 _LENGTHS = [struct.Struct(f"<{count}I") for count in range(MAX_SECTIONS + 1)]
 
 
-def decode_block(header: bytes | memoryview, tail: memoryview) -> Block:
-    """A block from its header and what follows it; raises BadFrame."""
+def decode_block(
+    header: bytes | memoryview, tail: memoryview, *, sealed: bool = False, find: FindSeal | None = None
+) -> Block:
+    """A block from its header and what follows it; raises BadFrame, and what `find` raises."""
     try:
         decoded = _header_decoder.decode(header)
     except msgspec.ValidationError as error:
@@ -85,7 +98,11 @@ def decode_block(header: bytes | memoryview, tail: memoryview) -> Block:
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
         raise BadFrame(f"header: {error}") from error
     columns, experiences = decoded.columns, decoded.experiences
-    sections = Sections(columns, _bodies(columns, tail), tail, len(experiences))
+    key_id = _only_key(experiences) if sealed else ""
+    if sealed and not key_id:
+        raise BadFrame("header: a sealed block whose members do not name one key, expected one key_id")
+    seal = find(key_id) if key_id and find is not None else None
+    sections = Sections(columns, _bodies(columns, tail), tail, len(experiences), key_id, seal)
     if [len(ranges) for ranges in decoded.ranges] != [len(columns)] * len(experiences):
         raise BadFrame(f"header: expected ranges of {len(experiences)} experiences in {len(columns)} sections")
     try:
@@ -121,20 +138,63 @@ def _bodies(columns: tuple[Column, ...], tail: memoryview) -> tuple[memoryview, 
     return tuple(bodies)
 
 
-def encode_block(block: Block) -> tuple[bytes, bytes | memoryview]:
-    """Header bytes, and the section lengths and bodies; raises ValueError for what could not be read back."""
+def encode_block(block: Block, find: FindSeal | None = None) -> tuple[bytes, bytes | memoryview, bool]:
+    """Header bytes, the section lengths and bodies, and whether these are sealed.
+
+    They are where `find` is given and the members name a key, and wherever a member came sealed. Raises ValueError for
+    what could not be read back, Sealed where the key is gone, and what `find` raises.
+    """
     experiences = encode_headers(block.experiences)
     bulks = [experience.held() for experience in block.experiences]
     sections = _shared(bulks)
+    key_id = _key_to_seal_under(block, bulks, find)
     if sections is not None:
         columns = sections.columns
         ranges: Sequence[Sequence[Ranges]] = [bulk.ranges for bulk in bulks]
-        tail: bytes | memoryview = sections.tail
+        if sections.sealed_under == key_id:
+            tail: bytes | memoryview = sections.tail
+            return _header(columns, experiences, ranges), tail, bool(key_id)
+        bodies = [bytes(body) for body in sections.bodies]
     else:
         columns, ranges, bodies = build(block.experiences, bulks)
-        tail = b"".join((_LENGTHS[len(columns)].pack(*[len(body) for body in bodies]), *bodies))
-    # The header is an array of three, of which the middle one is encoded already.
-    return b"".join((b"\x93", encoder.encode(columns), experiences, encoder.encode(ranges))), tail
+    if key_id:
+        seal = _seal_of(key_id, bulks, find)
+        bodies = [seal.close(column.name, body) for column, body in zip(columns, bodies, strict=True)]
+    tail = b"".join((_LENGTHS[len(columns)].pack(*[len(body) for body in bodies]), *bodies))
+    return _header(columns, experiences, ranges), tail, bool(key_id)
+
+
+def _header(columns: tuple[Column, ...], experiences: bytes, ranges: Sequence[Sequence[Ranges]]) -> bytes:
+    """An array of three, of which the middle one is encoded already."""
+    return b"".join((b"\x93", encoder.encode(columns), experiences, encoder.encode(ranges)))
+
+
+def _only_key(experiences: Sequence[Experience]) -> str:
+    """The key that all members name, "" where they do not agree."""
+    named = {experience.key_id for experience in experiences}
+    return named.pop() if len(named) == 1 else ""
+
+
+def _key_to_seal_under(block: Block, bulks: Sequence[Bulk], find: FindSeal | None) -> str:
+    """The key the sections are to be sealed under, "" for none; ValueError where a member would be without its own."""
+    came_under = {bulk.sections.sealed_under for bulk in bulks if bulk.sections is not None} - {""}
+    if not came_under and (find is None or not any(experience.key_id for experience in block.experiences)):
+        return ""
+    key_id = _only_key(block.experiences)
+    if not key_id or came_under - {key_id}:
+        named = sorted({experience.key_id for experience in block.experiences} | came_under)
+        raise ValueError(f"group {block.group}: key_id: got {named}, expected one key of all members in a sealed block")
+    return key_id
+
+
+def _seal_of(key_id: str, bulks: Sequence[Bulk], find: FindSeal | None) -> Seal:
+    """The key itself: found, or the one that a member was opened with."""
+    if find is not None:
+        return find(key_id)
+    for bulk in bulks:
+        if bulk.sections is not None and bulk.sections.seal is not None:
+            return bulk.sections.seal
+    raise ValueError(f"key_id: {key_id} is to be sealed under, and this writer looks for no keys")
 
 
 def _shared(bulks: Sequence[Bulk]) -> Sections | None:

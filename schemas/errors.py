@@ -2,6 +2,7 @@
 
     HeadraceError
     ├── BadFrame            bytes that are not a valid record: dead-letter them, never retry
+    │   └── Sealed          sections whose key is not to be had, destroyed or never here: drop them, never retry
     ├── UnknownMajor        a record from a newer headrace: stop the reader before the ack, upgrade it first
     ├── ConfigError         a setting that cannot hold: fix the file
     ├── RecordTooLarge      a frame no topic takes: refused before it is sent
@@ -26,6 +27,10 @@ class HeadraceError(Exception):
 
 class BadFrame(HeadraceError):
     """Bytes that do not decode to a valid record; the one error of the decoder."""
+
+
+class Sealed(BadFrame):
+    """Sealed sections that cannot be opened here; the header is as good as ever."""
 
 
 class UnknownMajor(HeadraceError):

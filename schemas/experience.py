@@ -148,6 +148,18 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         return max([span.version for span in self.spans], default=-1)
 
     @property
+    def is_sealed(self) -> bool:
+        """Whether the bulk came in sealed sections."""
+        sections = None if self.bulk is None else self.bulk.sections
+        return sections is not None and bool(sections.sealed_under)
+
+    @property
+    def lost(self) -> str:
+        """Why the bulk can never be read again ("forgotten"), "" if it can."""
+        sections = None if self.bulk is None else self.bulk.sections
+        return "" if sections is None or sections.seal is None else sections.seal.fault
+
+    @property
     def is_given(self) -> bool:
         """A demonstration or a side of a preference pair: taken as it is, neither scored nor compared."""
         return self.lane == "expert" or self.meta.get(PAIR) in (CHOSEN, REJECTED)

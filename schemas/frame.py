@@ -3,6 +3,7 @@
     frame    magic "HR" · format u8 · flags u8 · body_len u32 LE · body
     control  flag bit 7: the body is the msgpack map of the record, and nothing follows
     block    the body is the header of `schemas.block`; section lengths and sections follow
+    sealed   format 2, flag bit 0: a block whose sections are sealed under the key_id in its header
 
 A flag that readers must know comes with a higher format, so that older ones stop before the ack. A flag they do not know
 in a format they do is damage, and dead-lettered as such: one flipped bit must not stop a partition.
@@ -18,9 +19,12 @@ from schemas.block import Block, decode_block, encode_block
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import encoder
 from schemas.records import MAJOR, Control
+from schemas.sections import FindSeal
 
 MAGIC = b"HR"
-CONTROL = 0x80  # bit 0 is kept for sealed sections, of a later format
+CONTROL = 0x80
+SEALED = 0x01
+SEALED_FORMAT = 2
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TOTAL_BYTES = 128 * 1024 * 1024
 
@@ -28,14 +32,16 @@ _PREFIX = struct.Struct("<2sBBI")
 _control_decoder = msgspec.msgpack.Decoder(Control)
 
 
-def encode(record: Control | Block) -> bytes:
+def encode(record: Control | Block, find: FindSeal | None = None) -> bytes:
     """The frame of a record; raises ValueError for one that no reader would accept.
 
+    find: the key that a block's members name, to seal its sections under; whatever it raises is raised.
     Putting members of several frames in one block opens their sections, so that BadFrame may be raised for these.
     """
     if isinstance(record, Block):
-        header, rest = encode_block(record)
-        return b"".join((_PREFIX.pack(MAGIC, MAJOR, 0, len(header)), header, rest))
+        header, rest, sealed = encode_block(record, find)
+        major, flags = (SEALED_FORMAT, SEALED) if sealed else (MAJOR, 0)
+        return b"".join((_PREFIX.pack(MAGIC, major, flags, len(header)), header, rest))
     try:
         body = encoder.encode(record)
         _control_decoder.decode(body)
@@ -44,17 +50,27 @@ def encode(record: Control | Block) -> bytes:
     return _PREFIX.pack(MAGIC, MAJOR, CONTROL, len(body)) + body
 
 
-def decode(data: bytes | bytearray | memoryview) -> Control | Block:
-    """The record in a frame; raises BadFrame, or UnknownMajor for a frame of a newer headrace."""
+def is_sealed(data: bytes) -> bool:
+    """Whether a frame announces sealed sections."""
+    return data[:4] == MAGIC + bytes((SEALED_FORMAT, SEALED))
+
+
+def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -> Control | Block:
+    """The record in a frame; raises BadFrame, or UnknownMajor for a frame of a newer headrace.
+
+    find: the key of sealed sections; whatever it raises is raised. Without it they stay shut: the header can be read and
+    edited, and a look into them raises Sealed.
+    """
     view = memoryview(data)
     if len(view) < _PREFIX.size:
         raise BadFrame(f"frame: got {len(view)} bytes, expected at least {_PREFIX.size}")
     magic, major, flags, length = _PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise BadFrame(f"frame: got magic {magic!r}, expected {MAGIC!r}")
-    if major > MAJOR:
+    sealed = (major, flags) == (SEALED_FORMAT, SEALED)
+    if major > MAJOR and not sealed:
         raise UnknownMajor(f"frame of format {major}, flags {flags:#x}; this reader knows {MAJOR}: upgrade it first")
-    if major < 1 or flags & ~CONTROL:
+    if major < 1 or (flags & ~CONTROL and not sealed):
         raise BadFrame(
             f"frame: got format {major} with flags {flags:#x}, expected format 1 to {MAJOR}, flags 0 or 0x80"
         )
@@ -62,7 +78,7 @@ def decode(data: bytes | bytearray | memoryview) -> Control | Block:
         raise BadFrame(f"frame: got {len(view)} bytes with a header of {length}, expected a header that fits")
     body, rest = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
     if not flags & CONTROL:
-        return decode_block(body, rest)
+        return decode_block(body, rest, sealed=sealed, find=find)
     if len(rest):
         raise BadFrame(f"frame: {len(rest)} bytes after the record, expected none")
     try:
@@ -80,6 +96,7 @@ def kafka_headers(record: Control | Block) -> tuple[tuple[str, bytes], ...]:
         versions = [span.version for experience in record.experiences for span in experience.spans]
         found |= {"id": first.id, "group": record.group, "min_version": min(versions, default=-1)}
         found |= {"max_version": max(versions, default=-1), "traceparent": first.meta.get("traceparent")}
+        found["key"] = first.key_id or None
     else:
         issued = getattr(record, "issued", None)
         for name in ("id", "group", "run"):

@@ -224,8 +224,8 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     """A word to a role, or of it, that outlives processes; it stands in `policies`, and its offset orders it.
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
-    (no new groups; what is outstanding is finished), continue (takes a drain back) or eval (of `suite` by exactly
-    `version`). owner: who says so.
+    (no new groups; what is outstanding is finished), continue (takes a drain back), eval (of `suite` by exactly `version`)
+    or forget (a user's keys were destroyed). owner: who says so. about: whom, as a keyed hash.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """
@@ -234,6 +234,7 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     owner: str = ""
     suite: str = ""
     version: Number = -1
+    about: str = ""
 
 
 class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):

@@ -1,17 +1,19 @@
 """Sections of a block: named columns of items, each compressed once, decompressed on first use and then shared.
 
 Guarantee: nothing is decompressed before its declared size is known to be within `MAX_SECTION_BYTES` and to equal what
-the header says, and a section that nobody opens is never decompressed. Sections of unknown names are kept as they came.
+the header says, and a section that nobody opens is never decompressed, nor, where it is sealed, deciphered. Sections of
+unknown names are kept as they came.
 """
 
 import threading
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Protocol
 
 import msgspec
 import zstandard
 from msgspec import Meta
 
-from schemas.errors import BadFrame
+from schemas.errors import BadFrame, Sealed
 from schemas.records import Message
 
 MAX_SECTION_BYTES = 16 * 1024 * 1024
@@ -35,6 +37,28 @@ class Column(msgspec.Struct, array_like=True, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     width: Annotated[int, Meta(ge=1, le=4096)]
     items: Index
+
+
+class Seal(Protocol):
+    """A key that section bodies are sealed under, or what is left of one (see `infra.seal`).
+
+    key_id: its name, in the header of all it seals. fault: why it opens nothing, "" if it does.
+    """
+
+    @property
+    def key_id(self) -> str: ...
+
+    @property
+    def fault(self) -> str: ...
+
+    def close(self, name: str, body: bytes) -> bytes:
+        """A compressed section body, sealed. Raises Sealed where the key is gone."""
+
+    def open(self, name: str, body: bytes | memoryview) -> bytes:
+        """The compressed body again. Raises Sealed where the key is gone, BadFrame for what it did not seal."""
+
+
+FindSeal = Callable[[str], Seal]  # by key_id; may block
 
 
 class _Codecs(threading.local):
@@ -75,18 +99,30 @@ class Sections:
     """The sections of one frame, shared by the experiences decoded from it.
 
     columns, bodies: aligned, tokens, logprobs and text first. tail: lengths and bodies as they came. num_members:
-    experiences the frame held. texts: messages decoded so far, by their bytes' bounds.
+    experiences the frame held. sealed_under: key id, "" for plain ones. seal: what opens them, None where the reader looked
+    for no key. texts: messages decoded so far, by their bytes' bounds.
     """
 
-    __slots__ = ("_raw", "bodies", "columns", "logprobs_sound", "num_members", "tail", "taken_bytes", "texts")
+    __slots__ = (
+        "_raw", "bodies", "columns", "logprobs_sound", "num_members", "seal", "sealed_under", "tail", "taken_bytes",
+        "texts",
+    )  # fmt: skip
 
     def __init__(
-        self, columns: tuple[Column, ...], bodies: tuple[memoryview, ...], tail: memoryview, num_members: int
+        self,
+        columns: tuple[Column, ...],
+        bodies: tuple[memoryview, ...],
+        tail: memoryview,
+        num_members: int,
+        sealed_under: str = "",
+        seal: Seal | None = None,
     ) -> None:
         self.columns = columns
         self.bodies = bodies
         self.tail = tail
         self.num_members = num_members
+        self.sealed_under = sealed_under
+        self.seal = seal
         self.taken_bytes = 0
         self.logprobs_sound: bool | None = None
         self.texts: dict[tuple[int, int], tuple[Message, ...]] = {}
@@ -96,7 +132,12 @@ class Sections:
         """All bytes of the section in column `at`, decompressed on the first call."""
         found = self._raw[at]
         if found is None:
-            found = self._raw[at] = decompress(self.bodies[at], self.columns[at])
+            body: bytes | memoryview = self.bodies[at]
+            if self.sealed_under:
+                if self.seal is None:
+                    raise Sealed(f"sealed under {self.sealed_under}, and this reader looks for no keys")
+                body = self.seal.open(self.columns[at].name, body)
+            found = self._raw[at] = decompress(body, self.columns[at])
         return found
 
     def cut(self, at: int, bounds: Ranges) -> bytes:

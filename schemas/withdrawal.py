@@ -17,6 +17,7 @@ def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Exper
     empty = experience.with_bulk(tokens=(), logprobs=(), messages=(), spans=())
     return structs.replace(
         empty,
+        key_id="",  # it says nothing of anybody, so it is not sealed, and outlives a key that is destroyed
         lane=lane,
         revision=revision,
         scores=(),

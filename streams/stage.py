@@ -14,9 +14,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 
-from infra.bus.blobs import is_claim
 from infra.bus.bus import Record
-from infra.bus.log import Log
+from infra.bus.log import Log, asks_store
 from infra.bus.log import Message as LogMessage
 from infra.metrics import Metrics
 from schemas import Block, Control, DeadLetter, UnknownMajor
@@ -97,9 +96,9 @@ async def read(log: Log, record: Record, give_up_s: float) -> LogMessage:
     A newer major ends the process, since parking a rolling upgrade's traffic would be worse.
     """
     try:
-        if not is_claim(record.value):
+        if not asks_store(record):
             return log.decode(record)
-        return await confirmed(lambda: asyncio.to_thread(log.decode, record), "claim check", give_up_s)
+        return await confirmed(lambda: asyncio.to_thread(log.decode, record), "claim check or key", give_up_s)
     except UnknownMajor as error:
         where = f"{record.topic}/{record.partition} offset {record.offset}"
         end_process(f"upgrade readers first: {where}: {error}", EXIT_UNKNOWN_MAJOR)

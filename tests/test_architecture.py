@@ -15,7 +15,7 @@ PACKAGES = ("schemas", "infra", *WINGS)
 # Modules and packages of infra that everyone may import; the rest of infra is the roof.
 FLOOR = {
     "bus", "chain", "claimed", "config", "failpoint", "metrics", "model", "plugin", "processor",
-    "redact", "sandbox", "spelling", "store", "store_directory", "store_memory", "store_s3", "weights",
+    "redact", "sandbox", "seal", "spelling", "store", "store_directory", "store_memory", "store_s3", "weights",
 }  # fmt: skip
 ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
@@ -26,6 +26,7 @@ DOORS = {
     "vllm": ("actors/engines/vllm/",),
     "deepspeed": ("trainer/learners/deepspeed.py",),
     "minio": ("infra/store",),
+    "cryptography": ("infra/seal.py",),
     "aiokafka": ("infra/bus/",),
     "transformers": ("infra/model.py", "infra/demo/"),
     "tokenizers": ("infra/spelling.py", "infra/demo/"),

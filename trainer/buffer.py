@@ -12,6 +12,7 @@ import msgspec
 from schemas import Block, Lane, decode
 from schemas.errors import BadFrame
 from schemas.pairs import pair_fault, pair_side
+from schemas.sections import FindSeal
 from schemas.withdrawal import WITHDRAWN, is_withdrawal
 from trainer.draw import Candidate
 
@@ -24,12 +25,18 @@ def use_key(group: str, revision: int, lane: str) -> bytes:
 class Buffer:
     """Groups that may still be trained. One consumer; not thread-safe.
 
-    uses: key → times trained, over the kept horizon. max_uses: per lane.
+    uses: key → times trained, over the kept horizon. max_uses: per lane. find_seal: keys of sealed blocks.
     """
 
-    def __init__(self, max_uses: Mapping[Lane, int], uses: Mapping[bytes, int] | None = None) -> None:
+    def __init__(
+        self,
+        max_uses: Mapping[Lane, int],
+        uses: Mapping[bytes, int] | None = None,
+        find_seal: FindSeal | None = None,
+    ) -> None:
         self._max_uses = dict(max_uses)
         self.uses: dict[bytes, int] = dict(uses or {})
+        self._find_seal = find_seal
         self._frames: dict[int, bytes] = {}
         self._candidates: dict[Lane, dict[int, Candidate]] = {lane: {} for lane in max_uses}
         self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
@@ -40,6 +47,8 @@ class Buffer:
     def add(self, offset: int, frame: bytes, block: Block, digest: bytes = b"") -> str:
         """Take in one block; returns "" or the reason it was not kept. digest: of its record, for the journal."""
         first = block.experiences[0]
+        if first.lost:
+            return first.lost
         if first.lane not in self._max_uses:
             return "lane not trained"
         if any(one.lane != first.lane for one in block.experiences):
@@ -78,11 +87,17 @@ class Buffer:
         """Decode groups without using them."""
         blocks = []
         for one in candidates:
-            block = decode(self._frames[one.offset])
+            block = decode(self._frames[one.offset], self._find_seal)
             if not isinstance(block, Block):
                 raise BadFrame(f"buffer offset {one.offset}: got {type(block).__name__}, expected Block")
             blocks.append(block)
         return blocks
+
+    def lost(self, candidates: Iterable[Candidate]) -> list[tuple[Candidate, str]]:
+        """Those that can no longer be opened, with the reason. Blocks where a key has to be looked up."""
+        if self._find_seal is None:
+            return []
+        return [(one, fault) for one in candidates if one.key_id and (fault := self._find_seal(one.key_id).fault)]
 
     def take(self, drawn: Sequence[Candidate]) -> list[Block]:
         """Decode the drawn groups and count their use; a group with uses left stays."""
@@ -155,4 +170,5 @@ def candidate_of(offset: int, block: Block, uses: int, digest: bytes = b"") -> C
         has_ratio=bool(spans) and all(span.ratio for span in spans),
         digest=digest,
         is_pair=bool(pair_side(first)),
+        key_id=first.key_id if first.is_sealed else "",
     )

@@ -17,7 +17,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
     sequence: issue order, -1 where it was not issued. min_version: oldest sampled token's. offset: of its block in
     `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own. digest: of its record.
-    is_pair: the two sides of a preference pair. weight: multiplies its loss terms, where the draw was not fair.
+    is_pair: the two sides of a preference pair. weight: multiplies its loss terms, where the draw was not fair. key_id:
+    what it is sealed under, "" for nothing.
 
     Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
@@ -35,6 +36,7 @@ class Candidate(msgspec.Struct, frozen=True):
     digest: bytes = b""
     is_pair: bool = False
     weight: float = 1.0
+    key_id: str = ""
 
 
 class Draw(msgspec.Struct, frozen=True):

@@ -19,10 +19,10 @@ from infra.bus.log import Log, Message
 from infra.store import Store
 from infra.weights.tensors import Tensor, to_numpy
 from schemas import Batch, Block, Rollback, Saved, decode, topics
-from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange
+from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
 from trainer import checkpoint
 from trainer.batch import TrainItem
-from trainer.blocks import Stored, items_of, stored
+from trainer.blocks import Stored, items_of, ranges, stored
 from trainer.checkpoint import Checkpoint, Manifest
 from trainer.journal import Entry, JournalRecord, Pending, effective, is_quarantined, pending, read_records
 from trainer.repeat import repeat
@@ -173,7 +173,7 @@ class BufferTape:
         self._reader: Reader | None = None
 
     async def take(self, batch: Batch) -> dict[int, Stored]:
-        """The blocks of a batch. Raises BadFrame or OffsetOutOfRange naming the step and the offset."""
+        """The blocks of a batch. Raises BadFrame (Sealed for a forgotten one) or OffsetOutOfRange naming step and offset."""
         wanted = offsets_of(batch)
         try:
             await self._read_to(max(wanted, default=-1) + 1)
@@ -189,8 +189,12 @@ class BufferTape:
             if isinstance(held, BadFrame):
                 raise BadFrame(f"step {batch.step}: {held}") from held
             frame, digest = held
-            block = decode(frame)
+            block = decode(frame, self._log.find_seal)
             assert isinstance(block, Block)
+            if lost := block.experiences[0].lost:
+                raise Sealed(
+                    f"step {batch.step}: {lost}: what it trained on at buffer offset {offset} has lost its key"
+                )
             found[offset] = Stored(block, frame, digest)
             if self._last_use[offset] <= batch.step:
                 del self._held[offset]
@@ -275,6 +279,24 @@ async def replay(
     finally:
         await journal.close()
         await buffer.close()
+
+
+async def forgotten_steps(log: Log, name: str, start: Start) -> list[int]:
+    """Steps to be replayed whose batch names what can no longer be opened, ascending."""
+    lost: set[int] = set()
+    for first, stop in ranges(start.survey.last_use):
+        async for message in log.read_between(topics.BUFFER, 0, first, stop):
+            if isinstance(message.value, Block) and message.value.experiences[0].lost:
+                lost.add(message.offset)
+    if not lost:
+        return []
+    wanted = {(one.batch.token, one.batch.step) for one in start.survey.todo if isinstance(one, Pending)}
+    found = []
+    async for message in read_records(log, start.manifest.position.journal_next):
+        one = message.value
+        if isinstance(one, Batch) and one.run == name and (one.token, one.step) in wanted and lost & {*offsets_of(one)}:
+            found.append(one.step)
+    return sorted(set(found))
 
 
 async def compare_with(run: Learning, name: str, store: Store, step: int, saved: tuple[Saved, ...]) -> Compared:

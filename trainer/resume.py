@@ -3,7 +3,8 @@
     policies ─> what was published        checkpoint ─> weights, uses, references
     batches ──> what was journaled since ─> executed again, published where the event is missing
 
-Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are.
+Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are. What was forgotten
+between a step and the next checkpoint is excepted: it is left out, told and counted.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from functools import partial
 
 from infra.bus.log import Log
 from infra.config import Floor
+from infra.seal import FORGOTTEN
 from infra.store import Store
 from schemas import PolicyEvent, Rollback, topics
 from schemas.errors import ConfigError
@@ -52,7 +54,7 @@ async def resume(
     state, journal = await find_start(log, store, lease)
     position = state.position if state else checkpoint.Position()
     uses = state.uses if state else {}
-    buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses)
+    buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses, log.find_seal)
     clock = asyncio.get_running_loop().time
     intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)
     intake.floor = position.settled
@@ -148,4 +150,10 @@ async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
     run.intake.floor = run.position.settled
     for offset, use in {item.offset: item.use for item in used}.items():
         run.intake.buffer.count_use(candidate_of(offset, found[offset].block, use))
-    return items_of(one.batch, found)
+    items = items_of(one.batch, found)
+    kept = [item for item in items if not item.experience.lost]
+    if len(kept) < len(items):
+        # What was published from the step on differs now, so that it gets new numbers.
+        logger.warning("resuming without what was forgotten step=%d items=%d", one.batch.step, len(items) - len(kept))
+        run.report.add("dropped", len(items) - len(kept), reason=FORGOTTEN)
+    return kept

@@ -29,7 +29,9 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
             if draw.dropped:
                 await drop(run, draw)
             if not draw.wait:
-                return draw
+                if not await drop_lost(run, draw):
+                    return draw
+                continue
             try:
                 async with asyncio.timeout(0.25):
                     await run.intake.changed.wait()
@@ -131,6 +133,14 @@ def is_rest(intake: Intake, num_groups: int, now_s: float) -> bool:
     if not intake.draining or not num_groups:
         return False
     return intake.outstanding_groups <= num_groups or now_s - intake.arrived_s >= QUIET_S
+
+
+async def drop_lost(run: Run, draw: Draw) -> bool:
+    """Drop what was forgotten since it arrived; True where it was in the draw, which then has to be made anew."""
+    lost = await asyncio.to_thread(run.intake.buffer.lost, draw.taken)
+    if lost:
+        await drop(run, Draw(dropped=tuple(lost)))
+    return bool(lost)
 
 
 async def drop(run: Run, draw: Draw) -> None:

@@ -14,6 +14,7 @@ from trainer.draw import draw_spread
 from trainer.saving import write_checkpoint
 from trainer.state import Run
 from trainer.step import execute, journal_draw, publish_now, settle_verdict
+from trainer.waiting import drop_lost
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
             if draw.wait:
                 logger.warning("warm-up ended step=%d: no demonstration has uses left", step)
                 break
+            if await drop_lost(run, draw):
+                continue
             batch, items = await journal_draw(run, draw, phase="warmup")
             await settle_verdict(run, batch, await execute(run, batch, items))
     if not stop.is_set():

@@ -1,10 +1,12 @@
 """From a served request to what is written of it: experiences, redacted before anyone sees them.
 
 Guarantee: where redaction finds something, or a processor changes text, the tokens written are those of the changed
-text: token ids spell what they say as plainly as letters do. Such spans have no ratio. CPU only; nothing is sent here.
+text: token ids spell what they say as plainly as letters do. Such spans have no ratio. What is served to a named user is
+sealed under their key when it leaves here, so before queue, spool and log. Nothing is sent here.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,9 +20,13 @@ from actors.gateway.sample import Answer
 from infra.chain.chain import Context, Step, run_chain
 from infra.metrics import Metrics
 from infra.redact import Redactor
+from infra.seal import Keys, sealed
 from schemas import Block, Experience, Message, make_experience
+from schemas.errors import Sealed, StoreError
 from schemas.fields import Meta
 from schemas.ids import experience_id
+
+_log = logging.getLogger(__name__)
 
 THREAD_TOKENS = 4096  # more take milliseconds, so they leave the event loop
 
@@ -76,10 +82,10 @@ def render(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 class Recorder:
-    """Makes blocks of what was served. origin: this gateway. steps: custom processors."""
+    """Makes blocks of what was served. origin: this gateway. steps: custom processors. keys: of named users."""
 
     def __init__(
-        self, tokenizer: Tokenizer, rules: RedactRules, steps: Sequence[Step], metrics: Metrics, origin: str
+        self, tokenizer: Tokenizer, rules: RedactRules, steps: Sequence[Step], metrics: Metrics, origin: str, keys: Keys
     ) -> None:
         self._tokenizer = tokenizer
         self._rules = rules
@@ -87,6 +93,7 @@ class Recorder:
         self._steps = steps
         self._metrics = metrics
         self._origin = origin
+        self._keys = keys
 
     async def block(self, served: Served) -> Block | None:
         """What is to be written; None where all of it was dropped, with the reason counted."""
@@ -98,8 +105,20 @@ class Recorder:
                 self._drop(gone.reason)
             before = {one.id: one for one in kept}
             kept = [self._respelled(one, before.get(one.id)) for one in outcome.kept]
-        self._metrics.counter("recorded").inc(len(kept))
-        return Block(tuple(kept)) if kept else None
+        block = await self._sealed(Block(tuple(kept)), served.subject) if kept else None
+        self._metrics.counter("recorded").inc(len(block.experiences) if block is not None else 0)
+        return block
+
+    async def _sealed(self, block: Block, subject: str) -> Block | None:
+        """The block as it may be written; None where it names a user and there is no key to be had."""
+        if not subject:
+            return block
+        try:
+            return await asyncio.to_thread(sealed, block, self._keys, subject)
+        except (StoreError, Sealed) as error:
+            _log.warning("not_sealed group=%s error=%s", block.group, error)
+            self._drop("no key", len(block.experiences))
+            return None
 
     def _all(self, served: Served) -> list[Experience]:
         kept: list[Experience] = []
@@ -194,5 +213,5 @@ class Recorder:
             spans = [whole] if answer else []
         return experience.with_bulk(tokens=[*tokens, *answer], logprobs=logprobs, messages=messages, spans=tuple(spans))
 
-    def _drop(self, reason: str) -> None:
-        self._metrics.counter("not_recorded", reason=reason).inc()
+    def _drop(self, reason: str, count: int = 1) -> None:
+        self._metrics.counter("not_recorded", reason=reason).inc(count)

@@ -40,6 +40,7 @@ from infra.config import Floor
 from infra.metrics import Metrics
 from infra.plugin import load
 from infra.processor import mark_of
+from infra.seal import Keys
 from infra.store import Store
 from schemas import PolicyEvent, Progress
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
@@ -179,7 +180,7 @@ async def _assembled(
         queue_bytes=config.queue_mb * _MB,
         send_s=config.send_s,
     )
-    recorder = Recorder(tokenizer, config.redact, steps, metrics, instance)
+    recorder = Recorder(tokenizer, config.redact, steps, metrics, instance, Keys(store))
     gateway = Gateway(
         config, engine, tokenizer, recorder, outbox, metrics, minter=Minter(), stop_tokens=tokenizer.eos_ids
     )

@@ -2,7 +2,8 @@
 
 Delivery: `publish` returns after the broker's confirmation. Loss: a record that does not decode reaches the caller as
 `Message.error` (BadFrame) with its bytes, never as silence; a record of a newer major raises UnknownMajor and stops the
-reader. Whatever `read` raises, the reader stands before the records of that call again.
+reader. Whatever `read` raises, the reader stands before the records of that call again. Privacy: a block whose members
+name a key is sealed before it is sent or stored (see `infra.seal`).
 """
 
 import asyncio
@@ -16,9 +17,11 @@ import msgspec
 from infra.bus.blobs import deposit, is_claim, redeem
 from infra.bus.bus import Bus, Headers, Partition, Position, Reader, Record
 from infra.failpoint import reach, send_point
+from infra.seal import Keys
 from infra.store import Store
 from schemas import Block, Control, DeadLetter, Feedback, Received, Task, Tick, decode, encode, kafka_headers
 from schemas.errors import BadFrame, ConfigError, StoreError
+from schemas.frame import is_sealed
 from schemas.ids import group_of, partition_key
 from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, Topic, topic_config, topic_name
 
@@ -60,12 +63,17 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Log:
-    """One app's log. `store` takes frames over MAX_FRAME_BYTES; without it they are sent whole, if they fit."""
+    """One app's log. `store` takes frames over MAX_FRAME_BYTES; without it they are sent whole, if they fit.
+
+    It holds the keys of sealed blocks, too: without it these stay shut, and none is written.
+    """
 
     def __init__(self, bus: Bus, app: str, *, store: Store | None = None) -> None:
         self.bus = bus
         self.app = app
         self.store = store
+        self.keys = Keys(store) if store is not None else None
+        self.find_seal = self.keys.find if self.keys is not None else None
 
     def name(self, topic: Topic) -> str:
         """The topic's name in the broker."""
@@ -86,8 +94,10 @@ class Log:
         """
         if type(record).__name__ not in topic.holds:
             raise ValueError(f"{topic.name} holds {', '.join(topic.holds)}; got {type(record).__name__}")
-        if isinstance(record, Block) and sum(member.num_tokens for member in record.experiences) > THREAD_TOKENS:
-            value = await asyncio.to_thread(encode, record)
+        if isinstance(record, Block) and self.store is None and record.experiences[0].key_id:
+            raise ValueError(f"group {record.group}: key_id: names a key, and this log has no store to hold keys")
+        if isinstance(record, Block) and _is_slow_to_encode(record):
+            value = await asyncio.to_thread(encode, record, self.find_seal)
         else:
             value = encode(record)
         if isinstance(record, Block) and len(value) > MAX_FRAME_BYTES and self.store is not None:
@@ -131,21 +141,21 @@ class Log:
         records = await reader.get_many(timeout_s=timeout_s, max_records=max_records)
         try:
             return [
-                self.decode(record) if not is_claim(record.value) else await self._resolve(record) for record in records
+                self.decode(record) if not asks_store(record) else await self._resolve(record) for record in records
             ]
         except BaseException:
             _rewind(reader, records)
             raise
 
     def decode(self, record: Record) -> Message:
-        """What a record holds; raises UnknownMajor and, for a claim check (which blocks), StoreError."""
+        """What a record holds; raises UnknownMajor and, where it `asks_store` (which blocks), StoreError."""
         try:
             value = record.value
             if is_claim(value):
                 if self.store is None:
                     raise BadFrame("claim: the frame lies in the object store, and this reader has none")
                 value = redeem(self.store, value)
-            return Message(record, value=decode(value))
+            return Message(record, value=decode(value, self.find_seal))
         except BadFrame as error:
             return Message(record, error=error)
 
@@ -252,6 +262,16 @@ class Log:
                 logger.warning("blob.retry topic=%s offset=%d error=%s", record.topic, record.offset, error)
                 await asyncio.sleep(0.1 * 4**attempt)
         return await asyncio.to_thread(self.decode, record)
+
+
+def asks_store(record: Record) -> bool:
+    """Whether to decode a record is to ask the object store: for the frame, or for the key of sealed sections."""
+    return is_claim(record.value) or is_sealed(record.value)
+
+
+def _is_slow_to_encode(block: Block) -> bool:
+    """Takes milliseconds, or may ask the object store for a key; so it leaves the event loop."""
+    return bool(block.experiences[0].key_id) or sum(one.num_tokens for one in block.experiences) > THREAD_TOKENS
 
 
 def key_of(topic: Topic, record: Control | Block) -> bytes:

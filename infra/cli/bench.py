@@ -19,6 +19,7 @@ BENCHES = {
     "reload": "infra.bench.reload",
     "reprocess": "infra.bench.reprocess",
     "sandbox": "infra.bench.sandbox",
+    "trace": "infra.bench.trace",
 }
 # Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
@@ -42,6 +43,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "dppo_lag_8_points_lost": (float("-inf"), 3.0),
         "decoupled_lag_8_points_lost": (float("-inf"), 3.0),
     },
+    "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }
 

@@ -48,6 +48,7 @@ app.command(rich_help_panel="Look")(look.peek)
 app.command(rich_help_panel="Look")(look.audit)
 app.command(rich_help_panel="Look")(look.trace)
 app.command("eval", rich_help_panel="Look")(look.evaluate)
+app.command(rich_help_panel="Data")(data.forget)
 app.command(rich_help_panel="Serve")(govern.channel)
 app.command(rich_help_panel="Serve")(govern.promote)
 app.command(rich_help_panel="Serve")(govern.pin)
@@ -72,6 +73,7 @@ bench_app.command("sandbox")(measure.bench_sandbox)
 bench_app.command("draw")(measure.bench_draw)
 bench_app.command("gateway")(measure.bench_gateway)
 bench_app.command("feedback")(measure.bench_feedback)
+bench_app.command("trace")(measure.bench_trace)
 
 
 def main() -> None:

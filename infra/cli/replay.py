@@ -11,10 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from infra.cli.source import Source, opened
 from infra.metrics import Metrics
+from schemas.errors import Sealed
 from trainer.checkpoint import Position
 from trainer.learner import open_learner
 from trainer.origin import differences, made_with
-from trainer.replay import Compared, Start, find_start, replay
+from trainer.replay import Compared, Start, find_start, forgotten_steps, replay
 from trainer.report import Report
 from trainer.state import Learning
 
@@ -24,6 +25,7 @@ SHOWN_HASH = 16
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay found. bits_promised: nothing the bits depend on differs from the run. differs: name → (there, here).
 
+    forgotten: steps that trained on what was forgotten since, where the replay had to end before the first of them.
     faults: what is wrong with stored checkpoints. run_s: how long the run took for these steps, by log-append times.
     """
 
@@ -39,6 +41,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     differs: dict[str, tuple[str, str]]
     replay_s: float
     run_s: float
+    forgotten: tuple[int, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -88,11 +91,17 @@ async def done_again(
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("steps", total=start.survey.num_steps)
         steps = replay(run, source.run, source.log, source.store, start, on_step=lambda step: progress.advance(bar))
-        async for one in steps:
-            compared.append(one)
-            differs = differences(one.made_with, here) | differs
-            progress.console.print(line(one, verify=verify), markup=False)
-    return judged(source, run, start, compared, differs, here, time.monotonic() - began_s)
+        forgotten: list[int] = []
+        try:
+            async for one in steps:
+                compared.append(one)
+                differs = differences(one.made_with, here) | differs
+                progress.console.print(line(one, verify=verify), markup=False)
+        except Sealed as error:
+            progress.console.print(f"ended before {error}", style="yellow", markup=False)
+            forgotten = await forgotten_steps(source.log, source.run, start)
+    found = judged(source, run, start, compared, differs, here, time.monotonic() - began_s)
+    return msgspec.structs.replace(found, forgotten=tuple(forgotten))
 
 
 def judged(
@@ -142,6 +151,12 @@ def summarize(console: Console, verdict: Verdict, *, verify: bool) -> None:
         f"{verdict.steps} steps from step {verdict.from_step} to {verdict.to_step} in {verdict.replay_s:.1f} s: "
         f"{rate:.1f} steps/s{ratio} ({verdict.run_s:.1f} s by its log)"
     )
+    if verdict.forgotten:
+        console.print(
+            f"steps {', '.join(map(str, verdict.forgotten))} cannot be reproduced: what they trained on was forgotten."
+            f" What follows a checkpoint of step {verdict.forgotten[-1]} or later can: --from",
+            style="yellow",
+        )
     if not verify:
         return
     num = len(verdict.checkpoints)

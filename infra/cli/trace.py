@@ -10,7 +10,7 @@ from rich.table import Table
 
 from infra.cli.connect import reading
 from infra.cli.peek import cut
-from infra.cli.settings import load_settings
+from infra.cli.settings import Settings, load_settings
 from infra.ledger.index import Index
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from schemas import Experience
@@ -25,9 +25,7 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
         raise ConfigError("trace: expected an answer id or --policy VERSION, one of them")
     settings = load_settings(config, sets)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    index = Index(
-        settings.folder / "state" / "trace.sqlite", run=settings.run or settings.app, policy=settings.policy.name
-    )
+    index = index_of(settings)
     try:
         async with reading(settings) as log:
             with console.status("reading what has come since the last trace") as status:
@@ -41,6 +39,12 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
     finally:
         index.close()
     return 0
+
+
+def index_of(settings: Settings) -> Index:
+    """The index kept beside the run, opened."""
+    path = settings.folder / "state" / "trace.sqlite"
+    return Index(path, run=settings.run or settings.app, policy=settings.policy.name)
 
 
 def print_json(value: object) -> None:
@@ -72,8 +76,9 @@ def show_answer(console: Console, answer: AnswerTrace) -> None:
     rows.add_column()
     rows.add_column()
     first = answer.published or answer.judged or answer.buffered[0][1]
-    rows.add_row("", "asked", cut(" ".join(one.content for one in first.messages if one.role != "assistant")))
-    rows.add_row(clock(answer.published_ms), "answered", f"{cut(first.response)!r}  {spans(first)}  {first.end}")
+    question, response = ("", first.lost) if first.lost else texts(first)
+    rows.add_row("", "asked", question)
+    rows.add_row(clock(answer.published_ms), "answered", f"{response}  {spans(first)}  {first.end}")
     if answer.judged is not None:
         rows.add_row("", "judged", f"{scores(answer.judged)}  by {', '.join(answer.judged.stamps) or 'nobody'}")
     if answer.dropped:
@@ -124,6 +129,11 @@ def show_policy(console: Console, made: PolicyTrace) -> None:
     if made.ids:
         more = f" and {len(made.ids) - SHOWN_IDS:,} more (--json lists all)" if len(made.ids) > SHOWN_IDS else ""
         console.print(f"{', '.join(made.ids[:SHOWN_IDS])}{more}", style="dim")
+
+
+def texts(one: Experience) -> tuple[str, str]:
+    """Question and answer."""
+    return cut(" ".join(each.content for each in one.messages if each.role != "assistant")), repr(cut(one.response))
 
 
 def spans(one: Experience) -> str:

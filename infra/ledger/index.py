@@ -19,7 +19,7 @@ from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.ids import group_of, partition_key
 from schemas.topics import Topic
 
-LAYOUT = 1
+LAYOUT = 2
 # Their key is the group, so that no record has to be opened.
 KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
 INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
@@ -28,6 +28,7 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS places (grp INTEGER, topic TEXT, part INTEGER, offset INTEGER, time_ms INTEGER);
 CREATE INDEX IF NOT EXISTS places_by_group ON places (grp);
+CREATE TABLE IF NOT EXISTS sealed (key TEXT, grp INTEGER, PRIMARY KEY (key, grp)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, token INTEGER, offset INTEGER, time_ms INTEGER);
 CREATE TABLE IF NOT EXISTS trained (grp INTEGER, step INTEGER);
 CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
@@ -103,6 +104,26 @@ class Index:
         )
         return [self._trained(row) for row in rows.fetchall()]
 
+    def steps_under(self, key_ids: Iterable[str]) -> list[TrainedStep]:
+        """Steps whose batch held anything sealed under one of these keys, ascending."""
+        found: dict[int, TrainedStep] = {}
+        for key_id in key_ids:
+            rows = self._database.execute(
+                "SELECT DISTINCT steps.step, offset, time_ms FROM sealed JOIN trained ON trained.grp = sealed.grp"
+                " JOIN steps ON trained.step = steps.step WHERE key = ?",
+                (key_id,),
+            )
+            found |= {row[0]: self._trained(row) for row in rows.fetchall()}
+        return [found[step] for step in sorted(found)]
+
+    def num_groups_under(self, key_ids: Iterable[str]) -> int:
+        """Groups sealed under these keys, those made from others included."""
+        counts = [
+            self._database.execute("SELECT count(*) FROM sealed WHERE key = ?", (key_id,)).fetchone()[0]
+            for key_id in key_ids
+        ]
+        return sum(counts)
+
     def steps_between(self, first: int, last: int) -> list[TrainedStep]:
         """Journaled steps first to last, inclusive."""
         rows = self._database.execute(
@@ -171,6 +192,7 @@ class Index:
         with self._database:
             if topic in KEYED:
                 self._database.executemany("INSERT INTO places VALUES (?, ?, ?, ?, ?)", places_of(topic, records))
+                self._database.executemany("INSERT OR IGNORE INTO sealed VALUES (?, ?)", keys_of(records))
             else:
                 for record in records:
                     self._control(record, log.decode(record).value)
@@ -226,4 +248,14 @@ def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, i
         (number(record.key.decode(errors="replace")), topic.name, record.partition, record.offset, record.timestamp_ms)
         for record in records
         if topic != topics.PROGRESS or ("kind", b"closure") in record.headers
+    ]
+
+
+def keys_of(records: Iterable[Record]) -> list[tuple[str, int]]:
+    """Key id and group of sealed records, as their Kafka headers tell."""
+    return [
+        (value.decode(errors="replace"), number(record.key.decode(errors="replace")))
+        for record in records
+        for name, value in record.headers
+        if name == "key"
     ]

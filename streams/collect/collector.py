@@ -63,7 +63,7 @@ class Collector:
         self._metrics = metrics
         self._settings = settings
         self._chain: Chain = chain_of(settings.steps)
-        self._pending = Pending(settings.folder / f"collect-{partition}.sqlite")
+        self._pending = Pending(settings.folder / f"collect-{partition}.sqlite", log.find_seal)
         self._state = State()
         self._published: set[ClosureKey] = set()
         self._published_until = 0

@@ -325,7 +325,9 @@ class _Fold:
     ) -> None:
         """Credit, chain, closure."""
         waits = attempt.lane in self.rules.waiting
-        given = tuple(self._credited(group, member, waits) for member in members)
+        for lost in (member.lost for member in members if member.lost):
+            drops[lost] = drops.get(lost, 0) + 1
+        given = tuple(self._credited(group, member, waits) for member in members if not member.lost)
         outcome = Outcome(kept=given, dropped=())
         # Demonstrations are what they are: nothing is compared, nothing is rewarded.
         if given and not all(member.is_given for member in given):

@@ -16,6 +16,7 @@ import msgspec
 
 from infra.failpoint import reach
 from infra.processor import Memory
+from schemas.sections import FindSeal
 from streams.collect.group import Group
 from streams.collect.state import Frames, State
 
@@ -38,9 +39,12 @@ Rows = list[tuple[Any, ...]]
 class Pending:
     """One open file. Not safe for concurrent use; `save` writes in a thread."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create; a damaged file is renamed to `<name>.damaged` and started anew."""
+    def __init__(self, path: Path, find_seal: FindSeal | None = None) -> None:
+        """Open or create; a damaged file is renamed to `<name>.damaged` and started anew. find_seal: keys of its blocks,
+        which lie in it as sealed as in the log.
+        """
         self.path = path
+        self._find_seal = find_seal
         path.parent.mkdir(parents=True, exist_ok=True)
         self.progress_offset = 0
         self._saved_memories: dict[str, int] = {}
@@ -62,7 +66,7 @@ class Pending:
             if name in memories:
                 memories[name] = Memory.from_bytes(data, memories[name].limit)
         self._saved_memories = {name: memory.revision for name, memory in memories.items()}
-        state = State(Frames(self._frame), memories)
+        state = State(Frames(self._frame, self._find_seal), memories)
         state.next_offset = meta.get("next_offset", 0)
         state.last_ms = meta.get("last_ms", 0)
         state.now_ms = meta.get("now_ms", 0)

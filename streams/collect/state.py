@@ -11,6 +11,7 @@ from collections.abc import Callable
 from infra.processor import Memory
 from schemas import Block, decode, encode
 from schemas.ids import session_of
+from schemas.sections import FindSeal
 from streams.collect.group import Group
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
@@ -19,9 +20,10 @@ MAX_CACHED_BYTES = 64 * 1024 * 1024
 class Frames:
     """Blocks of open groups by offset: bytes, with a bounded cache of decoded ones."""
 
-    def __init__(self, load: Callable[[int], bytes] | None = None) -> None:
-        """load: bytes of a block that was saved before; raises KeyError."""
+    def __init__(self, load: Callable[[int], bytes] | None = None, find_seal: FindSeal | None = None) -> None:
+        """load: bytes of a block that was saved before; raises KeyError. find_seal: keys of sealed blocks."""
         self._load = load
+        self._find_seal = find_seal
         self._decoded: OrderedDict[int, tuple[Block, int]] = OrderedDict()
         self._decoded_bytes = 0
         self.unsaved: dict[int, bytes] = {}
@@ -41,7 +43,7 @@ class Frames:
             if self._load is None or offset in self.removed:
                 raise KeyError(offset)
             frame = self._load(offset)
-        block = decode(frame)
+        block = decode(frame, self._find_seal)
         assert isinstance(block, Block), f"frame {offset} is no block"
         self._remember(offset, block, len(frame))
         return block

@@ -13,7 +13,7 @@ def validate(experience: Experience) -> Experience | Drop:
     try:
         experience.check_bulk()
     except BadFrame as error:
-        return Drop("bad frame", str(error))
+        return Drop(experience.lost or "bad frame", str(error))
     if experience.suite:
         return experience
     if experience.end == "failed":

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with
+from infra.cli.options import DEFAULT, ConfigOption, JsonOption, SetOption, exit_with
 
 MapOption = Annotated[list[str], typer.Option("--map", help="Column of a field, as field=column; meta.name too.")]
 SplitOption = Annotated[str, typer.Option(help="Split of rows that name none.")]
@@ -64,3 +64,23 @@ def load_pairs(
     from infra.cli.load import run_load_pairs
 
     exit_with(lambda: run_load_pairs(file, config, sets, fields=fields))
+
+
+def forget(
+    user: Annotated[str, typer.Option("--user", help="As requests named them: user, or safety_identifier.")],
+    tenant: Annotated[str, typer.Option(help="Of the API key those requests came with.")] = "default",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> None:
+    """Destroy a user's keys, so that nothing sealed for them can be opened again, and say what had been learned from it.
+
+    Pending and buffered data, and all that was made from it, is dropped by the roles that hold it.
+    Names the versions that have learned from it, and the steps that replay can no longer reproduce.
+    The event is in the log, without the user's name. It cannot be undone.
+
+    Example: [cyan]headrace forget --user ann@example.org --tenant acme --json[/]
+    """
+    from infra.cli.forget import run_forget
+
+    exit_with(lambda: run_forget(user, tenant, config, sets, as_json=as_json))

@@ -91,3 +91,10 @@ def bench_gateway(as_json: JsonOption = False) -> None:
     from infra.cli.bench import run_bench
 
     exit_with(lambda: run_bench("gateway", as_json))
+
+
+def bench_trace(as_json: JsonOption = False) -> None:
+    """Questions to a log of 1,000,000 experiences: the first, which builds the index, and those after it. Minutes."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("trace", as_json))

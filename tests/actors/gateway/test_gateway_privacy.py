@@ -11,11 +11,13 @@ import pytest
 
 from actors.gateway.config import RedactRules
 from infra.bus.bus import Partition
+from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.config import Use
 from infra.processor import Drop, processor
+from infra.seal import Keys
 from schemas import Experience, Message
-from schemas.topics import ALL
+from schemas.topics import ALL, EXPERIENCES
 from tests.actors.gateway.gateway_rig import AwayBus, ByteTokenizer, Served, engine, says, serving
 from tests.actors.rig import until
 
@@ -191,5 +193,34 @@ def test_custom_processors_run_before_the_first_write(tmp_path: Path) -> None:
             found = await stored(served)
             assert b"Ada" not in found and b"forbidden" not in found
             assert served.metrics.counters()["not_recorded{reason=forbidden}"] == 1
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["in the log", "in the spool"])
+def test_what_a_named_user_says_is_readable_nowhere_without_their_key(tmp_path: Path, away: bool) -> None:
+    async def check() -> None:
+        bus = AwayBus()
+        async with serving(tmp_path, engine(says("SALTED ANSWER")), bus=bus, train_on="all") as served:
+            key = served.key()
+            bus.away = away
+            async with served.http(key) as http:
+                for user in ("ann@example.org", "bob@example.org"):
+                    asked = await http.post("/v1/chat/completions", json=chat("PEPPERED QUESTION", user=user))
+                    assert asked.status_code == 200
+            await until(lambda: served.count("recorded") == 2)
+            files = list(served.folder.rglob("*"))
+            written = b"".join([path.read_bytes() for path in files if path.is_file() and "keys" not in path.parts])
+            assert b"SALTED" not in written and b"PEPPERED" not in written
+            bus.away = False
+            ann, bob = await served.recorded(2)
+            assert ann.key_id != bob.key_id and ann.response == bob.response == "SALTED ANSWER"
+            for message in [one async for one in served.log.read_all(EXPERIENCES)]:
+                assert b"SALTED" not in message.record.value and b"PEPPERED" not in message.record.value
+            Keys(served.store).destroy(ann.subject)
+            later = Log(bus, "test", store=served.store)
+            blocks = [one.value async for one in later.read_all(EXPERIENCES)]
+            lost = {one.subject: one.lost for block in blocks for one in getattr(block, "experiences", ())}
+            assert lost == {ann.subject: "forgotten", bob.subject: ""}
 
     asyncio.run(check())

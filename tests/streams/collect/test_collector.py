@@ -8,7 +8,10 @@ import msgspec
 from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.metrics import Metrics
-from schemas import Block, Closure, DeadLetter, Tick
+from infra.seal import Keys, sealed
+from infra.store_memory import MemoryStore
+from schemas import Block, Closure, DeadLetter, Message, Tick
+from schemas.ids import subject_of
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings, TakenAway
 from streams.collect.credit import Source
@@ -276,5 +279,37 @@ def test_letting_go_of_one_generation_leaves_the_next_at_work(tmp_path: Path) ->
                 await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
                 assert driver.marks() == {0: 2}
                 await driver.finish()
+
+    asyncio.run(run())
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
+
+
+def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in_the_state_file(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as plain:
+            store = MemoryStore()
+            log, keys = Log(plain.bus, plain.app, store=store), Keys(store)
+            subject = subject_of("acme", "ann")
+            said_by_ann = (Message(role="user", content="WILHELMINA"), Message(role="assistant", content="yes"))
+            for episode in range(2):
+                one = answer("t.0", episode).with_bulk(messages=said_by_ann)
+                sent = sealed(block(msgspec.structs.replace(one, subject=subject)), keys, subject)
+                await log.publish(VERIFIED, sent)
+            first, last = (message.record for message in await stored(log, VERIFIED))
+            collector = await opened(log, tmp_path)
+            await collector.take([first])
+            collector.close()
+            assert b"WILHELMINA" not in everything_in(tmp_path)
+            keys.destroy(subject)
+            again = Log(log.bus, log.app, store=store)  # a worker that restarts
+            collector = await opened(again, tmp_path)
+            await collector.take([last])
+            collector.close()
+            assert not await groups_in(again)
+            (end,) = [end for end in await values(again, PROGRESS) if isinstance(end, Closure)]
+            assert (end.outcome, end.reason, end.drops) == ("dropped", "forgotten", {"forgotten": 2})
 
     asyncio.run(run())

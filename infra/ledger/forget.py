@@ -1,0 +1,65 @@
+"""`forget`: a user's keys are destroyed, and what had been learned from them is told.
+
+    keys destroyed ─> Directive(forget) in the log ─> report from the index
+
+Guarantees: from the first step on nothing of theirs is opened by whoever looks the key up (see `infra.seal`): verify,
+collect and the trainer drop what they still hold, with the reason "forgotten" and a counter; repeating it is harmless, and
+completes one that was cut short. The weights stay what they are: the report says which versions have learned from it.
+"""
+
+import hashlib
+import hmac
+
+import msgspec
+
+from infra.bus.log import Log
+from infra.ledger.index import Index
+from infra.seal import Keys
+from schemas import Directive, topics
+from schemas.ids import subject_of
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a forgetting found. keys: destroyed now or earlier. groups: sealed under them, those made from others included.
+
+    steps: journaled on it and not taken back; replay cannot compute these again, nor anything after the first of them that
+    begins before it. first_version: the first published policy that learned from it, None for none; every one up to
+    newest_version descends from it. replay_from: the step after the last of them, where a checkpoint can be replayed from.
+
+    Example: Report(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,
+                    replay_from=40)
+    """
+
+    about: str
+    keys: tuple[str, ...]
+    groups: int = 0
+    steps: tuple[int, ...] = ()
+    first_version: int | None = None
+    newest_version: int = -1
+    replay_from: int | None = None
+
+
+def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
+    """Ids of all keys the user ever had, none of which opens anything any more. Blocks; raises StoreError."""
+    return keys.destroy(subject_of(tenant, user))
+
+
+async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -> str:
+    """Append the event; returns whom it is about: a hash that only who holds the gateways' secret can compare."""
+    about = hmac.new(secret, f"forget\x00{subject_of(tenant, user)}".encode(), hashlib.sha256).hexdigest()[:24]
+    await log.publish(topics.POLICIES, Directive(order="forget", owner=owner, about=about))
+    return about
+
+
+def report(index: Index, about: str, key_ids: tuple[str, ...]) -> Report:
+    """What the log says about these keys. The index is up to date."""
+    steps = tuple(one.step for one in index.steps_under(key_ids) if not one.undone)
+    return Report(
+        about=about,
+        keys=key_ids,
+        groups=index.num_groups_under(key_ids),
+        steps=steps,
+        first_version=index.first_version_after(steps[0]) if steps else None,
+        newest_version=index.newest_version(),
+        replay_from=steps[-1] if steps else None,
+    )

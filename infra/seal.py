@@ -1,0 +1,146 @@
+"""Sealing: what is written of a named user lies in the log under a key of their own, and is forgotten with that key.
+
+    made       Keys.of(subject)          keys/<subject>-<random> in the object store, before the first record is made
+    sealed     encode(block, keys.find)  each compressed section body: nonce, 12 bytes · AES-256-GCM, bound to its name
+    carried    header edits re-emit sealed sections as they came; what is made from one names its key, and is sealed too
+    opened     decode(frame, keys.find)  the key is looked up here, the sections are opened on first use
+    forgotten  Keys.destroy(subject)     an empty object in the key's place, for good
+
+Guarantees: a key lies in the object store and in the memory of processes, nowhere else; a process that looks up a key
+learns within FRESH_S that it was destroyed; a subject that comes back gets a new key, and what was forgotten stays so.
+While the store is away, what was known holds. A store that keeps old versions of objects must not do so below keys/.
+"""
+
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from infra.store import Store
+from schemas import Block, decode, encode
+from schemas.errors import BadFrame, NotInStore, Sealed, StoreError
+
+FOLDER = "keys/"
+KEY_BYTES = 32
+NONCE_BYTES = 12
+FRESH_S = 5.0
+MAX_KNOWN = 65_536
+FORGOTTEN = "forgotten"
+NO_KEY = "no key"
+_KEY_ID = re.compile(r"[a-z]{1,64}-[0-9a-f]{16}")
+
+
+def sealed(block: Block, keys: "Keys", subject: str) -> Block:
+    """The block as it may be written of a subject: sealed under their key. Blocks; raises StoreError, Sealed."""
+    key_id = keys.of(subject).key_id
+    members = tuple(msgspec.structs.replace(member, key_id=key_id) for member in block.experiences)
+    found = decode(encode(Block(members), keys.find))
+    assert isinstance(found, Block)
+    return found
+
+
+class Key:
+    """One key, or what is left of it: fault says why it opens nothing. secret: its bytes, empty with a fault."""
+
+    def __init__(self, key_id: str, secret: bytes, fault: str = "") -> None:
+        self.key_id = key_id
+        self.fault = fault
+        self._cipher = AESGCM(secret) if secret else None
+
+    def close(self, name: str, body: bytes) -> bytes:
+        """A section body, sealed. Raises Sealed where the key is gone."""
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + self._held().encrypt(nonce, body, self._bound(name))
+
+    def open(self, name: str, body: bytes | memoryview) -> bytes:
+        """The body again. Raises Sealed where the key is gone, BadFrame where it was altered or is another section's."""
+        cipher = self._held()
+        try:
+            return cipher.decrypt(bytes(body[:NONCE_BYTES]), bytes(body[NONCE_BYTES:]), self._bound(name))
+        except (InvalidTag, ValueError) as error:
+            raise BadFrame(f"section {name}: it was not sealed under {self.key_id} as it is now") from error
+
+    def _held(self) -> AESGCM:
+        if self._cipher is None:
+            why = "was destroyed" if self.fault == FORGOTTEN else f"is not in this store ({FOLDER}{self.key_id})"
+            raise Sealed(f"{self.fault}: the key {self.key_id} {why}")
+        return self._cipher
+
+    def _bound(self, name: str) -> bytes:
+        return f"{self.key_id}/{name}".encode()
+
+
+class Keys:
+    """The keys of one object store, as this process last saw them. Threads may share it; calls may block."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._known: OrderedDict[str, tuple[Key, float]] = OrderedDict()  # by key id, with when it was looked up
+        self._current: OrderedDict[str, str] = OrderedDict()  # subject → key id
+        self._lock = threading.Lock()
+
+    def of(self, subject: str) -> Key:
+        """The key that a subject's next record is sealed under, made where there is none. Raises StoreError."""
+        with self._lock:
+            current = self._current.get(subject)
+        if current is not None and not (key := self.find(current)).fault:
+            return key
+        for key_id in self.named(subject):
+            if not (key := self.find(key_id)).fault:
+                break
+        else:
+            key_id, secret = f"{subject}-{os.urandom(8).hex()}", os.urandom(KEY_BYTES)
+            assert _KEY_ID.fullmatch(key_id), f"subject {subject!r}: expected one of schemas.ids.subject_of"
+            self._store.put(FOLDER + key_id, secret)
+            key = self._remember(Key(key_id, secret))
+        with self._lock:
+            self._current[subject] = key.key_id
+            if len(self._current) > MAX_KNOWN:
+                self._current.popitem(last=False)
+        return key
+
+    def find(self, key_id: str) -> Key:
+        """The key called so, with a fault where it is destroyed or not here. Raises StoreError."""
+        with self._lock:
+            known, seen_s = self._known.get(key_id, (None, 0.0))
+        # A key that is gone stays gone: nothing ever puts one back.
+        if known is not None and (known.fault == FORGOTTEN or self._clock() - seen_s < FRESH_S):
+            return known
+        if not _KEY_ID.fullmatch(key_id):
+            return Key(key_id, b"", NO_KEY)
+        try:
+            secret = self._store.get(FOLDER + key_id)
+        except NotInStore:
+            return self._remember(Key(key_id, b"", NO_KEY))
+        except StoreError:
+            if known is None:
+                raise
+            return known
+        return self._remember(Key(key_id, secret, "" if secret else FORGOTTEN))
+
+    def named(self, subject: str) -> Iterator[str]:
+        """Ids of all keys a subject ever had. Raises StoreError."""
+        return (name.removeprefix(FOLDER) for name in self._store.keys(f"{FOLDER}{subject}-"))
+
+    def destroy(self, subject: str) -> tuple[str, ...]:
+        """Destroy every key of a subject; the ids of all it ever had. Raises StoreError; then it is to be done again."""
+        key_ids = tuple(self.named(subject))
+        for key_id in key_ids:
+            self._store.put(FOLDER + key_id, b"")
+            self._remember(Key(key_id, b"", FORGOTTEN))
+        return key_ids
+
+    def _remember(self, key: Key) -> Key:
+        with self._lock:
+            self._known[key.key_id] = (key, self._clock())
+            self._known.move_to_end(key.key_id)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return key

@@ -1,0 +1,190 @@
+"""`forget`: the keys go first, whoever holds the data drops it with a reason, and what was learned from it is told exactly."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.ledger.forget import Report, destroy, report, tell
+from infra.ledger.index import Index
+from infra.metrics import Metrics
+from infra.seal import Keys, sealed
+from infra.store_memory import MemoryStore
+from schemas import Batch, Block, Directive, Drawn, PolicyEvent, ids, topics
+from schemas.errors import Sealed
+from schemas.ids import subject_of
+from tests.infra.ledger.ledger_records import batch
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, published, train
+from trainer.checkpoint import Position
+from trainer.learners.scripted import ScriptedLearner
+from trainer.replay import Compared, find_start, forgotten_steps, replay
+from trainer.report import Report as TrainerReport
+from trainer.state import Learning
+
+TENANT, USER = "acme", "ann@example.org"
+ANN = subject_of(TENANT, USER)
+
+
+def of_ann(log: Log, sequence: int) -> Block:
+    assert log.keys is not None
+    plain = block(sequence)
+    subject = tuple(msgspec.structs.replace(one, subject=ANN) for one in plain.experiences)
+    return sealed(Block(subject), log.keys, ANN)
+
+
+async def log_with_ann(at: tuple[int, ...] = (6, 7)) -> tuple[Log, MemoryStore]:
+    """The log of a run whose groups at these issue numbers are a named user's."""
+    store = MemoryStore()
+    plain = await filled_log(store)
+    log = Log(MemoryBus(), "t", store=store)
+    await log.create_topics(partitions=2, keep_ms=-1)
+    async for message in plain.read_all(topics.BUFFER):
+        assert isinstance(message.value, Block)
+        sequence = message.value.experiences[0].sequence
+        await log.publish(topics.BUFFER, of_ann(log, sequence) if sequence in at else message.value)
+    return log, store
+
+
+async def reported(log: Log, folder: Path) -> Report:
+    assert log.store is not None
+    key_ids = destroy(Keys(log.store), TENANT, USER)
+    index = Index(folder / "trace.sqlite", run="t", policy="main")
+    try:
+        about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
+        await index.refresh(log)
+        return report(index, about, key_ids)
+    finally:
+        index.close()
+
+
+async def replayed(log: Log, store: MemoryStore, from_step: int | None = None) -> tuple[list[Compared], str, list[int]]:
+    start = await find_start(log, store, "t", from_step=from_step, to_step=None)
+    run = Learning(
+        floor=FLOOR, config=CONFIG, learner=ScriptedLearner(), report=TrainerReport(Metrics("replay")),
+        position=Position(),
+    )  # fmt: skip
+    found: list[Compared] = []
+    try:
+        async for one in replay(run, "t", log, store, start):
+            found.append(one)
+    except Sealed as error:
+        return found, str(error), await forgotten_steps(log, "t", start)
+    return found, "", []
+
+
+def steps_of(journaled: list[object], group: str) -> list[int]:
+    return [
+        one.step
+        for one in journaled
+        if isinstance(one, Batch) and any(ids.group_of(item.id) == group for item in one.items)
+    ]
+
+
+def test_the_report_names_every_step_and_version_that_learned_from_the_user(tmp_path: Path) -> None:
+    async def body() -> None:
+        log, store = await log_with_ann()
+        await train(log, store, ScriptedLearner())
+        expected = steps_of(await journal(log), "usual-6.0") + steps_of(await journal(log), "usual-7.0")
+        found = await reported(log, tmp_path)
+        assert found.steps == tuple(sorted(set(expected))) and found.steps and found.groups == 2
+        versions = [event.version for event in await published(log) if event.step >= found.steps[0]]
+        assert (found.first_version, found.newest_version) == (min(versions), max(versions))
+
+    asyncio.run(body())
+
+
+def test_replay_says_which_steps_it_cannot_do_and_does_those_before_and_after(tmp_path: Path) -> None:
+    async def body() -> None:
+        log, store = await log_with_ann()
+        await train(log, store, ScriptedLearner())
+        whole, why, _ = await replayed(log, store)
+        assert not why and all(one.equal for one in whole)
+        found = await reported(log, tmp_path)
+        again = Log(log.bus, "t", store=store)
+        before, why, steps = await replayed(again, store, from_step=found.steps[0] - 1)
+        assert f"step {found.steps[0]}: forgotten" in why and tuple(steps) == found.steps
+        assert all(one.equal and one.step < found.steps[0] for one in before)
+        after, why, _ = await replayed(again, store, from_step=whole[-1].step)
+        assert not why and after and all(one.equal for one in after)
+
+    asyncio.run(body())
+
+
+def test_what_waits_in_the_buffer_is_dropped_with_a_reason_and_never_trained() -> None:
+    async def body() -> None:
+        log, store = await log_with_ann()
+        destroy(Keys(store), TENANT, USER)
+        fewer = msgspec.structs.replace(CONFIG, max_steps=STEPS - 2)
+        await train(Log(log.bus, "t", store=store), store, ScriptedLearner(), fewer)
+        journaled = await journal(log)
+        assert not steps_of(journaled, "usual-6.0") and not steps_of(journaled, "usual-7.0")
+        told = [message.value async for message in log.read_all(topics.PROGRESS)]
+        dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
+        assert dropped.items() >= {("usual-6.0", "forgotten"), ("usual-7.0", "forgotten")}
+
+    asyncio.run(body())
+
+
+def test_a_trainer_that_restarts_on_forgotten_steps_goes_on_without_them() -> None:
+    async def body() -> None:
+        log, store = await log_with_ann()
+        learner = ScriptedLearner()
+        await train(log, store, learner)
+        for key in list(store.keys("checkpoints/")):
+            store.delete(key)  # as if it had died before its first checkpoint
+        destroy(Keys(store), TENANT, USER)
+        again = ScriptedLearner()
+        await train(Log(log.bus, "t", store=store), store, again)
+        assert again.tensors() != learner.tensors(), "what was forgotten is not in these weights"
+
+    asyncio.run(body())
+
+
+def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
+    async def body() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await log.create_topics(partitions=1, keep_ms=-1)
+        about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
+        (message,) = [one async for one in log.read_all(topics.POLICIES)]
+        assert message.value == Directive(order="forget", owner="ops", about=about)
+        assert USER.encode() not in message.record.value and ANN.encode() not in message.record.value
+        assert about != await tell(log, TENANT, USER, secret=b"other", owner="ops")
+
+    asyncio.run(body())
+
+
+def test_derivatives_are_found_by_the_key_they_inherit(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await log.create_topics(partitions=1, keep_ms=-1)
+        first = of_ann(log, 1).experiences[0]
+        group = ids.synthetic_group((first.id,), "synthesize@1", 0)
+        name = ids.experience_id(group, 0, 0)
+        made = msgspec.structs.replace(first, id=name, group=group, lane="expert", sequence=-1)
+        await log.publish(topics.BUFFER, Block((made,)))
+        await log.publish(topics.BATCHES, msgspec.structs.replace(batch(4, name), run="t"))
+        await log.publish(
+            topics.POLICIES, PolicyEvent(event="published", policy="main", version=5, parent=4, step=4, token=1)
+        )
+        found = await reported(log, tmp_path)
+        assert (found.steps, found.first_version, found.groups) == ((4,), 5, 1)
+
+    asyncio.run(body())
+
+
+def test_forgetting_twice_reports_the_same(tmp_path: Path) -> None:
+    async def body() -> None:
+        log, store = await log_with_ann()
+        await train(log, store, ScriptedLearner())
+        first = await reported(log, tmp_path)
+        assert await reported(log, tmp_path) == first
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("user", ["nobody", ""])
+def test_a_user_of_whom_nothing_was_written_has_no_keys(user: str) -> None:
+    assert not destroy(Keys(MemoryStore()), TENANT, user)
