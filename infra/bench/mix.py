@@ -1,7 +1,7 @@
 """Few demonstrations: supervised alone, reinforcement alone, and both in one loss (MIX), on the demo's task, off the log.
 
 Three runs per seed from the same random weights: `sft` repeats the demonstrations; `grpo` has rewards only; `mix` begins
-with a short supervised phase and goes on with (1-m)·L_RL + m·L_SFT. With keep_successes its own right answers become
+with a short supervised phase and goes on with (1-m)·L_RL + m·L_SFT. The reward is the share of digits that are right. With keep_successes its own right answers become
 demonstrations too, as [collect.synthesize] makes them of the best of a group.
 """
 
@@ -21,6 +21,7 @@ from infra.bench.adding import (
     accuracy,
     deck,
     demonstration,
+    digits_right,
     opened,
     policy_of,
     problems,
@@ -127,7 +128,7 @@ async def mixed_step(
     learner: "TorchLearner", engine: "TorchEngine", practice: Deck, teacher: "Teacher", plan: Plan, step: int
 ) -> None:
     """Sample, show, train, load."""
-    items, _ = await sample(engine, practice.deal(plan.groups), size=plan.size, round=step)
+    items, _ = await sample(engine, practice.deal(plan.groups), size=plan.size, round=step, score=digits_right)
     if plan.keep_successes:
         teacher.learn(items)
     items += teacher.show(plan.shown)
