@@ -58,7 +58,7 @@ require = ["environment"]
 deadline_s = 30.0
 {processors}
 [trainer]
-learning_rate = 1e-3
+learning_rate = 2e-3
 betas = [0.9, 0.98]
 gradient_clip = 1.0
 checkpoint_every = 20
