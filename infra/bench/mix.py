@@ -1,8 +1,9 @@
 """Few demonstrations: supervised alone, reinforcement alone, and both in one loss (MIX), on the demo's task, off the log.
 
 Three runs per seed from the same random weights: `sft` repeats the demonstrations; `grpo` has rewards only; `mix` begins
-with a short supervised phase and goes on with (1-m)·L_RL + m·L_SFT. The reward is the share of digits that are right. With keep_successes its own right answers become
-demonstrations too, as [collect.synthesize] makes them of the best of a group.
+with a short supervised phase and goes on with (1-m)·L_RL + m·L_SFT. The reward is the share of digits that are right in
+an answer of the right form: with a verdict on the whole alone nearly every group is all wrong. With keep_successes its
+own right answers become demonstrations too, as [collect.synthesize] makes them of the best of a group.
 """
 
 import asyncio
