@@ -31,6 +31,7 @@ turns = 5                        # bisection finds any of up to 31 numbers in as
 higher = ">"
 lower = "<"
 invalid = "?"
+shaped = 0.9                     # a guess is worth what it rules out; the best play stays the best
 
 [master]
 num_episodes = 16
@@ -58,7 +59,7 @@ require = ["environment"]
 deadline_s = 30.0
 {processors}
 [trainer]
-learning_rate = 2e-3
+learning_rate = 1e-3
 betas = [0.9, 0.98]
 gradient_clip = 1.0
 checkpoint_every = 20
