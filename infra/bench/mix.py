@@ -47,13 +47,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[str, ...] = KINDS
     seeds: tuple[int, ...] = (0, 1, 2)
     demonstrations: int = 200
-    steps: int = 600
+    steps: int = 1000
     seconds: float = 600.0
-    warm_steps: int = 100
+    warm_steps: int = 80
     warm_rate: float = 1e-3
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-4
     m: float = 0.3
-    groups: int = 32
+    groups: int = 24
     size: int = 16
     shown: int = 64
     keep_successes: bool = True
