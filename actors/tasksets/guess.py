@@ -1,4 +1,4 @@
-"""Guess-a-number tasks for `actors.environments.guess`, and demonstrations of a player who does not listen well.
+"""Guess-a-number tasks for `actors.environments.guess`, and demonstrations of a player who dithers.
 
 The question is the range alone; the number is the task's answer, which only the environment sees. Every number of the
 range is a task of each split, so that an eval plays all there is to play.
@@ -15,9 +15,10 @@ from schemas import Message, Task
 
 HIGHER, LOWER, INVALID = ">", "<", "?"
 TRAIN, ALL_NUMBERS, VALIDATION = "train", "all-numbers", "validation"
+HIGH, TURNS = 16, 5
 
 
-def guess(*, high: int = 7) -> Iterator[Task]:
+def guess(*, high: int = HIGH) -> Iterator[Task]:
     """One task for each number from 1 to `high` (at most 99), in both splits."""
     for split in (TRAIN, ALL_NUMBERS):
         for number in range(1, high + 1):
@@ -27,19 +28,20 @@ def guess(*, high: int = 7) -> Iterator[Task]:
 
 
 def guess_demonstrations(
-    *, seed: int = 0, high: int = 7, turns: int = 3, games: int = 500, deaf: float = 1.0
+    *, seed: int = 0, high: int = HIGH, turns: int = TURNS, games: int = 600, repeats: float = 0.65
 ) -> Iterator[Demonstration]:
     """Each guess of a weak player, as the answer to the game so far.
 
-    deaf: share of guesses for which everything that was said is forgotten; the others are anywhere in what is left.
+    repeats: chance that a guess is the one before once more, which wastes a turn. The others are anywhere in what is left:
+    the player has heard what was said, and halves nothing.
     """
     random = Random(f"guess/{seed}")
     for game in range(games):
-        number, least, most = random.randint(1, high), 1, high
+        number, guessed, least, most = random.randint(1, high), 0, 1, high
         messages: tuple[Message, ...] = (_question(high),)
         for turn in range(turns):
-            forgotten = random.random() < deaf
-            guessed = random.randint(1, high) if forgotten else random.randint(least, most)
+            if not turn or random.random() >= repeats:
+                guessed = random.randint(least, most)
             yield Demonstration(
                 id=f"game-{game}-{turn}",
                 messages=messages,

@@ -1,8 +1,9 @@
 """Few demonstrations: supervised alone, reinforcement alone, and both in one loss (MIX), on the demo's task, off the log.
 
 Three runs per seed from the same random weights: `sft` repeats the demonstrations; `grpo` has rewards only; `mix` begins
-with a short supervised phase and goes on with (1-m)·L_RL + m·L_SFT. With keep_successes its own right answers become
-demonstrations too, as [collect.synthesize] makes them of the best of a group.
+with a short supervised phase and goes on with (1-m)·L_RL + m·L_SFT. The reward is the share of digits that are right in
+an answer of the right form: with a verdict on the whole alone nearly every group is all wrong. With keep_successes its
+own right answers become demonstrations too, as [collect.synthesize] makes them of the best of a group.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from infra.bench.adding import (
     accuracy,
     deck,
     demonstration,
+    digits_right,
     opened,
     policy_of,
     problems,
@@ -45,13 +47,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[str, ...] = KINDS
     seeds: tuple[int, ...] = (0, 1, 2)
     demonstrations: int = 200
-    steps: int = 600
+    steps: int = 1000
     seconds: float = 600.0
-    warm_steps: int = 100
+    warm_steps: int = 80
     warm_rate: float = 1e-3
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-4
     m: float = 0.3
-    groups: int = 32
+    groups: int = 24
     size: int = 16
     shown: int = 64
     keep_successes: bool = True
@@ -127,7 +129,7 @@ async def mixed_step(
     learner: "TorchLearner", engine: "TorchEngine", practice: Deck, teacher: "Teacher", plan: Plan, step: int
 ) -> None:
     """Sample, show, train, load."""
-    items, _ = await sample(engine, practice.deal(plan.groups), size=plan.size, round=step)
+    items, _ = await sample(engine, practice.deal(plan.groups), size=plan.size, round=step, score=digits_right)
     if plan.keep_successes:
         teacher.learn(items)
     items += teacher.show(plan.shown)

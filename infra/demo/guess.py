@@ -20,14 +20,14 @@ linger_s = 0.2
 workflow = "actors.workflows.interact:Interact"
 
 [explore.options]
-max_turns = 3
+max_turns = 5
 
 [explore.options.environment]
 use = "actors.environments.guess:Guess"
 
 [explore.options.environment.options]
-high = 7
-turns = 3                        # as many as bisection needs
+high = 16
+turns = 5                        # bisection finds any of up to 31 numbers in as many
 higher = ">"
 lower = "<"
 invalid = "?"
@@ -40,7 +40,7 @@ temperature = 1.0
 first_version = 1                # rollouts begin after the supervised warm-up
 seed = {seed}
 evals = [
-    {{ suite = "all-numbers", every = 10, tasks = 7, score = "environment" }},
+    {{ suite = "all-numbers", every = 10, tasks = 16, score = "environment" }},
 ]
 
 [master.stop]
@@ -59,7 +59,7 @@ require = ["environment"]
 deadline_s = 30.0
 {processors}
 [trainer]
-learning_rate = 5e-4
+learning_rate = 1e-3
 betas = [0.9, 0.98]
 gradient_clip = 1.0
 checkpoint_every = 20
@@ -68,18 +68,19 @@ checkpoint_every = 20
 usual = {{ loss = "dppo", weight = {usual} }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
 
-[trainer.warmup]                 # until moves have the form of moves; nothing of how to play well
+[trainer.warmup]                 # a player that hears what it is told and wastes two guesses of three
 lane = "expert"
 stop_at = 1.0
-max_steps = 60
-min_experiences = 1000
-learning_rate = 1e-3
+min_steps = 200                  # a player at random has no accuracy to look at
+max_steps = 200
+min_experiences = 2000
+learning_rate = 2e-3
 batch = 64
 """
 
 GUESS = DemoTask(
     name="guess",
-    about="guess a number from 1 to 7 in three turns",
+    about="guess a number from 1 to 16 in five turns",
     write="actors.tasksets.guess:write_guess",
     vocabulary=Vocabulary(
         words=(*(f"{number:02d}" for number in range(100)), *"<>?-"),

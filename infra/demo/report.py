@@ -177,7 +177,8 @@ def draw_plot(watch: Watch, values: Mapping[str, object], path: Path) -> None:
     right.plot(
         [row["elapsed_s"] for row in rows], [row["reward_mean"] for row in rows], label="reward of trained groups"
     )
-    right.set(xlabel="seconds since the start", ylabel="reward", ylim=(0, 1), title="what was trained on")
+    highest = max([1.0, *(row["reward_mean"] for row in rows)])
+    right.set(xlabel="seconds since the start", ylabel="reward", ylim=(0, highest), title="what was trained on")
     stale = [row for row in rows if "usual/staleness_mean" in row]
     twin = right.twinx()
     twin.plot(

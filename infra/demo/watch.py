@@ -58,8 +58,7 @@ class Watch:
                 if record.state == DONE and message.timestamp_ms / 1000 >= self.started_s:
                     self.done.set()
         elif isinstance(record, EvalResult):
-            share = record.num_correct / max(1, record.num_tasks)
-            self.accuracy.setdefault(record.suite, {})[record.version] = share
+            self.accuracy.setdefault(record.suite, {})[record.version] = record.accuracy
         elif isinstance(record, PolicyEvent) and record.event == "published":
             self.published.setdefault(record.version, record)
         elif isinstance(record, Block) and self.first_experience_s is None:

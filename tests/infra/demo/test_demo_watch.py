@@ -69,6 +69,11 @@ def test_the_reported_accuracy_is_of_held_out_versions_0_1_and_the_last() -> Non
     assert accuracies(watch_of(), "held-out")["accuracy_final"] is None
 
 
+def test_several_samples_a_task_are_a_share_of_all_of_them() -> None:
+    result = EvalResult(policy="main", version=1, suite="dev", num_tasks=10, num_correct=15, num_samples=4)
+    assert watch_of((0, result)).accuracy == {"dev": {1: 0.375}}
+
+
 def test_staleness_is_weighted_by_tokens() -> None:
     counters = {
         "staleness_tokens{versions=0}": 90.0,
