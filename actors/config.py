@@ -40,7 +40,8 @@ class StopRule(Section, frozen=True):
     evaluated.
 
     suite, at: this suite's accuracy reached `at`. versions: so many were published (0: no limit). groups: so many were
-    issued (0: no limit). after: so long after the first group was issued ("" for no limit).
+    issued (0: no limit). after: so long after the first group was issued or the first answer of production was closed ("" for
+    no limit).
 
     Example: StopRule(suite="dev", at=0.93, after="5m")
     """
@@ -65,14 +66,30 @@ class GateSuite(Section, frozen=True):
     max_drop: Share = 0.02
 
 
+class GuardConfig(Section, frozen=True):
+    """[master.gate.guard]: when customers are taken back to the stable version before, by what they say of the answers.
+
+    harm: it is looked for that so much more of the rated answers (a share) are rated down. alpha: chance of ever taking
+    back a version that is no worse. least: rated answers of the version before, without which nothing is decided.
+
+    Example: GuardConfig(harm=0.05, alpha=0.001)
+    """
+
+    harm: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.1
+    alpha: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.01
+    least: Positive = 50
+
+
 class GateConfig(Section, frozen=True):
     """[master.gate]: when a version may be served to customers. suites: of [[master.evals]], by which it is judged; with
-    none the stable channel moves by hand only (`headrace promote`).
+    none the stable channel moves by hand only (`headrace promote`). guard: takes a version back that customers like less;
+    none where the table is left out.
 
-    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)})
+    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GuardConfig())
     """
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
+    guard: GuardConfig | None = None
 
 
 class MasterConfig(Section, frozen=True):

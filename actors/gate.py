@@ -2,8 +2,9 @@
 
 A candidate is weighed once all suites of [master.gate] have a result for it. It passes where in every suite it is right
 at least `at_least` of the time and not more than `max_drop` worse than the stable version was. Newer candidates come first: one
-that is older than the newest decided is left out. Every decision is an event with its numbers, so a restart decides
-nothing twice.
+that is older than the newest decided is left out. What customers say of a version it let pass can take it back
+(`actors.guard`); a version taken back is not weighed again. Every decision is an event with its numbers, so a restart
+decides nothing twice.
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 import msgspec
 
 from actors.config import GateConfig
+from actors.guard import Breach, Guard
 from infra.weights.channel import Stable, moved
-from schemas import EvalResult, PolicyEvent
+from schemas import Closure, EvalResult, PolicyEvent
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -35,6 +37,8 @@ class Gate:
         self._policy = policy
         self._results: dict[int, dict[str, float]] = {}
         self._decided = -1
+        self._guard = None if config.guard is None else Guard(config.guard)
+        self._before = -1
         self.stable = Stable()
 
     def result(self, result: EvalResult) -> None:
@@ -44,13 +48,32 @@ class Gate:
 
     def event(self, event: PolicyEvent) -> None:
         """A record of `policies`: what the channel is at, and what was decided before."""
-        self.stable = moved(self.stable, event, self._policy)
+        was, self.stable = self.stable, moved(self.stable, event, self._policy)
+        if self.stable.version != was.version:
+            self._before = was.version if event.event == "promoted" else -1
         if event.policy == self._policy and event.channel == "stable" and event.event in ("promoted", "held"):
             self._decided = max(self._decided, event.version)
             for old in [
-                version for version in self._results if version < self._decided and version != self.stable.version
+                version
+                for version in self._results
+                if version < self._decided and version not in (self.stable.version, self._before)
             ]:
                 del self._results[old]
+
+    def closure(self, closure: Closure) -> None:
+        """What became of an answer, and what people said of it."""
+        if self._guard is not None:
+            self._guard.closure(closure)
+
+    def breaches(self) -> list[Breach]:
+        """Rollbacks to publish now; they count as published. A pinned version is its pinner's business."""
+        if self._guard is None or self.stable.pinned:
+            return []
+        breach = self._guard.breach(self.stable.version, self._before)
+        if breach is None:
+            return []
+        self.event(breach_event(breach, self._policy))
+        return [breach]
 
     def verdicts(self) -> list[Verdict]:
         """Decisions to publish now, oldest candidate first; they count as published."""
@@ -90,4 +113,17 @@ def verdict_event(verdict: Verdict, policy: str) -> PolicyEvent:
         reason=verdict.reason,
         owner="gate",
         stats=verdict.numbers,
+    )
+
+
+def breach_event(breach: Breach, policy: str) -> PolicyEvent:
+    """A rollback by the guard as a record of `policies`."""
+    return PolicyEvent(
+        event="rolled_back",
+        policy=policy,
+        version=breach.before,
+        channel="stable",
+        reason=breach.reason,
+        owner="guard",
+        stats=breach.numbers,
     )

@@ -21,6 +21,8 @@ DUTIES = {
     "explore": "samples answers with {engine}, hot-reloads policies",
     "process": "verifies, scores and collects with Faust",
     "train": "journals, trains, publishes",
+    "serve": "the gateway: answers users, follows what the gate lets pass",
+    "users": "ask, rate (some late), correct, withdraw",
 }
 BARS = " ▁▂▃▄▅▆▇█"
 
