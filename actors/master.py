@@ -109,6 +109,7 @@ def _apply(plan: Plan, metrics: Metrics, message: Message) -> None:
     elif isinstance(record, Block):
         for experience in record.experiences:
             plan.evals.scored(experience)
+            plan.gate.reply(experience)
 
 
 async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:

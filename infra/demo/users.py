@@ -76,7 +76,7 @@ def right_answer(pair: Pair) -> str:
     return f"{sum(pair):03d}"[::-1]
 
 
-def opinion(text: str, pair: Pair, random: Random) -> Opinion:
+def opinion(text: str, pair: Pair, random: Random, late_s: tuple[float, float] = LATE_S) -> Opinion:
     """What one user will say about an answer. Pure but for its random source."""
     expected = right_answer(pair)
     truth = text == expected
@@ -96,19 +96,35 @@ def opinion(text: str, pair: Pair, random: Random) -> Opinion:
         return Opinion(habit=habit, value=float(not truth), withdrawn=True)
     late = habit == "rates late"
     return Opinion(
-        habit="rates late" if late else "rates", delay_s=random.uniform(*LATE_S) if late else 0.0, value=float(said)
+        habit="rates late" if late else "rates", delay_s=random.uniform(*late_s) if late else 0.0, value=float(said)
     )
 
 
 class Crowd:
     """Users at one gateway. questions: what they ask, drawn at random. out: where answers are noted."""
 
-    def __init__(self, client: "AsyncOpenAI", questions: Sequence[Pair], out: IO[bytes], seed: int) -> None:
+    def __init__(
+        self,
+        client: "AsyncOpenAI",
+        questions: Sequence[Pair],
+        out: IO[bytes],
+        seed: int,
+        *,
+        think_s: float = THINK_S,
+        late_s: tuple[float, float] = LATE_S,
+    ) -> None:
         self._client = client
         self._questions = questions
         self._out = out
         self._seed = seed
+        self._think_s = think_s
+        self._late_s = late_s
+        self._left = False
         self.counts: Counter[str] = Counter()
+
+    def leave(self) -> None:
+        """Nobody asks again."""
+        self._left = True
 
     async def run(self, num_users: int, until_s: float) -> None:
         """Ask until `until_s` of the monotonic clock, then let everybody finish what they were about to say."""
@@ -117,8 +133,8 @@ class Crowd:
                 users.create_task(self._user(Random(f"{self._seed}/{number}"), number, until_s, users))
 
     async def _user(self, random: Random, number: int, until_s: float, background: asyncio.TaskGroup) -> None:
-        while time.monotonic() < until_s:
-            await asyncio.sleep(random.expovariate(1 / THINK_S))
+        while not self._left and time.monotonic() < until_s:
+            await asyncio.sleep(random.expovariate(1 / self._think_s))
             pair = random.choice(self._questions)
             try:
                 answer = await self._client.chat.completions.create(
@@ -130,7 +146,7 @@ class Crowd:
                 self._note(Seen(at_s=time.time(), failed=1, error=f"{type(error).__name__}: {error}"[:300]))
                 continue
             text = answer.choices[0].message.content or ""
-            said = opinion(text, pair, random)
+            said = opinion(text, pair, random, self._late_s)
             seen = Seen(
                 at_s=time.time(),
                 version=int((answer.system_fingerprint or "v-1").removeprefix("v")),
@@ -148,7 +164,7 @@ class Crowd:
             if said.correction is not None:
                 await self._feedback(answer, rater, correction=said.correction)
             if said.withdrawn:
-                await asyncio.sleep(LATE_S[0])
+                await asyncio.sleep(self._late_s[1])
                 await self._feedback(answer, rater, retract=True)
         except Exception as problem:
             failed, error = 1, f"{type(problem).__name__}: {problem}"[:300]
