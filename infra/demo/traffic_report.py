@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from infra.demo.traffic import USERS_FILE
 from infra.demo.users import Seen
 from infra.demo.watch import Watch
 
@@ -64,7 +65,7 @@ def draw_traffic(watch: Watch, values: Mapping[str, object], path: Path) -> None
     if moves:
         moves.append((watch.history[-1]["elapsed_s"] if watch.history else moves[-1][0], moves[-1][1]))
         left.step(*zip(*moves, strict=True), where="post", label=f"stable version, {suite}, greedy")
-    points = windows([one for one in read_seen(path.with_name("users.jsonl")) if one.version >= 0], watch.started_s)
+    points = windows([one for one in read_seen(path.with_name(USERS_FILE)) if one.version >= 0], watch.started_s)
     if points:
         label = f"answers users got, right of {WINDOW}"
         left.plot(*zip(*points, strict=True), marker=".", linewidth=0.6, label=label)

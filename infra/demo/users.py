@@ -178,32 +178,19 @@ class Crowd:
         self._out.write(msgspec.json.encode(seen) + b"\n")
 
 
-async def until_promoted(url: str) -> None:
+async def until_promoted(url: str, *, every_s: float = 0.5) -> None:
     """Until the gateway serves a policy that was trained. Raises TimeoutError."""
     import httpx
 
-    address = url.removesuffix("/v1") + "/metrics"
+    address = url.removesuffix("/v1") + "/healthz"
     async with asyncio.timeout(START_S), httpx.AsyncClient() as client:
         while True:
             try:
-                if served_version((await client.get(address)).text) >= 1:
+                if (await client.get(address)).json().get("version", -1) >= 1:
                     return
             except httpx.HTTPError:
                 pass  # it is still loading its model
-            await asyncio.sleep(0.5)
-
-
-def served_version(exposition: str) -> int:
-    """The policy a gateway serves, of its metrics; -1 where it does not say.
-
-    >>> served_version("# TYPE headrace_policy_version gauge\\nheadrace_policy_version 3.0\\n")
-    3
-    """
-    for line in exposition.splitlines():
-        name, _, value = line.rpartition(" ")
-        if not line.startswith("#") and name.partition("{")[0].endswith("policy_version"):
-            return int(float(value))
-    return -1
+            await asyncio.sleep(every_s)
 
 
 async def run_users(options: argparse.Namespace) -> None:

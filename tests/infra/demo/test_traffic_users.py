@@ -7,13 +7,17 @@ from pathlib import Path
 from random import Random
 
 import msgspec
+import numpy as np
 import pytest
 
+from actors.engines.scripted import TENSOR
 from actors.gateway.keys import create_key
-from infra.demo.users import HABITS, MISTAKEN, Crowd, Seen, opinion, right_answer, served_version
+from infra.demo.users import HABITS, MISTAKEN, Crowd, Seen, opinion, right_answer, until_promoted
 from infra.store_memory import MemoryStore
+from infra.weights.policy import Policy
+from infra.weights.tensors import from_numpy
 from schemas import Received
-from tests.actors.gateway.gateway_rig import engine, says, serving
+from tests.actors.gateway.gateway_rig import VOCABULARY, engine, says, serving
 from tests.actors.rig import until
 
 PAIR = (37, 45)
@@ -69,6 +73,18 @@ def test_a_request_that_fails_is_counted_and_not_tried_again(tmp_path: Path) -> 
     assert len(seen) >= 5 and all(one.failed == 1 and "401" in one.error for one in seen) and not received
 
 
-def test_the_served_version_is_read_from_the_metrics() -> None:
-    assert served_version("headrace_policy_version 12.0\n") == 12
-    assert served_version("# headrace_policy_version 12.0\n") == -1
+def test_users_wait_until_the_gateway_serves_what_was_trained(tmp_path: Path) -> None:
+    async def run() -> tuple[bool, bool]:
+        made = engine(says("280"))
+        async with serving(tmp_path, made) as served:
+            waiting = asyncio.create_task(until_promoted(f"{served.url}/v1", every_s=0.01))
+            async with served.http() as client:
+                for _ in range(5):
+                    await client.get("/healthz")
+            early = waiting.done()
+            table = np.zeros((VOCABULARY, VOCABULARY), np.float32)
+            await made.load(Policy(version=1, tensors={TENSOR: from_numpy(table)}, touched=frozenset({TENSOR})))
+            await asyncio.wait_for(waiting, 30)
+            return early, waiting.done()
+
+    assert asyncio.run(run()) == (False, True)
