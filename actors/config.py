@@ -1,5 +1,6 @@
 """Settings of the actors: the [explore] and [master] tables of the TOML."""
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -40,7 +41,8 @@ class StopRule(Section, frozen=True):
     evaluated.
 
     suite, at: this suite's accuracy reached `at`. versions: so many were published (0: no limit). groups: so many were
-    issued (0: no limit). after: so long after the first group was issued ("" for no limit).
+    issued (0: no limit). after: so long after the first group was issued or the first answer of production was closed ("" for
+    no limit).
 
     Example: StopRule(suite="dev", at=0.93, after="5m")
     """
@@ -65,14 +67,61 @@ class GateSuite(Section, frozen=True):
     max_drop: Share = 0.02
 
 
+class GuardConfig(Section, frozen=True):
+    """[master.gate.guard]: when customers are taken back to the stable version before, by what they say of the answers.
+
+    harm: it is looked for that so much more of the rated answers (a share) are rated down. alpha: chance of ever taking
+    back a version that is no worse. least: rated answers of the version before, without which nothing is decided.
+
+    Example: GuardConfig(harm=0.05, alpha=0.001)
+    """
+
+    harm: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.1
+    alpha: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.01
+    least: Positive = 50
+
+
+class GateReplies(Section, frozen=True):
+    """[master.gate.replies]: recorded production prompts (`headrace load prompts`), answered greedily by the candidate
+    and compared with the stable version's answers to the same. It is one of [[master.evals]], whose score counts nothing.
+
+    suite: its name. max_longer: how many times as long answers may be on average, and as short. max_failed: by how much
+    more of the answers (a share) may be cut off, refused or out of form. max_distance: how far answers may be from the
+    stable version's, 0 for the same words in the same order to 1 for none in common. refusals: regular expressions, looked
+    for at an answer's beginning. form: what a whole answer must look like, "" for anything.
+
+    Example: GateReplies(suite="production", form="[0-9]{3}")
+    """
+
+    suite: Name = "production"
+    max_longer: Annotated[float, msgspec.Meta(ge=1, description="a number of 1 or more")] = 1.5
+    max_failed: Share = 0.02
+    max_distance: Share = 1.0
+    refusals: tuple[str, ...] = (
+        r"\bI(?: am|'m|’m) (?:sorry|unable)\b",
+        r"\bI (?:can(?:not|'t|’t)|won(?:'t|’t)) \w+ (?:with|you)\b",
+    )
+    form: str = ""
+
+    def __post_init__(self) -> None:
+        for name, pattern in (*(("refusals", one) for one in self.refusals), ("form", self.form)):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{name}: got {pattern!r}, expected a regular expression: {error}") from error
+
+
 class GateConfig(Section, frozen=True):
     """[master.gate]: when a version may be served to customers. suites: of [[master.evals]], by which it is judged; with
-    none the stable channel moves by hand only (`headrace promote`).
+    none the stable channel moves by hand only (`headrace promote`). replies: compares answers to recorded prompts; guard:
+    takes a version back that customers like less; neither where its table is left out.
 
-    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)})
+    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GuardConfig())
     """
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
+    replies: GateReplies | None = None
+    guard: GuardConfig | None = None
 
 
 class MasterConfig(Section, frozen=True):
@@ -106,9 +155,10 @@ class MasterConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         known = sorted(one.suite for one in self.evals)
-        if unknown := sorted(self.gate.suites.keys() - set(known)):
+        asked = {*self.gate.suites, *((self.gate.replies.suite,) if self.gate.replies else ())}
+        if unknown := sorted(asked - set(known)):
             raise ValueError(
-                f"gate.suites: got {unknown[0]}, expected one of evals: {', '.join(known) or 'there are none'}"
+                f"gate: got suite {unknown[0]}, expected one of evals: {', '.join(known) or 'there are none'}"
             )
         if not self.floor <= self.cap or not self.cap:
             raise ValueError(f"got floor = {self.floor} and cap = {self.cap}, expected floor <= cap, and cap above 0")

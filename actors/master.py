@@ -18,7 +18,7 @@ import socket
 
 from actors.config import MasterConfig
 from actors.follow import follow, readable
-from actors.gate import verdict_event
+from actors.gate import breach_event, verdict_event
 from actors.plan import Plan
 from actors.role import run_until
 from infra.bus.log import Log, Message
@@ -109,6 +109,7 @@ def _apply(plan: Plan, metrics: Metrics, message: Message) -> None:
     elif isinstance(record, Block):
         for experience in record.experiences:
             plan.evals.scored(experience)
+            plan.gate.reply(experience)
 
 
 async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
@@ -123,6 +124,10 @@ async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
         await log.publish(POLICIES, verdict_event(verdict, plan.policy_name))
         metrics.counter("gate_verdicts", passed=str(verdict.passed).lower()).inc()
         _log.info("gate version=%d passed=%s reason=%s", verdict.version, verdict.passed, verdict.reason)
+    for breach in plan.gate.breaches():
+        await log.publish(POLICIES, breach_event(breach, plan.policy_name))
+        metrics.counter("guard_rollbacks").inc()
+        _log.warning("rolled_back version=%d to=%d reason=%s", breach.version, breach.before, breach.reason)
     for kind, tasks in (("rollout", plan.rollouts()), ("reissue", plan.reissues()), ("eval", plan.eval_tasks())):
         if tasks:
             await log.publish_all(TASKS, tasks)

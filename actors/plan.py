@@ -66,7 +66,7 @@ class Plan:
         self._explorer_ms: int | None = None
         self._task_ms = 0
         self._moved_ms = 0
-        self._issued_any = False
+        self._begun_any = False
         self._stopped_ms: int | None = None
         self._reached = False
         self._finish = False
@@ -75,7 +75,7 @@ class Plan:
 
     def tick(self, timestamp_ms: int) -> None:
         """A record was appended at this time."""
-        if self._issued_any and self.clock_ms:
+        if self._begun_any and self.clock_ms:
             self.running_ms += max(0, min(timestamp_ms - self.clock_ms, _MAX_GAP_MS))
         self.clock_ms = max(self.clock_ms, timestamp_ms)
         if self._stopped_ms is None and self._ended:
@@ -98,7 +98,7 @@ class Plan:
             return
         self.admission.issued(issued, self.active_s)
         self.book.issued(task_of(issued.group), round_of(issued.group))
-        self._issued_any = True
+        self._begun_any = True
 
     def closure(self, closure: Closure) -> bool:
         """A Closure of `progress`; True if it ended an outstanding group."""
@@ -106,6 +106,8 @@ class Plan:
         if parse_eval_group(closure.group) is not None:
             self.evals.closed(closure)
             return False
+        self._begun_any = self._begun_any or closure.lane == "live"
+        self.gate.closure(closure)
         if closure.mean_reward is not None and closure.revision == 0:
             self.book.rewarded(closure.group, closure.mean_reward)
         return self.admission.closed(closure)
@@ -254,7 +256,8 @@ class Plan:
         """Nothing is outstanding and nothing moves. At the end of a run also less than a step, or when it took too long."""
         quiet_ms = self.clock_ms - self._moved_ms
         num_outstanding = len(self.admission.outstanding)
-        if quiet_ms >= _SETTLED_MS and num_outstanding == 0:
+        # The stop itself counts as a move: the trainer has to hear of it before it trains less than a whole step.
+        if min(quiet_ms, self.clock_ms - (self._stopped_ms or 0)) >= _SETTLED_MS and num_outstanding == 0:
             return True
         return self._ended and (
             (quiet_ms >= _STUCK_MS and num_outstanding < self.pacing.groups_per_step) or self._given_up(1)

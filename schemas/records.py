@@ -143,6 +143,7 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
 
     outcome: buffered, dropped (with reason) or superseded (another attempt completed first). experiences: how many went
     on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason to count of members.
+    version: oldest policy that sampled any of it, -1 where nothing was sampled or nobody said.
 
     Example: Closure(group="add-3745.2", outcome="dropped", reason="all rewards equal", sequence=412, mean_reward=1.0)
     """
@@ -157,6 +158,7 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
     experiences: Count = 0
     mean_reward: Finite | None = None
     drops: Counts = {}
+    version: Number = -1
 
 
 class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):

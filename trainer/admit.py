@@ -4,6 +4,7 @@ Guarantee: a group of a lane with a `bound` is trained only if mean |log w| over
 is at the draw, lies within it; one that does not is dropped with a reason, told and counted, never trained.
 """
 
+import msgspec
 import numpy as np
 
 from schemas import Block
@@ -18,18 +19,31 @@ DIVERGED = "diverged"
 
 
 async def admitted(run: Run, draw: Draw) -> Draw:
-    """The draw without what has diverged; `wait` where nothing, or nothing of the paced lane, is left."""
+    """The draw without what has diverged; `wait` where nothing, or nothing of the paced lane, is left.
+
+    A newer revision may take an answer's place in the buffer while this waits: then the newer one is drawn another time.
+    """
+    draw = still_held(run, draw)
     asked = [one for one in draw.taken if run.config.lanes[one.lane].bound > 0 and one.lane != PACED]
     if not asked:
         return draw
     distance = await distances(run, asked)
-    far = [one for one in asked if distance[one.offset] > run.config.lanes[one.lane].bound]
+    draw = still_held(run, draw)
+    far = [
+        one for one in draw.taken if one.offset in distance and distance[one.offset] > run.config.lanes[one.lane].bound
+    ]
     if not far:
         return draw
     gone = tuple((one, DIVERGED) for one in far)
-    await drop(run, Draw(dropped=gone))
     taken = tuple(one for one in draw.taken if one not in far)
-    return Draw(taken=taken, dropped=(*draw.dropped, *gone), wait=not taken)
+    await drop(run, Draw(dropped=gone))
+    return still_held(run, Draw(taken=taken, dropped=(*draw.dropped, *gone)))
+
+
+def still_held(run: Run, draw: Draw) -> Draw:
+    """The draw without what a newer revision has replaced since; `wait` where nothing is left to train on."""
+    taken = tuple(one for one in draw.taken if run.intake.buffer.holds(one))
+    return msgspec.structs.replace(draw, taken=taken, wait=draw.wait or not taken)
 
 
 async def distances(run: Run, candidates: list[Candidate]) -> dict[int, float]:

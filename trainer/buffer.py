@@ -83,6 +83,10 @@ class Buffer:
         """What may be drawn from a lane, in order of arrival."""
         return list(self._candidates.get(lane, {}).values())
 
+    def holds(self, one: Candidate) -> bool:
+        """Whether a group may still be drawn; a newer revision takes its place."""
+        return one.offset in self._candidates.get(one.lane, {})
+
     def look_at(self, candidates: Iterable[Candidate]) -> list[Block]:
         """Decode groups without using them."""
         blocks = []

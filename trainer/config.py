@@ -20,7 +20,8 @@ class LaneConfig(Section, frozen=True):
     often one experience may be trained. draw: "spread" takes the least used first, "priority" by what prioritize said; the
     usual lane is drawn in issue order. correction: β of the weights that undo what priority did to the mean, 0 for none.
     bound: mean |log w| above which a group of an unpaced lane is dropped at the draw, 0 for none. optional: a step need
-    not wait for this lane.
+    not wait for this lane. least: sequences for which a step without the usual lane waits, unless the run drains; Adam
+    makes a full-sized step of however few there are.
 
     Example: LaneConfig(loss="sft", weight=0.1, max_uses=4)
     """
@@ -33,6 +34,7 @@ class LaneConfig(Section, frozen=True):
     correction: Share = 1.0
     bound: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     optional: bool = False
+    least: Positive = 1
     options: Table = {}
 
 

@@ -76,7 +76,7 @@ class Intake:
     def take_report(self, report: Progress) -> None:
         """The master says whether more groups will come, and how many are still on their way or waiting here."""
         if report.role == "master":
-            self.draining = report.state in ("draining", "evaluating", "done")
+            self.draining = report.state in ("draining", "drained", "evaluating", "done")
             self.outstanding_groups = int(report.gauges.get("outstanding_groups", 0))
 
     def take_closure(self, closure: Closure) -> None:

@@ -63,8 +63,11 @@ def decide(run: Run, *, now_s: float) -> Draw:
         unusable = unfit_of(run, lane, candidates)
         dropped += unusable
         refused = {one.offset for one, _ in unusable}
+        usable = [one for one in candidates if one.offset not in refused] if refused else candidates
+        if not paced_step and not run.intake.draining and sum(one.num_experiences for one in usable) < config.least:
+            usable = []
         draw = drawn_from(
-            [one for one in candidates if one.offset not in refused] if refused else candidates,
+            usable,
             config,
             num_experiences=wanted,
             seed=step_seed(run.seed, run.position.step + 1),

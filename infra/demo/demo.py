@@ -12,17 +12,19 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from infra.cli.connect import connected
 from infra.cli.settings import Settings, load_settings
-from infra.cli.up import ROLES, broker_child, child_environment, finished_before, role_child, wait_for_broker
+from infra.cli.up import broker_child, child_environment, finished_before, role_child, roles_of, wait_for_broker
 from infra.demo.demo_task import DemoTask
 from infra.demo.report import finish_report
 from infra.demo.screen import Screen
 from infra.demo.settings import DemoOptions, demo_toml, task_of
+from infra.demo.traffic import door_sets, users_child
 from infra.demo.watch import Watch, follow_log
 from infra.local.supervisor import Child, Supervisor
 from schemas.errors import ConfigError
@@ -36,7 +38,8 @@ async def run_demo(options: DemoOptions) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     console = Console(stderr=True, highlight=False, quiet=options.quiet)
     config = write_settings(options)
-    settings = load_settings(config)
+    sets = door_sets() if options.traffic else ()
+    settings = load_settings(config, sets)
     log_to_file(settings.folder / "logs" / "demo.log")
     watch = Watch(started_s=started_s)
     screen = Screen(console, watch, settings, options)
@@ -47,7 +50,10 @@ async def run_demo(options: DemoOptions) -> int:
             watch.phase = "starting the broker, building the model"
             if not await finished_before(stop, prepare(settings, first, task_of(options))):
                 return 130
-            async with connected(settings) as log, Supervisor(children(settings, config), watch.child_event) as roles:
+            processes = children(settings, config, sets)
+            if options.traffic:
+                processes.append(await asyncio.to_thread(users_child, settings, options.minutes))
+            async with connected(settings) as log, Supervisor(processes, watch.child_event) as roles:
                 watch.children = (first.states, roles.states)
                 follower = asyncio.create_task(follow_log(log, watch))
                 try:
@@ -131,8 +137,8 @@ async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> Non
     await wait_for_broker(settings, broker)
 
 
-def children(settings: Settings, config: Path) -> list[Child]:
-    """The roles, and the two loads that end by themselves."""
+def children(settings: Settings, config: Path, sets: Sequence[str] = ()) -> list[Child]:
+    """The roles, and the two loads that end by themselves. sets: overrides of the settings file, for every role."""
     loads = [
         Child(
             name=f"load-{kind}",
@@ -146,4 +152,4 @@ def children(settings: Settings, config: Path) -> list[Child]:
         )
         for kind in ("experts", "tasks")
     ]  # fmt: skip
-    return [*(role_child(settings, config, (), role) for role in ROLES), *loads]
+    return [*(role_child(settings, config, sets, role) for role in roles_of(settings)), *loads]

@@ -11,6 +11,8 @@ import msgspec
 from infra.bus.log import Log
 from infra.cli.settings import Settings
 from infra.demo.settings import DemoOptions, task_of
+from infra.demo.traffic import USERS_FILE
+from infra.demo.traffic_report import draw_traffic, traffic_values
 from infra.demo.watch import Watch, follow_log
 from infra.ledger.account import Account
 from infra.ledger.audit import audit
@@ -60,9 +62,13 @@ async def finish_report(log: Log, settings: Settings, watch: Watch, options: Dem
         "restarts": {name: count for name, count in watch.restarts.items() if count},
         "accuracy": {suite: sorted(found.items()) for suite, found in watch.accuracy.items()},
     }
+    draw = draw_plot
+    if options.traffic:
+        values |= await asyncio.to_thread(traffic_values, watch, settings.folder / USERS_FILE, task_of(options).suite)
+        draw = draw_traffic
     report = Report(values)
     (settings.folder / "report.json").write_text(json.dumps(values, indent=2) + "\n")
-    await asyncio.to_thread(draw_plot, watch, values, settings.folder / "report.png")
+    await asyncio.to_thread(draw, watch, values, settings.folder / "report.png")
     return report
 
 
@@ -73,6 +79,7 @@ async def catch_up(log: Log, watch: Watch) -> None:
     await follower
     watch.accuracy, watch.reports, watch.published = whole.accuracy, whole.reports, whole.published
     watch.newest, watch.history = whole.newest, whole.history
+    watch.stable, watch.num_held = whole.stable, whole.num_held
     watch.first_experience_s = whole.first_experience_s
 
 

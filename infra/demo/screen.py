@@ -1,8 +1,9 @@
 """The demo's screen: who does what, how well the model does, and what happens to experiences. Drawn from a Watch alone."""
 
 import contextlib
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +22,8 @@ DUTIES = {
     "explore": "samples answers with {engine}, hot-reloads policies",
     "process": "verifies, scores and collects with Faust",
     "train": "journals, trains, publishes",
+    "serve": "the gateway: answers users, follows what the gate lets pass",
+    "users": "ask, rate (some late), correct, withdraw",
 }
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -131,8 +134,7 @@ def result_table(report: Report) -> Table:
     values = report.values
     rows = {
         values["measure"]: " → ".join(
-            "–" if values[name] is None else f"{values[name]:.1%}"
-            for name in ("accuracy_start", "accuracy_after_sft", "accuracy_final")
+            percent(values[name]) for name in ("accuracy_start", "accuracy_after_sft", "accuracy_final")
         )
         + "  (start, after the warm-up, final)",
         "wall time": f"{values['wall_s']:.0f} s, first experience after {number(values['startup_s'], 0)} s",
@@ -150,9 +152,26 @@ def result_table(report: Report) -> Table:
         f"{number(values['explorer_idle_share'])}, trainer {number(values['trainer_idle_share'])}",
         "peak memory": ", ".join(f"{name} {value:,.0f}" for name, value in values["peak_rss_mb"].items()) + " MB",
     }
-    for name, value in rows.items():
+    for name, value in {**(traffic_rows(values) if "stable" in values else {}), **rows}.items():
         table.add_row(name, value)
     return table
+
+
+def traffic_rows(values: Mapping[str, Any]) -> dict[str, str]:
+    """What the traffic demo has to say before all else."""
+    right = " → ".join(percent(values[name]) for name in ("users_right_first", "users_right_last"))
+    stable = " → ".join(percent(values[name]) for name in ("stable_first", "stable_last"))
+    habits = ", ".join(f"{count:,} {habit}" for habit, count in values["habits"].items())
+    return {
+        "stable channel": f"{stable} of the held-out tasks; {len(values['stable'])} versions let pass, {values['held']} held",
+        "what users saw": f"{right} right, of {values['answers']:,} answers",
+        "what they said": habits,
+    }
+
+
+def percent(share: float | None) -> str:
+    """A share, or a dash where there is none."""
+    return "–" if share is None else f"{share:.1%}"
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -7,14 +7,16 @@ import msgspec
 from infra.demo.arithmetic import ARITHMETIC
 from infra.demo.demo_task import DemoTask
 from infra.demo.guess import GUESS
+from infra.demo.traffic import TRAFFIC
 from schemas.errors import ConfigError
 
-TASKS = {task.name: task for task in (ARITHMETIC, GUESS)}
+TASKS = {task.name: task for task in (ARITHMETIC, GUESS, TRAFFIC)}
 ENGINES = {
     "vllm": 'use = "actors.engines.vllm.engine:VllmEngine"\n'
     'options = { dtype = "float32", max_model_len = 64, max_num_seqs = 256 }',
     "torch": 'use = "actors.engines.torch:TorchEngine"\noptions = { max_sequences = 256 }',
 }
+SETTLE_S = 20.0  # after the users have gone: the last feedback windows close
 SHUFFLE = """
 [[processor]]                    # the control: advantages permuted within each group
 use = "streams.processors.control:shuffle_advantages"
@@ -49,6 +51,11 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     quiet: bool = False
     stop_at: float | None = None
 
+    @property
+    def traffic(self) -> bool:
+        """Whether users of a gateway ask, instead of explorers."""
+        return self.task == TRAFFIC.name
+
 
 def task_of(options: DemoOptions) -> DemoTask:
     """The task that was asked for. Raises ConfigError for one there is not."""
@@ -69,6 +76,7 @@ def demo_toml(options: DemoOptions) -> str:
         engine=ENGINES[options.engine],
         seed=options.seed,
         minutes=f"{options.minutes:g}",
+        after_users=f"{60 * options.minutes + SETTLE_S:g}",
         stop_at=task.stop_at if options.stop_at is None else options.stop_at,
         processors=SHUFFLE if options.control == "shuffled" else "",
         usual=usual,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from infra.bus.log import Log, Message
 from infra.local.supervisor import ChildEvent, ChildState
+from infra.weights.channel import Stable, moved
 from schemas import Block, EvalResult, PolicyEvent, Progress, topics
 
 DONE = "done"
@@ -16,7 +17,11 @@ CONFIG_ERROR = 2
 
 @dataclass
 class Watch:
-    """A run as seen from outside. accuracy: suite → version → share correct. reports: newest per role instance."""
+    """A run as seen from outside. accuracy: suite → version → share correct. reports: newest per role instance.
+
+    stable: when the stable channel moved, in seconds since the start, and to which version. num_held: candidates that the
+    gate held back.
+    """
 
     started_s: float
     phase: str = "starting"
@@ -24,6 +29,8 @@ class Watch:
     reports: dict[str, Progress] = field(default_factory=dict)
     newest: dict[str, Progress] = field(default_factory=dict)
     published: dict[int, PolicyEvent] = field(default_factory=dict)
+    stable: list[tuple[float, int]] = field(default_factory=list)
+    num_held: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
     first_experience_s: float | None = None
     restarts: dict[str, int] = field(default_factory=dict)
@@ -31,6 +38,7 @@ class Watch:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     # Reports of an earlier process of the same run say nothing about this one.
     caught_up: bool = False
+    _channel: Stable = field(default_factory=Stable)
 
     def child_event(self, event: ChildEvent) -> None:
         """A process started, ended or was restarted."""
@@ -59,6 +67,8 @@ class Watch:
                     self.done.set()
         elif isinstance(record, EvalResult):
             self.accuracy.setdefault(record.suite, {})[record.version] = record.accuracy
+        elif isinstance(record, PolicyEvent) and record.channel == "stable":
+            self._move(record, message.timestamp_ms / 1000)
         elif isinstance(record, PolicyEvent) and record.event == "published":
             self.published.setdefault(record.version, record)
         elif isinstance(record, Block) and self.first_experience_s is None:
@@ -89,6 +99,12 @@ class Watch:
     def elapsed_s(self) -> float:
         """Seconds since the command was typed."""
         return time.time() - self.started_s
+
+    def _move(self, event: PolicyEvent, at_s: float) -> None:
+        before, self._channel = self._channel, moved(self._channel, event, event.policy)
+        self.num_held += event.event == "held"
+        if self._channel.version != before.version:
+            self.stable.append((at_s - self.started_s, self._channel.version))
 
     def _remember(self, report: Progress, at_s: float) -> None:
         row = {"elapsed_s": at_s - self.started_s, "version": float(report.version)}

@@ -353,6 +353,7 @@ class _Fold:
             experiences=len(own),
             mean_reward=mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
             drops=drops,
+            version=min((member.min_version for member in given), default=-1),
         )
         self.folded.decisions.append(Decision(closure, blocks_of(sent), outcome.dropped))
 

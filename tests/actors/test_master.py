@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from actors.config import EvalSuite, StopRule
+from actors.config import EvalSuite, GateConfig, GuardConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.waiting import issued_of
 from infra.bus.log import Log
@@ -206,3 +206,32 @@ def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
         return issued_in(tasks)
 
     assert len(asyncio.run(run())) == 4
+
+
+def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_leaves_it_at_that() -> None:
+    def said(version: int, number: int, reward: float) -> Closure:
+        return Closure(
+            group=f"g{version}-{number}", outcome="buffered", lane="live", mean_reward=reward, version=version
+        )
+
+    async def run() -> list[PolicyEvent]:
+        log = await memory_log()
+        policies, progress = Heard(log, POLICIES), Heard(log, PROGRESS)
+        config = replace(MASTER, gate=GateConfig(guard=GuardConfig()))
+        async with running(*listening(policies, progress)):
+            async with running(master(log, config)):
+                for version in (3, 5):
+                    event = PolicyEvent(event="promoted", policy="main", version=version, channel="stable")
+                    await log.publish(POLICIES, event)
+                await log.publish_all(PROGRESS, [said(3, number, 1.0) for number in range(100)])
+                await log.publish_all(PROGRESS, [said(5, number, 0.0) for number in range(20)])
+                await until(lambda: any(one.event == "rolled_back" for one in policies.of(PolicyEvent)))
+            async with running(master(log, config)):
+                reported = len(progress.of(Progress))
+                await log.publish(PROGRESS, said(5, 20, 0.0))
+                await until(lambda: len(progress.of(Progress)) >= reported + 3)
+        return [one for one in policies.of(PolicyEvent) if one.event == "rolled_back"]
+
+    (event,) = asyncio.run(run())
+    assert (event.version, event.owner, event.channel) == (3, "guard", "stable")
+    assert event.stats["guard/bad"] <= 20.0 and "rated down" in event.reason

@@ -188,6 +188,18 @@ def test_issuing_stops_after_its_groups_versions_or_time() -> None:
     assert by_time.stopped
 
 
+def test_production_alone_starts_the_clock_of_the_stop_rule_and_the_trainer_hears_of_the_end() -> None:
+    made = plan(MasterConfig(split="none", stop=StopRule(after="5s")))
+    assert made.rollouts() == []
+    made.tick(1_010_000)
+    assert not made.stopped, "nothing was issued, nobody asked"
+    made.closure(Closure(group="g", outcome="buffered", lane="live", mean_reward=1.0))
+    made.tick(1_015_000)
+    assert made.stopped and made.state == "draining", "less than a step may wait at the trainer, which has to be told"
+    made.tick(1_018_000)
+    assert made.state == "done"
+
+
 def test_time_during_which_nothing_ran_does_not_count_for_the_stop_rule() -> None:
     made = plan(MasterConfig(stop=StopRule(after="8s")))
     made.rollouts()

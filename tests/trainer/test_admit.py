@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from schemas import Block, Drawn, topics
-from tests.trainer.buffered_blocks import block
+from tests.trainer.buffered_blocks import block, message
 from tests.trainer.test_draw_waiting import run_of, usual
 from trainer.admit import DIVERGED, admitted
 from trainer.config import LaneConfig
@@ -55,6 +57,29 @@ def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_to
 
     (record,) = asyncio.run(told())
     assert record.dropped == {"l0.0": DIVERGED, "l1.0": DIVERGED}
+
+
+@pytest.mark.parametrize("bound", [0.0, distance() * 0.99, distance() * 1.01])
+def test_an_answer_that_is_revised_while_it_is_weighed_is_neither_trained_nor_dropped(bound: float) -> None:
+    """People change their minds while a thread compares: the older revision is gone, the newer one is drawn later."""
+    run = with_live(bound=bound)
+
+    async def main() -> Draw:
+        await run.log.create_topics(partitions=1, keep_ms=-1)
+        first = decide(run, now_s=0.0)
+        weighing = asyncio.create_task(admitted(run, first))
+        if bound:
+            await asyncio.sleep(0)  # it has begun, and waits for the learner's thread
+        newer = block("l0.0", lane="live", num_members=1, version=OLD, revision=1)
+        assert run.intake.take_block(message(newer, 2), newer) == ""
+        return await weighing
+
+    draw = asyncio.run(main())
+    held = {(one.group, one.revision) for one in run.intake.buffer.candidates("live")}
+    assert ("l0.0", 1) in held and "l0.0" not in {
+        one.group for one in (*draw.taken, *(gone for gone, _ in draw.dropped))
+    }
+    assert all(run.intake.buffer.holds(one) for one in draw.taken)
 
 
 def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:

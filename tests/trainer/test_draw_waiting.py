@@ -87,6 +87,22 @@ def test_a_lane_of_weight_0_is_not_drawn() -> None:
     assert taken(decide(run, now_s=0.0)) == ["u0.0", "u1.0"]
 
 
+def live(number: int) -> Block:
+    return block(f"l{number}.0", lane="live", num_members=1)
+
+
+def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_none() -> None:
+    lanes = {"live": LaneConfig(least=3), "expert": LaneConfig(loss="sft", weight=0.1, optional=True)}
+    run = run_of(live(0), live(1), expert(0), lanes=lanes, groups_per_step=3)
+    assert decide(run, now_s=0.0) == Draw(wait=True)
+    arrive(run, live(2))
+    assert [one for one in sorted(taken(decide(run, now_s=0.0))) if one.startswith("l")] == ["l0.0", "l1.0", "l2.0"]
+    rest = run_of(live(0), lanes=lanes, groups_per_step=3)
+    for state in ("draining", "drained"):
+        rest.intake.take_report(master(state, outstanding=0))
+        assert taken(decide(rest, now_s=0.0)) == ["l0.0"], state
+
+
 def test_a_share_that_is_given_goes_before_the_weights() -> None:
     assert share_of(LaneConfig(share=0.5, weight=0.1)) == 0.5
     assert share_of(LaneConfig(weight=0.1)) == pytest.approx(1 / 9)

@@ -84,3 +84,19 @@ def forget(
     from infra.cli.forget import run_forget
 
     exit_with(lambda: run_forget(user, tenant, config, sets, as_json=as_json))
+
+
+def load_prompts(
+    count: Annotated[int, typer.Argument(min=1, help="At most so many, the newest.")] = 200,
+    suite: Annotated[str, typer.Option(help="Eval suite they become; [master.gate.replies] names it.")] = "production",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+) -> None:
+    """Load recorded production prompts as an eval suite: the gate compares a candidate's answers to them with the stable
+    version's.
+
+    Example: [cyan]headrace load prompts 200[/]
+    """
+    from infra.cli.prompts import run_load_prompts
+
+    exit_with(lambda: run_load_prompts(count, suite, config, sets))

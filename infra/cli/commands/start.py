@@ -18,7 +18,12 @@ def demo(
     task: Annotated[str, typer.Option(help="arithmetic, or guess (several turns with an environment).")] = "arithmetic",
     minutes: Annotated[float, typer.Option(help="Stop issuing tasks after so long.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Of the model, the tasks and the draws.")] = 0,
-    engine: Annotated[str, typer.Option(help="vllm or torch.")] = "vllm",
+    engine: Annotated[
+        str, typer.Option(help="vllm or torch; with --traffic torch, of which two fit on two cores.")
+    ] = "",
+    traffic: Annotated[
+        bool, typer.Option("--traffic", help="Learn from what simulated users say of a gateway's answers.")
+    ] = False,
     control: Annotated[
         str,
         typer.Option(
@@ -33,13 +38,22 @@ def demo(
     The folder keeps everything: after Ctrl-C the same command goes on where it was.
     Ends with a table, report.json and a plot.
 
-    Example: [cyan]headrace demo --engine torch --dir runs/quick --minutes 2[/]
+    With --traffic nothing but the warm-up is given: users ask a served gateway, rate late, correct, withdraw, and the gate
+    decides which version they get.
+
+    Example: [cyan]headrace demo --traffic --dir runs/traffic[/]
     """
     from infra.demo.demo import run_demo
     from infra.demo.settings import DemoOptions
 
     options = DemoOptions(
-        directory=directory, task=task, minutes=minutes, seed=seed, engine=engine, control=control, quiet=as_json
+        directory=directory,
+        task="traffic" if traffic else task,
+        minutes=minutes,
+        seed=seed,
+        engine=engine or ("torch" if traffic else "vllm"),
+        control=control,
+        quiet=as_json,
     )
     exit_with(lambda: run_demo(options))
 

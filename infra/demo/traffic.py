@@ -1,0 +1,129 @@
+"""The traffic demo: users ask a gateway sums, what they say of the answers is all there is to learn from after the warm-up.
+
+Explorers answer nothing but the evals by which the gate decides which version the users get.
+"""
+
+import sys
+
+from actors.gateway.keys import create_key
+from infra.cli.connect import store_of
+from infra.cli.settings import Settings
+from infra.cli.up import CONFIG_ERROR, child_environment
+from infra.demo.char_model import CHARACTERS_ALONE, Size
+from infra.demo.demo_task import DemoTask
+from infra.local.address import choose_address
+from infra.local.supervisor import Child
+
+TENANT = "demo"
+USERS_FILE = "users.jsonl"
+
+SETTINGS = """\
+[pacing]
+groups_per_step = 256            # answers in an optimizer step; lone ones are noisier than groups
+steps_per_version = 1
+reissue_s = 20.0
+
+[engine]
+{engine}
+
+[gateway]
+listen = "127.0.0.1:8000"        # the demo takes another port where it must
+train_on = "consented"           # the key the users have was made with --train yes
+channel = "stable"               # what the gate let pass
+
+[gateway.limits]
+max_tokens = 5
+
+[[feedback]]                     # POST /v1/feedback
+name = "user"
+use = "streams.sources.received:rating"
+from = {{ webhook = "/v1/feedback" }}
+window = "12s"                   # then an answer nobody rated is unlabelled: counted, not trained
+late = "amend"
+
+[reward]
+blend = {{ user = 1.0 }}
+require = ["user"]
+
+[[score]]                        # of evals alone: in production nobody knows the right answer
+name = "exact"
+use = "streams.scores.exact:exact"
+
+[master]
+split = "none"                   # no rollouts: explorers answer evals, and production is all there is to learn from
+num_episodes = 1
+max_tokens = 5
+first_version = 1                # the end of the supervised warm-up
+seed = {seed}
+evals = [
+    {{ suite = "held-out", every = 8, tasks = 500 }},
+    {{ suite = "dev", every = 8, tasks = 250 }},
+]
+
+[master.gate.suites.dev]
+at_least = 0.15
+max_drop = 0.02                  # below what the stable version has
+
+[master.gate.guard]              # what users say takes a version back
+harm = 0.1
+
+[master.stop]                    # when the users have gone and the last window has closed
+after = "{after_users}s"
+
+[collect]
+deadline_s = 30.0
+{processors}
+[trainer]
+learning_rate = 2e-4             # steps of 64 answers at twice the rate lead to collapse
+betas = [0.9, 0.98]
+gradient_clip = 1.0
+checkpoint_every = 40
+
+[trainer.lanes]
+live = {{ loss = "dppo", weight = {usual}, least = 256, bound = 1.0 }}
+expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
+
+[trainer.warmup]
+lane = "expert"
+stop_at = 0.30                   # greedy accuracy on demonstrations kept for validation
+min_steps = 150
+max_steps = 600
+min_experiences = 2000
+learning_rate = 5e-4
+batch = 64
+"""
+
+TRAFFIC = DemoTask(
+    name="traffic",
+    about="two-digit addition, learned from what users of a gateway say",
+    write="actors.tasksets.arithmetic:write_arithmetic",
+    vocabulary=CHARACTERS_ALONE,
+    size=Size(hidden=128, layers=4),
+    settings=SETTINGS,
+    suite="held-out",
+    measure="held-out accuracy",
+    stop_at=1.0,
+    lanes={"none": (1.0, 0.0)},
+)
+
+
+def door_sets() -> tuple[str, ...]:
+    """`--set` arguments of every role: a port that is free now."""
+    return (f"gateway.listen=127.0.0.1:{choose_address().port}",)
+
+
+def users_child(settings: Settings, minutes: float) -> Child:
+    """The users as a process of their own, with a key made for them; it ends when they have gone. Raises StoreError."""
+    assert settings.gateway is not None
+    _, key = create_key(store_of(settings), tenant=TENANT, scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
+    return Child(
+        name="users",
+        argv=(
+            sys.executable, "-m", "infra.demo.users", "--url", f"http://{settings.gateway.listen}/v1",
+            "--out", str(settings.folder / USERS_FILE), "--minutes", str(minutes), "--seed", str(settings.master.seed),
+        ),
+        log=settings.folder / "logs" / "users.log",
+        env={**child_environment(settings), "HEADRACE_KEY": key},
+        final_codes=(0, CONFIG_ERROR),
+        tier=3,
+    )  # fmt: skip
