@@ -14,8 +14,8 @@ WINGS = ("streams", "actors", "trainer")
 PACKAGES = ("schemas", "infra", *WINGS)
 # Modules and packages of infra that everyone may import; the rest of infra is the roof.
 FLOOR = {
-    "bus", "chain", "claimed", "config", "failpoint", "metrics", "model", "plugin", "processor",
-    "redact", "sandbox", "store", "store_directory", "store_memory", "store_s3", "weights",
+    "bus", "chain", "claimed", "config", "failpoint", "images", "metrics", "model", "plugin", "processor",
+    "redact", "sandbox", "spelling", "store", "store_directory", "store_memory", "store_s3", "vision", "weights",
 }  # fmt: skip
 ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
@@ -27,7 +27,8 @@ DOORS = {
     "deepspeed": ("trainer/learners/deepspeed.py",),
     "minio": ("infra/store",),
     "aiokafka": ("infra/bus/",),
-    "transformers": ("infra/model.py", "infra/demo/"),
+    "transformers": ("infra/model.py", "infra/vision.py", "infra/demo/"),
+    "PIL": ("infra/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/metrics.py",),
     "starlette": ("actors/gateway/",),
     "uvicorn": ("actors/gateway/",),
@@ -38,7 +39,15 @@ DOORS = {
     "matplotlib": ("infra/demo/",),
     "rich": ("infra/cli/", "infra/demo/"),
     "typer": ("infra/cli/",),
-    "torch": ("trainer/", "actors/engines/", "infra/model.py", "infra/weights/", "infra/demo/", "infra/bench/"),
+    "torch": (
+        "trainer/",
+        "actors/engines/",
+        "infra/model.py",
+        "infra/vision.py",
+        "infra/weights/",
+        "infra/demo/",
+        "infra/bench/",
+    ),
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
