@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from infra.images import Pixels
 from infra.weights.policy import Policy
 from schemas import Span
 
@@ -92,10 +93,17 @@ class Engine(Protocol):
         """Stop; running requests are cancelled."""
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, on_chunk: OnChunk | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
     ) -> Completion:
         """Sample one continuation. Cancelling the call frees the request.
 
+        images: what stands at the image tokens of the prompt, in order. ValueError where their number differs, or the
+        model or the engine takes none.
         on_chunk: called in the caller's event loop with what was sampled since its last call, in order and before the
         completion returns; together the chunks are the completion. What it raises is raised here.
         """
@@ -104,4 +112,5 @@ class Engine(Protocol):
         """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving."""
 
     async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Logprob (temperature 1) of every token but the first under the policy that samples now."""
+        """Logprob (temperature 1) of every token but the first under the policy that samples now; at image tokens stand
+        the made-up pictures of `infra.vision`, as they do in a policy's probe."""

@@ -28,6 +28,7 @@ from infra.bus.bus import CommitRefused, Partition, Reader
 from infra.bus.log import Log, Message
 from infra.config import Floor
 from infra.failpoint import reach
+from infra.images import ImageReader
 from infra.metrics import Metrics
 from infra.store import Store
 from schemas import Progress, Task
@@ -64,6 +65,7 @@ async def run_explorer(
         metrics=metrics,
         stop=stop_tokens,
         origin=instance,
+        images=ImageReader(store),
     )
     desk = Desk(max_episodes=config.episodes_in_flight)
     await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading"))

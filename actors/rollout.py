@@ -16,10 +16,11 @@ from actors.session import Session, Tokenizer
 from actors.waiting import issued_of
 from actors.workflow import Workflow, Workflows
 from infra.bus.log import Log
+from infra.images import ImageReader
 from infra.metrics import Metrics
 from infra.plugin import describe
 from schemas import Block, Closure, Experience, Issued, Score, Stub, Task
-from schemas.errors import ConfigError
+from schemas.errors import BadImage, ConfigError
 from schemas.experience import MAX_MEMBERS
 from schemas.ids import experience_id
 from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
@@ -32,7 +33,9 @@ _MAX_FAILURE_CHARS = 500
 
 
 class Rig(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rollout of an explorer uses. stop: token ids that end a turn. origin: who made the experiences."""
+    """What every rollout of an explorer uses. stop: token ids that end a turn. origin: who made the experiences.
+    images: reads what tasks show.
+    """
 
     log: Log
     engine: Engine
@@ -42,6 +45,7 @@ class Rig(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metrics
     stop: tuple[int, ...]
     origin: str
+    images: ImageReader | None = None
 
 
 class _Ended(msgspec.Struct, frozen=True):
@@ -82,7 +86,7 @@ async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
 
 
 async def _run_episode(task: Task, episode: int, workflow: Workflow, sampling: Sampling, rig: Rig) -> _Ended:
-    session = Session(rig.engine, rig.tokenizer, sampling)
+    session = Session(rig.engine, rig.tokenizer, sampling, rig.images)
     scores: tuple[Score, ...] = ()
     failure = ""
     try:
@@ -92,6 +96,9 @@ async def _run_episode(task: Task, episode: int, workflow: Workflow, sampling: S
         raise
     except TimeoutError:
         failure = f"not finished after {rig.config.episode_timeout_s:g} s"
+    except BadImage as error:
+        rig.metrics.counter("bad_images", reason=error.reason).inc()
+        failure = describe(error)[:_MAX_FAILURE_CHARS]
     except Exception as error:  # whatever a workflow raises is this episode's failure, recorded as data
         failure = describe(error)[:_MAX_FAILURE_CHARS]
     if failure:

@@ -11,6 +11,7 @@ conversation that no longer extends what was sampled (rewritten or branched hist
 new part instead of inventing tokens, and `meta` says why; what was sampled before an error is still returned.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol, TypedDict, Unpack
 
@@ -18,6 +19,7 @@ import msgspec
 
 from actors.continuation import Turn, added_tokens
 from actors.engine import Completion, Engine, Sampling
+from infra.images import ImageReader, Pixels, images_of
 from schemas import End, Experience, Lane, Message, Score, Span, make_experience
 from schemas.fields import Meta
 from schemas.ids import experience_id
@@ -57,7 +59,11 @@ class Header(TypedDict, total=False):
 class Session:
     """One episode's conversation with the policy. Not for concurrent use: one turn at a time."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling, images: ImageReader | None = None
+    ) -> None:
+        """images: reads what messages show; without one, a message with an image is an error."""
+        self._images = images
         self._engine = engine
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -83,7 +89,8 @@ class Session:
     async def reply(self, messages: Sequence[Message], *, sampling: Sampling | None = None) -> Message:
         """Sample the next assistant message of the whole conversation `messages`.
 
-        sampling: for this turn only. Raises ValueError for an empty conversation; errors of the engine pass through.
+        sampling: for this turn only. Raises ValueError for an empty conversation, BadImage for an image that cannot be
+        shown; errors of the engine and of the store pass through.
         """
         conversation = tuple(messages)
         if not conversation:
@@ -91,7 +98,8 @@ class Session:
         rendered = self._tokenizer.encode_chat(conversation)
         tail, reason = self._tail(conversation, rendered)
         prompt = list(rendered) if tail is None else self._parts[-1].tokens + tail
-        completion = await self._engine.generate(prompt, sampling or self._sampling)
+        images = await self._shown(conversation)
+        completion = await self._engine.generate(prompt, sampling or self._sampling, images=images)
         content = self._tokenizer.decode(completion.tokens[:-1] if completion.stopped else completion.tokens)
         reply = Message(role="assistant", content=content)
         if tail is None:
@@ -149,6 +157,15 @@ class Session:
             )
             for index, part in enumerate(parts)
         ]
+
+    async def _shown(self, conversation: Conversation) -> tuple[Pixels, ...]:
+        """The pixels of the conversation's images, which are recorded by reference alone."""
+        images = images_of(conversation)
+        if not images:
+            return ()
+        if self._images is None:
+            raise ValueError(f"messages: got {len(images)} images, expected none: this session reads no store")
+        return await asyncio.to_thread(self._images.read_all, images)
 
     def _tail(self, conversation: Conversation, rendered: Sequence[int]) -> tuple[list[int] | None, str]:
         """Observation tokens that continue the last part; None where a new part begins, and why it does."""

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infra.vision import Vision, load_vision
 from infra.weights.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
@@ -18,9 +19,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Tokenizer:
     """Text to token ids and back, with the model's chat template."""
 
-    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], vision: Vision | None = None) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
+        self._vision = vision
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -44,9 +46,17 @@ class Tokenizer:
         return text
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the conversation up to where the assistant's next answer begins."""
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        """Ids of the conversation up to where the assistant's next answer begins, each image as all of its places.
+
+        Raises ValueError for images that the model does not take, or that the template does not write.
+        """
+        conversation = [{"role": message.role, "content": _content(message)} for message in messages]
         text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        num_images = sum(len(message.images) for message in messages)
+        if self._vision is not None:
+            return self._vision.expand(self.encode(text), num_images)
+        if num_images:
+            raise ValueError(f"messages: got {num_images} images, expected none: the model reads text alone")
         return self.encode(text)
 
     @property
@@ -85,19 +95,23 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise _not_loadable("tokenizer", folder, "tokenizer.json", error) from error
     if tokenizer.chat_template is None:
         raise ConfigError(f"tokenizer: {folder} has no chat template; put a chat_template.jinja into the folder")
-    return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id))
+    return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder))
 
 
 def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Module":
-    """The causal language model of a folder, on the CPU, in evaluation mode. dtype: see DTYPES. Raises ConfigError."""
+    """The causal language model of a folder, with its vision tower if it has one, on the CPU, in evaluation mode.
+
+    dtype: see DTYPES. Raises ConfigError.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    kind = AutoModelForCausalLM if load_vision(folder) is None else AutoModelForImageTextToText
     try:
         with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
+            model = kind.from_pretrained(
                 str(folder),
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
@@ -193,6 +207,13 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if drawn:
             logging.enable_progress_bar()
+
+
+def _content(message: Message) -> object:
+    """A message's content as chat templates take it: text alone, or parts, the images first."""
+    if not message.images:
+        return message.content
+    return [*({"type": "image"} for _ in message.images), {"type": "text", "text": message.content}]
 
 
 def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:

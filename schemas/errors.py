@@ -12,6 +12,7 @@
     ├── StoreError          the object store failed: retriable
     │   └── NotInStore      the key is not there
     ├── PolicyRefused       a policy that is incomplete, altered, unhealthy or not reproduced: keep serving the old one
+    ├── BadImage            an image that is missing, altered, too large or none: what shows it fails alone
     ├── FencedOut           a newer lease exists: this process must end
     └── SandboxUnavailable  code cannot be confined here: refuse to run it
 
@@ -73,6 +74,14 @@ class NotInStore(StoreError):
 
 class PolicyRefused(HeadraceError):
     """A policy that must not be served: incomplete, altered, not finite, or not reproduced by the engine."""
+
+
+class BadImage(HeadraceError):
+    """An image that cannot be shown. reason: a short constant phrase, used as a label."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"image: {reason}: {detail}")
+        self.reason = reason
 
 
 class FencedOut(HeadraceError):

@@ -29,14 +29,28 @@ from schemas.journal import Batch, Fence, Rollback, Saved, Skip
 MAJOR = 1
 
 
+class Image(Struct, frozen=True):
+    """An image by the hash of its bytes, which lie in the object store under `blobs/<sha256>`; never the pixels.
+
+    media_type: image/png, image/jpeg or image/webp. size: in bytes.
+
+    Example: Image(sha256="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08", size=312)
+    """
+
+    sha256: Annotated[str, Bounds(pattern="^[0-9a-f]{64}$")]
+    size: Count
+    media_type: Annotated[str, Bounds(max_length=64)] = "image/png"
+
+
 class Message(Struct, frozen=True):
-    """One message of a conversation.
+    """One message of a conversation. images: shown before the text, in this order.
 
     Example: Message(role="user", content="37+45=")
     """
 
     role: str
     content: str
+    images: Annotated[tuple[Image, ...], Bounds(max_length=64)] = ()
 
 
 class Issued(Struct, frozen=True):

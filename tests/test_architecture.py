@@ -14,8 +14,8 @@ WINGS = ("streams", "actors", "trainer")
 PACKAGES = ("schemas", "infra", *WINGS)
 # Modules and packages of infra that everyone may import; the rest of infra is the roof.
 FLOOR = {
-    "bus", "chain", "claimed", "config", "failpoint", "metrics", "model", "plugin", "processor",
-    "redact", "sandbox", "seal", "spelling", "store", "store_directory", "store_memory", "store_s3", "weights",
+    "bus", "chain", "claimed", "config", "failpoint", "images", "metrics", "model", "plugin", "processor", "redact",
+    "sandbox", "seal", "spelling", "store", "store_directory", "store_memory", "store_s3", "vision", "weights",
 }  # fmt: skip
 ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
@@ -28,8 +28,9 @@ DOORS = {
     "minio": ("infra/store",),
     "cryptography": ("infra/seal.py",),
     "aiokafka": ("infra/bus/",),
-    "transformers": ("infra/model.py", "infra/demo/"),
+    "transformers": ("infra/model.py", "infra/vision.py", "infra/demo/"),
     "tokenizers": ("infra/spelling.py", "infra/demo/"),
+    "PIL": ("infra/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/metrics.py",),
     "starlette": ("actors/gateway/",),
     "uvicorn": ("actors/gateway/",),
@@ -40,7 +41,15 @@ DOORS = {
     "matplotlib": ("infra/demo/",),
     "rich": ("infra/cli/", "infra/demo/"),
     "typer": ("infra/cli/",),
-    "torch": ("trainer/", "actors/engines/", "infra/model.py", "infra/weights/", "infra/demo/", "infra/bench/"),
+    "torch": (
+        "trainer/",
+        "actors/engines/",
+        "infra/model.py",
+        "infra/vision.py",
+        "infra/weights/",
+        "infra/demo/",
+        "infra/bench/",
+    ),
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

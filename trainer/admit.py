@@ -12,18 +12,32 @@ from trainer.assemble import batch_items
 from trainer.batch import TrainItem, pack
 from trainer.batch_chain import PACED
 from trainer.draw import Candidate, Draw
+from trainer.sight import BAD_IMAGE
 from trainer.state import Run
+from trainer.step import shown
 from trainer.waiting import drop
 
 DIVERGED = "diverged"
 
 
+async def readable(run: Run, draw: Draw) -> Draw:
+    """The draw, where all of its images can be shown; else `wait`: groups that cannot be are dropped, and it is drawn
+    again."""
+    if run.sight is None:
+        return draw
+    gone = await run.in_thread(run.sight.unreadable, draw.taken, run.intake.buffer.look_at(draw.taken))
+    if not gone:
+        return draw
+    await drop(run, Draw(dropped=tuple((one, BAD_IMAGE) for one in gone)))
+    return Draw(wait=True)
+
+
 async def admitted(run: Run, draw: Draw) -> Draw:
-    """The draw without what has diverged; `wait` where nothing, or nothing of the paced lane, is left.
+    """The draw without what cannot be shown or has diverged; `wait` where nothing, or nothing of the paced lane, is left.
 
     A newer revision may take an answer's place in the buffer while this waits: then the newer one is drawn another time.
     """
-    draw = still_held(run, draw)
+    draw = still_held(run, await readable(run, still_held(run, draw)))
     asked = [one for one in draw.taken if run.config.lanes[one.lane].bound > 0 and one.lane != PACED]
     if not asked:
         return draw
@@ -54,7 +68,12 @@ async def distances(run: Run, candidates: list[Candidate]) -> dict[int, float]:
         for one, block in zip(candidates, blocks, strict=True)
         for item in batch_items(one, block)
     ]
-    packed = pack(items, max_tokens=run.config.max_tokens_per_microbatch, version=run.position.version, exact=False)
+    packed = pack(
+        await shown(run, items),
+        max_tokens=run.config.max_tokens_per_microbatch,
+        version=run.position.version,
+        exact=False,
+    )
     sums = await run.in_thread(run.learner.log_distances, packed)
     owner = np.repeat(np.arange(len(blocks)), [len(block.experiences) for block in blocks])
     totals = np.bincount(owner, weights=sums, minlength=len(blocks))

@@ -19,6 +19,7 @@ from schemas.experience import CHOSEN
 from schemas.fields import Lane
 from schemas.pairs import pair_side
 from schemas.teacher import teacher_logprobs
+from trainer.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
 
 LANES: tuple[Lane, ...] = get_args(Lane)
 SHARED_ROW_TOKENS = 512  # short trees share rows of at most this width
@@ -26,13 +27,14 @@ ATTENTION_TOKENS = 1024  # row width at which attention costs about what the res
 
 
 class TrainItem(msgspec.Struct, frozen=True):
-    """One experience with the numbers the journal gave it.
+    """One experience with the numbers the journal gave it, and what it shows.
 
     Example: TrainItem(experience=..., item=BatchItem(id="add-3745.2.0-7-0", ..., advantage=0.93))
     """
 
     experience: Experience
     item: BatchItem
+    pictures: Pictures | None = None
 
 
 class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +46,8 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     into LANES. sequence_N int64: index into the packed items. pair_N int64: 2p for the chosen, 2p + 1 for the rejected
     side of the step's pair p, -1 for none. teacher_N float32: the teacher's logprob, NaN for none. reward_N float32: the
     sequence's reward at its last sampled token (NaN where it has none), 0 elsewhere. bootstrap_N int64: index into B*T
-    where what follows the last sampled token of a truncated sequence is valued, -1 elsewhere.
+    where what follows the last sampled token of a truncated sequence is valued, -1 elsewhere. pixels_I3HW float32: its
+    pictures. places_P int64: indexes into B*T where they stand, picture after picture, equally many each.
     """
 
     tokens_BT: np.ndarray
@@ -64,6 +67,8 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     teacher_N: np.ndarray
     reward_N: np.ndarray
     bootstrap_N: np.ndarray
+    pixels_I3HW: np.ndarray = msgspec.field(default_factory=no_pixels)
+    places_P: np.ndarray = msgspec.field(default_factory=no_places)
 
 
 class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +107,7 @@ class _Flat(NamedTuple):
     num_sampled_S: np.ndarray
     at_N: np.ndarray  # index within its own sequence
     per_token: dict[str, np.ndarray]
+    gallery: Gallery
 
 
 class _Forest(NamedTuple):
@@ -116,6 +122,7 @@ class _Forest(NamedTuple):
     tree_N: np.ndarray
     size: np.ndarray  # nodes of each tree
     lane: np.ndarray  # of each tree
+    picture: np.ndarray  # number of the place in the gallery
 
 
 def pack(
@@ -179,7 +186,8 @@ def _flatten(items: Sequence[TrainItem], bootstrap: bool) -> _Flat:
     }
     num_sampled_S = np.bincount(sequence_N, minlength=len(items))
     bootstrap_S = np.array([bootstrap and one.experience.end == "truncated" for one in items])
-    return _Flat(tokens, start_S, stop_S - 1 + bootstrap_S, bootstrap_S, num_sampled_S, at_N, per_token)
+    gallery = hang([one.pictures for one in items], start_S, len(tokens))
+    return _Flat(tokens, start_S, stop_S - 1 + bootstrap_S, bootstrap_S, num_sampled_S, at_N, per_token, gallery)
 
 
 def _pairs(items: Sequence[TrainItem]) -> np.ndarray:
@@ -249,15 +257,16 @@ def _grow(items: Sequence[TrainItem], flat: _Flat, max_tokens: int) -> _Forest:
     bootstrap_N = np.where(bootstrap_N >= 0, bootstrap_N - base_F[tree_N], -1)
     return _Forest(
         flat.tokens[source[:node]], depth[:node], reach[:node] - of_tree, tree, predecessor_N - base_F[tree_N],
-        bootstrap_N, tree_N, size, lane,
+        bootstrap_N, tree_N, size, lane, flat.gallery.number[source[:node]],
     )  # fmt: skip
 
 
 def _order(items: Sequence[TrainItem], flat: _Flat) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Sequences by group, sorted within it; is each the first of its group; inputs it shares with the one before."""
-    groups: dict[tuple[str, Lane], list[int]] = {}
-    for s, one in enumerate(items):
-        groups.setdefault((one.experience.group, one.item.lane), []).append(s)
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for s, one in enumerate(items):  # equal tokens are the same only where they show the same
+        names = one.pictures.names if one.pictures is not None else ()
+        groups.setdefault((one.experience.group, one.item.lane, names), []).append(s)
     big_endian = flat.tokens.astype(">u4")  # so that bytes sort as tokens do
     starts, nums = flat.start_S.tolist(), flat.num_inputs_S.tolist()
     order, first = [], []
@@ -347,6 +356,7 @@ def _assemble(flat: _Flat, forest: _Forest, rows: list[list[int]]) -> Microbatch
         predecessor_N=begin_N + forest.predecessor_N[chosen],
         bootstrap_N=np.where(bootstrap_N >= 0, begin_N + bootstrap_N, -1),
         **{name: values[chosen] for name, values in flat.per_token.items()},
+        **of_nodes(flat.gallery, forest.picture[nodes], index),
     )
 
 

@@ -22,6 +22,8 @@ from trainer.journal import Lease
 
 logger = logging.getLogger(__name__)
 
+PROBE_TOKENS = 64  # of a sequence that a loaded policy is checked with
+
 
 class Publisher:
     """One trainer's way to the `policies` topic. events: what was published before, by version. times_ms: when."""
@@ -125,7 +127,7 @@ def published(events: Sequence[tuple[int, PolicyEvent]], policy: str) -> dict[in
 
 
 def probe_sequences(
-    sequences: Sequence[Sequence[int]], *, most: int = 4, longest: int = 64
+    sequences: Sequence[Sequence[int]], *, most: int = 4, longest: int = PROBE_TOKENS
 ) -> tuple[tuple[int, ...], ...]:
     """A few token sequences to check a loaded policy with, cut to what is cheap to score."""
     kept = [tuple(one[:longest]) for one in sequences if len(one) >= 2]

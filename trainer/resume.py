@@ -28,6 +28,7 @@ from trainer.learner import Learner
 from trainer.publication import Publisher, published
 from trainer.repeat import repeat
 from trainer.report import Report
+from trainer.sight import Sight
 from trainer.state import Learning, Run, Unread
 from trainer.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due
 from trainer.warmup import finish_warm_up
@@ -45,6 +46,7 @@ async def resume(
     learner: Learner,
     seed: int,
     report: Report,
+    sight: Sight | None = None,
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
     events = await read_policies(log)
@@ -70,6 +72,7 @@ async def resume(
         report=report,
         position=position,
         seed=seed,
+        sight=sight,
     )
     if state is not None:
         await restore_learner(run, state)

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from trainer.batch import Microbatch, PackedBatch, count_lanes, count_sequences
+from trainer.pictures import of_rows
 
 
 def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[PackedBatch, ...]:
@@ -42,11 +43,12 @@ def _select_rows(one: Microbatch, rows: list[int]) -> Microbatch:
     picked = {
         name: values[rows] if name.endswith("_BT") else values[chosen]
         for name, values in msgspec.structs.asdict(one).items()
+        if name.endswith(("_BT", "_N"))
     }
     picked["predecessor_N"] = row_N[chosen] * num_T + picked["predecessor_N"] % num_T
     at = picked["bootstrap_N"]
     picked["bootstrap_N"] = np.where(at >= 0, row_N[chosen] * num_T + at % num_T, -1)
-    return Microbatch(**picked)
+    return Microbatch(**picked, **of_rows(one.pixels_I3HW, one.places_P, new_row, num_T))
 
 
 def _row_lane(one: Microbatch, row: int) -> int:

@@ -24,6 +24,7 @@ from trainer.learner import Learner
 from trainer.loss import Objective, open_objectives
 from trainer.publication import Publisher
 from trainer.report import Report, Stopwatch
+from trainer.sight import Sight
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -41,6 +42,8 @@ class Learning:
     learner: Learner
     report: Report
     position: Position
+    # What a model that takes pictures needs besides the log; None for text alone.
+    sight: Sight | None = None
     probe_sequences: tuple[tuple[int, ...], ...] = ()
     # One thread for the learner: its CPU kernels keep their thread settings, and the event loop keeps reading.
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="learner"))

@@ -18,7 +18,7 @@ from trainer.diagnostics import alarms
 from trainer.draw import Candidate, Draw
 from trainer.guard import ANY_FINITE, GuardState, collapses, judge, norm_limit, passed, refused, rolled_back, unhealthy
 from trainer.learner import StepStats
-from trainer.publication import probe_sequences
+from trainer.publication import PROBE_TOKENS, probe_sequences
 from trainer.report import Stopwatch
 from trainer.saving import write_checkpoint
 from trainer.schedule import learning_rate_at
@@ -83,7 +83,7 @@ async def execute(
     steps_done = batch.step - run.position.first_train_step
     learning_rate = learning_rate_at(run.config, batch.phase, steps_done)
     packed = pack(
-        items,
+        await shown(run, items),
         max_tokens=run.config.max_tokens_per_microbatch,
         version=batch.version,
         exact=steps_done % run.floor.pacing.steps_per_version == 0,
@@ -98,8 +98,14 @@ async def execute(
     run.advance(step=batch.step)
     run.report.step(batch.step, list(items), stats, batch.version, watch.elapsed_s)
     sampled = [one.experience.tokens.tolist() for one in items[:4]]
-    run.probe_sequences = probe_sequences(sampled) or run.probe_sequences
+    longest = PROBE_TOKENS + (run.sight.vision.num_places if run.sight is not None else 0)
+    run.probe_sequences = probe_sequences(sampled, longest=longest) or run.probe_sequences
     return stats
+
+
+async def shown(run: Learning, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
+    """The items with what they show, where the model takes pictures. Raises BadFrame naming one that cannot be shown."""
+    return items if run.sight is None else await run.in_thread(run.sight.shown, items)
 
 
 async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:

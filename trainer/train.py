@@ -32,6 +32,7 @@ from trainer.learner import Learner
 from trainer.report import Report, publish_progress, report_progress
 from trainer.resume import resume
 from trainer.saving import write_checkpoint
+from trainer.sight import Sight
 from trainer.state import Run
 from trainer.step import publish_now, train_step
 from trainer.waiting import next_draw, tell_dropped
@@ -52,17 +53,20 @@ async def run_trainer(
     seed: int = 0,
     board: Board | None = None,
     chain: tuple[Step, ...] = (),
+    sight: Sight | None = None,
 ) -> None:
     """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run.
 
-    chain: what every drawn batch passes before it is journaled.
+    chain: what every drawn batch passes before it is journaled. sight: of a model that takes pictures.
     """
     owner = f"train/{socket.gethostname()}/{os.getpid()}"
     name = floor.run or floor.app
     lease = await take_lease(log, policy=floor.policy.name, run=name, owner=owner)
     logger.info("lease taken run=%s token=%d", name, lease.token)
     report = Report(metrics, owner, board)
-    run = await resume(floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report)
+    run = await resume(
+        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report, sight=sight
+    )
     run.chain = chain
     leases = await log.assigned(topics.POLICIES, {0: lease.token + 1})
     try:

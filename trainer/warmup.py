@@ -7,13 +7,14 @@ import asyncio
 import logging
 
 from schemas import BatchItem, Block
+from trainer.admit import readable
 from trainer.assemble import step_seed
 from trainer.batch import TrainItem, pack
 from trainer.config import WarmupConfig
 from trainer.draw import draw_spread
 from trainer.saving import write_checkpoint
 from trainer.state import Run
-from trainer.step import execute, journal_draw, publish_now, settle_verdict
+from trainer.step import execute, journal_draw, publish_now, settle_verdict, shown
 from trainer.waiting import drop_lost
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
                 logger.warning("warm-up ended step=%d: no demonstration has uses left", step)
                 break
             if await drop_lost(run, draw):
+                continue
+            draw = await readable(run, draw)
+            if draw.wait:
                 continue
             batch, items = await journal_draw(run, draw, phase="warmup")
             await settle_verdict(run, batch, await execute(run, batch, items))
@@ -77,7 +81,7 @@ async def warm_enough(run: Run, warmup: WarmupConfig) -> bool:
     items = validation_items(run.intake.buffer.validation())
     if not items:
         return False
-    packed = pack(items, max_tokens=run.config.max_tokens_per_microbatch)
+    packed = pack(await shown(run, items), max_tokens=run.config.max_tokens_per_microbatch)
     accuracy = await run.in_thread(run.learner.greedy_accuracy, packed)
     run.report.set("validation_accuracy", accuracy)
     return accuracy >= warmup.stop_at

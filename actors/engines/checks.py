@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from actors.engine import ContextFull, Sampling
+from infra.images import Pixels
 from infra.weights.policy import Policy, Probe
 from infra.weights.tensors import Tensor, is_finite
 from schemas.errors import PolicyRefused
@@ -77,6 +78,12 @@ def check_request(prompt: Sequence[int], sampling: Sampling, num_vocabulary: int
         raise ValueError(f"temperature: got {sampling.temperature}, expected 0 (greedy) or more")
     if not 0.0 < sampling.top_p <= 1.0:
         raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
+
+
+def refuse_images(images: Sequence[Pixels]) -> None:
+    """Raise ValueError for images that an engine of text alone was given."""
+    if images:
+        raise ValueError(f"images: got {len(images)}, expected none: this engine samples from text alone")
 
 
 def _equal(held: Tensor, wanted: Tensor) -> bool:

@@ -12,8 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from actors.engine import Completion, LoadReport, OnChunk, Sampling
-from actors.engines.checks import check_probe_sequences, check_request, check_tensors, probe_difference
+from actors.engines.checks import (
+    check_probe_sequences,
+    check_request,
+    check_tensors,
+    probe_difference,
+    refuse_images,
+)
 from actors.engines.trace import Trace
+from infra.images import Pixels
 from infra.weights.policy import Policy
 from infra.weights.tensors import Tensor, from_numpy, load_tensors, to_numpy
 
@@ -87,9 +94,15 @@ class ScriptedEngine:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, on_chunk: OnChunk | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
     ) -> Completion:
         """Sample one continuation."""
+        refuse_images(images)
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         task = asyncio.ensure_future(self._sample(tuple(prompt), sampling, on_chunk))
         self._running.add(task)

@@ -4,17 +4,45 @@ A sequence enters after a forward over its prompt (equal prompts are forwarded o
 last slot moves into its place. `rebuild` recomputes every running sequence's keys and values, for new weights.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from actors.engine import OnChunk
 from actors.engines.trace import Trace
+from infra.images import Pixels
+from infra.vision import Prepared, Vision, model_inputs
 
 SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
 REBUILD_TOKENS = 16384  # most tokens of one forward while rebuilding
+
+
+class Shown:
+    """The images of one prompt, equal where their pixels are."""
+
+    def __init__(self, images: Sequence[Pixels] = ()) -> None:
+        self.images = tuple(images)
+        self._prepared: tuple[Prepared, ...] | None = None
+        self._digest = tuple((one.shape, hashlib.blake2b(one.tobytes(), digest_size=16).digest()) for one in images)
+
+    def prepared(self, vision: Vision) -> tuple[Prepared, ...]:
+        """As the vision tower takes them, computed once."""
+        if self._prepared is None:
+            self._prepared = tuple(vision.prepare(image) for image in self.images)
+        return self._prepared
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shown) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+Input = tuple[tuple[int, ...], Shown]  # tokens, and what stands at the image tokens among them
 
 
 class Row:
@@ -26,8 +54,10 @@ class Row:
         trace: Trace,
         generator: torch.Generator | None,
         on_chunk: OnChunk | None = None,
+        shown: Shown | None = None,
     ) -> None:
         self.prompt = prompt
+        self.shown = shown or Shown()
         self.trace = trace
         self.generator = generator
         self.on_chunk = on_chunk
@@ -96,8 +126,9 @@ class _Slots:
 class Batch:
     """The sequences being sampled. Not for concurrent use."""
 
-    def __init__(self, model: Any, generator: torch.Generator) -> None:
+    def __init__(self, model: Any, generator: torch.Generator, vision: Vision | None = None) -> None:
         self.rows: list[Row] = []
+        self._vision = vision
         self._model = model
         self._generator = generator
         self._slots = _Slots()
@@ -109,9 +140,11 @@ class Batch:
         for row in rows:
             by_length.setdefault(len(row.prompt), []).append(row)
         for group in by_length.values():
-            prompts = list(dict.fromkeys(row.prompt for row in group))
+            prompts = list(dict.fromkeys((row.prompt, row.shown) for row in group))
             index = {prompt: position for position, prompt in enumerate(prompts)}
-            which = torch.tensor([index[row.prompt] for row in group])
+            which = torch.tensor([index[row.prompt, row.shown] for row in group])
+            for row, position in zip(group, which.tolist(), strict=True):
+                row.shown = prompts[position][1]  # equal ones are prepared once
             layers, logits = self._forward(prompts)
             start = len(self.rows)
             self._slots.reserve(layers, start + len(group), max(row.num_reserved for row in group))
@@ -151,22 +184,22 @@ class Batch:
                 if stop > start and longest * (stop + 1 - start) > REBUILD_TOKENS:
                     break
                 stop += 1
-            sequences = [(*row.prompt, *row.trace.tokens[:-1]) for row in self.rows[start:stop]]
+            sequences = [((*row.prompt, *row.trace.tokens[:-1]), row.shown) for row in self.rows[start:stop]]
             unique = list(dict.fromkeys(sequences))
             index = {sequence: position for position, sequence in enumerate(unique)}
             layers, _ = self._forward(unique)
             self._slots.write(layers, start, torch.tensor([index[sequence] for sequence in sequences]))
             start = stop
 
-    def _forward(self, sequences: Sequence[tuple[int, ...]]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    def _forward(self, sequences: Sequence[Input]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Keys and values of whole sequences, and the logits after the longest ones' last token."""
-        length = max(map(len, sequences))
+        length = max(len(tokens) for tokens, _ in sequences)
         padded = torch.zeros(len(sequences), length, dtype=torch.long)  # causal: what pads the end is never looked at
-        for index, sequence in enumerate(sequences):
-            padded[index, : len(sequence)] = torch.tensor(sequence)
+        for index, (tokens, _) in enumerate(sequences):
+            padded[index, : len(tokens)] = torch.tensor(tokens)
         captured = _Captured()
         logits = self._model(
-            input_ids=padded,
+            **self._inputs(sequences, padded),
             position_ids=torch.arange(length)[None],
             attention_mask=torch.ones(length, length, dtype=torch.bool).tril()[None, None],
             past_key_values=captured,
@@ -174,6 +207,16 @@ class Batch:
             logits_to_keep=1,
         ).logits[:, -1]
         return captured.layers, logits
+
+    def _inputs(self, sequences: Sequence[Input], padded: Tensor) -> Mapping[str, Tensor]:
+        """What the model's forward takes: the tokens, with the features of their images where there are any."""
+        places = pictures = None
+        vision, length = self._vision, padded.shape[1]
+        if vision is not None and any(shown.images for _, shown in sequences):
+            pictures = np.stack([one for _, shown in sequences for one in shown.prepared(vision)])
+            found = [vision.places(tokens, len(shown.images)) for tokens, shown in sequences]
+            places = np.concatenate([at + index * length for index, at in enumerate(found)])
+        return model_inputs(self._model, padded, places, pictures)
 
     def _sample(self, start: int, logits: Tensor, version: int) -> list[Row]:
         """Record one token for each row from `start` on; remove and return the finished."""

@@ -26,10 +26,13 @@ from actors.engines.checks import (
     check_request,
     check_tensors,
     probe_difference,
+    refuse_images,
 )
-from actors.engines.slots import Batch, Row
+from actors.engines.slots import Batch, Row, Shown
 from actors.engines.trace import Trace
+from infra.images import Pixels
 from infra.model import load_into, load_model, model_tensors
+from infra.vision import load_vision, probe_inputs
 from infra.weights.policy import Policy
 from infra.weights.tensors import Tensor
 from schemas.errors import PolicyRefused
@@ -87,11 +90,12 @@ class TorchEngine:
         if self._threads:
             torch.set_num_threads(self._threads)
         self._model: Any = await asyncio.to_thread(load_model, self._folder, dtype=self._dtype)
+        self._vision = await asyncio.to_thread(load_vision, self._folder)
         self._held = model_tensors(self._model)
-        self._num_vocabulary = int(self._model.config.vocab_size)
-        longest = int(self._model.config.max_position_embeddings)
+        self._num_vocabulary = int(self._model.config.get_text_config().vocab_size)
+        longest = int(self._model.config.get_text_config().max_position_embeddings)
         self._max_model_len = min(self._max_model_len or longest, longest)
-        self._batch = Batch(self._model, torch.Generator().manual_seed(self._seed))
+        self._batch = Batch(self._model, torch.Generator().manual_seed(self._seed), self._vision)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -107,13 +111,22 @@ class TorchEngine:
             future.cancel()
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, on_chunk: OnChunk | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
     ) -> Completion:
         """Sample one continuation."""
-        check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         self._check_alive()
+        check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
+        if self._vision is None:
+            refuse_images(images)
+        else:
+            self._vision.check(prompt, len(images))
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
-        row = Row(tuple(prompt), Trace(sampling), generator, on_chunk)
+        row = Row(tuple(prompt), Trace(sampling), generator, on_chunk, Shown(images))
         future: Finished = self._loop.create_future()
         self._futures[row] = future
         if not self._entering:  # calls of one loop turn enter together, so that a group's prompt is forwarded once
@@ -157,7 +170,8 @@ class TorchEngine:
 
     def _score(self, tokens: Sequence[int]) -> tuple[float, ...]:
         ids = torch.tensor([list(tokens)])
-        logprobs = torch.log_softmax(self._model(input_ids=ids, use_cache=False).logits[0].float(), -1)
+        inputs = probe_inputs(self._model, self._vision, ids)
+        logprobs = torch.log_softmax(self._model(**inputs, use_cache=False).logits[0].float(), -1)
         return tuple(logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist())
 
     def _check_alive(self) -> None:

@@ -8,6 +8,8 @@ which), failed (whatever is raised; `meta.failure` says what).
 
 from typing import cast
 
+import msgspec
+
 from actors.agent import Agent
 from actors.engine import ContextFull
 from actors.environment import Environment, EnvironmentFailed, World, world_seed
@@ -79,6 +81,6 @@ class Interact(Section, frozen=True):
             return conversation
         last = conversation[-1] if conversation else None
         if last is not None and last.role == self.observations:
-            joined = Message(role=last.role, content=f"{last.content}\n{observation}")
+            joined = msgspec.structs.replace(last, content=f"{last.content}\n{observation}")
             return (*conversation[:-1], joined)
         return (*conversation, Message(role=self.observations, content=observation))

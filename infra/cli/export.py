@@ -12,6 +12,7 @@ from infra.bus.bus import Partition, Record
 from infra.bus.log import Log
 from infra.cli.source import Source, opened, shaping
 from infra.ledger.archive import ABOUT, About, Archive, writing
+from infra.vision import load_vision
 from schemas import topics
 from schemas.errors import OffsetOutOfRange
 from schemas.topics import Topic
@@ -52,10 +53,13 @@ async def fill(archive: Archive, source: Source, start: Start) -> dict[str, int]
     await asyncio.to_thread(archive.add_model, Path(source.model))
     for key in checkpoint.objects(source.store, source.run, start.manifest.place):
         archive.add(f"store/{key}", source.store.get(key))
+    shows = await asyncio.to_thread(load_vision, source.model) is not None
     begins = (start.manifest.position.journal_next, min(start.survey.last_use, default=0))
     counts = {}
     for topic, begin in zip(held, begins, strict=True):
-        counts[topic.name] = await archive.add_records(topic, records_from(source.log, topic, begin), source.store)
+        records = records_from(source.log, topic, begin)
+        images = shows and topic is topics.BUFFER
+        counts[topic.name] = await archive.add_records(topic, records, source.store, images=images)
     return counts
 
 

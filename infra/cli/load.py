@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from infra.cli.connect import connected
+from infra.cli.connect import connected, store_of
 from infra.cli.roles import model_folder
 from infra.cli.settings import load_settings
 from infra.plugin import add_plugin_folders, load
@@ -51,6 +51,7 @@ async def run_load_tasks(
     """Load the tasks of a file or of the taskset `use`, and say how many were new, repeated, or there already."""
     from actors.loader import load_tasks
     from actors.tasksets.files import count_rows, read_rows
+    from actors.tasksets.image_files import with_images
     from schemas import Task
 
     if (file is None) == (not use):
@@ -63,7 +64,8 @@ async def run_load_tasks(
     async with connected(settings) as log:
         with progress_bar(f"tasks from {use or file}", total) as bar:
             if file is not None:
-                rows = read_rows(file, Task, fields=renamed, split=split, on_broken=bar.broken)
+                read = read_rows(file, Task, fields=renamed, split=split, on_broken=bar.broken)
+                rows = with_images(read, file, store_of(settings), bar.broken)
             else:
                 assert taskset is not None
                 rows = taskset()
@@ -78,6 +80,7 @@ async def run_load_experts(
     from actors.loader import load_experts
     from actors.taskset import Demonstration
     from actors.tasksets.files import count_rows, read_rows
+    from actors.tasksets.image_files import with_images
     from infra.model import load_tokenizer
 
     renamed = field_map(fields or [])
@@ -86,7 +89,8 @@ async def run_load_experts(
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
         with progress_bar(f"demonstrations from {file}", total) as bar:
-            rows = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
+            read = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
+            rows = with_images(read, file, store_of(settings), bar.broken)
             done = await load_experts(log, rows, tokenizer, on_progress=bar.moved)
     return tell("experts", done, bar)
 
@@ -97,6 +101,7 @@ async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: l
     from actors.preferences import different
     from actors.taskset import Preference
     from actors.tasksets.files import count_rows, read_rows
+    from actors.tasksets.image_files import with_images
     from infra.model import load_tokenizer
 
     renamed = field_map(fields or [])
@@ -105,7 +110,8 @@ async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: l
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
         with progress_bar(f"pairs from {file}", total) as bar:
-            rows = different(read_rows(file, Preference, fields=renamed, on_broken=bar.broken), bar.broken)
+            read = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
+            rows = different(with_images(read, file, store_of(settings), bar.broken), bar.broken)
             done = await load_preferences(log, rows, tokenizer, on_progress=bar.moved)
     return tell("pairs", done, bar)
 

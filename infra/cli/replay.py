@@ -17,6 +17,7 @@ from trainer.learner import open_learner
 from trainer.origin import differences, made_with
 from trainer.replay import Compared, Start, find_start, forgotten_steps, replay
 from trainer.report import Report
+from trainer.sight import open_sight
 from trainer.state import Learning
 
 SHOWN_HASH = 16
@@ -61,6 +62,7 @@ async def run_replay(path: Path, *, from_step: int | None, to_step: int | None, 
             learner=learner,
             report=Report(Metrics("replay")),
             position=Position(),
+            sight=await asyncio.to_thread(open_sight, source.model, source.store),
         )
         try:
             verdict = await done_again(console, source, run, from_step, to_step, verify=verify)

@@ -123,6 +123,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch_chain import build_batch
     from trainer.board import Board
     from trainer.learner import Follower, open_learner
+    from trainer.sight import open_sight
     from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
@@ -133,19 +134,21 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
         return
     async with connected(settings) as log:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
+        store = store_of(settings)
         board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None
         try:
             await run_trainer(
                 settings,
                 settings.trainer,
                 log=log,
-                store=store_of(settings),
+                store=store,
                 learner=learner,
                 metrics=metrics,
                 stop=stop,
                 seed=settings.master.seed,
                 board=board,
                 chain=build_batch(settings.processor),
+                sight=await asyncio.to_thread(open_sight, folder, store),
             )
         finally:
             if board is not None:

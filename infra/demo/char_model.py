@@ -24,13 +24,15 @@ TURNS_TEMPLATE = (
 
 
 class Size(msgspec.Struct, frozen=True):
-    """How large the model is: width, a multiple of 4 heads, and layers.
+    """How large the model is: width, a multiple of 4 heads, and layers. image: pixels a side of the pictures it takes, 0 for
+    text alone.
 
     Example: Size(hidden=128, layers=4)
     """
 
     hidden: int = 128
     layers: int = 4
+    image: int = 0
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -57,7 +59,13 @@ def build_char_model(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     _save_tokenizer(temporary, vocabulary)
-    _save_model(temporary, seed, size or Size())
+    size = size or Size()
+    if size.image:
+        from infra.demo.eye_model import IMAGE_TOKEN, save_eye_model
+
+        save_eye_model(temporary, seed, size, len(SPECIAL_TOKENS) + vocabulary.words.index(IMAGE_TOKEN))
+    else:
+        _save_model(temporary, seed, size)
     try:
         temporary.rename(folder)  # replaces an empty folder, and refuses any other
     except OSError:

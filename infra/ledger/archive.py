@@ -22,12 +22,14 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import zstandard
 
-from infra.bus.blobs import is_claim, read_claim
+from infra.bus.blobs import PREFIX, is_claim, read_claim
 from infra.bus.bus import Record
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
+from infra.images import images_of
 from infra.store import Store
-from schemas.errors import BadFrame, ConfigError
+from schemas import Block, decode
+from schemas.errors import BadFrame, ConfigError, NotInStore
 from schemas.topics import MAX_RECORD_BYTES, Topic, by_name
 
 FORMAT = 1
@@ -83,14 +85,24 @@ class Archive:
                 with path.open("rb") as file:
                     self._tar.addfile(member, file)
 
-    async def add_records(self, topic: Topic, records: AsyncIterator[Record], store: Store) -> int:
-        """All records of a topic, and what they claim from the store; how many there were."""
+    async def add_records(
+        self, topic: Topic, records: AsyncIterator[Record], store: Store, *, images: bool = False
+    ) -> int:
+        """All records of a topic, and what they claim from the store, with `images` what they show too; how many."""
         part, number, count = bytearray(), 0, 0
         claimed: set[str] = set()
         async for record in records:
-            if is_claim(record.value) and (key := read_claim(record.value).key) not in claimed:
+            frame = record.value
+            if is_claim(frame):
+                key = read_claim(frame).key
+                frame = store.get(key)
+                if key not in claimed:
+                    claimed.add(key)
+                    self.add(f"store/{key}", frame)
+            for key in shown_by(frame) - claimed if images else ():
                 claimed.add(key)
-                self.add(f"store/{key}", store.get(key))
+                with contextlib.suppress(NotInStore):  # what showed it was dropped, or a replay will name it
+                    self.add(f"store/{key}", store.get(key))
             body = msgspec.msgpack.encode(StoredRecord(record.offset, record.timestamp_ms, record.key, record.value))
             part += len(body).to_bytes(4, "little") + body
             count += 1
@@ -107,6 +119,13 @@ class Archive:
         self._tar.close()
         self._compressed.close()  # type: ignore[no-untyped-call]
         return self._target.tell()
+
+
+def shown_by(frame: bytes) -> set[str]:
+    """Keys of the images that the experiences of a block show."""
+    record = decode(frame)
+    members = record.experiences if isinstance(record, Block) else ()
+    return {PREFIX + image.sha256 for one in members for image in images_of(one.messages)}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import pytest
 
 from actors.engine import Completion, LoadReport, Sampling
 from actors.session import CachedTokenizer, Session
+from infra.images import Pixels
 from infra.weights.policy import Policy
 from schemas import Message, Span
 
@@ -60,7 +61,7 @@ class Answers:
         self.prompts: list[tuple[int, ...]] = []
         self._answers = list(answers)
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, images: Sequence[Pixels] = ()) -> Completion:
         self.prompts.append(tuple(prompt))
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):

@@ -9,6 +9,7 @@ from actors.engine import Completion, Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.session import Session
 from actors.workflow import Workflow
+from infra.images import Pixels
 from infra.weights.policy import Policy
 from infra.weights.tensors import from_numpy
 from schemas import Experience, Issued, Message, Task
@@ -54,8 +55,8 @@ class RecordingEngine(ScriptedEngine):
         self.tables: dict[int, np.ndarray] = {}
         self._reloads = reloads
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        running = asyncio.ensure_future(super().generate(prompt, sampling))
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, images: Sequence[Pixels] = ()) -> Completion:
+        running = asyncio.ensure_future(super().generate(prompt, sampling, images=images))
         if self._reloads:
             for _ in range(3):  # the task starts, its sampling starts, a first token is sampled under the old weights
                 await asyncio.sleep(0)

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from record_samples import CONTROL_KINDS, example_of
 
-from schemas import BatchItem, Block, Experience, Issued, Message, Score, Span, decode, encode
+from schemas import BatchItem, Block, Experience, Image, Issued, Message, Score, Span, Task, decode, encode
 from schemas.sections import Column
 from schemas.topics import Topic
 
@@ -37,7 +38,7 @@ def test_a_fresh_block_has_the_released_header() -> None:
     assert encode(example_of(Block))[:length] == golden(Block)[:length]
 
 
-@pytest.mark.parametrize("kind", [BatchItem, Column, Experience, Issued, Message, Score, Span, Topic])
+@pytest.mark.parametrize("kind", [BatchItem, Column, Experience, Image, Issued, Message, Score, Span, Topic])
 def test_docstring_examples_of_parts_are_real(kind: type[Any]) -> None:
     if kind is Topic:
         assert Topic("buffer", ("Block",), key="group", partitions=1, retention="keep").name == "buffer"
@@ -45,3 +46,14 @@ def test_docstring_examples_of_parts_are_real(kind: type[Any]) -> None:
         assert Column(name="tokens", width=4, items=176).items == 176
     else:
         assert isinstance(example_of(kind), kind)
+
+
+def test_a_message_with_images_is_read_by_those_who_know_none_and_the_other_way_round() -> None:
+    image = Image(sha256="9f" * 32, size=312)
+    task = Task(id="count-1", messages=(Message(role="user", content="count", images=(image,)),), answer="2")
+    assert decode(encode(task)) == task
+    plain = Task(id="count-1", messages=(Message(role="user", content="count"),), answer="2")
+    assert b"images" not in encode(plain) and decode(encode(plain)) == plain
+    elsewhere = replace(task.messages[0], images=(replace(image, sha256="../x"),))
+    with pytest.raises(ValueError, match="sha256"):
+        encode(replace(task, messages=(elsewhere,)))

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from infra.model import load_model
+from infra.vision import load_vision, model_inputs, probe_inputs
 from schemas.errors import ConfigError
 from trainer.batch import Microbatch
 
@@ -44,7 +45,8 @@ class PackedModel:
         self._body = getattr(self.module, self.module.base_model_prefix)
         self._head = self.module.get_output_embeddings()
         self._head.forward = functools.partial(_float32_linear, self._head)
-        self._window = _sliding_window(self.module.config)
+        self._vision = load_vision(folder)
+        self._window = _sliding_window(self.module.config.get_text_config())
         self._max_logits = max_logits
         self._check(folder)
 
@@ -69,9 +71,10 @@ class PackedModel:
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: tuple[int, ...]) -> list[float]:
-        """log π at temperature 1 of every token but the first, by a plain forward."""
+        """log π at temperature 1 of every token but the first, by a plain forward; see `Vision.probe` for images."""
         ids = torch.tensor([tokens], device=self.device)
-        hidden_TD = self._body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[0]
+        inputs = probe_inputs(self.module, self._vision, ids[:, :-1])
+        hidden_TD = self._body(**inputs, use_cache=False).last_hidden_state[0]
         logprobs: list[float] = self._read(hidden_TD, ids[0, 1:], torch.ones(1, device=self.device)).tolist()
         return logprobs
 
@@ -88,8 +91,9 @@ class PackedModel:
         reach_BT = self._tensor(one.reach_BT)
         causal_TT = index_T[:, None] >= index_T[None, :]
         mask_BTT = causal_TT & (index_T[None, :, None] < reach_BT[:, None, :])
+        inputs = model_inputs(self.module, self._tensor(one.tokens_BT), one.places_P, one.pixels_I3HW)
         hidden_BTD = self._body(
-            input_ids=self._tensor(one.tokens_BT),
+            **inputs,
             attention_mask=mask_BTT[:, None],
             position_ids=self._tensor(one.positions_BT),
             use_cache=False,
@@ -110,8 +114,10 @@ class PackedModel:
 
     @torch.no_grad()
     def _check(self, folder: str) -> None:
-        """Compare the packed reading of two branches with the model's own logits. Raises ConfigError."""
-        if getattr(self.module.config, "final_logit_softcapping", None):  # random weights would not show it
+        """Compare the packed reading of two branches of text with the model's own logits. Raises ConfigError."""
+        if getattr(
+            self.module.config.get_text_config(), "final_logit_softcapping", None
+        ):  # random weights would not show it
             raise ConfigError(f"policy.model: {folder}: final_logit_softcapping is not supported")
         vocabulary = self._head.out_features
         branches = [[token % vocabulary for token in tail] for tail in ([5, 6, 7, 8, 9], [5, 6, 11, 12, 13])]

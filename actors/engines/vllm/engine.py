@@ -25,12 +25,14 @@ from actors.engines.checks import (
     check_request,
     check_tensors,
     probe_difference,
+    refuse_images,
 )
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.settings import cached_byte_code, engine_arguments, environment, exchange_folder
 from actors.engines.vllm.streaming import stream
+from infra.images import Pixels
 from infra.model import folder_tensors
 from infra.weights.policy import Policy, Probe
 from infra.weights.tensors import Tensor, save_tensors
@@ -97,9 +99,15 @@ class VllmEngine:
             shutil.rmtree(self._exchange, ignore_errors=True)
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, on_chunk: OnChunk | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
     ) -> Completion:
         """Sample one continuation."""
+        refuse_images(images)
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         requests = self._running()
         if on_chunk is not None:

@@ -12,11 +12,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.bus.blobs import deposit
+from infra.bus.blobs import PREFIX, deposit
 from infra.bus.bus import Record
+from infra.images import image_named
 from infra.ledger.archive import ABOUT, END, About, Archive, restore_log, unpack, writing
 from infra.store_memory import MemoryStore
-from schemas import topics
+from schemas import Block, Message, Span, encode, make_experience, topics
 from schemas.errors import BadFrame, ConfigError
 
 HELD = About(settings={"app": "t"}, topics=("buffer",))
@@ -199,3 +200,22 @@ def test_archive_of_nothing_is_still_one(tmp_path: Path) -> None:
     archive = Archive(target)
     archive.add(ABOUT, msgspec.json.encode(HELD))
     assert archive.close() == len(target.getvalue()) > 0
+
+
+def test_an_archive_holds_what_its_experiences_show(tmp_path: Path) -> None:
+    store, data = MemoryStore(), b"\x89PNG of a kind"
+    image, gone = image_named(data), image_named(b"gone")
+    store.put(PREFIX + image.sha256, data)
+    shown = Message(role="user", content="count", images=(image, gone))
+    member = make_experience(
+        tokens=[1, 2], logprobs=[-1.0], messages=(shown,), id="a.0.0-0-0", group="a.0", episode=0, group_size=1,
+        spans=(Span(1, 2, 0),),
+    )  # fmt: skip
+    records = stream([record(0, encode(Block((member,)))), record(1, encode(Block((member,))))])
+    with writing(tmp_path / "run") as archive:
+        archive.add(ABOUT, msgspec.json.encode(HELD))
+        asyncio.run(archive.add_records(topics.BUFFER, records, store, images=True))
+        archive.close()
+    unpack(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "store" / PREFIX / image.sha256).read_bytes() == data
+    assert not (tmp_path / "out" / "store" / PREFIX / gone.sha256).exists()

@@ -1,0 +1,21 @@
+"""The smallest model that takes pictures, as tests build it, and what it is shown."""
+
+from pathlib import Path
+from random import Random
+
+from actors.tasksets.shapes import Drawing, draw
+from infra.demo.char_model import Size, build_char_model
+from infra.demo.eye_model import PICTURES
+
+SIZE = Size(hidden=16, layers=1, image=16)  # two by two places a picture
+NUM_PLACES = 4
+
+
+def build_eye_model(folder: Path, seed: int = 0) -> Path:
+    return build_char_model(folder, seed, PICTURES, SIZE)
+
+
+def drawings(count: int, seed: int = 0) -> list[Drawing]:
+    random = Random(seed)
+    found = {one.picture: one for one in (draw("count", random, size=16) for _ in range(40 * count))}
+    return list(found.values())[:count]
