@@ -5,10 +5,11 @@ Order, always: journal (confirmed) → Drawn → optimizer → checkpoint when d
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from infra.failpoint import reach
+from infra.weights.tensors import Tensor
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
 from trainer import checkpoint
 from trainer.assemble import Stamp, assemble, step_seed
@@ -134,10 +135,11 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
         run.report.add("steps_skipped")
         await run.journal(Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason))
     if batch.phase == "train" and run.publication_due():
-        if reason := await fault(run):
+        tensors = await run.in_thread(run.learner.tensors)
+        if reason := await fault(run, tensors):
             await roll_back(run, batch, reason, newest=batch.step)
         else:
-            await write_and_publish_due(run)
+            await write_and_publish_due(run, tensors)
 
 
 def condition(run: Learning, stats: StepStats) -> tuple[float | None, float | None]:
@@ -154,28 +156,31 @@ def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
     return passed(before, config, grad_norm=stats.grad_norm, entropy=entropy, reward=reward)
 
 
-async def fault(run: Run) -> str:
+async def fault(run: Run, tensors: Mapping[str, Tensor]) -> str:
     """Why the weights must not be published, "" for nothing: looked at before the checkpoint that would keep them."""
-    tensors = await run.in_thread(run.learner.tensors)
     before = run.published_probe if run.config.guard.probe_shift else None
     now = await run.in_thread(run.learner.probe, before.sequences) if before is not None else None
     return unhealthy(tensors, before, now, run.config.guard)
 
 
-async def write_and_publish_due(run: Run) -> None:
-    """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach."""
+async def write_and_publish_due(run: Run, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach.
+
+    tensors: see `publish_now`.
+    """
     if not run.publication_due():
         return
     version = run.position.version + 1
     if run.checkpoint_due():
         await write_checkpoint(run, version)
-    await publish_now(run, version)
+    await publish_now(run, version, tensors)
 
 
-async def publish_now(run: Run, version: int) -> None:
-    """Publish the learner's weights as `version` (or the next free number)."""
+async def publish_now(run: Run, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Publish the learner's weights as `version` (or the next free number). tensors: a copy of them, where one is made."""
     with Stopwatch(run.report, "publish_seconds"):
-        tensors = await run.in_thread(run.learner.tensors)
+        if tensors is None:
+            tensors = await run.in_thread(run.learner.tensors)
         probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
         stats: dict[str, float] = {
             name: run.report.gauges[name] for name in ("loss", "reward_mean") if name in run.report.gauges

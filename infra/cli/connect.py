@@ -39,17 +39,24 @@ def store_of(settings: Settings) -> Store:
 
 
 @asynccontextmanager
-async def connected(settings: Settings, *, deadline_s: float | None = None, create: bool = False) -> AsyncIterator[Log]:
+async def connected(
+    settings: Settings, *, deadline_s: float | None = None, create: bool = False, linger_ms: int | None = None
+) -> AsyncIterator[Log]:
     """A log that is connected inside the `with`. create: the caller creates the topics, so they need not be there.
+    linger_ms: how long a record waits for others to leave with it, None for the bus's own choice.
 
     Raises BrokerUnavailable naming the address after the deadline (that of the settings, if it is shorter), ConfigError
     for topics that are missing.
     """
-    from infra.bus.kafka import KafkaBus
+    from infra.bus.kafka import LINGER_MS, KafkaBus
 
     quieten_client()
     limit_s = settings.kafka.deadline_s
-    bus = KafkaBus(bootstrap_of(settings), deadline_s=min(deadline_s or limit_s, limit_s))
+    bus = KafkaBus(
+        bootstrap_of(settings),
+        deadline_s=min(deadline_s or limit_s, limit_s),
+        linger_ms=LINGER_MS if linger_ms is None else linger_ms,
+    )
     try:
         await bus.start()
         log = Log(bus, settings.app, store=store_of(settings))

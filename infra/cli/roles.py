@@ -132,7 +132,8 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
             raise ConfigError(several_ranks(settings))
         await asyncio.to_thread(learner.follow)
         return
-    async with connected(settings) as log:
+    # Each of its records is waited for alone, and the optimizer step with it: none would leave with others.
+    async with connected(settings, linger_ms=0) as log:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
         store = store_of(settings)
         board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None

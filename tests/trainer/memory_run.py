@@ -92,10 +92,11 @@ class KillingBus(MemoryBus):
         if args[0].endswith(".buffer"):
             return await super().send(*args, **kwargs)
         self.sends += 1
-        if self.sends == self.kill_at and self.kill_at % 2 == 0:
+        is_last = self.sends == self.kill_at  # now: other tasks may send while this one waits
+        if is_last and self.kill_at % 2 == 0:
             raise Killed
         position = await super().send(*args, **kwargs)
-        if self.sends == self.kill_at:
+        if is_last:
             raise Killed
         return position
 

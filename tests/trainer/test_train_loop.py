@@ -8,6 +8,7 @@ import pytest
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.store_directory import DirectoryStore
+from infra.weights.tensors import Tensor
 from schemas import Batch, Block, Drawn, PolicyEvent, Rollback, Skip, Span, topics
 from schemas.errors import FencedOut
 from tests.trainer.memory_run import STEPS, KillingBus, block, ends, filled_log, journal, published, train
@@ -38,6 +39,30 @@ def test_a_run_trains_everything_once_and_publishes_every_version(tmp_path: Path
     assert not any(
         "validation" in item.id or item.id.startswith("expert-9") for batch in batches for item in batch.items
     )
+
+
+class CopyingLearner(ScriptedLearner):
+    """Counts how often all weights were copied."""
+
+    copies = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        self.copies += 1
+        return super().tensors()
+
+    def save(self) -> dict[str, Tensor]:
+        self.copies -= 1  # a checkpoint copies them for itself
+        return super().save()
+
+
+def test_a_publication_copies_the_weights_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        store, learner = DirectoryStore(tmp_path), CopyingLearner()
+        log = await filled_log(store)
+        await train(log, store, learner)
+        assert learner.copies == len(await published(log)) == STEPS + 2
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 8])
