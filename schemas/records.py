@@ -221,13 +221,16 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     """A word to a role, or of it, that outlives processes; it stands in `policies`, and its offset orders it.
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
-    (no new groups; what is outstanding is finished) or continue (takes a drain back). owner: who says so.
+    (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and
+    feedback go on) or continue (takes a drain or a pause back). The newest of the last three holds. owner: who says so.
+    reason: why, for people.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """
 
     order: DirectiveKind
     owner: str = ""
+    reason: str = ""
 
 
 class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):

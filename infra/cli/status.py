@@ -13,7 +13,7 @@ from infra.bus.log import Log
 from infra.cli.connect import reading
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
-from schemas import EvalResult, PolicyEvent, Progress, Rollback, topics
+from schemas import Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
@@ -56,6 +56,7 @@ async def read_status(log: Log, *, now_s: float, max_lag: int) -> State:
     state: State = {
         "roles": roles,
         "policies": await policy_state(log),
+        "learning": await learning_state(log),
         "rollbacks": await rollbacks(log),
         "lags": {topic.name: await lag(log, topic, group) for topic, group in CONSUMERS},
         "dropped": dropped([one[-1][0] for one in reports.values()]),
@@ -130,6 +131,17 @@ async def policy_state(log: Log) -> State:
     }
 
 
+async def learning_state(log: Log) -> State:
+    """Whether an operator drains or pauses learning: the newest word holds, and nothing is published after it."""
+    said = [one for one in await newest(log, topics.POLICIES, RECENT) if isinstance(one.value, Directive)]
+    words = [(one.timestamp_ms, one.value) for one in said if one.value.order != "lease"]
+    if not words or words[-1][1].order == "continue":
+        return {"state": "on"}
+    time_ms, word = words[-1]
+    state = {"pause": "paused", "drain": "draining"}[word.order]
+    return {"state": state, "by": word.owner, "reason": word.reason, "since_s": time_ms / 1000}
+
+
 async def rollbacks(log: Log) -> list[str]:
     """The last times the trainer went back, and why, from the journal: it stays true after a restart."""
     records = [message.value for message in await newest(log, topics.BATCHES, RECENT)]
@@ -182,6 +194,13 @@ def show(console: Console, state: State) -> None:
     console.print(f"published  {'nothing yet' if policies['published'] is None else 'v' + str(policies['published'])}")
     for refusal in policies["refused"]:
         console.print(f"refused    {refusal}", style="red", markup=False)
+    learning = state["learning"]
+    if learning["state"] != "on":
+        since = time.strftime("%m-%d %H:%M:%S", time.localtime(learning["since_s"]))
+        why = f": {learning['reason']}" if learning["reason"] else ""
+        console.print(
+            f"learning   {learning['state']} by {learning['by']} since {since}{why}", style="yellow", markup=False
+        )
     for rollback in state["rollbacks"]:
         console.print(f"rollback   {rollback}", style="red", markup=False)
     for suite, found in state["accuracy"].items():

@@ -7,7 +7,7 @@ from actors.evaluation import VERSION_PASSED, parse_eval_group
 from actors.plan import SERVING, Plan
 from actors.waiting import issued_of
 from infra.config import Pacing
-from schemas import Closure, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
+from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
 
 PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=10.0)
 
@@ -161,6 +161,16 @@ def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> 
     assert {issued_of(one).version for one in finals} == {1}
     made.result(EvalResult(policy="main", version=1, suite="dev", num_tasks=3, num_correct=3))
     assert made.state == "done"
+
+
+def test_a_paused_master_issues_nothing_and_the_newest_word_holds() -> None:
+    made = plan()
+    made.directive(Directive(order="pause", owner="ann"), 3)
+    assert made.rollouts() == [] and made.state == "paused"
+    made.directive(Directive(order="drain", owner="ann"), 4)
+    assert made.rollouts() == [] and made.state != "paused"
+    made.directive(Directive(order="continue", owner="ann"), 5)
+    assert made.rollouts() and made.state == "issuing"
 
 
 def test_a_final_that_is_missed_does_not_hold_up_the_end() -> None:
