@@ -47,6 +47,7 @@ class Plan:
         self.pacing = pacing
         self.token = token
         self.drained_by = ""
+        self.paused = False
         self.drain_offset = -1
         self.book = TaskBook()
         self.feed = PolicyFeed(policy)
@@ -150,8 +151,9 @@ class Plan:
                 self.evals.request(directive.suite, directive.version)
             else:
                 _log.warning("eval_unknown suite=%s version=%d", directive.suite, directive.version)
-        elif directive.order != "forget":
+        elif directive.is_of_learning:
             self.drained_by = (directive.owner or "somebody") if directive.order == "drain" else ""
+            self.paused = directive.order == "pause"
             self.drain_offset = offset
 
     def finish(self) -> None:
@@ -162,8 +164,8 @@ class Plan:
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing new is issued: the run is over, or an operator drains it."""
-        return self._ended or bool(self.drained_by)
+        """Whether nothing new is issued: the run is over, or an operator drains or pauses it."""
+        return self._ended or bool(self.drained_by) or self.paused
 
     @property
     def _ended(self) -> bool:
@@ -178,7 +180,9 @@ class Plan:
 
     @property
     def state(self) -> str:
-        """warming up | issuing | draining | evaluating | done; drained, where an operator asked for it."""
+        """warming up | issuing | draining | evaluating | done; drained or paused, where an operator asked for it."""
+        if self.paused:
+            return "paused"
         if not self.stopped:
             return "issuing" if self._begun() else "warming up"
         if not self._drained():

@@ -41,7 +41,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
-        known = [int(token) for token in ids if 0 <= token < len(self._tokenizer)]
+        num_tokens = len(self._tokenizer)  # asked once: the tokenizer counts them anew each time
+        known = [int(token) for token in ids if 0 <= token < num_tokens]
         text: str = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 

@@ -19,7 +19,7 @@ Lane = Literal["usual", "live", "expert", "synthetic", "human"]
 End = Literal["terminal", "truncated", "failed"]
 Outcome = Literal["buffered", "dropped", "superseded"]
 PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "refused", "held"]
-DirectiveKind = Literal["lease", "drain", "continue", "eval", "forget"]
+DirectiveKind = Literal["lease", "drain", "pause", "continue", "eval", "forget"]
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
 Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
 

@@ -240,8 +240,10 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     """A word to a role, or of it, that outlives processes; it stands in `policies`, and its offset orders it.
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
-    (no new groups; what is outstanding is finished), continue (takes a drain back), eval (of `suite` by exactly `version`)
-    or forget (a user's keys were destroyed). owner: who says so. about: whom, as a keyed hash.
+    (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and
+    feedback go on), continue (takes a drain or a pause back), eval (of `suite` by exactly `version`) or forget (a user's
+    keys were destroyed). Of drain, pause and continue the newest holds. owner: who says so. reason: why, for people. about:
+    whom it forgets, as a keyed hash.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """
@@ -251,6 +253,12 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     suite: str = ""
     version: Number = -1
     about: str = ""
+    reason: str = ""
+
+    @property
+    def is_of_learning(self) -> bool:
+        """Whether it says if learning goes on, until the next word that does."""
+        return self.order in ("drain", "pause", "continue")
 
 
 class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):

@@ -2,7 +2,7 @@
 
     buffer ────> Intake.buffer (candidates)  ─┐
     progress ──> Intake.closed (issue order)  ├─ `changed` wakes the loop in train.py
-    policies ──> FencedOut, or published      ─┘
+    policies ──> FencedOut, or Intake.paused  ─┘
 
 Loss: a record of `buffer` that cannot be read or trained is dropped with a reason that the audit finds; the rest goes on.
 """
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from infra.bus.bus import Reader
 from infra.bus.log import Log, Message
 from infra.metrics import Metrics
-from schemas import Block, Closure, PolicyEvent, Progress, topics
+from schemas import Block, Closure, Directive, PolicyEvent, Progress, topics
 from schemas.errors import FencedOut
 from trainer.blocks import digest_of, frame_of
 from trainer.buffer import Buffer
@@ -43,6 +43,7 @@ class Intake:
         self.changed = asyncio.Event()
         self.floor = 0
         self.draining = False
+        self.paused = False
         self.outstanding_groups = 0
         self.arrived_s = clock()  # of the newest block
         self._arrived: set[int] = set()
@@ -78,6 +79,12 @@ class Intake:
         if report.role == "master":
             self.draining = report.state in ("draining", "drained", "evaluating", "done")
             self.outstanding_groups = int(report.gauges.get("outstanding_groups", 0))
+
+    def take_directive(self, directive: Directive) -> None:
+        """An operator says whether to learn: the newest word holds."""
+        if directive.is_of_learning:
+            self.paused = directive.order == "pause"
+            self.changed.set()
 
     def take_closure(self, closure: Closure) -> None:
         """Remember that a group will never reach the buffer."""
@@ -129,11 +136,20 @@ async def follow_progress(log: Log, intake: Intake) -> None:
         await reader.close()
 
 
-async def watch_leases(log: Log, reader: Reader, lease: Lease, policy: str) -> None:
-    """Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
+async def hear_directives(log: Log, intake: Intake) -> None:
+    """What operators said before this trainer began."""
+    async for message in log.read_all(topics.POLICIES):
+        if isinstance(message.value, Directive):
+            intake.take_directive(message.value)
+
+
+async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:
+    """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
     while True:
         for message in await log.read(reader, timeout_s=1.0):
             event = message.value
+            if isinstance(event, Directive):
+                intake.take_directive(event)
             if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
                 continue
             if message.offset > lease.token:

@@ -8,7 +8,7 @@
 
 Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
 published; a killed trainer goes on with the same batches, on one CPU process to the same bits. It waits for explorers only when
-the buffer has too little for a step.
+the buffer has too little for a step; while an operator has paused learning it begins no step.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from schemas import topics
 from trainer.admit import admitted
 from trainer.board import Board, follow_results
 from trainer.config import TrainerConfig
-from trainer.intake import follow_buffer, follow_progress, watch_leases
+from trainer.intake import follow_buffer, follow_progress, hear_directives, watch_policies
 from trainer.journal import take_lease
 from trainer.learner import Learner
 from trainer.report import Report, publish_progress, report_progress
@@ -68,13 +68,14 @@ async def run_trainer(
         floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report, sight=sight
     )
     run.chain = chain
-    leases = await log.assigned(topics.POLICIES, {0: lease.token + 1})
+    policies = await log.assigned(topics.POLICIES, {0: lease.token + 1})
+    await hear_directives(log, run.intake)
     try:
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(follow_buffer(log, run.intake, metrics, partial(tell_dropped, run))),
                 tasks.create_task(follow_progress(log, run.intake)),
-                tasks.create_task(watch_leases(log, leases, lease, floor.policy.name)),
+                tasks.create_task(watch_policies(log, policies, lease, floor.policy.name, run.intake)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]
             if board is not None:
@@ -83,7 +84,7 @@ async def run_trainer(
             for task in background:
                 task.cancel()
     finally:
-        await leases.close()
+        await policies.close()
         run.executor.shutdown()
     await publish_progress(log, report, run.position.version)
 

@@ -4,6 +4,7 @@ Guarantee: groups dropped at the draw are told to the master at once, so that wh
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from trainer.intake import Intake
 from trainer.report import Stopwatch
 from trainer.state import Run
 
+logger = logging.getLogger(__name__)
+
 PACED: Lane = "usual"
 QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of a run is late
 
@@ -24,6 +27,9 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
     """What the next step trains on; None when asked to stop."""
     with Stopwatch(run.report, "idle_seconds"):
         while not stop.is_set():
+            if run.intake.paused:
+                await while_paused(run, stop)
+                continue
             run.intake.changed.clear()
             draw = decide(run, now_s=run.intake.clock())
             if draw.dropped:
@@ -38,6 +44,20 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
             except TimeoutError:
                 continue
     return None
+
+
+async def while_paused(run: Run, stop: asyncio.Event) -> None:
+    """Wait until an operator lets learning go on, or until asked to stop; what arrives meanwhile is kept."""
+    state, run.report.state = run.report.state, "paused"
+    logger.info("paused step=%d", run.position.step)
+    while run.intake.paused and not stop.is_set():
+        run.intake.changed.clear()
+        try:
+            async with asyncio.timeout(0.25):
+                await run.intake.changed.wait()
+        except TimeoutError:
+            continue
+    run.report.state = state
 
 
 def decide(run: Run, *, now_s: float) -> Draw:

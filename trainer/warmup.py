@@ -15,7 +15,7 @@ from trainer.draw import draw_spread
 from trainer.saving import write_checkpoint
 from trainer.state import Run
 from trainer.step import execute, journal_draw, publish_now, settle_verdict, shown
-from trainer.waiting import drop_lost
+from trainer.waiting import drop_lost, while_paused
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,9 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
         await enough_demonstrations(run, warmup, stop)
         run.report.state = "supervised warm-up"
         while not stop.is_set() and not await warm_enough(run, warmup):
+            if run.intake.paused:
+                await while_paused(run, stop)
+                continue
             step = run.position.step + 1
             draw = draw_spread(
                 run.intake.buffer.candidates(warmup.lane),

@@ -25,6 +25,7 @@ from infra.weights.policy import Policy
 from infra.weights.tensors import Tensor, from_numpy, load_tensors, to_numpy
 
 TENSOR = "bigram.weight"
+MAX_ROWS = 4096  # rows of probabilities that are kept
 Script = Callable[[tuple[int, ...]], Sequence[int]]
 
 
@@ -52,6 +53,7 @@ class ScriptedEngine:
         self._script = script
         self._token_s = token_s
         self._table = np.zeros((0, 0), np.float32)
+        self._rows: dict[tuple[int, float, float], tuple[np.ndarray, np.ndarray]] = {}
         self._version = 0
         self._num_requests = 0
         self._running: set[asyncio.Task[Completion]] = set()
@@ -121,20 +123,29 @@ class ScriptedEngine:
         last, done = prompt[-1], False
         while not done:
             await asyncio.sleep(self._token_s)
-            row = _log_softmax(self._table[last] / (sampling.temperature or 1.0))
-            row = _nucleus(row, sampling.top_p) if sampling.top_p < 1.0 else row
+            row, cumulative = self._row(last, sampling.temperature, sampling.top_p)
             if script is not None:
                 last = script[len(trace.tokens)]
             elif sampling.temperature == 0:
                 last = int(row.argmax())
             else:
-                last = min(int(np.searchsorted(np.exp(row).cumsum(), random.random())), len(row) - 1)
+                last = min(int(cumulative.searchsorted(random.random())), len(row) - 1)
             done = trace.add(last, float(row[last]), self._version)
             done = done or (script is not None and len(trace.tokens) == len(script))
             if on_chunk is not None:
                 for chunk in trace.take_chunks():
                     on_chunk(chunk)
         return trace.completion()
+
+    def _row(self, last: int, temperature: float, top_p: float) -> tuple[np.ndarray, np.ndarray]:
+        """Log probabilities of what follows a token, and their cumulative sum; kept, since it costs more than a draw."""
+        if (found := self._rows.get((last, temperature, top_p))) is None:
+            if len(self._rows) >= MAX_ROWS:
+                self._rows.clear()
+            row = _log_softmax(self._table[last] / (temperature or 1.0))
+            row = _nucleus(row, top_p) if top_p < 1.0 else row
+            found = self._rows[last, temperature, top_p] = row, np.exp(row).cumsum()
+        return found
 
     async def load(self, policy: Policy) -> LoadReport:
         """Replace the table between two tokens."""
@@ -146,6 +157,7 @@ class ScriptedEngine:
             scores = [_score(table, tokens) for tokens in policy.probe.sequences] if policy.probe else []
             difference = probe_difference(policy, scores, 1e-4)
             self._table, self._version = table, policy.version
+            self._rows.clear()
             return LoadReport((time.perf_counter() - begin) * 1e3, difference)
 
     async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:

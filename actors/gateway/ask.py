@@ -117,9 +117,7 @@ def read_chat(body: bytes, limits: Limits) -> Ask:
         raise bad("messages: got none, expected at least one", "messages")
     if len(request.messages) > limits.messages:
         raise bad(f"messages: got {len(request.messages)}, expected at most {limits.messages}", "messages")
-    kind = (request.response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        raise bad(f"response_format: got type {kind!r}, and this engine writes text only", "response_format")
+    _refuse_grammar(request.response_format)
     if request.top_logprobs and not request.logprobs:
         raise bad("top_logprobs: needs logprobs = true", "top_logprobs")
     prompt, force = chat_prompt(request.messages, request.tools or [], request.tool_choice)
@@ -187,6 +185,18 @@ def _refuse_unserved(request: Common) -> None:
             raise bad(f"{name}: not supported: what it draws is not the policy's own", name)
     if request.stream_options is not None and not request.stream:
         raise bad("stream_options: only allowed with stream = true", "stream_options")
+
+
+def _refuse_grammar(response_format: Mapping[str, Any] | None) -> None:
+    """JSON mode masks what may be drawn: the recorded logprobs would be of the mask, and no longer of the policy."""
+    kind = (response_format or {"type": "text"}).get("type")
+    if kind != "text":
+        raise bad(
+            f"response_format: got type {str(kind)[:64]!r}, expected 'text': what a grammar draws is not the policy's own; "
+            "describe the JSON in the prompt, or give it as a tool's parameters",
+            "response_format",
+            "unsupported_value",
+        )
 
 
 _chat = msgspec.json.Decoder(ChatRequest)

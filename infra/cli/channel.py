@@ -6,16 +6,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from infra.bus.log import Log
 from infra.cli.connect import connected, reading
+from infra.cli.learning import learning_history
 from infra.cli.settings import load_settings
 from infra.weights.channel import Stable, moved
-from schemas import PolicyEvent, topics
+from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
-from schemas.fields import PolicyEventKind
+from schemas.fields import Numbers, PolicyEventKind
 
 MOVES = ("promoted", "held", "pinned", "rolled_back")
 
@@ -41,38 +43,58 @@ async def run_move(kind: PolicyEventKind, version: int, reason: str, config: Pat
     return 0
 
 
+class Decision(msgspec.Struct, frozen=True):
+    """One decision about serving or learning. version: -1 where it is about none. numbers: what it was made on.
+
+    Example: Decision(time_ms=1763715600000, event="promoted", version=144, by="ann", reason="looked at it")
+    """
+
+    time_ms: int
+    event: str
+    version: int
+    by: str
+    reason: str
+    numbers: Numbers = {}
+
+
 async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
-    """Print what customers are served and every decision about it."""
+    """Print what customers are served and every decision about it and about learning."""
     settings = load_settings(config, sets)
     async with reading(settings) as log:
         history = await policy_history(log, settings.policy.name)
+        orders = await learning_history(log)
     stable = stable_of(history, settings.policy.name)
-    moves = [(time_ms, event) for time_ms, event in history if event.channel == "stable" and event.event in MOVES]
+    made = decisions(history, orders)
     if as_json:
-        decisions = [
-            {"time_ms": time_ms, "event": one.event, "version": one.version, "by": one.owner, "reason": one.reason,
-             "numbers": one.stats}
-            for time_ms, one in moves
-        ]  # fmt: skip
-        print(json.dumps({"stable": stable.version, "pinned": stable.pinned, "decisions": decisions}))
+        told_of = {"stable": stable.version, "pinned": stable.pinned, "decisions": msgspec.to_builtins(made)}
+        print(json.dumps(told_of))
         return 0
     console = Console(highlight=False)
     console.print(f"stable: {told(stable)}", style="bold")
-    if moves:
-        console.print(decisions_table(moves))
+    if made:
+        console.print(decisions_table(made))
     return 0
 
 
-def decisions_table(moves: Sequence[tuple[int, PolicyEvent]]) -> Table:
+def decisions(history: Sequence[tuple[int, PolicyEvent]], orders: Sequence[tuple[int, Directive]]) -> list[Decision]:
+    """Moves of the stable channel and operators' words about learning, in the order of their times."""
+    moves = [
+        Decision(time_ms, one.event, one.version, one.owner, one.reason, one.stats)
+        for time_ms, one in history
+        if one.channel == "stable" and one.event in MOVES
+    ]
+    said = [Decision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
+    return sorted([*moves, *said], key=lambda decision: decision.time_ms)
+
+
+def decisions_table(made: Sequence[Decision]) -> Table:
     """Every decision with who made it and on what numbers."""
     rows = Table("when", "what", "version", "by", "why")
-    for time_ms, event in moves:
-        clock = time.strftime("%m-%d %H:%M:%S", time.localtime(time_ms / 1000))
-        what = "unpinned" if event.event == "pinned" and event.version < 0 else event.event.replace("_", " ")
-        style = {"held": "yellow", "rolled_back": "red"}.get(event.event)
-        rows.add_row(
-            clock, what, "" if event.version < 0 else str(event.version), event.owner, event.reason, style=style
-        )
+    for one in made:
+        clock = time.strftime("%m-%d %H:%M:%S", time.localtime(one.time_ms / 1000))
+        what = "unpinned" if one.event == "pinned" and one.version < 0 else one.event.replace("_", " ")
+        style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(one.event)
+        rows.add_row(clock, what, "" if one.version < 0 else str(one.version), one.by, one.reason, style=style)
     return rows
 
 

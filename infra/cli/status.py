@@ -13,9 +13,11 @@ from infra.bus.log import Log
 from infra.cli.connect import reading
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
-from schemas import EvalResult, PolicyEvent, Progress, Rollback, topics
+from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
+from schemas.ids import answer_id
 
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
+NEWEST = 64  # records of experiences looked at for the newest answer
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
 GONE_S = 15.0  # a role that has not spoken for so long is silent
 ENDED = ("stopped", "done")  # what a role says that ended in order
@@ -56,6 +58,8 @@ async def read_status(log: Log, *, now_s: float, max_lag: int) -> State:
     state: State = {
         "roles": roles,
         "policies": await policy_state(log),
+        "learning": await learning_state(log),
+        "answers": await answers_state(log),
         "rollbacks": await rollbacks(log),
         "chains": chains([one[-1][0] for name, one in reports.items() if name in {role["instance"] for role in roles}]),
         "lags": {topic.name: await lag(log, topic, group) for topic, group in CONSUMERS},
@@ -141,6 +145,34 @@ async def policy_state(log: Log) -> State:
     }
 
 
+async def learning_state(log: Log) -> State:
+    """Whether an operator drains or pauses learning: the newest word holds, and nothing is published after it."""
+    state: State = {"state": "on"}
+    for message in await newest(log, topics.POLICIES, RECENT):
+        word = message.value
+        if isinstance(word, Directive) and word.order == "continue":
+            state = {"state": "on"}
+        elif isinstance(word, Directive) and word.is_of_learning:
+            told = {"pause": "paused", "drain": "draining"}[word.order]
+            state = {"state": told, "by": word.owner, "reason": word.reason, "since_s": message.timestamp_ms / 1000}
+    return state
+
+
+async def answers_state(log: Log) -> State:
+    """The newest recorded answer of the gateway, among the newest experiences; empty where there is none."""
+    for message in reversed(await newest(log, topics.EXPERIENCES, NEWEST)):
+        if isinstance(message.value, Block) and (
+            live := [one for one in message.value.experiences if one.lane == "live"]
+        ):
+            spans = live[-1].spans
+            return {
+                "newest": answer_id(live[-1].id),
+                "at_s": message.timestamp_ms / 1000,
+                "version": spans[-1].version if spans else -1,
+            }
+    return {}
+
+
 async def rollbacks(log: Log) -> list[str]:
     """The last times the trainer went back, and why, from the journal: it stays true after a restart."""
     records = [message.value for message in await newest(log, topics.BATCHES, RECENT)]
@@ -193,6 +225,16 @@ def show(console: Console, state: State) -> None:
     console.print(f"published  {'nothing yet' if policies['published'] is None else 'v' + str(policies['published'])}")
     for refusal in policies["refused"]:
         console.print(f"refused    {refusal}", style="red", markup=False)
+    if answers := state["answers"]:
+        clock = time.strftime("%m-%d %H:%M:%S", time.localtime(answers["at_s"]))
+        console.print(f"recorded   {answers['newest']} by v{answers['version']} at {clock}")
+    learning = state["learning"]
+    if learning["state"] != "on":
+        since = time.strftime("%m-%d %H:%M:%S", time.localtime(learning["since_s"]))
+        why = f": {learning['reason']}" if learning["reason"] else ""
+        console.print(
+            f"learning   {learning['state']} by {learning['by']} since {since}{why}", style="yellow", markup=False
+        )
     for rollback in state["rollbacks"]:
         console.print(f"rollback   {rollback}", style="red", markup=False)
     for suite, found in state["accuracy"].items():

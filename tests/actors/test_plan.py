@@ -163,6 +163,18 @@ def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> 
     assert made.state == "done"
 
 
+def test_a_paused_master_issues_nothing_and_the_newest_word_holds() -> None:
+    made = plan()
+    made.directive(Directive(order="pause", owner="ann"), 3)
+    assert made.rollouts() == [] and made.state == "paused"
+    made.directive(Directive(order="forget", about="9f"), 3)
+    assert made.rollouts() == [] and made.state == "paused"
+    made.directive(Directive(order="drain", owner="ann"), 4)
+    assert made.rollouts() == [] and made.state != "paused"
+    made.directive(Directive(order="continue", owner="ann"), 5)
+    assert made.rollouts() and made.state == "issuing"
+
+
 def test_a_final_that_is_missed_does_not_hold_up_the_end() -> None:
     made = plan(dev_config(stop=StopRule(groups=1)))
     assert len(made.rollouts()) == 1

@@ -13,7 +13,7 @@ from schemas import Closure, PolicyEvent, Progress, topics
 from schemas.errors import FencedOut
 from tests.trainer.buffered_blocks import block, message
 from trainer.buffer import Buffer
-from trainer.intake import Intake, follow_buffer, follow_progress, watch_leases
+from trainer.intake import Intake, follow_buffer, follow_progress, watch_policies
 from trainer.journal import take_lease
 
 
@@ -177,7 +177,7 @@ def test_only_a_newer_lease_of_the_same_policy_ends_a_trainer() -> None:
         await log.create_topics(partitions=1, keep_ms=-1)
         lease = await take_lease(log, policy="main", run="r", owner="me")
         reader = await log.assigned(topics.POLICIES, {0: lease.token})
-        watching = asyncio.create_task(watch_leases(log, reader, lease, "main"))
+        watching = asyncio.create_task(watch_policies(log, reader, lease, "main", intake()))
         await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="other", owner="x"))
         await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=3))
         newer = await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main", owner="newer"))

@@ -1,4 +1,4 @@
-"""The commands that decide what customers are served: channel, promote, pin, unpin, rollback.
+"""The commands that decide what customers are served and whether it learns: channel, promote, pin, …, pause, resume.
 
 Bodies import what they need when they run: see `infra.cli.main`.
 """
@@ -58,3 +58,22 @@ def rollback(version: Version, why: Why = "", config: ConfigOption = DEFAULT, se
     from infra.cli.channel import run_move
 
     exit_with(lambda: run_move("rolled_back", version, why, config, sets))
+
+
+def pause(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+    """Stop learning while serving goes on: no new groups, no optimizer step, no new version, until [bold]resume[/].
+
+    Answers are still recorded and rated; what they teach waits in the buffer. It outlives restarts.
+
+    Example: [cyan]headrace pause --why "feedback source looks wrong"[/]
+    """
+    from infra.cli.learning import run_learning
+
+    exit_with(lambda: run_learning("pause", why, config, sets))
+
+
+def resume(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+    """Let learning go on after a [bold]pause[/] or a drain: what has waited is trained on first."""
+    from infra.cli.learning import run_learning
+
+    exit_with(lambda: run_learning("continue", why, config, sets))

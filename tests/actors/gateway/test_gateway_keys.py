@@ -1,16 +1,22 @@
 """Who may do what: every route with every kind of key, quotas, revocation, and browser tokens."""
 
 import asyncio
+import hashlib
+import hmac
 import time
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from starlette.routing import Route
 
+from actors.gateway.app import Site
+from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.grant import Grant, sign
 from actors.gateway.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
 from actors.gateway.quota import Quotas
+from infra.metrics import Metrics
 from infra.store_memory import MemoryStore
 from schemas.ids import session_name
 from tests.actors.gateway.gateway_rig import Served, serving
@@ -27,6 +33,8 @@ ROUTES: list[tuple[str, str, Any, str]] = [
     ("POST", "/v1/feedback/tokens", {"answer_id": OWN}, "feedback"),
     ("GET", "/metrics", None, "admin"),
 ]
+WEBHOOK = Webhook(path="/zendesk", secret=b"shared", header="x-signature")
+KEYLESS = {"/healthz"}
 CASES = ("right", "missing", "wrong", "almost", "revoked", "expired", "other scope", "other tenant")
 
 
@@ -137,6 +145,46 @@ def test_a_quota_fills_evenly_and_is_paid_back_by_waiting() -> None:
     assert quotas.take("k", "tokens", 600, 0, 0.0) == pytest.approx(30.0)  # 300 too many, 10 come back a second
     assert quotas.take("k", "tokens", 600, 0, 31.0) == 0.0
     assert quotas.take("k", "requests", 0, 1, 0.0) == 0.0
+
+
+def test_the_matrix_knows_every_route_that_is_served() -> None:
+    site = Site(
+        GatewayStub(),
+        None,
+        None,
+        Metrics("serve"),
+        models=("main",),
+        webhooks=(WEBHOOK,),
+        state=lambda: "",  # type: ignore[arg-type]
+    )
+    routes = {route.path for route in site.app().routes if isinstance(route, Route)}
+    known = {path.replace("/main", "/{model:path}") for _, path, _, _ in ROUTES}
+    assert routes == known | KEYLESS | {WEBHOOK.path}
+
+
+class GatewayStub:
+    """As much of a gateway as its routes need."""
+
+    config = GatewayConfig()
+
+
+def test_a_webhook_knows_no_key_only_its_signature(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, webhooks=(WEBHOOK,)) as served:
+            every = served.key(scopes=("serve", "feedback", "admin"))
+            other = served.key(tenant="globex", scopes=("serve", "feedback", "admin"))
+            expired = served.key(scopes=("feedback",), lives_s=1e-6)
+            await asyncio.sleep(0.3)
+            for key in ("", "sk-not-one-of-ours", expired, other, every):
+                async with served.http(key) as http:
+                    assert (await http.get("/healthz")).status_code == 200
+                    unsigned = await http.post(WEBHOOK.path, json={"value": 1})
+                    assert unsigned.status_code == 401, "a key opens no webhook"
+                    signed = hmac.new(WEBHOOK.secret, b"{}", hashlib.sha256).hexdigest()
+                    took = await http.post(WEBHOOK.path, content=b"{}", headers={WEBHOOK.header: signed})
+                    assert took.status_code == 202, "a signature needs no key"
+
+    asyncio.run(check())
 
 
 async def answered(served: Served, key: str) -> str:

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import random
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,16 @@ from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.config import Use
+from infra.metrics import Metrics
 from infra.processor import Drop, processor
 from infra.seal import Keys
-from schemas import Experience, Message
-from schemas.topics import ALL, EXPERIENCES
+from schemas import Block, Experience, Feedback, Message, decode
+from schemas.topics import ALL, EXPERIENCES, VERIFIED
+from streams.config import StreamsConfig
+from streams.sources.received import run_received
 from tests.actors.gateway.gateway_rig import AwayBus, ByteTokenizer, Served, engine, says, serving
 from tests.actors.rig import until
+from tests.streams.memory_worker import settled, working
 
 HERE = "tests.actors.gateway.test_gateway_privacy"
 
@@ -37,21 +43,61 @@ def no_names(experience: Experience) -> Experience | Drop:
 
 
 async def stored(served: Served) -> bytes:
-    """Every byte in the log, in the spool and in the store."""
+    """Every byte in the log, in the spool, in the store and in the streams' databases, packed sections unpacked."""
     assert isinstance(served.bus, MemoryBus)
     found = b""
     for topic in ALL:
         for index in await served.bus.partitions(served.log.name(topic)):
             for record in served.bus.log(Partition(served.log.name(topic), index)).records:
                 found += record.key + record.value + repr(record.headers).encode()
-                message = served.log.decode(record)
-                for one in getattr(message.value, "experiences", ()):
-                    texts = [part.content for part in one.messages] + [ByteTokenizer().decode(one.tokens.tolist())]
-                    found += " ".join(texts).encode() + msgspec.json.encode(one.meta)
+                found += unpacked(served.log.decode(record).value)
     spooled = await asyncio.to_thread(
         lambda: b"".join(path.read_bytes() for path in served.folder.rglob("*") if path.is_file())
     )
+    found += b"".join(in_database(path) for path in databases(served.folder))
     return found + spooled + b"".join(served.store.get(name) for name in served.store.keys(""))
+
+
+def unpacked(record: object) -> bytes:
+    """What a record says in its packed sections: texts, and the text of its tokens."""
+    found = b""
+    for one in record.experiences if isinstance(record, Block) else ():
+        texts = [part.content for part in one.messages] + [ByteTokenizer().decode(one.tokens.tolist())]
+        found += " ".join(texts).encode() + msgspec.json.encode(one.meta)
+    return found
+
+
+def databases(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.sqlite"))
+
+
+def in_database(path: Path) -> bytes:
+    """Every value of every table, frames unpacked."""
+    found = b""
+    with closing(sqlite3.connect(path)) as connection:
+        for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            for row in connection.execute(f'SELECT * FROM "{table}"'):
+                for value in row:
+                    data = value if isinstance(value, bytes) else str(value).encode()
+                    found += data + (unpacked(decode(data)) if data[:2] == b"HR" else b"")
+    return found
+
+
+async def collected(served: Served, num_said: int) -> None:
+    """Let the streams fold all that was written and said into their databases."""
+    log = served.log
+    hearing = asyncio.create_task(run_received((), log, Metrics("process")))
+    try:
+        async with working(log, StreamsConfig(), served.folder / "state"), asyncio.timeout(120):
+            heard = 0
+            async for message in log.read_all(VERIFIED, until_end=False):
+                heard += isinstance(message.value, Feedback)
+                if heard == num_said:
+                    break
+            await settled(log)
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +171,7 @@ def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCa
         script = says(*(f"It is {secret}, I think." for secret in answers))
         bus = AwayBus()
         rules = RedactRules(action=action)
+        caplog.set_level(logging.DEBUG, logger="streams")
         with caplog.at_level(logging.DEBUG, logger="actors"):
             async with serving(tmp_path, engine(script), bus=bus, redact=rules) as served:
                 key = served.key()
@@ -150,6 +197,8 @@ def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCa
                     assert len(await served.recorded(300)) == 300
                 else:
                     assert served.metrics.counters()["not_recorded{reason=personal data}"] == 300
+                await collected(served, len(said))
+                assert databases(tmp_path), "collect keeps what waits for feedback in a database"
                 found = await stored(served)
                 left = [secret for secret in secrets if secret.encode() in found]
                 assert not left, left[:5]

@@ -27,10 +27,16 @@ def test_the_stable_channel_is_moved_by_hand_and_every_move_is_told(kafka: str, 
     result = call(config, "rollback", "5")
     assert result.exit_code == 2 and "below the stable version 5" in result.stderr
     assert "version 5 → version 3" in printed(config, "rollback", "3", "--why", "refuses too often")
+    assert "learning is paused" in printed(config, "pause", "--why", "odd feedback")
+    assert "odd feedback" in printed(config, "status")
+    assert "learning goes on" in printed(config, "resume")
     table = printed(config, "channel")
-    assert [word in table for word in ("promoted", "pinned", "unpinned", "rolled back", "refuses too often")] == [
-        True
-    ] * 5
+    assert [
+        word in table
+        for word in ("promoted", "pinned", "unpinned", "rolled back", "refuses too often", "pause", "odd feedback")
+    ] == [True] * 7
     told = json.loads(printed(config, "channel", "--json"))
     assert (told["stable"], told["pinned"]) == (3, False)
-    assert [one["event"] for one in told["decisions"]] == ["promoted", "pinned", "pinned", "rolled_back"]
+    assert [one["event"] for one in told["decisions"]] == [
+        "promoted", "pinned", "pinned", "rolled_back", "pause", "continue"
+    ]  # fmt: skip

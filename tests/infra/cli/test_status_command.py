@@ -11,7 +11,7 @@ from rich.console import Console
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.cli.status import accuracy_text, alarms, read_status, show
-from schemas import EvalResult, PolicyEvent, Progress, Tick, topics
+from schemas import Directive, EvalResult, PolicyEvent, Progress, Tick, topics
 
 START_MS = 1_763_715_600_000
 
@@ -30,14 +30,18 @@ def progress(role: str, *, state: str = "running", version: int = -1, **counters
     return Progress(role=role, instance=f"{role}/1", state=state, version=version, counters=counters)
 
 
-def state_of(*events: tuple[float, Progress | PolicyEvent | EvalResult], now_s: float, max_lag: int = 10) -> dict:
+def state_of(
+    *events: tuple[float, Progress | PolicyEvent | EvalResult | Directive], now_s: float, max_lag: int = 10
+) -> dict:
     """The status of a log in which each event was stored at its second."""
 
     async def main() -> dict:
         clock = Clock()
         log = Log(MemoryBus(clock), "t")
         await log.create_topics(partitions=2, keep_ms=-1)
-        homes = {Progress: topics.PROGRESS, PolicyEvent: topics.POLICIES, EvalResult: topics.EVALS}
+        homes = {
+            Progress: topics.PROGRESS, PolicyEvent: topics.POLICIES, EvalResult: topics.EVALS, Directive: topics.POLICIES
+        }  # fmt: skip
         for at_s, event in events:
             clock.now_ms = START_MS + int(at_s * 1000)
             await log.publish(homes[type(event)], event)
@@ -106,6 +110,15 @@ def test_the_newest_policy_being_refused_is_an_alarm_and_an_older_one_is_history
     assert state["alarms"] == ["policy v2 was refused: v2 by explore/7: NaN in lm_head"]
     later = (2, PolicyEvent(event="published", policy="main", version=3))
     assert state_of(*published, (1, refused), later, (2, progress("explore")), now_s=3)["alarms"] == []
+
+
+def test_a_pause_is_shown_with_who_asked_for_it_until_somebody_resumes() -> None:
+    paused = (1.0, Directive(order="pause", owner="ann@ops-1", reason="odd feedback"))
+    state = state_of(paused, (1.5, Directive(order="forget", about="9f")), (2, progress("train")), now_s=3)
+    assert state["learning"]["state"] == "paused" and state["alarms"] == []
+    assert "paused by ann@ops-1" in shown(state) and "odd feedback" in shown(state)
+    resumed = state_of(paused, (2.0, Directive(order="continue")), (2, progress("train")), now_s=3)
+    assert resumed["learning"] == {"state": "on"} and "paused" not in shown(resumed)
 
 
 def test_drops_are_added_up_over_roles_by_reason() -> None:
