@@ -28,7 +28,7 @@ from schemas import (
     make_experience,
     topics,
 )
-from schemas.ids import experience_id
+from schemas.ids import experience_id, partition_key, request_group, session_name
 
 RUN = "bench"
 STEP_ITEMS = 64
@@ -81,7 +81,7 @@ async def _fill(log: Log, numbers: range, whole: frozenset[int]) -> None:
     items: list[BatchItem] = []
     for number in numbers:
         frame = encode(Block((_experience(number),))) if number in whole else other
-        key = _group(number).encode()
+        key = partition_key(_group(number)).encode()
         for topic in (topics.EXPERIENCES, topics.VERIFIED, topics.BUFFER):
             await log.bus.send(log.name(topic), frame, key=key)
         await log.publish(topics.PROGRESS, Closure(group=_group(number), outcome="buffered"))
@@ -98,7 +98,7 @@ async def _fill(log: Log, numbers: range, whole: frozenset[int]) -> None:
 
 
 def _group(number: int) -> str:
-    return f"mddrffqvmjcncqrrjhvnrntq.7-{number}"
+    return request_group(session_name("bench", str(number // 4)), 7, number)
 
 
 def _name(number: int) -> str:

@@ -19,7 +19,7 @@ from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.ids import group_of, partition_key
 from schemas.topics import Topic
 
-LAYOUT = 2
+LAYOUT = 3
 # Their key is the group, so that no record has to be opened.
 KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
 INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
@@ -253,9 +253,9 @@ def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, i
 
 def keys_of(records: Iterable[Record]) -> list[tuple[str, int]]:
     """Key id and group of sealed records, as their Kafka headers tell."""
+    told = [dict(record.headers) for record in records]
     return [
-        (value.decode(errors="replace"), number(record.key.decode(errors="replace")))
-        for record in records
-        for name, value in record.headers
-        if name == "key"
+        (one["key"].decode(errors="replace"), number(one["group"].decode(errors="replace")))
+        for one in told
+        if "key" in one and "group" in one
     ]

@@ -156,12 +156,16 @@ def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
     asyncio.run(body())
 
 
-def test_derivatives_are_found_by_the_key_they_inherit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "group",
+    [ids.synthetic_group(("q.0.0-0-0",), "synthesize@1", 0), ids.request_group(ids.session_name(TENANT, "chat"), 7, 3)],
+    ids=["derived", "a turn of a session"],
+)
+def test_what_is_sealed_is_found_by_its_key_whatever_group_it_lies_in(tmp_path: Path, group: str) -> None:
     async def body() -> None:
         log = Log(MemoryBus(), "t", store=MemoryStore())
         await log.create_topics(partitions=1, keep_ms=-1)
         first = of_ann(log, 1).experiences[0]
-        group = ids.synthetic_group((first.id,), "synthesize@1", 0)
         name = ids.experience_id(group, 0, 0)
         made = msgspec.structs.replace(first, id=name, group=group, lane="expert", sequence=-1)
         await log.publish(topics.BUFFER, Block((made,)))
