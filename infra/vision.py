@@ -146,6 +146,4 @@ def probe_inputs(module: Any, vision: Vision | None, tokens_1T: "torch.Tensor") 
 
 def _unreadable(folder: str | Path, file: str, error: Exception) -> ConfigError:
     first_line = str(error).strip().partition("\n")[0]
-    return ConfigError(
-        f"model: {folder} has no {file} that can be read, expected a local folder with one: {first_line}"
-    )
+    return ConfigError(f"model: cannot be loaded from {folder}, expected a local folder with {file}: {first_line}")
