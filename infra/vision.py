@@ -23,6 +23,10 @@ FAMILIES = ("llava",)
 Prepared = npt.NDArray[np.float32]  # [3, height, width], or several, as the vision tower takes them
 
 
+class NoModel(ConfigError):
+    """There is no model in the folder."""
+
+
 class Vision:
     """Of one model. token: the id that stands for a part of a picture. num_places: how many of it make a picture."""
 
@@ -90,14 +94,16 @@ def probe_picture(index: int, side: int = 32) -> "Pixels":
 
 
 def load_vision(folder: str | Path) -> Vision | None:
-    """How the model of a folder takes pictures; None for one of text alone. Raises ConfigError for a family there is not
-    code for, or without its image processor."""
+    """How the model of a folder takes pictures; None for one of text alone.
+
+    Raises NoModel, and ConfigError for a family there is not code for, or without its image processor.
+    """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise _unreadable(folder, "config.json", error) from error
+        raise NoModel(_unreadable(folder, "config.json", error)) from error
     if getattr(config, "vision_config", None) is None:
         return None
     if config.model_type not in FAMILIES:
@@ -111,8 +117,16 @@ def load_vision(folder: str | Path) -> Vision | None:
             str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
         )
     except (OSError, ValueError) as error:
-        raise _unreadable(folder, "preprocessor_config.json", error) from error
+        raise ConfigError(_unreadable(folder, "preprocessor_config.json", error)) from error
     return Vision(int(config.image_token_id), int(config.image_seq_length), processor)
+
+
+def vision_if_any(folder: str | Path) -> Vision | None:
+    """`load_vision`, and None where no model is: whatever needs one says so itself."""
+    try:
+        return load_vision(folder)
+    except NoModel:
+        return None
 
 
 def model_inputs(
@@ -144,6 +158,6 @@ def probe_inputs(module: Any, vision: Vision | None, tokens_1T: "torch.Tensor") 
     return model_inputs(module, tokens_1T, *vision.probe(tokens_1T[0].tolist()))
 
 
-def _unreadable(folder: str | Path, file: str, error: Exception) -> ConfigError:
+def _unreadable(folder: str | Path, file: str, error: Exception) -> str:
     first_line = str(error).strip().partition("\n")[0]
-    return ConfigError(f"model: cannot be loaded from {folder}, expected a local folder with {file}: {first_line}")
+    return f"model: cannot be loaded from {folder}, expected a local folder with {file}: {first_line}"

@@ -10,7 +10,7 @@ import msgspec
 
 from infra.images import ImageReader, images_of
 from infra.store import Store
-from infra.vision import Vision, load_vision
+from infra.vision import Vision, vision_if_any
 from schemas import Block, Experience
 from schemas.errors import BadFrame, BadImage
 from trainer.batch import TrainItem
@@ -60,6 +60,9 @@ class Sight:
 
 
 def open_sight(folder: str, store: Store) -> Sight | None:
-    """For the model of a folder; None where it reads text alone. Raises ConfigError."""
-    vision = load_vision(folder)
+    """For the model of a folder; None where it reads text alone, or where no model is: a learner that needs one says so.
+
+    Raises ConfigError for a model that takes pictures in a way there is not code for.
+    """
+    vision = vision_if_any(folder)
     return None if vision is None else Sight(vision, store)

@@ -12,7 +12,7 @@ from infra.bus.bus import Partition, Record
 from infra.bus.log import Log
 from infra.cli.source import Source, opened, shaping
 from infra.ledger.archive import ABOUT, About, Archive, writing
-from infra.vision import load_vision
+from infra.vision import vision_if_any
 from schemas import topics
 from schemas.errors import OffsetOutOfRange
 from schemas.topics import Topic
@@ -53,7 +53,7 @@ async def fill(archive: Archive, source: Source, start: Start) -> dict[str, int]
     await asyncio.to_thread(archive.add_model, Path(source.model))
     for key in checkpoint.objects(source.store, source.run, start.manifest.place):
         archive.add(f"store/{key}", source.store.get(key))
-    shows = await asyncio.to_thread(load_vision, source.model) is not None
+    shows = await asyncio.to_thread(vision_if_any, source.model) is not None
     begins = (start.manifest.position.journal_next, min(start.survey.last_use, default=0))
     counts = {}
     for topic, begin in zip(held, begins, strict=True):

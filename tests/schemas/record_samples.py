@@ -124,6 +124,8 @@ def of_type(info: Any) -> st.SearchStrategy[Any]:
         case inspection.FloatType():
             low, high = (info.ge, info.le) if info.ge is not None else (-1e300, 1e300)
             return st.floats(low, high)
+        case inspection.StrType(pattern=str(pattern)):
+            return st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True)
         case inspection.StrType():
             return st.text(min_size=info.min_length or 0, max_size=20)
         case inspection.BytesType():
