@@ -68,7 +68,7 @@ blend = {{ user = 1.0, csat = 1.0, brief = 0.1 }}
 require = ["user"]               # without it an answer is unlabelled: counted, never trained
 
 [trainer.lanes]
-live = {{ loss = "dppo", weight = 1.0 }}
+live = {{ loss = "topr", weight = 1.0 }}   # answers are old, and many are bad: topr pushes these down only so far
 """
 PLUGIN = '''\
 """Your own steps. Raise `version` whenever a decision changes: it is stamped on what it saw."""

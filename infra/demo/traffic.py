@@ -56,8 +56,8 @@ max_tokens = 5
 first_version = 1                # the end of the supervised warm-up
 seed = {seed}
 evals = [
-    {{ suite = "held-out", every = 8, tasks = 500 }},
-    {{ suite = "dev", every = 8, tasks = 250 }},
+    {{ suite = "held-out", every = 16, tasks = 500 }},
+    {{ suite = "dev", every = 16, tasks = 250 }},
 ]
 
 [master.gate.suites.dev]
@@ -74,13 +74,15 @@ after = "{after_users}s"
 deadline_s = 30.0
 {processors}
 [trainer]
-learning_rate = 2e-4             # steps of 64 answers at twice the rate lead to collapse
+learning_rate = 1e-4
 betas = [0.9, 0.98]
 gradient_clip = 1.0
 checkpoint_every = 40
 
 [trainer.lanes]
-live = {{ loss = "dppo", weight = {usual}, least = 256, bound = 1.0 }}
+# Most answers are old and most are wrong: pushed down without end, they take the right ones with them. topr stops at what
+# the policy no longer says, so that an answer may be learned from several times.
+live = {{ loss = "topr", weight = {usual}, least = 256, max_uses = 4, bound = 1.0 }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
 
 [trainer.warmup]
