@@ -43,17 +43,9 @@ def build_tasks(config: StreamsConfig) -> tuple[Step, ...]:
     if vary.pop("on"):
         function = loaded(f"{folder}vary:Vary", vary, "tasks.vary", kind="processor")
         steps.insert(2, make_step("vary", function, timeout_s=tasks.vary.timeout_s + 1.0))
-    off = {
-        name
-        for name, on in (
-            ("clean", tasks.clean.on),
-            ("dedupe", tasks.dedupe.on),
-            ("filter", tasks.filter.on),
-            ("verifiable", tasks.filter.on),
-            ("difficulty", tasks.difficulty.on),
-        )
-        if not on
-    }
+    off = _off(tasks, "clean", "dedupe", "filter", "difficulty")
+    if "filter" in off:
+        off.add("verifiable")
     return with_processors(steps, config.processor, "tasks", len(steps), off)
 
 
@@ -85,16 +77,7 @@ def build_verify(config: StreamsConfig) -> tuple[Step, ...]:
     steps[2].memory = verify.dedupe.memory
     default_place = len(steps)
     steps += [_score_step(score, f"score[{index}]") for index, score in enumerate(config.score)]
-    off = {
-        name
-        for name, on in (
-            ("validate", verify.validate.on),
-            ("redact", verify.redact.on),
-            ("dedupe", verify.dedupe.on),
-            ("filter", verify.filter.on),
-        )
-        if not on
-    }
+    off = _off(verify, "validate", "redact", "dedupe", "filter")
     return with_processors(steps, config.processor, "verify", default_place, off)
 
 
@@ -129,16 +112,7 @@ def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
         _built_in("difficulty", "streams.processors.difficulty:difficulty", {}, "collect"),
         _built_in("prioritize", "streams.processors.prioritize:prioritize", {}, "collect"),
     ]
-    off = {
-        name
-        for name, on in (
-            ("synthesize", collect.synthesize.on),
-            ("advantage", collect.advantage.on),
-            ("difficulty", collect.difficulty.on),
-            ("prioritize", collect.prioritize.on),
-        )
-        if not on
-    }
+    off = _off(collect, "synthesize", "advantage", "difficulty", "prioritize")
     return with_processors(steps, config.processor, "collect", len(steps), off)
 
 
@@ -165,3 +139,8 @@ def _score_step(config: ScoreConfig, where: str) -> Step:
 def _built_in(name: str, use: str, options: dict[str, Any], stage: Stage) -> Step:
     function = loaded(use, options, f"{stage}.{name}", kind="processor")
     return make_step(name, function, timeout_s=SLOW_BUILT_IN_TIMEOUT_S)
+
+
+def _off(table: object, *steps: str) -> set[str]:
+    """Those of a table's steps that are switched off."""
+    return {step for step in steps if not getattr(table, step).on}
