@@ -326,6 +326,7 @@ async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metri
         await asyncio.sleep(config.keys_reload_s)
         try:
             await asyncio.to_thread(book.refresh, store)
+            metrics.counter("keys_read").inc()
         except (StoreError, msgspec.DecodeError) as error:
             metrics.counter("keys_not_read").inc()
             _log.warning("keys_not_read error=%s", error)

@@ -25,6 +25,7 @@ from infra.store_memory import MemoryStore
 from schemas import Block, Experience, Received
 from schemas.errors import BrokerUnavailable
 from schemas.topics import EXPERIENCES, FEEDBACK
+from tests.actors.rig import until
 
 EOS = 256
 VOCABULARY = 260
@@ -108,6 +109,11 @@ class Served:
         self, tenant: str = "acme", scopes: tuple[Scope, ...] = ("serve", "feedback"), train: Train = "yes", **more: Any
     ) -> str:
         return create_key(self.store, tenant=tenant, scopes=scopes, train=train, **{"rpm": 0, "tpm": 0, **more})[1]
+
+    async def keys_read(self) -> None:
+        """Until the gateway knows the keys made and revoked so far; a reading under way may have begun before them."""
+        target = self.count("keys_read") + 2
+        await until(lambda: self.count("keys_read") >= target, seconds=60.0)
 
     def client(self, key: str, **options: Any) -> AsyncOpenAI:
         return AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, **options)

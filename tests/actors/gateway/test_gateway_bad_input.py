@@ -117,7 +117,7 @@ def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path
         limits = Limits(body_bytes=2000, body_s=0.3, prompt_tokens=500)
         async with serving(tmp_path, limits=limits) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             assert (await error_of(served, key, b"{not json"))[0] == 400
             assert (await error_of(served, key, b"x" * 3000))[0] == 413
             long = json.dumps(chat(messages=[{"role": "user", "content": "x" * 600}])).encode()
@@ -143,7 +143,7 @@ def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("slow"), token_s=0.1), limits=Limits(concurrency=2)) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             client = served.client(key)
             asked = [client.chat.completions.create(**chat()) for _ in range(6)]
             answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -160,7 +160,7 @@ def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(tm
         sampler = engine(says("x" * 4000), token_s=0.01)
         async with serving(tmp_path, sampler, limits=Limits(max_tokens=3000)) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             client = served.client(key)
             if stream:
                 pieces: Any = await client.chat.completions.create(**chat(stream=True))
@@ -186,7 +186,7 @@ def test_a_context_that_does_not_fit_is_told_before_the_engine_is_asked(tmp_path
     async def check() -> None:
         async with serving(tmp_path, limits=Limits(max_tokens=5000)) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             with pytest.raises(openai.BadRequestError) as caught:
                 await served.client(key).chat.completions.create(**chat(max_tokens=4090))
             assert caught.value.code == "context_length_exceeded"

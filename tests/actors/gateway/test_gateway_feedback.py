@@ -113,7 +113,7 @@ def test_accepted_means_kept_also_while_the_broker_is_away(tmp_path: Path) -> No
         bus = AwayBus()
         async with serving(tmp_path, bus=bus) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             bus.away = True
             async with served.http(key) as http:
                 said = {"answer_id": ANSWER, "value": 1, "id": "f-1", "choice": 2}
@@ -134,7 +134,7 @@ def test_feedback_that_cannot_be_kept_is_a_503_to_send_again(tmp_path: Path) -> 
         bus.away = True
         async with serving(tmp_path, bus=bus, spool_mb=0) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             async with served.http(key) as http:
                 answer = await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})
                 assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1

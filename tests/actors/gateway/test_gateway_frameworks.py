@@ -33,7 +33,7 @@ def call_begins() -> str:
 
 async def client_of(served: Served) -> OpenAI:
     key = served.key()
-    await asyncio.sleep(0.2)  # gateways read new keys every keys_reload_s
+    await served.keys_read()
     return OpenAI(api_key=key, base_url=f"{served.url}/v1", max_retries=0)
 
 
@@ -103,7 +103,7 @@ def test_an_agent_of_smolagents_asks_calls_its_tool_and_answers(tmp_path: Path) 
         made = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=32_768, script=script)
         async with serving(tmp_path, made) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             model = OpenAIModel(model_id="m", api_base=f"{served.url}/v1", api_key=key)
             agent = ToolCallingAgent(tools=[degrees], model=model, verbosity_level=0)
             answer = await asyncio.to_thread(agent.run, "How warm is it in Zürich?")

@@ -51,7 +51,7 @@ def test_every_route_with_every_kind_of_key(tmp_path: Path) -> None:
                 "expired": served.key(scopes=("serve", "feedback", "admin"), lives_s=1e-6),
                 "other tenant": served.key(tenant="globex", scopes=("serve", "feedback", "admin")),
             }
-            await asyncio.sleep(0.3)
+            await served.keys_read()
             for method, path, body, scope in ROUTES:
                 other = "admin" if scope != "admin" else "serve"
                 per_case = {
@@ -84,7 +84,7 @@ def test_the_openai_client_raises_what_it_should(tmp_path: Path) -> None:
             with pytest.raises(openai.AuthenticationError):
                 await served.client("hr-nobody-x").models.list()
             limited = served.key(rpm=2)
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             client = served.client(limited)
             for _ in range(2):
                 await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
@@ -100,7 +100,7 @@ def test_a_revoked_key_stops_working_and_the_others_go_on(tmp_path: Path) -> Non
     async def check() -> None:
         async with serving(tmp_path, keys_reload_s=0.1) as served:
             first, second = served.key(), served.key()
-            await asyncio.sleep(0.3)
+            await served.keys_read()
 
             async def works(key: str) -> bool:
                 async with served.http(key) as http:
@@ -174,7 +174,7 @@ def test_a_webhook_knows_no_key_only_its_signature(tmp_path: Path) -> None:
             every = served.key(scopes=("serve", "feedback", "admin"))
             other = served.key(tenant="globex", scopes=("serve", "feedback", "admin"))
             expired = served.key(scopes=("feedback",), lives_s=1e-6)
-            await asyncio.sleep(0.3)
+            await served.keys_read()
             for key in ("", "sk-not-one-of-ours", expired, other, every):
                 async with served.http(key) as http:
                     assert (await http.get("/healthz")).status_code == 200
@@ -196,7 +196,7 @@ def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> N
     async def check() -> None:
         async with serving(tmp_path, cors_origins=("https://app.example",)) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             first, second = await answered(served, key), await answered(served, key)
             async with served.http(key) as http:
                 made = (await http.post("/v1/feedback/tokens", json={"answer_id": first, "expires_in": 60})).json()

@@ -45,7 +45,7 @@ def test_a_broker_that_goes_away_costs_no_answer_and_gets_all_of_them_when_it_is
         bus = AwayBus()
         async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             ids = await ask_many(served, key, 5)
             await served.recorded(5)
             bus.away = True
@@ -70,7 +70,7 @@ def test_a_gateway_that_starts_without_a_broker_serves_and_writes_later(tmp_path
         bus.away = True
         async with serving(tmp_path, bus=bus, store=store) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             ids = await ask_many(served, key, 10)
         assert await served.experiences() == [], "stopped while the broker was away"
         bus.away = False
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_shed_and_counted_and_still_answered(tmp_path: Path
         bus.away = True
         async with serving(tmp_path, bus=bus, spool_mb=0) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             await ask_many(served, key, 4)
             await until(lambda: served.count("shed") == 4, seconds=30)
             assert served.metrics.counters()["shed{reason=spool full}"] == 4

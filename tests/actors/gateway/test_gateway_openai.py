@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</to
 
 async def opened(served: Served, **key: Any) -> openai.AsyncOpenAI:
     made = served.key(**key)
-    await asyncio.sleep(0.2)  # gateways read new keys every keys_reload_s
+    await served.keys_read()
     return served.client(made)
 
 
@@ -64,7 +64,7 @@ def test_the_synchronous_client_works_too(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
 
             def ask() -> tuple[str | None, str]:
                 client = OpenAI(api_key=key, base_url=f"{served.url}/v1", max_retries=0)

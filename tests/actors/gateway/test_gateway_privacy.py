@@ -120,7 +120,7 @@ def test_content_is_written_only_with_consent(
         with caplog.at_level(logging.DEBUG, logger="actors"):
             async with serving(tmp_path, engine(says("SALTED ANSWER")), train_on=train_on, report_s=0.05) as served:
                 key = served.key(train=train)
-                await asyncio.sleep(0.2)
+                await served.keys_read()
                 more = {} if store is None else {"store": store}
                 async with served.http(key) as http:
                     answer = await http.post("/v1/chat/completions", json=chat("PEPPERED QUESTION", user="u1", **more))
@@ -175,7 +175,7 @@ def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCa
         with caplog.at_level(logging.DEBUG, logger="actors"):
             async with serving(tmp_path, engine(script), bus=bus, redact=rules) as served:
                 key = served.key()
-                await asyncio.sleep(0.2)
+                await served.keys_read()
                 async with served.http(key) as http:
                     for index, secret in enumerate(questions):
                         bus.away = index % 20 > 10  # some of it goes by way of the disk
@@ -212,7 +212,7 @@ def test_masked_answers_are_other_tokens_without_a_ratio_and_clean_ones_keep_the
     async def check() -> None:
         async with serving(tmp_path, engine(says("Fine.", "Write to ada@lovelace.example", "Fine."))) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             async with served.http(key) as http:
                 for content in ("I am x@y.example", "who?", "plain"):
                     await http.post("/v1/chat/completions", json=chat(content))
@@ -232,7 +232,7 @@ def test_custom_processors_run_before_the_first_write(tmp_path: Path) -> None:
         use = (Use(use=f"{HERE}:no_names"),)
         async with serving(tmp_path, engine(says("Ada it is", "forbidden", "fine")), processor=use) as served:
             key = served.key()
-            await asyncio.sleep(0.2)
+            await served.keys_read()
             async with served.http(key) as http:
                 for content in ("who?", "what?", "Ada?"):
                     await http.post("/v1/chat/completions", json=chat(content))
@@ -252,6 +252,7 @@ def test_what_a_named_user_says_is_readable_nowhere_without_their_key(tmp_path: 
         bus = AwayBus()
         async with serving(tmp_path, engine(says("SALTED ANSWER")), bus=bus, train_on="all") as served:
             key = served.key()
+            await served.keys_read()
             bus.away = away
             async with served.http(key) as http:
                 for user in ("ann@example.org", "bob@example.org"):

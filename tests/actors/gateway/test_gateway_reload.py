@@ -78,7 +78,7 @@ async def reload_under_load(
     served: Served, versions: int, changed: Callable[[int], Tensors], reference: Reference, max_tokens: int
 ) -> None:
     made = served.key()
-    await asyncio.sleep(0.2)
+    await served.keys_read()
     by_version = {0: changed(0)}
     done = asyncio.Event()
     clients = [
