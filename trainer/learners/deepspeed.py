@@ -8,7 +8,6 @@ ranks and any stage.
 
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from trainer.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
 from trainer.diagnostics import Observed, diagnose, join
 from trainer.learner import Phase, StepStats
+from trainer.learners.extensions import load_extensions
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
     StepContext,
@@ -92,6 +92,7 @@ class DeepSpeedLearner:
         import deepspeed
 
         _alone_unless_told(os.environ)
+        load_extensions(os.environ)
         deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo")
         self.rank: int = distributed.get_rank()
         self._world = distributed.get_world_size()
@@ -394,7 +395,4 @@ class DeepSpeedLearner:
 def _alone_unless_told(environment: MutableMapping[str, str]) -> None:
     """One rank, where nobody who starts ranks said otherwise."""
     if "WORLD_SIZE" not in environment:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
