@@ -34,7 +34,7 @@ from trainer.report import Report
 from trainer.state import Learning
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, steps_per_version=2, straggler_s=0.01))
-ASYNC_STEPS = 240
+ASYNC_STEPS = 500
 NUM_CRASHES = 20
 
 
