@@ -26,6 +26,7 @@ DUTIES = {
     "users": "ask, rate (some late), correct, withdraw",
 }
 BARS = " ▁▂▃▄▅▆▇█"
+ROLLOUTS_ALONE = {"staleness", "engine against trainer", "sampling"}
 
 
 class Screen:
@@ -152,7 +153,9 @@ def result_table(report: Report) -> Table:
         f"{number(values['explorer_idle_share'])}, trainer {number(values['trainer_idle_share'])}",
         "peak memory": ", ".join(f"{name} {value:,.0f}" for name, value in values["peak_rss_mb"].items()) + " MB",
     }
-    for name, value in {**(traffic_rows(values) if "stable" in values else {}), **rows}.items():
+    if "stable" in values:
+        rows = traffic_rows(values) | {name: text for name, text in rows.items() if name not in ROLLOUTS_ALONE}
+    for name, value in rows.items():
         table.add_row(name, value)
     return table
 
@@ -166,6 +169,7 @@ def traffic_rows(values: Mapping[str, Any]) -> dict[str, str]:
         "stable channel": f"{stable} of the held-out tasks; {len(values['stable'])} versions let pass, {values['held']} held",
         "what users saw": f"{right} right, of {values['answers']:,} answers",
         "what they said": habits,
+        "staleness": f"{number(values['live_staleness_mean'], 0)} versions on average, which the lane does not bound",
     }
 
 

@@ -25,6 +25,7 @@ def traffic_values(watch: Watch, users: Path, suite: str) -> dict[str, object]:
     seen = read_seen(users)
     answered = [one for one in seen if one.version >= 0]
     accuracy = watch.accuracy.get(suite, {})
+    ages = [row["live/staleness_mean"] for row in watch.history if "live/staleness_mean" in row]
     return {
         "requests_failed": sum(one.failed for one in seen),
         "errors_seen": sorted({one.error for one in seen if one.error})[:5],
@@ -36,7 +37,7 @@ def traffic_values(watch: Watch, users: Path, suite: str) -> dict[str, object]:
         "stable_first": next((accuracy[version] for _, version in watch.stable if version in accuracy), None),
         "stable_last": next((accuracy[version] for _, version in watch.stable[::-1] if version in accuracy), None),
         "held": watch.num_held,
-        "live_staleness_mean": watch.gauge("train", "live/staleness_mean"),
+        "live_staleness_mean": round(sum(ages) / len(ages), 1) if ages else None,
     }
 
 

@@ -12,7 +12,7 @@ from infra.demo.traffic import USERS_FILE, users_child
 from infra.demo.traffic_report import WINDOW, draw_traffic, read_seen, traffic_values, windows
 from infra.demo.users import Seen
 from infra.demo.watch import Watch
-from schemas import EvalResult, PolicyEvent
+from schemas import EvalResult, PolicyEvent, Progress
 from tests.infra.demo.test_demo_watch import START_S, watch_of
 
 OPTIONS = {"task": "traffic", "engine": "torch"}
@@ -55,6 +55,12 @@ def test_what_failed_for_a_user_is_what_is_reported_as_failed(tmp_path: Path) ->
     rows = traffic_rows(found)
     assert rows["what users saw"] == "0.0% → 100.0% right, of 1,200 answers"
     assert traffic_values(watch_of(), tmp_path / "none", "held-out")["users_right_last"] is None
+
+
+def test_what_was_trained_is_as_old_as_it_was_on_average_over_the_run(tmp_path: Path) -> None:
+    reports = [Progress(role="train", instance="train/1", gauges={"live/staleness_mean": age}) for age in (10.0, 30.0)]
+    found = traffic_values(watch_of(*enumerate(reports)), tmp_path / "none", "held-out")
+    assert found["live_staleness_mean"] == 20.0
 
 
 def test_users_notes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
