@@ -349,8 +349,6 @@ def _settle_list(
 
 def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, ...], result: object) -> None:
     """Members by position, then what was made; a group whose step failed is dropped whole."""
-    if result is group:
-        return
     others = [member for member in flow.members if member.group != flow.group]
     reason = "processor returned nonsense"
     made: list[Experience] | str
@@ -361,7 +359,7 @@ def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, 
     elif len(result) < len(group):
         made = f"got {len(result)} of {len(group)} members, expected each member or a Drop in its place"
     else:
-        made = _made(flow, result[len(group) :], group)
+        made = _made(flow, result[len(group) :], group) if len(result) > len(group) else []
     if isinstance(made, str):
         for member in group:
             flow.drop(member, index, reason, f"{step.stamp}: {made}")
@@ -377,8 +375,6 @@ def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, 
 
 def _made(flow: _Flow, results: Sequence[object], parents: Sequence[Experience]) -> list[Experience] | str:
     """What a step made, checked, or what is wrong with it."""
-    if not results:
-        return []
     known = {member.id for member in flow.members} | set(flow.made_at)
     made: list[Experience] = []
     for result in results:
