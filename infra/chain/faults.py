@@ -107,7 +107,7 @@ def _only_numbers_differ(before: Experience, after: Experience) -> bool:
     """
     reward, advantage, priority = _numbers(after)
     return (
-        all(was is now for was, now in zip(_others(before), _others(after), strict=True))
+        all(map(operator.is_, _others(before), _others(after)))
         and (reward is None or (type(reward) is float and math.isfinite(reward)))
         and (advantage is None or (type(advantage) is float and math.isfinite(advantage)))
         and type(priority) is float
