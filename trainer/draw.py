@@ -54,12 +54,9 @@ def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> 
 
 def unfit(candidates: Iterable[Candidate], *, ratio: bool, pairs: bool) -> list[tuple[Candidate, str]]:
     """Those a lane's loss cannot learn from, with the reason. ratio: it forms importance ratios. pairs: it compares."""
-    found = []
-    for one in candidates:
-        if pairs and not one.is_pair:
-            found.append((one, "not a pair"))
-        elif ratio and not one.has_ratio:
-            found.append((one, "no ratio"))
+    found = [(one, "not a pair") for one in candidates if not one.is_pair] if pairs else []
+    if ratio:
+        found += [(one, "no ratio") for one in candidates if not one.has_ratio and (one.is_pair or not pairs)]
     return found
 
 

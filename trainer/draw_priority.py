@@ -45,7 +45,8 @@ def draw_by_priority(
 
 def chance(one: Candidate) -> float:
     """How likely a group is accepted when it is looked at: its priority, from `FLOOR` to 1."""
-    return min(1.0, max(FLOOR, one.priority))
+    priority = one.priority
+    return FLOOR if priority < FLOOR else min(1.0, priority)
 
 
 def weighed(taken: Sequence[tuple[Candidate, float]], correction: float) -> tuple[Candidate, ...]:

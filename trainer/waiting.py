@@ -84,7 +84,8 @@ def decide(run: Run, *, now_s: float) -> Draw:
         dropped += unusable
         refused = {one.offset for one, _ in unusable}
         usable = [one for one in candidates if one.offset not in refused] if refused else candidates
-        if not paced_step and not run.intake.draining and sum(one.num_experiences for one in usable) < config.least:
+        is_bound = config.least > 1 and not paced_step and not run.intake.draining
+        if is_bound and sum(one.num_experiences for one in usable) < config.least:
             usable = []
         draw = drawn_from(
             usable,

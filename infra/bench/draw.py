@@ -15,6 +15,7 @@ from schemas import Block, Message, Span, encode, make_experience
 from schemas.ids import experience_id
 from trainer.buffer import Buffer
 from trainer.config import LaneConfig
+from trainer.draw import unfit
 from trainer.waiting import drawn_from
 
 NUM_EXPERIENCES = 100_000
@@ -30,7 +31,9 @@ def run(*, num_experiences: int = NUM_EXPERIENCES, num_drawn: int = NUM_DRAWN, r
         times_ms = []
         for seed in range(rounds):
             started_s = time.process_time()
-            draw = drawn_from(buffer.candidates("live"), LANE, num_experiences=num_drawn * size, seed=seed)
+            candidates = buffer.candidates("live")
+            assert not unfit(candidates, ratio=True, pairs=False)
+            draw = drawn_from(candidates, LANE, num_experiences=num_drawn * size, seed=seed)
             times_ms.append((time.process_time() - started_s) * 1000)
         assert len(draw.taken) == num_drawn
         started_s = time.process_time()

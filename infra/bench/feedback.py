@@ -6,6 +6,7 @@ this process's CPU time: one core, whatever else the machine does. A broker adds
 """
 
 import asyncio
+import gc
 import shutil
 import tempfile
 import time
@@ -49,6 +50,8 @@ async def _run(pending: int, joins: int, seed: int) -> dict[str, float]:
         ref = answer_id(experience_id(groups[number], 0, 0))
         await log.publish(VERIFIED, Feedback(ref=ref, id=f"f{number}", value=float(number % 2), source="csat"))
     records = [message.record async for message in log.read_all(VERIFIED)]
+    gc.collect()
+    gc.freeze()  # the log in memory is no garbage of a worker's
     with tempfile.TemporaryDirectory() as folder:
         figures = await _measured(log, records, pending, Path(folder))
     closures = len([message async for message in log.read_all(PROGRESS)])

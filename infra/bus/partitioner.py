@@ -25,4 +25,6 @@ def murmur2(data: bytes) -> int:
 
 def partition_for(key: bytes, num_partitions: int) -> int:
     """Partition of `key` among `num_partitions`."""
+    if num_partitions == 1:
+        return 0
     return (murmur2(key) & 0x7FFFFFFF) % num_partitions

@@ -359,7 +359,7 @@ def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, 
     elif len(result) < len(group):
         made = f"got {len(result)} of {len(group)} members, expected each member or a Drop in its place"
     else:
-        made = _made(flow, result[len(group) :], group)
+        made = _made(flow, result[len(group) :], group) if len(result) > len(group) else []
     if isinstance(made, str):
         for member in group:
             flow.drop(member, index, reason, f"{step.stamp}: {made}")

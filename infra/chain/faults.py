@@ -4,6 +4,7 @@ Only what changed is looked at, so a step that leaves an experience alone costs 
 decodes the bulk.
 """
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ IDENTITY = (
 _identity = operator.attrgetter(*IDENTITY)
 MAX_REASON_CHARS = 80
 NUMBERS = ("reward", "advantage", "priority")
+_numbers = operator.attrgetter(*NUMBERS)
+_others = operator.attrgetter("num_tokens", "spans", "end", "lane", "scores", "meta", "bulk")
 
 
 def accepted(before: Experience, result: object) -> Experience | str:
@@ -75,6 +78,8 @@ def header_fault(experience: Experience) -> str:
 
 def _sound(before: Experience | None, after: Experience) -> Experience | str:
     """Header, and bulk where it is not the very bulk (and the very spans) of `before`."""
+    if before is not None and _only_numbers_differ(before, after):
+        return after
     numbers = {
         field: float(value)
         for field in NUMBERS
@@ -93,3 +98,18 @@ def _sound(before: Experience | None, after: Experience) -> Experience | str:
         except (BadFrame, ValueError) as error:
             return str(error)
     return after
+
+
+def _only_numbers_differ(before: Experience, after: Experience) -> bool:
+    """Whether these, of one identity, share all that is no plain number, and the numbers are sound.
+
+    What steps do most, so nothing is encoded for it; the chain encodes every header once at its end.
+    """
+    reward, advantage, priority = _numbers(after)
+    return (
+        all(map(operator.is_, _others(before), _others(after)))
+        and (reward is None or (type(reward) is float and math.isfinite(reward)))
+        and (advantage is None or (type(advantage) is float and math.isfinite(advantage)))
+        and type(priority) is float
+        and 0 <= priority < math.inf
+    )

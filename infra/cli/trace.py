@@ -1,5 +1,7 @@
 """`headrace trace`: an answer's way to the weights, or what a policy learned from, as a person reads it."""
 
+import asyncio
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +10,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from infra.cli.connect import reading
+from infra.cli.connect import connected, reading
 from infra.cli.peek import cut
 from infra.cli.settings import Settings, load_settings
+from infra.ledger.following import follow
 from infra.ledger.index import Index
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from schemas import Experience
@@ -36,6 +39,21 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
             elif policy is not None:
                 made = await trace_policy(log, index, policy)
                 print_json(msgspec.to_builtins(made)) if as_json else show_policy(console, made)
+    finally:
+        index.close()
+    return 0
+
+
+async def run_follow(config: Path, sets: list[str]) -> int:
+    """Keep the index up until SIGINT or SIGTERM."""
+    settings = load_settings(config, sets)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    index = index_of(settings)
+    try:
+        async with connected(settings) as log:
+            await follow(log, index, stop)
     finally:
         index.close()
     return 0

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_client, store_of
@@ -46,6 +47,12 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
         final_codes=(0, CONFIG_ERROR),
         tier=2 if role == "master" else 1,
     )
+
+
+def index_child(settings: Settings, config: Path, sets: Sequence[str]) -> Child:
+    """What keeps the index of `headrace trace` up while the roles run."""
+    child = role_child(settings, config, sets, "trace")
+    return msgspec.structs.replace(child, argv=(*child.argv, "--keep-up"))
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
@@ -95,7 +102,8 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
 async def run_up(config: Path, sets: list[str]) -> int:
     """Run everything until SIGINT or SIGTERM."""
     settings = load_settings(config, sets)
-    children = [role_child(settings, settings.folder / config.name, sets, role) for role in roles_of(settings)]
+    file = settings.folder / config.name
+    children = [role_child(settings, file, sets, role) for role in roles_of(settings)]
     console = Console(stderr=True, highlight=False)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,8 +122,8 @@ async def run_up(config: Path, sets: list[str]) -> int:
         )
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
-        async with Supervisor(children, tell) as roles:
-            await finished_before(stop, roles.wait())
+        async with Supervisor([*children, index_child(settings, file, sets)], tell) as roles:
+            await finished_before(stop, roles.wait(*roles_of(settings)))
         failed = [state.name for state in roles.states.values() if state.given_up or state.exit_code == CONFIG_ERROR]
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")

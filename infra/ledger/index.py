@@ -2,11 +2,15 @@
 
 Guarantees: the file is a cache of the log and of nothing else; a log that begins anew makes it begin anew; only journal
 records that count are in it (see `trainer.journal.effective`). The first question of a long log reads all of it, the
-next ones what has come since.
+next ones what has come since; `infra.ledger.following` keeps it up beside a run, so that none has much to read. Several
+processes may share a file: one reads the log, the others wait for it. What retention took from the log leaves the index.
 """
 
+import asyncio
+import fcntl
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +23,28 @@ from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.ids import group_of, partition_key
 from schemas.topics import Topic
 
-LAYOUT = 3
+LAYOUT = 4
 # Their key is the group, so that no record has to be opened.
 KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
 INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
 MAX_RECORDS = 5000
+PRUNED_AT = 100_000  # records that retention took from a partition: looking for their rows means looking at all
+LOCK_AGAIN_S = 0.1
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS kept (topic TEXT, part INTEGER, first INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS places (grp INTEGER, topic TEXT, part INTEGER, offset INTEGER, time_ms INTEGER);
-CREATE INDEX IF NOT EXISTS places_by_group ON places (grp);
 CREATE TABLE IF NOT EXISTS sealed (key TEXT, grp INTEGER, PRIMARY KEY (key, grp)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, token INTEGER, offset INTEGER, time_ms INTEGER);
 CREATE TABLE IF NOT EXISTS trained (grp INTEGER, step INTEGER);
-CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
 CREATE TABLE IF NOT EXISTS undone (first INTEGER, last INTEGER, reason TEXT);
 CREATE TABLE IF NOT EXISTS fence (token INTEGER);
 CREATE TABLE IF NOT EXISTS policies (offset INTEGER PRIMARY KEY, version INTEGER, step INTEGER, time_ms INTEGER, event TEXT);
+"""
+# Made behind the first read: millions of rows are sorted once in seconds, while each put in its place costs a page.
+ORDER = """
+CREATE INDEX IF NOT EXISTS places_by_group ON places (grp);
+CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
 """
 
 
@@ -65,28 +75,37 @@ class TrainedStep(msgspec.Struct, frozen=True):
 class Index:
     """One open index file. Not safe for concurrent use."""
 
-    def __init__(self, path: Path, *, run: str, policy: str) -> None:
+    def __init__(self, path: Path, *, run: str, policy: str, prune_at: int = PRUNED_AT) -> None:
+        """prune_at: records that retention took from a partition before their rows go."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._run = run
         self._policy = policy
-        self._database = sqlite3.connect(path)
+        self._prune_at = prune_at
+        self._lock = path.with_suffix(".lock").open("w", encoding="ascii")
+        self._database = sqlite3.connect(path, timeout=60.0)
+        # NORMAL may lose the last reads with the machine, never the file: the log has them.
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
         (layout,) = self._database.execute("PRAGMA user_version").fetchone()
-        if layout not in (0, LAYOUT):
+        if layout != LAYOUT:
             self._drop()
-        self._database.executescript(SCHEMA)
-        self._database.execute(f"PRAGMA user_version = {LAYOUT}")
+            self._database.executescript(SCHEMA)
+            self._database.execute(f"PRAGMA user_version = {LAYOUT}")
 
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+        self._lock.close()
 
     async def refresh(self, log: Log, on_read: Callable[[str, int], None] = lambda topic, left: None) -> None:
         """Read what has come since the last time. on_read is told a topic and how many of its records are left."""
-        if await self._is_of_another_log(log):
-            self._drop()
-            self._database.executescript(SCHEMA)
-        for topic in INDEXED:
-            await self._read(log, topic, on_read)
+        async with self._alone():
+            if await self._is_of_another_log(log):
+                self._drop()
+                self._database.executescript(SCHEMA)
+            for topic in INDEXED:
+                await self._read(log, topic, on_read)
+            self._database.executescript(ORDER)
 
     def places(self, group: str) -> list[Place]:
         """Records that may be about a group, by topic and offset: those of its key."""
@@ -155,6 +174,20 @@ class Index:
         ).fetchone()
         return TrainedStep(step=step, offset=offset, time_ms=time_ms, undone=found[0] if found else "")
 
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """No other process reads the log into this file meanwhile; the kernel lets go for one that dies."""
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(LOCK_AGAIN_S)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
     async def _is_of_another_log(self, log: Log) -> bool:
         ends = {
             (topic.name, at.index): end
@@ -173,6 +206,8 @@ class Index:
                 "SELECT part, next FROM reads WHERE topic = ?", (topic.name,)
             )
         }
+        if topic in KEYED:
+            self._prune(topic, {at.index: begin for at, begin in begins.items()})
         starts = {at.index: max(begin, known.get(at.index, 0)) for at, begin in begins.items()}
         behind = {at.index: end for at, end in ends.items() if starts[at.index] < end}
         if not behind:
@@ -200,6 +235,20 @@ class Index:
                 "INSERT OR REPLACE INTO reads VALUES (?, ?, ?)",
                 [(topic.name, partition, offset) for partition, offset in following.items()],
             )
+
+    def _prune(self, topic: Topic, begins: dict[int, int]) -> None:
+        """Forget where records lay that retention has taken, many at once."""
+        kept = self._database.execute("SELECT part, first FROM kept WHERE topic = ?", (topic.name,))
+        known: dict[int, int] = dict(kept.fetchall())
+        for partition, begin in begins.items():
+            if begin - known.get(partition, 0) >= self._prune_at:
+                with self._database:
+                    self._database.execute(
+                        "DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", (topic.name, partition, begin)
+                    )
+                    self._database.execute(
+                        "INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", (topic.name, partition, begin)
+                    )
 
     def _control(self, record: Record, value: object) -> None:
         match value:

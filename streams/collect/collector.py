@@ -9,6 +9,7 @@ not sent again.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -265,9 +266,12 @@ class Collector:
         return blocks
 
     def _count(self, folded: Sequence[Folded], decisions: Sequence[Decision]) -> None:
+        dropped: Counter[str] = Counter()
         for one in folded:
-            for reason, number in one.dropped.items():
-                self._metrics.counter("dropped", reason=reason).inc(number)
-        for decision in decisions:
-            self._metrics.counter("closures", outcome=decision.closure.outcome).inc()
-            self._metrics.counter("experiences_out", stage=STAGE).inc(decision.closure.experiences)
+            dropped.update(one.dropped)
+        for reason, number in dropped.items():
+            self._metrics.counter("dropped", reason=reason).inc(number)
+        for outcome, number in Counter(decision.closure.outcome for decision in decisions).items():
+            self._metrics.counter("closures", outcome=outcome).inc(number)
+        num_out = sum(decision.closure.experiences for decision in decisions)
+        self._metrics.counter("experiences_out", stage=STAGE).inc(num_out)

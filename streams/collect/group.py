@@ -10,7 +10,7 @@ from schemas import Experience, Feedback, Lane, Stub
 from schemas.ids import ANSWER_PREFIX
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
+class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Where an experience lies: offset of its block in `verified`, index within it.
 
     Example: Place(offset=981, index=7)

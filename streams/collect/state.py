@@ -15,6 +15,7 @@ from schemas.sections import FindSeal
 from streams.collect.group import Group
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
+MEMBER_BYTES = 3 * 1024  # of a decoded header, beside its frame
 
 
 class Frames:
@@ -60,7 +61,8 @@ class Frames:
         self.unsaved.clear()
         self.removed.clear()
 
-    def _remember(self, offset: int, block: Block, num_bytes: int) -> None:
+    def _remember(self, offset: int, block: Block, frame_bytes: int) -> None:
+        num_bytes = frame_bytes + MEMBER_BYTES * len(block.experiences)
         self._decoded[offset] = (block, num_bytes)
         self._decoded_bytes += num_bytes
         while self._decoded_bytes > MAX_CACHED_BYTES and len(self._decoded) > 1:

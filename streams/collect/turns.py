@@ -59,6 +59,8 @@ def new_echoes(group: Group, turns: Sequence[Group], names: frozenset[str], offs
     what was said about later ones.
     """
     known = [turn for turn in turns if turn.depth >= 0]
+    if len(known) < 2:
+        return []
     order = {depth: number for number, depth in enumerate(sorted({turn.depth for turn in known}))}
     has_come = offset in group.offsets()
     found = []

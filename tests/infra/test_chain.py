@@ -139,11 +139,14 @@ def test_nonsense_is_dropped_with_the_field_named(returns: Callable[[Experience]
     assert detail in gone.detail
 
 
-def test_what_is_written_into_meta_in_place_cannot_reach_the_wire() -> None:
+@pytest.mark.parametrize("edits", [{}, {"reward": 1.0}])
+def test_what_is_written_into_meta_in_place_cannot_reach_the_wire(edits: dict[str, float]) -> None:
+    """Also beside a new number, where nothing else is looked at before the end."""
+
     @processor(version=1, inline=True)
     def scribbles(experience: Experience) -> Experience:
         experience.meta["model"] = object()  # type: ignore[assignment]
-        return experience
+        return REPLACED(experience, **edits) if edits else experience
 
     outcome = run([step_of(scribbles)], [answer()])
     assert outcome.kept == ()

@@ -1,6 +1,15 @@
-"""What each rank of test_deepspeed_learner runs: model folder, ZeRO stage, what to check, and where states lie."""
+"""What each rank of test_deepspeed_learner runs: model folder, ZeRO stage, what to check, and where states lie.
 
+Started by torchrun it is one rank. With the word "serve" alone it forks the ranks of one check for each line of stdin: to
+import torch and DeepSpeed takes far longer than most checks, and is done once for all of them.
+"""
+
+import json
+import os
+import signal
+import socket
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +22,7 @@ from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.deepspeed import DeepSpeedLearner
 from trainer.learners.torch import TorchLearner
 
+LIMIT_S = 300
 LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
 
 
@@ -167,13 +177,68 @@ def main(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
-if __name__ == "__main__":
-    match sys.argv[3]:
+def check(model: str, stage: int, what: str, *folder: str) -> None:
+    match what:
         case "steps":
-            main(sys.argv[1], int(sys.argv[2]))
+            main(model, stage)
         case "unequal":
-            check_unequal(sys.argv[1], int(sys.argv[2]))
+            check_unequal(model, stage)
         case "states":
-            check_states(sys.argv[1], int(sys.argv[2]), Path(sys.argv[4]))
-        case what:
-            check_needs(sys.argv[1], int(sys.argv[2]), what)
+            check_states(model, stage, Path(*folder))
+        case _:
+            check_needs(model, stage, what)
+
+
+def serve() -> None:
+    """A line in is the output's file, the number of ranks and the arguments of `check`; a line out is 0, or 1 for failed."""
+    # The ranks find these imported.
+    import deepspeed  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    for line in sys.stdin:
+        output, num_ranks, model, stage, *rest = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        running = set()
+        for rank in range(num_ranks):
+            pid = os.fork()
+            if not pid:
+                run_rank(output, {"RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}, model, int(stage), *rest)
+            running.add(pid)
+        failed = False
+        while running:
+            pid, status = os.wait()
+            running.discard(pid)
+            if status and not failed:
+                failed = True
+                for other in running:  # they would wait for the one that is gone
+                    os.kill(other, signal.SIGKILL)
+        print(int(failed), flush=True)
+
+
+def run_rank(output: str, places: dict[str, int], *arguments: object) -> None:
+    """The forked process, to its end."""
+    code = 1
+    try:
+        signal.alarm(LIMIT_S)
+        with open(output, "ab", buffering=0) as file:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+        os.environ |= {name: str(value) for name, value in places.items()}
+        os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1"}
+        check(*arguments)  # type: ignore[arg-type]
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        check(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

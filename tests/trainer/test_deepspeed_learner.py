@@ -1,8 +1,10 @@
 """ZeRO on several ranks is the same learner as one process."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,56 +26,80 @@ def model(tmp_path_factory) -> str:
     return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
 
 
-def agree(model: str, stage: int, *what: str, ranks: int = 2) -> None:
-    """Run deepspeed_ranks.py on so many ranks, and say what it said where it failed."""
-    pytest.importorskip("deepspeed")
-    environment = os.environ | {
+def environment() -> dict[str, str]:
+    return os.environ | {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
     }
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)),
-            *(str(HERE / "deepspeed_ranks.py"), model, str(stage), *what),
-        ],
-        env=environment,
-        capture_output=True,
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator["subprocess.Popen[str]"]:
+    """A process that has DeepSpeed imported and forks ranks; see deepspeed_ranks.py."""
+    pytest.importorskip("deepspeed")
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "deepspeed_ranks.py"), "serve"],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=400,
-        check=False,
-    )
-    assert run.returncode == 0 and f"stage {stage} agrees" in run.stdout, run.stderr[-4000:]
+    ) as child:
+        yield child
+
+
+@pytest.fixture
+def agree(ranks, model, tmp_path) -> Callable[..., None]:
+    """Check on so many ranks, and say what they said where it failed."""
+
+    def check(stage: int, *what: str, num_ranks: int = 2) -> None:
+        said = tmp_path / f"said-{stage}-{num_ranks}"
+        ranks.stdin.write(json.dumps([str(said), num_ranks, model, stage, *what]) + "\n")
+        ranks.stdin.flush()
+        failed = ranks.stdout.readline().strip()
+        text = said.read_text(errors="replace")
+        assert failed == "0" and f"stage {stage} agrees" in text, text[-4000:]
+
+    return check
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks_of_zero_take_the_steps_of_one_process(model, stage):
-    agree(model, stage, "steps")
+def test_two_ranks_of_zero_take_the_steps_of_one_process(agree, stage):
+    agree(stage, "steps")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_losses_and_gradients_of_very_unequal_lengths_are_those_of_one_rank(model, stage):
-    agree(model, stage, "unequal")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_losses_and_gradients_of_very_unequal_lengths_are_those_of_one_rank(agree, stage):
+    agree(stage, "unequal")
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_agree_as_well(model):
+    pytest.importorskip("deepspeed")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    command = [*launcher, str(HERE / "deepspeed_ranks.py"), model, "2", "unequal"]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
+    assert run.returncode == 0 and "stage 2 agrees" in run.stdout, run.stderr[-4000:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "stage"), [("proximal", 2), ("bound", 3), ("reference", 3), ("bfloat16", 2)])
-def test_what_losses_want_comes_out_as_in_one_process(model, what, stage):
-    agree(model, stage, what)
+def test_what_losses_want_comes_out_as_in_one_process(agree, what, stage):
+    agree(stage, what)
 
 
 @pytest.mark.slow
-def test_a_state_goes_on_under_either_learner_and_another_number_of_ranks(model, tmp_path):
+def test_a_state_goes_on_under_either_learner_and_another_number_of_ranks(agree, model, tmp_path):
     """torch → two ranks of ZeRO 3 → one rank of ZeRO 1 → torch, each step compared with one process."""
     config = TrainerConfig(threads=1)
     alone = TorchLearner(model, config, device="cpu")
     usual = [one for one in random_items(0) if one.item.lane == "usual"]
     alone.step(pack(usual, max_tokens=40, version=5), learning_rate=1e-4, seed=0)
     (tmp_path / "state").write_bytes(save_tensors(alone.save()))
-    agree(model, 3, "states", str(tmp_path), ranks=2)
-    agree(model, 1, "states", str(tmp_path), ranks=1)
+    agree(3, "states", str(tmp_path), num_ranks=2)
+    agree(1, "states", str(tmp_path), num_ranks=1)
 
 
 def test_deepspeeds_json_is_laid_over_ours_table_by_table():

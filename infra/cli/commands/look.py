@@ -81,6 +81,9 @@ def audit(
 def trace(
     answer: Annotated[str | None, typer.Argument(help="An answer id (hr-…) or an experience id.")] = None,
     policy: Annotated[int | None, typer.Option("--policy", help="A version: show what it learned from.")] = None,
+    keep_up: Annotated[
+        bool, typer.Option("--keep-up", help="Ask nothing: keep the index up until stopped, as `up` does.")
+    ] = False,
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
@@ -89,12 +92,16 @@ def trace(
 
     Who sampled what, what every processor and score said, the feedback and when it came, how the group ended, the steps
     that used it with their advantages, and the first version that learned from it.
-    The first trace reads the whole log into an index beside the TOML; the next ones read what has come since.
+    Where the records lie is kept in an index beside the TOML, which `headrace up` keeps up with the log; without it the
+    first trace reads the whole log, and the next ones what has come since.
 
     Example: [cyan]headrace trace hr-add-37-45.2.0-7-0[/], [cyan]headrace trace --policy 40[/]
     """
-    from infra.cli.trace import run_trace
+    from infra.cli.trace import run_follow, run_trace
 
+    if keep_up:
+        exit_with(lambda: run_follow(config, sets))
+        return
     exit_with(lambda: run_trace(answer, policy, config, sets, as_json=as_json))
 
 

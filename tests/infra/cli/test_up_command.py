@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from infra.cli.settings import load_settings
-from infra.cli.up import ROLES, broker_child, role_child
+from infra.cli.up import ROLES, broker_child, index_child, role_child
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -31,6 +31,12 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
         assert child.log == tmp_path / "logs" / f"{role}.log" and child.tier > broker.tier
         assert 2 in child.final_codes, "a mistake in the settings is not tried again"
         assert 1 not in child.final_codes
+
+
+def test_the_index_of_trace_is_kept_up_beside_the_roles(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    child = index_child(load_settings(file), file, ["a.b=1"])
+    assert child.argv[3:] == ("trace", "--config", str(file), "--set", "a.b=1", "--keep-up")
 
 
 def test_a_configured_broker_that_is_away_is_one_line_after_the_deadline(tmp_path: Path) -> None:

@@ -6,16 +6,31 @@ from pathlib import Path
 
 import pytest
 
+from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
+from infra.ledger.following import follow
 from infra.ledger.index import Index
 from infra.ledger.trace import AnswerTrace, trace_answer, trace_policy
 from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, topics
-from schemas.errors import NotInLog
+from schemas.errors import BrokerUnavailable, NotInLog
 from tests.infra.ledger.ledger_records import RUN, batch, block, closure, stub
 
 NAME = "a.0.0-0-0"
 POLICY = "main"
+
+
+class AwayBus(MemoryBus):
+    """A broker that nobody can ask where the log ends, until it is back."""
+
+    is_away = True
+    num_refused = 0
+
+    async def end_offsets(self, topic: str) -> dict[Partition, int]:
+        if self.is_away:
+            self.num_refused += 1
+            raise BrokerUnavailable("away")
+        return await super().end_offsets(topic)
 
 
 def published(version: int, step: int, token: int = 1) -> PolicyEvent:
@@ -50,6 +65,12 @@ def with_index(folder: Path, body: Callable[[Index], Awaitable[None]]) -> None:
             index.close()
 
     asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 async def traced(log: Log, index: Index, ref: str) -> AnswerTrace:
@@ -153,3 +174,65 @@ def test_the_index_of_a_log_that_began_anew_begins_anew(tmp_path: Path) -> None:
         assert (await trace_answer(other, index, "n.0.0-0-0")).published is not None
 
     with_index(tmp_path, body)
+
+
+def test_two_that_bring_one_index_up_to_date_at_once_read_nothing_twice(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+        both = [Index(tmp_path / "trace.sqlite", run=RUN, policy=POLICY) for _ in range(2)]
+        try:
+            await asyncio.gather(*(index.refresh(log) for index in both))
+            places = both[0].places("a.0")
+            assert len(places) == len(set(places)) > 0 and both[1].places("a.0") == places
+        finally:
+            for index in both:
+                index.close()
+
+    asyncio.run(main())
+
+
+def test_an_index_that_is_kept_up_holds_what_came_before_anybody_asks(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        log, stop = await log_of_a_run(), asyncio.Event()
+        following = asyncio.create_task(follow(log, index, stop, every_s=0.001))
+        await log.publish(topics.EXPERIENCES, block("late.0"))
+        await until(lambda: bool(index.places("late.0")))
+        stop.set()
+        await following
+        assert (await trace_answer(log, index, "late.0.0-0-0")).published is not None
+
+    with_index(tmp_path, body)
+
+
+def test_a_log_that_is_away_does_not_end_what_keeps_the_index_up(tmp_path: Path) -> None:
+    async def body(index: Index) -> None:
+        bus = AwayBus()
+        log, stop = Log(bus, "t"), asyncio.Event()
+        await log.create_topics(partitions=1, keep_ms=-1)
+        await log.publish(topics.EXPERIENCES, block("a.0"))
+        following = asyncio.create_task(follow(log, index, stop, every_s=0.001))
+        await until(lambda: bool(bus.num_refused))
+        assert not index.places("a.0")
+        bus.is_away = False
+        await until(lambda: bool(index.places("a.0")))
+        stop.set()
+        await following
+
+    with_index(tmp_path, body)
+
+
+def test_what_retention_took_leaves_the_index(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+        index = Index(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
+        try:
+            await index.refresh(log)
+            before = index.places("a.0")
+            for at, end in (await log.bus.end_offsets(log.name(topics.EXPERIENCES))).items():
+                await log.bus.delete_records(at, end)
+            await index.refresh(log)
+            assert index.places("a.0") == [place for place in before if place.topic != "experiences"] != before
+        finally:
+            index.close()
+
+    asyncio.run(main())
