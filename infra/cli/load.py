@@ -15,6 +15,7 @@ from infra.cli.roles import model_folder
 from infra.cli.settings import load_settings
 from infra.plugin import add_plugin_folders, load
 from schemas.errors import ConfigError
+from schemas.experience import MAX_TOKENS
 
 if TYPE_CHECKING:
     from actors.loader import Loaded
@@ -81,17 +82,20 @@ async def run_load_experts(
     from actors.taskset import Demonstration
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
-    from infra.model import load_tokenizer
+    from infra.model import context_tokens, load_tokenizer
 
     renamed = field_map(fields or [])
     settings = load_settings(config, sets)
     total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
+        max_tokens = context_tokens(settings.model_path) or MAX_TOKENS
         with progress_bar(f"demonstrations from {file}", total) as bar:
             read = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
             rows = with_images(read, file, store_of(settings), bar.broken)
-            done = await load_experts(log, rows, tokenizer, on_progress=bar.moved)
+            done = await load_experts(
+                log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
+            )
     return tell("experts", done, bar)
 
 
@@ -102,17 +106,20 @@ async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: l
     from actors.taskset import Preference
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
-    from infra.model import load_tokenizer
+    from infra.model import context_tokens, load_tokenizer
 
     renamed = field_map(fields or [])
     settings = load_settings(config, sets)
     total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
+        max_tokens = context_tokens(settings.model_path) or MAX_TOKENS
         with progress_bar(f"pairs from {file}", total) as bar:
             read = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
             rows = different(with_images(read, file, store_of(settings), bar.broken), bar.broken)
-            done = await load_preferences(log, rows, tokenizer, on_progress=bar.moved)
+            done = await load_preferences(
+                log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
+            )
     return tell("pairs", done, bar)
 
 
