@@ -2,7 +2,7 @@
 
 Guarantees: a second load of the same rows adds nothing (ids already in the log are left out, and counted); what the
 file repeats is loaded once; a row that cannot be read stops the load with its file and line, and what was loaded before
-stays.
+stays. A demonstration or pair longer than the model's context is handed to `on_broken`, and the next one follows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,8 +12,10 @@ import msgspec
 
 from actors.preferences import pair_block, pair_group
 from actors.taskset import Demonstration, Preference
+from actors.tasksets.files import Broken, OnBroken
 from infra.bus.log import Log
 from schemas import Block, Control, Experience, Message, Span, Task, make_experience
+from schemas.experience import MAX_TOKENS
 from schemas.ids import experience_id, group_id
 from schemas.topics import EXPERTS, TASKSET_RAW, Topic
 
@@ -53,26 +55,47 @@ async def load_tasks(log: Log, tasks: Iterable[Task], *, on_progress: Progress =
 
 
 async def load_experts(
-    log: Log, rows: Iterable[Demonstration], tokenizer: Tokenizer, *, on_progress: Progress = lambda rows: None
+    log: Log,
+    rows: Iterable[Demonstration],
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    on_broken: OnBroken = lambda row: None,
+    on_progress: Progress = lambda rows: None,
 ) -> Loaded:
-    """Publish the demonstrations as experiences of the expert lane, one to a group."""
+    """Publish the demonstrations as experiences of the expert lane, one to a group. max_tokens: of the model's context."""
 
-    def block(row: Demonstration) -> Block:
-        return Block((expert(row, tokenizer),))
+    def block(row: Demonstration) -> Block | None:
+        return _fitting(Block((expert(row, tokenizer),)), f"demonstration {row.id}", max_tokens, on_broken)
 
     known = await _known(log, EXPERTS)
     return await _load(log, EXPERTS, rows, lambda row: expert_group(row.id), block, known, on_progress)
 
 
 async def load_preferences(
-    log: Log, rows: Iterable[Preference], tokenizer: Tokenizer, *, on_progress: Progress = lambda rows: None
+    log: Log,
+    rows: Iterable[Preference],
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    on_broken: OnBroken = lambda row: None,
+    on_progress: Progress = lambda rows: None,
 ) -> Loaded:
-    """Publish preference pairs, one to a group of the human lane."""
+    """Publish preference pairs, one to a group of the human lane. max_tokens: of the model's context."""
 
-    def block(row: Preference) -> Block:
-        return pair_block(row, tokenizer)
+    def block(row: Preference) -> Block | None:
+        return _fitting(pair_block(row, tokenizer), f"pair {row.id}", max_tokens, on_broken)
 
     return await _load(log, EXPERTS, rows, pair_group, block, await _known(log, EXPERTS), on_progress)
+
+
+def _fitting(block: Block, where: str, max_tokens: int, on_broken: OnBroken) -> Block | None:
+    """The block, or None where a member of it is too long, which is told."""
+    longest = max(one.num_tokens for one in block.experiences)
+    if longest <= max_tokens:
+        return block
+    on_broken(Broken(where, f"got {longest} tokens, expected at most {max_tokens}, which is the model's context"))
+    return None
 
 
 def expert(row: Demonstration, tokenizer: Tokenizer) -> Experience:
@@ -115,7 +138,7 @@ async def _load(
     topic: Topic,
     rows: Iterable[Row],
     name: Callable[[Row], str],
-    record: Callable[[Row], Control | Block],
+    record: Callable[[Row], Control | Block | None],
     known: set[str],
     on_progress: Progress,
 ) -> Loaded:
@@ -127,8 +150,8 @@ async def _load(
             key = name(row)
             repeated += key in seen
             old += key in known and key not in seen
-            if key not in seen and key not in known:
-                fresh.append(record(row))
+            if key not in seen and key not in known and (made := record(row)) is not None:
+                fresh.append(made)
             seen.add(key)
         await log.publish_all(topic, fresh)
         loaded += len(fresh)

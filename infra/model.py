@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.vision import Vision, load_vision
+from infra.vision import Vision, load_vision, takes_pictures
 from infra.weights.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
@@ -99,6 +99,17 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder))
 
 
+def context_tokens(folder: str | Path) -> int:
+    """Tokens of the longest sequence a model takes, 0 where its configuration does not say. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("model", folder, "config.json", error) from error
+    return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
+
+
 def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Module":
     """The causal language model of a folder, with its vision tower if it has one, on the CPU, in evaluation mode.
 
@@ -109,7 +120,7 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = AutoModelForCausalLM if load_vision(folder) is None else AutoModelForImageTextToText
+    kind = AutoModelForImageTextToText if takes_pictures(folder) else AutoModelForCausalLM
     try:
         with no_progress_bars():
             model = kind.from_pretrained(

@@ -93,11 +93,32 @@ def probe_picture(index: int, side: int = 32) -> "Pixels":
     return (across * np.uint64(7 + 2 * index) % np.uint64(251)).astype(np.uint8)
 
 
+def takes_pictures(folder: str | Path) -> bool:
+    """Whether the model of a folder takes pictures. Raises NoModel, and ConfigError for a family there is not code for."""
+    return _seeing_config(folder) is not None
+
+
 def load_vision(folder: str | Path) -> Vision | None:
     """How the model of a folder takes pictures; None for one of text alone.
 
-    Raises NoModel, and ConfigError for a family there is not code for, or without its image processor.
+    Raises as `takes_pictures`, and ConfigError where the image processor is missing.
     """
+    config = _seeing_config(folder)
+    if config is None:
+        return None
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unreadable(folder, "preprocessor_config.json", error)) from error
+    return Vision(int(config.image_token_id), int(config.image_seq_length), processor)
+
+
+def _seeing_config(folder: str | Path) -> Any:
+    """The configuration of a model that takes pictures, None for one of text alone."""
     from transformers import AutoConfig
 
     try:
@@ -110,15 +131,7 @@ def load_vision(folder: str | Path) -> Vision | None:
         raise ConfigError(
             f"model: {folder} is of type {config.model_type!r} and takes pictures; expected one of {', '.join(FAMILIES)}"
         )
-    from transformers import AutoImageProcessor
-
-    try:
-        processor = AutoImageProcessor.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(_unreadable(folder, "preprocessor_config.json", error)) from error
-    return Vision(int(config.image_token_id), int(config.image_seq_length), processor)
+    return config
 
 
 def vision_if_any(folder: str | Path) -> Vision | None:

@@ -11,6 +11,7 @@ import msgspec
 
 from schemas import Block, Lane, decode
 from schemas.errors import BadFrame
+from schemas.experience import MAX_TOKENS
 from schemas.pairs import pair_fault, pair_side
 from schemas.sections import FindSeal
 from schemas.withdrawal import WITHDRAWN, is_withdrawal
@@ -25,7 +26,8 @@ def use_key(group: str, revision: int, lane: str) -> bytes:
 class Buffer:
     """Groups that may still be trained. One consumer; not thread-safe.
 
-    uses: key → times trained, over the kept horizon. max_uses: per lane. find_seal: keys of sealed blocks.
+    uses: key → times trained, over the kept horizon. max_uses: per lane. find_seal: keys of sealed blocks. max_tokens: of
+    a sequence, 0 for no limit.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class Buffer:
         max_uses: Mapping[Lane, int],
         uses: Mapping[bytes, int] | None = None,
         find_seal: FindSeal | None = None,
+        max_tokens: int = 0,
     ) -> None:
         self._max_uses = dict(max_uses)
         self.uses: dict[bytes, int] = dict(uses or {})
         self._find_seal = find_seal
+        self._max_tokens = max_tokens or MAX_TOKENS
         self._frames: dict[int, bytes] = {}
         self._candidates: dict[Lane, dict[int, Candidate]] = {lane: {} for lane in max_uses}
         self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
@@ -53,6 +57,8 @@ class Buffer:
             return "lane not trained"
         if any(one.lane != first.lane for one in block.experiences):
             return "block mixes lanes"
+        if any(one.num_tokens > self._max_tokens for one in block.experiences):
+            return "longer than the context"
         if is_withdrawal(first):
             held = self._held.get((block.group, first.lane))
             if held is not None and self._candidates[first.lane][held].revision < first.revision:

@@ -47,6 +47,7 @@ async def resume(
     seed: int,
     report: Report,
     sight: Sight | None = None,
+    max_tokens: int = 0,
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
     events = await read_policies(log)
@@ -56,7 +57,7 @@ async def resume(
     state, journal = await find_start(log, store, lease)
     position = state.position if state else checkpoint.Position()
     uses = state.uses if state else {}
-    buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses, log.find_seal)
+    buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses, log.find_seal, max_tokens)
     clock = asyncio.get_running_loop().time
     intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)
     intake.floor = position.settled

@@ -54,10 +54,12 @@ async def run_trainer(
     board: Board | None = None,
     chain: tuple[Step, ...] = (),
     sight: Sight | None = None,
+    max_tokens: int = 0,
 ) -> None:
     """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run.
 
-    chain: what every drawn batch passes before it is journaled. sight: of a model that takes pictures.
+    chain: what every drawn batch passes before it is journaled. sight: of a model that takes pictures. max_tokens: of a
+    sequence that the model takes, 0 for any.
     """
     owner = f"train/{socket.gethostname()}/{os.getpid()}"
     name = floor.run or floor.app
@@ -65,8 +67,9 @@ async def run_trainer(
     logger.info("lease taken run=%s token=%d", name, lease.token)
     report = Report(metrics, owner, board)
     run = await resume(
-        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report, sight=sight
-    )
+        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report, sight=sight,
+        max_tokens=max_tokens,
+    )  # fmt: skip
     run.chain = chain
     policies = await log.assigned(topics.POLICIES, {0: lease.token + 1})
     await hear_directives(log, run.intake)

@@ -15,10 +15,12 @@ from infra.cli.roles import model_folder
 from infra.cli.settings import load_settings
 from infra.plugin import add_plugin_folders, load
 from schemas.errors import ConfigError
+from schemas.experience import MAX_TOKENS
 
 if TYPE_CHECKING:
     from actors.loader import Loaded
     from actors.tasksets.files import Broken
+    from infra.bus.log import Log
 
 FIELDS = (
     "id",
@@ -47,9 +49,14 @@ async def run_load_tasks(
     *,
     fields: list[str] | None = None,
     split: str = "",
+    rates_from: str = "",
 ) -> int:
-    """Load the tasks of a file or of the taskset `use`, and say how many were new, repeated, or there already."""
+    """Load the tasks of a file or of the taskset `use`, and say how many were new, repeated, or there already.
+
+    rates_from: app whose log tells how often they succeeded there.
+    """
     from actors.loader import load_tasks
+    from actors.recorded import rated
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
     from schemas import Task
@@ -62,6 +69,7 @@ async def run_load_tasks(
     taskset = load(use, taskset_options(options), "--use") if use else None
     total = None if file is None else count_rows(file)
     async with connected(settings) as log:
+        rates = await rates_of(log, rates_from) if rates_from else {}
         with progress_bar(f"tasks from {use or file}", total) as bar:
             if file is not None:
                 read = read_rows(file, Task, fields=renamed, split=split, on_broken=bar.broken)
@@ -69,8 +77,19 @@ async def run_load_tasks(
             else:
                 assert taskset is not None
                 rows = taskset()
+            rows = rated(rows, rates, settings.tasks.difficulty.field)
             done = await load_tasks(log, rows, on_progress=bar.moved)
     return tell("tasks", done, bar)
+
+
+async def rates_of(log: "Log", app: str) -> dict[str, float]:
+    """What another app of the same broker has recorded. Raises ConfigError where it has no topics."""
+    from actors.recorded import recorded_rates
+    from infra.bus.log import Log
+
+    other = Log(log.bus, app)
+    await other.require_topics()
+    return await recorded_rates(other)
 
 
 async def run_load_experts(
@@ -81,17 +100,20 @@ async def run_load_experts(
     from actors.taskset import Demonstration
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
-    from infra.model import load_tokenizer
+    from infra.model import context_tokens, load_tokenizer
 
     renamed = field_map(fields or [])
     settings = load_settings(config, sets)
     total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
+        max_tokens = context_tokens(settings.model_path) or MAX_TOKENS
         with progress_bar(f"demonstrations from {file}", total) as bar:
             read = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
             rows = with_images(read, file, store_of(settings), bar.broken)
-            done = await load_experts(log, rows, tokenizer, on_progress=bar.moved)
+            done = await load_experts(
+                log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
+            )
     return tell("experts", done, bar)
 
 
@@ -102,17 +124,20 @@ async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: l
     from actors.taskset import Preference
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
-    from infra.model import load_tokenizer
+    from infra.model import context_tokens, load_tokenizer
 
     renamed = field_map(fields or [])
     settings = load_settings(config, sets)
     total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
+        max_tokens = context_tokens(settings.model_path) or MAX_TOKENS
         with progress_bar(f"pairs from {file}", total) as bar:
             read = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
             rows = different(with_images(read, file, store_of(settings), bar.broken), bar.broken)
-            done = await load_preferences(log, rows, tokenizer, on_progress=bar.moved)
+            done = await load_preferences(
+                log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
+            )
     return tell("pairs", done, bar)
 
 

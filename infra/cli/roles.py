@@ -120,6 +120,7 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
+    from infra.model import context_tokens
     from trainer.batch_chain import build_batch
     from trainer.board import Board
     from trainer.learner import Follower, open_learner
@@ -150,6 +151,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
                 board=board,
                 chain=build_batch(settings.processor),
                 sight=await asyncio.to_thread(open_sight, folder, store),
+                max_tokens=context_tokens(folder),
             )
         finally:
             if board is not None:

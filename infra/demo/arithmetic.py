@@ -3,6 +3,16 @@
 from infra.demo.char_model import CHARACTERS_ALONE, Size
 from infra.demo.demo_task import DemoTask
 
+WARMUP = """
+[trainer.warmup]
+lane = "expert"
+stop_at = 0.30                   # greedy accuracy on demonstrations kept for validation
+min_steps = 150
+max_steps = 600
+min_experiences = 2000
+learning_rate = 5e-4
+batch = 64
+"""
 SETTINGS = """\
 [pacing]
 groups_per_step = 32             # G: fresh groups in every optimizer step
@@ -55,15 +65,6 @@ checkpoint_every = 20
 [trainer.lanes]                  # the MIX loss: (1 - m) reinforcement + m supervised
 usual = {{ loss = "dppo", weight = {usual} }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
-
-[trainer.warmup]
-lane = "expert"
-stop_at = 0.30                   # greedy accuracy on demonstrations kept for validation
-min_steps = 150
-max_steps = 600
-min_experiences = 2000
-learning_rate = 5e-4
-batch = 64
 """
 
 ARITHMETIC = DemoTask(
@@ -72,7 +73,7 @@ ARITHMETIC = DemoTask(
     write="actors.tasksets.arithmetic:write_arithmetic",
     vocabulary=CHARACTERS_ALONE,
     size=Size(hidden=128, layers=4),
-    settings=SETTINGS,
+    settings=SETTINGS + WARMUP,
     suite="held-out",
     measure="held-out accuracy",
     stop_at=0.93,

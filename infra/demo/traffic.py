@@ -5,12 +5,13 @@ Explorers answer nothing but the evals by which the gate decides which version t
 
 import sys
 
+import msgspec
+
 from actors.gateway.keys import create_key
 from infra.cli.connect import store_of
 from infra.cli.settings import Settings
 from infra.cli.up import CONFIG_ERROR, child_environment
-from infra.demo.char_model import CHARACTERS_ALONE, Size
-from infra.demo.demo_task import DemoTask
+from infra.demo.arithmetic import ARITHMETIC, WARMUP
 from infra.local.address import choose_address
 from infra.local.supervisor import Child
 
@@ -84,26 +85,13 @@ checkpoint_every = 40
 # the policy no longer says, so that an answer may be learned from several times.
 live = {{ loss = "topr", weight = {usual}, least = 256, max_uses = 4, bound = 1.0 }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
-
-[trainer.warmup]
-lane = "expert"
-stop_at = 0.30                   # greedy accuracy on demonstrations kept for validation
-min_steps = 150
-max_steps = 600
-min_experiences = 2000
-learning_rate = 5e-4
-batch = 64
 """
 
-TRAFFIC = DemoTask(
+TRAFFIC = msgspec.structs.replace(
+    ARITHMETIC,
     name="traffic",
     about="two-digit addition, learned from what users of a gateway say",
-    write="actors.tasksets.arithmetic:write_arithmetic",
-    vocabulary=CHARACTERS_ALONE,
-    size=Size(hidden=128, layers=4),
-    settings=SETTINGS,
-    suite="held-out",
-    measure="held-out accuracy",
+    settings=SETTINGS + WARMUP,
     stop_at=1.0,
     lanes={"none": (1.0, 0.0)},
 )

@@ -1,6 +1,7 @@
 """difficulty: 1 − the success rate that came with a task, where it names no difficulty itself.
 
-What this run measures needs no processor: the master folds it from the log and orders tasks by it.
+A rate is a column of the rows, or what another run recorded (`headrace load tasks --rates-from`). What this run measures
+needs no processor: the master folds it from the log and orders tasks by it.
 """
 
 import msgspec

@@ -23,7 +23,7 @@ _QUOTED = re.compile(r"[\"“]([^\"“”]+)[\"”]")
 _DENIAL = re.compile(r"\b(?:not|never|no\s+longer)\b|n't\b|\bor\b", re.IGNORECASE)
 
 
-@score(version=1)
+@score(version=2)
 def vision(
     experience: Experience,
     *,
@@ -37,10 +37,11 @@ def vision(
     case: bool = False,
     partial: bool = False,
 ) -> float | None:
-    """1.0 where the answer is right, else 0.0; None without a reference in meta[answer].
+    """1.0 where the answer is right, else 0.0; None without a reference in meta[answer], or where no kind is asked for.
 
-    kind: "" takes meta["kind"]. count: one number, in digits or words. read: at most max_error edits per character of the
-    reference; case: upper and lower case differ; white space runs are one space. choose: see `k12`, with meta[options].
+    kind: "" takes meta["kind"]; a task that says none, or one of another score, asks nothing of an image. count: one
+    number, in digits or words. read: at most max_error edits per character of the reference; case: upper and lower case
+    differ; white space runs are one space. choose: see `k12`, with meta[options].
     box: every box of the JSON in meta[answer] is met by one of the answer's, and none is left over, where met means
     intersection over union of `threshold` or more; format: of the answer's boxes: left, top and right, bottom or width,
     height; reference_format: of the reference's.
@@ -52,7 +53,7 @@ def vision(
     wanted, response = str(reference), experience.response
     asked = kind or experience.meta.get("kind")
     if asked not in KINDS:
-        raise ValueError(f"kind: got {asked!r}, expected one of {', '.join(KINDS)} in the options or in meta.kind")
+        return None
     if len(response) > MAX_CHARS:
         return 0.0
     if asked == "choose":

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from actors.loader import Loaded, expert, load_experts, load_preferences, load_tasks
@@ -113,3 +114,24 @@ def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
     first, broken, second = asyncio.run(run())
     assert first == Loaded(loaded=2, repeated=1, known=0) and second.loaded == 0
     assert [one.where for one in broken] == ["pair b"]
+
+
+def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> None:
+    async def run() -> tuple[Loaded, Loaded, list[Broken]]:
+        log = await memory_log()
+        broken: list[Broken] = []
+        long = msgspec.structs.replace(row("long"), response="280" * 9)
+        experts = await load_experts(
+            log, [row("a"), long, row("b")], CharTokenizer(), max_tokens=10, on_broken=broken.append
+        )
+        pairs = [preference("c", "4", "5"), preference("d", "4", "five and a half"), preference("e", "4", "6")]
+        return (
+            experts,
+            await load_preferences(log, pairs, CharTokenizer(), max_tokens=10, on_broken=broken.append),
+            broken,
+        )
+
+    experts, pairs, broken = asyncio.run(run())
+    assert (experts.loaded, pairs.loaded) == (2, 2)
+    assert [one.where for one in broken] == ["demonstration long", "pair d"]
+    assert broken[0].reason == "got 34 tokens, expected at most 10, which is the model's context"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infra.demo.char_model import build_char_model
-from infra.model import folder_tensors, load_into, load_model, load_tokenizer, model_tensors
+from infra.model import context_tokens, folder_tensors, load_into, load_model, load_tokenizer, model_tensors
 from infra.weights.tensors import Tensor, from_numpy, save_tensors, to_numpy
 from schemas import Message
 from schemas.errors import ConfigError
@@ -27,6 +27,14 @@ def test_the_model_has_nine_tenths_of_a_million_parameters_and_untied_embeddings
     assert {tensor.dtype for tensor in tensors.values()} == {"F32"}
     assert tensors["lm_head.weight"] != tensors["model.embed_tokens.weight"]
     assert tensors["lm_head.weight"].shape == (128, 128)
+
+
+def test_the_context_is_that_of_the_configuration_and_a_folder_without_one_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert context_tokens(folder) == 512
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        context_tokens(tmp_path)
 
 
 def test_one_seed_gives_one_model_and_a_finished_folder_stays(folder: Path, tmp_path: Path) -> None:

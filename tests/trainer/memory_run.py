@@ -58,10 +58,11 @@ async def train(
     config: TrainerConfig = CONFIG,
     floor: Floor = FLOOR,
     chain: tuple[Step, ...] = (),
+    max_tokens: int = 0,
 ) -> None:
     await run_trainer(
         floor, config, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=asyncio.Event(), seed=3,
-        chain=chain,
+        chain=chain, max_tokens=max_tokens,
     )  # fmt: skip
 
 

@@ -35,6 +35,14 @@ def test_a_drawn_group_comes_back_whole_and_is_gone() -> None:
     assert buffer.references() == [1] and buffer.num_experiences("usual") == 2
 
 
+def test_a_group_with_a_sequence_longer_than_the_context_is_refused_whole() -> None:
+    one = block("a.0", num_members=2)
+    longest = max(member.num_tokens for member in one.experiences)
+    assert Buffer({"usual": 1}, max_tokens=longest).add(0, encode(one), one) == ""
+    buffer = Buffer({"usual": 1}, max_tokens=longest - 1)
+    assert add(buffer, 0, one) == "longer than the context" and not buffer.references()
+
+
 def test_a_second_delivery_changes_nothing() -> None:
     buffer = filled(block("a.0"))
     assert add(buffer, 7, block("a.0")) == "duplicate"

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from infra.bus.log import Log
@@ -39,6 +40,26 @@ def test_a_run_trains_everything_once_and_publishes_every_version(tmp_path: Path
     assert not any(
         "validation" in item.id or item.id.startswith("expert-9") for batch in batches for item in batch.items
     )
+
+
+def test_what_is_longer_than_the_context_is_told_and_all_else_is_trained(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = DirectoryStore(tmp_path)
+        log = await filled_log(store)
+        short = block(0, "expert").experiences[0]
+        spans = (Span(2, 5, -1, ratio=False),)
+        long = short.with_bulk(tokens=[1, 2, 3, 4, 5], logprobs=[0.0, 0.0, 0.0], spans=spans)
+        long = msgspec.structs.replace(long, id="long.0.0-0-0", group="long.0", group_size=1)
+        await log.publish(topics.BUFFER, Block((long,)))
+        await train(log, store, ScriptedLearner(), max_tokens=4)
+        told = [one.value async for one in log.read_all(topics.PROGRESS) if isinstance(one.value, Drawn)]
+        assert {name: why for one in told for name, why in one.dropped.items()} == {"long.0": "longer than the context"}
+        trained = {item.id for one in await journal(log) if isinstance(one, Batch) for item in one.items}
+        assert (
+            len([name for name in trained if name.startswith("usual-")]) == 4 * STEPS and "long.0.0-0-0" not in trained
+        )
+
+    asyncio.run(main())
 
 
 class CopyingLearner(ScriptedLearner):

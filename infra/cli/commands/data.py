@@ -20,19 +20,26 @@ def load_tasks(
     options: Annotated[list[str], typer.Option("--option", help="Option of the taskset, as name=value.")] = [],  # noqa: B006
     fields: MapOption = [],  # noqa: B006
     split: SplitOption = "",
+    rates_from: Annotated[
+        str, typer.Option(metavar="APP", help="Give tasks the success rates that this app's log has recorded.")
+    ] = "",
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
 ) -> None:
     """Load tasks of a file, {"id": …, "messages": […] or "prompt": …, "answer": …} a row, or of a taskset.
 
     Broken rows are named and passed over. The same command again goes on where an interrupted one was.
+    With --rates-from the tasks stage makes a difficulty of what an earlier run recorded, and \\[tasks.difficulty] may drop
+    what was too easy or too hard there.
 
     Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/], or
     [cyan]headrace load tasks --use actors.tasksets.reasoning_gym:reasoning_gym --option generator=chain_sum[/]
     """
     from infra.cli.load import run_load_tasks
 
-    exit_with(lambda: run_load_tasks(file, use, options, config, sets, fields=fields, split=split))
+    exit_with(
+        lambda: run_load_tasks(file, use, options, config, sets, fields=fields, split=split, rates_from=rates_from)
+    )
 
 
 def load_experts(

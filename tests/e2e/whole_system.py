@@ -1,0 +1,284 @@
+"""One app with every box of the flow switched on: its settings, its plugin, and the services it asks."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from actors.engine import Completion, OnChunk, Sampling
+from actors.engines.torch import TorchEngine
+from infra.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Size, Vocabulary, build_char_model
+from infra.images import Pixels
+from infra.model import Tokenizer, build_classifier, model_tensors
+from infra.store import Store
+from infra.weights.publish import publish
+from schemas import PolicyEvent, Span
+
+VOCABULARY = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template=TURNS_TEMPLATE)
+TESTS = json.dumps({"function": "double", "calls": [{"args": [4], "equals": 8}]})
+# What is said in answer to a prompt that holds a text, in turn; the last one of the list that fits.
+SAYS = (
+    ("37+45=", ("82", "83")),
+    ("10+1=", ("11",)),
+    ("3 km in m", ("3000 m", "3 m")),
+    ("circles?", ("3", "4")),
+    ("double", ("def double(n):\n    return 2 * n", "def double(n):\n    return n")),
+    ("price?", ("7", "8")),
+    ("arithmetic problem", ("-4", "4")),
+    ("walk", ("Thought: east.\nAction: right", "Thought: west.\nAction: left")),
+    (
+        "7*6",
+        (
+            '<tool_call>{"name": "python", "arguments": {"code": "print(7*6)"}}</tool_call>',
+            '<tool_call>{"name": python}</tool_call>',
+        ),
+    ),
+    ("<tool_response>\n42", ("42",)),
+    ("<tool_response>\nerror: not JSON", ("41",)),
+)
+TASKS: tuple[dict[str, Any], ...] = (
+    {"id": "add", "prompt": " 37+45= ", "answer": "82", "meta": {"success_rate": 0.25}},
+    {"id": "again", "prompt": "37+45=", "answer": "82"},
+    {"id": "untested", "prompt": "halve", "answer": "n / 2", "workflow": "check"},
+    {"id": "program", "prompt": "double", "workflow": "check", "meta": {"tests": TESTS}},
+    {"id": "units", "prompt": "3 km in m", "answer": "3000 m"},
+    {"id": "shapes", "prompt": "circles?", "answer": "3", "meta": {"kind": "count"}},
+    {"id": "product", "prompt": "7*6", "answer": "42", "workflow": "call"},
+    {"id": "walk", "prompt": "walk", "workflow": "walk", "meta": {"map": "SG"}},
+    {"id": "shop", "prompt": "price?", "answer": "7", "workflow": "shop"},
+    {"id": "dev-add", "prompt": "10+1=", "answer": "11", "split": "dev"},
+)  # fmt: skip
+ASKED = {"prompt": "1+1="}
+ROWS: dict[str, tuple[dict[str, Any], ...]] = {
+    "tasks": TASKS,
+    "experts": (
+        *({**ASKED, "id": f"shown-{n}", "response": "2", "answer": "2"} for n in range(4)),
+        {**ASKED, "id": "long", "response": "2" * 600},
+    ),
+    "pairs": (
+        *({**ASKED, "id": f"liked-{n}", "chosen": "2", "rejected": "3"} for n in range(4)),
+        {**ASKED, "id": "alike", "chosen": "2", "rejected": "2"},
+    ),
+}
+RIDDLE = "chain_sum-1-0"  # "4 - 1 - 7 ="
+DRAWN = frozenset({"add", "program", "units", "shapes", "product", "walk", "shop", RIDDLE})
+PLUGIN = '''
+import msgspec
+from headrace import Experience, Task, processor
+
+@processor(version=1)
+def arranged(task: Task) -> Task:
+    """Variations are kept, but never drawn; a generator's tasks are asked by its environment."""
+    workflow = "riddle" if "generator" in task.meta else task.workflow
+    return msgspec.structs.replace(task, workflow=workflow, priority=0.0 if task.parent else task.priority)
+
+@processor(version=3)
+def noticed(experience: Experience) -> Experience:
+    """Passes everything; its stamp says from when on."""
+    return experience
+'''
+# At port 9 nobody listens. With this seed the first groups are of all tasks.
+SETTINGS = """
+app = "{app}"
+plugins = ["plugins"]
+kafka = {{ bootstrap_servers = "{broker}", partitions = 2 }}
+policy = {{ model = "model" }}
+pacing = {{ groups_per_step = 3, max_staleness = 1, straggler_s = 0.2 }}
+
+[master]
+num_episodes = 2
+max_tokens = 120
+seed = 86
+report_s = 0.2
+evals = [{{ suite = "dev", tasks = 1 }}]
+
+[explore]
+report_s = 0.2
+[explore.workflows]
+check = {{ use = "actors.workflows.converse:converse" }}
+[explore.workflows.call]
+use = "actors.workflows.tools:Tools"
+options = {{ tools = [{{ use = "actors.tools.python:Python" }}], system = "call: " }}
+[explore.workflows.walk]
+use = "actors.workflows.interact:Interact"
+[explore.workflows.walk.options]
+max_turns = 3
+environment = {{ use = "actors.environments.grid:Grid", options = {{ step_cost = 0.2 }} }}
+agent = {{ use = "actors.agents.react:React", options = {{ system = "think, act. " }} }}
+[explore.workflows.shop]
+use = "actors.workflows.interact:Interact"
+[explore.workflows.shop.options]
+environment = {{ use = "actors.environments.http:HttpEnvironment", options = {{ url = "{services}/shop" }} }}
+[explore.workflows.riddle]
+use = "actors.workflows.interact:Interact"
+[explore.workflows.riddle.options]
+environment = {{ use = "actors.environments.reasoning_gym:ReasoningGym" }}
+
+[tasks]
+vary = {{ on = true, templates = ["Please: {{question}}"] }}
+filter = {{ workflows = {{ check = ["meta.tests"] }} }}
+[[processor]]
+use = "mine:arranged"
+stage = "tasks"
+
+[[score]]
+name = "exact"
+use = "streams.scores.exact:exact"
+timeout_s = 60
+[[score]]
+name = "math"
+use = "streams.scores.math:Math"
+timeout_s = 60
+[[score]]
+name = "k12"
+use = "streams.scores.k12:k12"
+timeout_s = 60
+[[score]]
+name = "vision"
+use = "streams.scores.vision:vision"
+timeout_s = 60
+[[score]]
+name = "code"
+use = "streams.scores.code:Code"
+timeout_s = 60
+[[score]]
+name = "judge"
+use = "streams.scores.judge:Judge"
+options = {{ endpoint = {{ url = "{services}/judge", model = "j" }} }}
+[[score]]
+name = "away"
+use = "streams.scores.judge:Judge"
+options = {{ endpoint = {{ url = "http://127.0.0.1:9/v1", model = "j", attempts = 1 }} }}
+[[score]]
+name = "rubric"
+use = "streams.scores.rubric:Rubric"
+options = {{ endpoint = {{ url = "{services}/rubric", model = "j" }}, criteria = ["short", "polite"] }}
+[[score]]
+name = "quality"
+use = "streams.scores.model:Model"
+timeout_s = 60
+options = {{ folder = "{folder}/quality", policy = "quality", wait_s = 30 }}
+
+[collect]
+deadline_s = 3600
+synthesize = {{ on = true, min_reward = 0.5 }}
+[[processor]]
+use = "streams.processors.prioritize_novelty:novelty"
+stage = "collect"
+after = "prioritize"
+
+[trainer]
+learning_rate = 1e-5
+critic = {{ learning_rate = 1e-4 }}
+tensorboard = ""
+[trainer.lanes]
+usual = {{ loss = "ppo", weight = 0.8 }}
+expert = {{ loss = "sft", weight = 0.1, share = 0.5, max_uses = 99, draw = "priority", optional = true }}
+human = {{ loss = "dpo", weight = 0.1, share = 0.5, max_uses = 99, optional = true }}
+[[processor]]
+use = "trainer.processors.normalize_advantages:normalize_advantages"
+stage = "batch"
+"""
+NOTICED = '\n[[processor]]\nuse = "mine:noticed"\nstage = "verify"\nafter = "validate"\n'
+
+
+def change_chain(file: Path) -> None:
+    """Insert a processor behind `validate`, as with an editor."""
+    file.write_text(file.read_text() + NOTICED)
+
+
+def prepare(folder: Path, app: str, broker: str, services: str, store: Store) -> tuple[Path, PolicyEvent]:
+    """Write settings, plugin, rows and models; publish a reward model. Returns the TOML and the event to announce."""
+    (folder / "plugins").mkdir()
+    (folder / "plugins" / "mine.py").write_text(PLUGIN)
+    file = folder / "headrace.toml"
+    file.write_text(SETTINGS.format(app=app, broker=broker, services=services, folder=folder))
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{no row\n")
+    build_char_model(folder / "model", 3, VOCABULARY, Size(hidden=64, layers=2))
+    quality = build_char_model(folder / "quality", 4, VOCABULARY, Size(hidden=64, layers=1))
+    config = json.loads((quality / "config.json").read_text())
+    labels = {"id2label": {"0": "good"}, "label2id": {"good": 0}, "architectures": ["Qwen3ForSequenceClassification"]}
+    (quality / "config.json").write_text(json.dumps({**config, **labels}))
+    tensors = model_tensors(build_classifier(quality).module)
+    event = publish(
+        store, policy="quality", token=0, version=0, parent=-1, tensors=tensors, previous=None, probe=None, step=0
+    )  # fmt: skip
+    return file, event
+
+
+@contextmanager
+def services() -> Iterator[str]:
+    """A judge, a grader by rubric and a shop to play in, at /judge, /rubric and /shop of the address."""
+    wanted: dict[str, str] = {}  # by episode
+
+    def answered(path: str, asked: Any) -> object:
+        if path == "/shop/reset":
+            wanted[asked["episode"]] = asked["task"]["answer"]
+            return {}
+        if path == "/shop/step":
+            return {"reward": float(asked["action"] == wanted[asked["episode"]]), "end": "terminal"}
+        reply = {"/judge/chat/completions": {"grade": 8}, "/rubric/chat/completions": {"met": [True, False]}}[path]
+        return {"choices": [{"message": {"role": "assistant", "content": json.dumps(reply)}}]}
+
+    with serving(answered) as address:
+        yield address
+
+
+@contextmanager
+def serving(answered: Callable[[str, Any], object]) -> Iterator[str]:
+    """JSON over HTTP until the block ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            data = json.dumps(answered(self.path, asked)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Reciting(TorchEngine):
+    """Says what SAYS has for a prompt, its answers in turn; logprobs, versions and reloads are those of the model."""
+
+    def __init__(self, *, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__(model=model, threads=1)
+        self._tokenizer = tokenizer
+        self._turns: dict[str, int] = {}
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
+    ) -> Completion:
+        heard = self._tokenizer.decode(prompt)
+        texts = [says for mark, says in SAYS if mark in heard][-1]
+        turn = self._turns.setdefault(heard, 0)
+        self._turns[heard] += 1
+        tokens = (*self._tokenizer.encode(texts[turn % len(texts)]), *self._tokenizer.eos_ids)
+        version = -1
+        while version != self.version:  # a reload in between: once more, under one policy
+            version = self.version
+            logprobs = (await self.score([*prompt, *tokens]))[-len(tokens) :]
+        span = Span(0, len(tokens), version, sampling.temperature, sampling.temperature == 1.0)
+        return Completion(tokens=tokens, logprobs=logprobs, spans=(span,), stopped=True)
