@@ -106,6 +106,7 @@ TRAFFIC = DemoTask(
     measure="held-out accuracy",
     stop_at=1.0,
     lanes={"none": (1.0, 0.0)},
+    engines=("torch", "vllm"),  # of the first, two fit on two cores
 )
 
 
