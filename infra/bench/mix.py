@@ -183,8 +183,9 @@ def write(results: Sequence[Result], out: Path) -> None:
     curves: dict[str, list[tuple[tuple[int, float], ...]]] = {}
     for one in results:
         curves.setdefault(LABELS[one.kind], []).append(one.accuracy)
+    num_seeds = len({one.seed for one in results})
     draw_curves(
-        {f"{len({one.seed for one in results})} seeds": curves},
+        {"one seed" if num_seeds == 1 else f"mean of {num_seeds} seeds": curves},
         out / "mix.png",
         x="optimizer steps",
         y="held-out accuracy, greedy",

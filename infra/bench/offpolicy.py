@@ -36,12 +36,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[str, ...] = LOSSES
     lags: tuple[int, ...] = (0, 2, 4, 8, 16)
     seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 80
+    steps: int = 120
     groups: int = 32
     size: int = 8
-    learning_rate: float = 5e-4
-    warm_steps: int = 250
-    settled: int = 3
+    learning_rate: float = 3e-4
+    warm_steps: int = 300
+    settled: int = 5
     model: Size = Size(hidden=128, layers=2)
 
 

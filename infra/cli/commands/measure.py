@@ -34,7 +34,7 @@ def bench_reload(as_json: JsonOption = False) -> None:
 
 def bench_offpolicy(
     out: Annotated[Path, typer.Option(help="Folder for offpolicy.json and offpolicy.png.")] = Path("bench"),
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 80,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 120,
     seeds: Annotated[int, typer.Option(help="Runs of each loss and lag.")] = 3,
     lags: Annotated[str, typer.Option(help="Versions between sampling and training, by commas.")] = "0,2,4,8,16",
     losses: Annotated[str, typer.Option(help="Losses, by commas.")] = "dppo,decoupled,grpo,reinforce",

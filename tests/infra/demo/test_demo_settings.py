@@ -12,6 +12,7 @@ from actors.tasksets.guess import HIGH, HIGHER, INVALID, LOWER, TURNS, guess, gu
 from actors.workflow import Workflows
 from infra.cli.settings import Settings, load_settings
 from infra.demo.char_model import build_char_model
+from infra.demo.compare import label_of
 from infra.demo.demo import write_settings
 from infra.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
 from infra.plugin import find
@@ -137,6 +138,13 @@ def test_a_control_changes_one_thing_only(tmp_path: Path) -> None:
         other = demo_toml(DemoOptions(directory=tmp_path, control=control))
         changed = [line for line in other.splitlines() if line not in plain.splitlines()]
         assert changed and all("weight" in line for line in changed) == (control != "shuffled"), control
+
+
+def test_a_curve_is_called_mix_only_where_demonstrations_have_a_weight() -> None:
+    assert (
+        label_of("arithmetic", "shuffled", 2) == "MIX: reinforcement and demonstrations, advantages shuffled (seed 2)"
+    )
+    assert label_of("shapes", "none", 0) == "reinforcement (seed 0)"
 
 
 def test_the_controls_weigh_the_lanes_as_they_say(tmp_path: Path) -> None:
