@@ -79,15 +79,14 @@ def task_of(drawing: Drawing, split: str) -> Task:
     )
 
 
-def guesses(drawings: list[Drawing], random: Random, *, right: float = 0.5) -> Iterator[Demonstration]:
-    """Answers of the right form. right: share that was looked for; the others are those of any picture of their kind."""
+def glances(drawings: list[Drawing], random: Random, *, short: float = 0.6) -> Iterator[Demonstration]:
+    """Answers of one who does not look twice. short: share of the counts above one that are one too low; the rest is right."""
     for index, drawing in enumerate(drawings):
-        alike = [one for one in drawings if one.kind == drawing.kind]
-        other = drawing if random.random() < right else random.choice(alike)
+        seen = drawing.answer
+        if drawing.kind == "count" and seen != "1" and random.random() < short:
+            seen = str(int(seen) - 1)
         task = task_of(drawing, VALIDATION if index % 10 == 9 else TRAIN)
-        yield Demonstration(
-            id=task.id, messages=task.messages, response=other.answer, answer=drawing.answer, split=task.split
-        )
+        yield Demonstration(id=task.id, messages=task.messages, response=seen, answer=drawing.answer, split=task.split)
 
 
 def drawn(kinds: tuple[Kind, ...], count: int, random: Random) -> list[Drawing]:
@@ -107,7 +106,7 @@ def write_shapes(
     num_train: int = 1500,
     num_held_out: int = 200,
     num_dev: int = 100,
-    num_shown: int = 500,
+    num_shown: int = 1600,
 ) -> tuple[Path, Path]:
     """Write tasks.jsonl, experts.jsonl and images/, as `headrace load` reads them; no split shares a picture."""
     random = Random(f"shapes/{seed}")
@@ -120,7 +119,7 @@ def write_shapes(
     rows = [task_of(one, split) for one, split in zip(pictures, splits, strict=False)]
     tasks, experts = folder / "tasks.jsonl", folder / "experts.jsonl"
     tasks.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    experts.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in guesses(shown, random)))
+    experts.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in glances(shown, random)))
     return tasks, experts
 
 

@@ -6,7 +6,7 @@ first weights and demonstrations; sampling is seeded too.
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 EPSILON = 1e-4  # of the group advantage, as in [collect.advantage]
 ANSWER_TOKENS = 4  # three digits and the end
 MAX_TOKENS = 16384
-Judge = Callable[[Sequence[int], Sequence[int]], float]
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -103,29 +102,15 @@ def policy_of(learner: "TorchLearner", version: int) -> "Policy":
     return Policy(version=version, tensors=tensors, touched=frozenset(tensors), probe=learner.probe(((1, 20, 21),)))
 
 
-def exact(answer: Sequence[int], right: Sequence[int]) -> float:
-    """1 for the right answer, else 0."""
-    return float(tuple(answer) == tuple(right))
-
-
-def digits_right(answer: Sequence[int], right: Sequence[int]) -> float:
-    """Share of the digits that are right, 0 for what has not as many digits or does not end: 1 for the right answer."""
-    if len(answer) != len(right) or answer[-1] != right[-1]:
-        return 0.0
-    return statistics.fmean(one == other for one, other in zip(answer[:-1], right[:-1], strict=True))
-
-
-async def sample(
-    engine: "TorchEngine", drawn: Sequence[Problem], *, size: int, round: int, score: Judge = exact
-) -> tuple[list["TrainItem"], float]:
-    """`size` answers to each problem, with group advantages, without groups of equal rewards; and the mean reward."""
+async def sample(engine: "TorchEngine", drawn: Sequence[Problem], *, size: int, round: int) -> list["TrainItem"]:
+    """`size` answers to each problem, the right one worth 1, with group advantages; without groups of equal rewards."""
     from actors.engine import Sampling
 
     ends = tuple({problem.answer[-1] for problem in drawn})
     sampling = Sampling(max_tokens=ANSWER_TOKENS, temperature=1.0, stop=ends)
     asked = [(problem, episode) for problem in drawn for episode in range(size)]
     answers = await asyncio.gather(*(engine.generate(problem.prompt, sampling) for problem, _ in asked))
-    rewards = [score(one.tokens, problem.answer) for (problem, _), one in zip(asked, answers, strict=True)]
+    rewards = [float(tuple(one.tokens) == problem.answer) for (problem, _), one in zip(asked, answers, strict=True)]
     items = []
     for at, ((problem, episode), one) in enumerate(zip(asked, answers, strict=True)):
         of_group = rewards[at - episode : at - episode + size]
@@ -145,7 +130,7 @@ async def sample(
                     reward=rewards[at],
                 )
             )
-    return items, statistics.fmean(rewards)
+    return items
 
 
 def accuracy(learner: "TorchLearner", of: Sequence[Problem]) -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from infra.bench.adding import MAX_TOKENS, Problems, accuracy, deck, demonstration, opened, policy_of, problems, sample
+from infra.demo.char_model import Size, build_char_model
 
 if TYPE_CHECKING:
     from infra.weights.tensors import Tensor
@@ -35,12 +36,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[str, ...] = LOSSES
     lags: tuple[int, ...] = (0, 2, 4, 8, 16)
     seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 150
+    steps: int = 120
     groups: int = 32
-    size: int = 16
-    learning_rate: float = 2e-4
-    warm_steps: int = 250
-    settled: int = 3
+    size: int = 8
+    learning_rate: float = 3e-4
+    warm_steps: int = 300
+    settled: int = 5
+    model: Size = Size(hidden=128, layers=2)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,16 +86,15 @@ class Start(msgspec.Struct, frozen=True):
     @classmethod
     def made(cls, folder: Path, plan: Plan, seed: int) -> "Start":
         """Train on 2,000 demonstrations for the plan's steps."""
-        from infra.demo.char_model import build_char_model
         from trainer.batch import pack
 
-        found = problems(build_char_model(folder, seed), seed)
+        found = problems(build_char_model(folder, seed, size=plan.model), seed)
         learner = opened(folder, config_of("dppo", plan))
         learner.begin_phase("warmup")
         shown = deck(found.train[:2000], seed)
         for step in range(plan.warm_steps):
-            items = [demonstration(problem) for problem in shown.deal(64)]
-            learner.step(pack(items, max_tokens=MAX_TOKENS), learning_rate=1e-3, seed=step)
+            items = [demonstration(problem) for problem in shown.deal(128)]
+            learner.step(pack(items, max_tokens=MAX_TOKENS), learning_rate=2e-3, seed=step)
         learner.begin_phase("train")
         return cls(folder, found, learner.save(), accuracy(learner, found.held_out))
 
@@ -123,8 +124,7 @@ async def reinforce_at(
         points = [(0, start.accuracy)]
         for step in range(plan.steps):
             while len(waiting) <= lag:
-                sampled, _ = await sample(engine, drawn.deal(plan.groups), size=plan.size, round=step)
-                waiting.append(sampled)
+                waiting.append(await sample(engine, drawn.deal(plan.groups), size=plan.size, round=step))
             await (step_with or step_on)(learner, waiting.popleft(), version=step, plan=plan)
             await engine.load(policy_of(learner, step + 1))
             if (step + 1) % EVERY == 0:

@@ -79,12 +79,12 @@ def run_offpolicy(out: Path, steps: int, seeds: int, lags: str, losses: str, as_
     return 0
 
 
-def run_mix(out: Path, seeds: int, seconds: float, as_json: bool) -> int:
+def run_mix(out: Path, seeds: int, steps: int, as_json: bool) -> int:
     """Run `infra/bench/mix.py` as asked."""
     from infra.bench.mix import Plan, run
 
     console = Console(stderr=True, highlight=False)
-    figures = run(Plan(seeds=tuple(range(seeds)), seconds=seconds), out=out, say=console.print)
+    figures = run(Plan(seeds=tuple(range(seeds)), steps=steps), out=out, say=console.print)
     if as_json:
         print(json.dumps(figures))
     else:

@@ -11,11 +11,18 @@ from pathlib import Path
 from infra.demo.settings import TASKS
 
 LABELS = {
-    "none": "MIX: reinforcement and demonstrations",
+    "none": "{what}",
     "rl": "reinforcement alone",
     "sft": "demonstrations alone",
-    "shuffled": "MIX with shuffled advantages",
+    "shuffled": "{what}, advantages shuffled",
 }
+
+
+def label_of(task: str, control: str, seed: int) -> str:
+    """What a curve is called. Without a weight on demonstrations a task is learned by reinforcement alone."""
+    _, expert = TASKS[task].lanes["none"]
+    what = "MIX: reinforcement and demonstrations" if expert else "reinforcement"
+    return f"{LABELS[control].format(what=what)} (seed {seed})"
 
 
 def draw(folders: Sequence[Path], out: Path) -> None:
@@ -29,7 +36,7 @@ def draw(folders: Sequence[Path], out: Path) -> None:
     for folder in folders:
         report = json.loads((folder / "report.json").read_text())
         points = report["accuracy"][TASKS[report["task"]].suite]
-        label = f"{LABELS[report['control']]} (seed {report['seed']})"
+        label = label_of(report["task"], report["control"], report["seed"])
         axes.plot(
             [version for version, _ in points], [share for _, share in points], marker="o", markersize=3, label=label
         )

@@ -48,7 +48,7 @@ async def run_demo(options: DemoOptions) -> int:
     async with Supervisor([broker], watch.child_event) as first:
         with screen:
             watch.phase = "starting the broker, building the model"
-            if not await finished_before(stop, prepare(settings, first, task_of(options))):
+            if not await finished_before(stop, prepare(settings, first, task_of(options.task))):
                 return 130
             processes = children(settings, config, sets)
             if options.traffic:

@@ -39,10 +39,10 @@ async def finish_report(log: Log, settings: Settings, watch: Watch, options: Dem
     entries, _ = effective(records, settings.run or settings.app)
     phases = [entry.phase for entry in entries if isinstance(entry, Batch)]
     values: dict[str, Any] = {
-        **accuracies(watch, task_of(options).suite),
+        **accuracies(watch, task_of(options.task).suite),
         **times(watch),
         "task": options.task,
-        "measure": task_of(options).measure,
+        "measure": task_of(options.task).measure,
         "engine": options.engine,
         "control": options.control,
         "seed": options.seed,
@@ -64,7 +64,9 @@ async def finish_report(log: Log, settings: Settings, watch: Watch, options: Dem
     }
     draw = draw_plot
     if options.traffic:
-        values |= await asyncio.to_thread(traffic_values, watch, settings.folder / USERS_FILE, task_of(options).suite)
+        values |= await asyncio.to_thread(
+            traffic_values, watch, settings.folder / USERS_FILE, task_of(options.task).suite
+        )
         draw = draw_traffic
     report = Report(values)
     (settings.folder / "report.json").write_text(json.dumps(values, indent=2) + "\n")

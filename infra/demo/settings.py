@@ -7,10 +7,11 @@ import msgspec
 from infra.demo.arithmetic import ARITHMETIC
 from infra.demo.demo_task import DemoTask
 from infra.demo.guess import GUESS
+from infra.demo.shapes import SHAPES
 from infra.demo.traffic import TRAFFIC
 from schemas.errors import ConfigError
 
-TASKS = {task.name: task for task in (ARITHMETIC, GUESS, TRAFFIC)}
+TASKS = {task.name: task for task in (ARITHMETIC, GUESS, SHAPES, TRAFFIC)}
 ENGINES = {
     "vllm": 'use = "actors.engines.vllm.engine:VllmEngine"\n'
     'options = { dtype = "float32", max_model_len = 64, max_num_seqs = 256 }',
@@ -57,18 +58,18 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.task == TRAFFIC.name
 
 
-def task_of(options: DemoOptions) -> DemoTask:
+def task_of(name: str) -> DemoTask:
     """The task that was asked for. Raises ConfigError for one there is not."""
-    if options.task not in TASKS:
-        raise ConfigError(f"--task: got {options.task!r}, expected one of {', '.join(TASKS)}")
-    return TASKS[options.task]
+    if name not in TASKS:
+        raise ConfigError(f"--task: got {name!r}, expected one of {', '.join(TASKS)}")
+    return TASKS[name]
 
 
 def demo_toml(options: DemoOptions) -> str:
     """The settings file. Raises ConfigError for a task, an engine or a control there is not."""
-    task = task_of(options)
-    if options.engine not in ENGINES:
-        raise ConfigError(f"--engine: got {options.engine!r}, expected one of {', '.join(ENGINES)}")
+    task = task_of(options.task)
+    if options.engine not in task.engines:
+        raise ConfigError(f"--engine: got {options.engine!r}, expected one of {', '.join(task.engines)}")
     if options.control not in task.lanes:
         raise ConfigError(f"--control: got {options.control!r}, expected one of {', '.join(task.lanes)}")
     usual, expert = task.lanes[options.control]

@@ -10,7 +10,19 @@ import pytest
 from actors.taskset import Demonstration
 from actors.tasksets.files import Broken, read_rows
 from actors.tasksets.image_files import FOLDER, with_images
-from actors.tasksets.shapes import DEV, HELD_OUT, KINDS, TRAIN, draw, drawn, task_of, write_shapes
+from actors.tasksets.shapes import (
+    DEV,
+    HELD_OUT,
+    KINDS,
+    TRAIN,
+    VALIDATION,
+    Drawing,
+    draw,
+    drawn,
+    glances,
+    task_of,
+    write_shapes,
+)
 from infra.bus.blobs import PREFIX
 from infra.images import ImageReader, images_of
 from infra.store_memory import MemoryStore
@@ -43,6 +55,19 @@ def test_the_same_seed_draws_the_same_pictures_and_another_kind_is_refused() -> 
     assert draw("count", Random(5)) == draw("count", Random(5)) != draw("count", Random(6))
     with pytest.raises(ConfigError, match="kinds"):
         draw("paint", Random(5))  # type: ignore[arg-type]
+
+
+def test_who_glances_counts_one_short_more_often_than_not_and_never_too_high() -> None:
+    drawings = [
+        Drawing(kind="count", picture=bytes([at % 256, at // 256]), answer=str(at % 3 + 1)) for at in range(900)
+    ]
+    rows = list(glances(drawings, Random(1)))
+    missed = [int(row.answer or "") - int(row.response) for row in rows]
+    assert {one for row, one in zip(rows, missed, strict=True) if row.answer == "1"} == {0} and set(missed) == {0, 1}
+    assert 0.52 < sum(missed) / 600 < 0.68  # 0.6 of those above one; 4 standard deviations are 0.08
+    assert sum(row.split == VALIDATION for row in rows) == 90
+    boxes = drawn(("box",), 20, Random(2))
+    assert all(row.response == row.answer for row in glances(boxes, Random(3))), "a box has no count to miss"
 
 
 def written(folder: Path) -> tuple[Path, Path]:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_batch_is_as_old_as_forced(tmp_path: Path) -> None:
-    plan = offpolicy.Plan(losses=("grpo",), lags=(2,), seeds=(0,), steps=6, groups=6, size=4, warm_steps=60)
+    plan = offpolicy.Plan(losses=("grpo",), lags=(2,), seeds=(0,), steps=6, groups=24, size=8, warm_steps=60)
     start = offpolicy.Start.made(tmp_path / "model", plan, 0)
     seen: list[tuple[int, set[int]]] = []
 

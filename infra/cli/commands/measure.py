@@ -34,13 +34,13 @@ def bench_reload(as_json: JsonOption = False) -> None:
 
 def bench_offpolicy(
     out: Annotated[Path, typer.Option(help="Folder for offpolicy.json and offpolicy.png.")] = Path("bench"),
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 150,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 120,
     seeds: Annotated[int, typer.Option(help="Runs of each loss and lag.")] = 3,
     lags: Annotated[str, typer.Option(help="Versions between sampling and training, by commas.")] = "0,2,4,8,16",
     losses: Annotated[str, typer.Option(help="Losses, by commas.")] = "dppo,decoupled,grpo,reinforce",
     as_json: JsonOption = False,
 ) -> None:
-    """How much each objective loses on samples that are versions old, off the log. Hours with the defaults."""
+    """How much each objective loses on samples that are versions old, off the log. Twenty minutes with the defaults."""
     from infra.cli.bench import run_offpolicy
 
     exit_with(lambda: run_offpolicy(out, steps, seeds, lags, losses, as_json))
@@ -56,13 +56,13 @@ def bench_reprocess(as_json: JsonOption = False) -> None:
 def bench_mix(
     out: Annotated[Path, typer.Option(help="Folder for mix.json and mix.png.")] = Path("bench"),
     seeds: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
-    seconds: Annotated[float, typer.Option(help="Of one run at most.")] = 600.0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 500,
     as_json: JsonOption = False,
 ) -> None:
-    """200 demonstrations alone, rewards alone, and both in one loss, off the log. Over an hour with the defaults."""
+    """200 demonstrations alone, rewards alone, and both in one loss, off the log. Twenty minutes with the defaults."""
     from infra.cli.bench import run_mix
 
-    exit_with(lambda: run_mix(out, seeds, seconds, as_json))
+    exit_with(lambda: run_mix(out, seeds, steps, as_json))
 
 
 def bench_sandbox(as_json: JsonOption = False) -> None:

@@ -3,8 +3,9 @@
 Bodies import what they need when they run: see `infra.cli.main`.
 """
 
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,11 +16,13 @@ def demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where the run lives; the same folder resumes.")] = Path(
         "runs/demo"
     ),
-    task: Annotated[str, typer.Option(help="arithmetic, or guess (several turns with an environment).")] = "arithmetic",
+    task: Annotated[
+        str, typer.Option(help="arithmetic, guess (several turns with an environment) or shapes (pictures).")
+    ] = ("arithmetic"),
     minutes: Annotated[float, typer.Option(help="Stop issuing tasks after so long.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Of the model, the tasks and the draws.")] = 0,
     engine: Annotated[
-        str, typer.Option(help="vllm or torch; with --traffic torch, of which two fit on two cores.")
+        str, typer.Option(help="vllm or torch; torch for shapes, and with --traffic, where two fit on two cores.")
     ] = "",
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Learn from what simulated users say of a gateway's answers.")
@@ -44,18 +47,22 @@ def demo(
     Example: [cyan]headrace demo --traffic --dir runs/traffic[/]
     """
     from infra.demo.demo import run_demo
-    from infra.demo.settings import DemoOptions
+    from infra.demo.settings import DemoOptions, task_of
 
-    options = DemoOptions(
-        directory=directory,
-        task="traffic" if traffic else task,
-        minutes=minutes,
-        seed=seed,
-        engine=engine or ("torch" if traffic else "vllm"),
-        control=control,
-        quiet=as_json,
-    )
-    exit_with(lambda: run_demo(options))
+    def run() -> Coroutine[Any, Any, int]:
+        asked = "traffic" if traffic else task
+        options = DemoOptions(
+            directory=directory,
+            task=asked,
+            minutes=minutes,
+            seed=seed,
+            engine=engine or task_of(asked).engines[0],
+            control=control,
+            quiet=as_json,
+        )
+        return run_demo(options)
+
+    exit_with(run)
 
 
 def up(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006 (typer copies it)

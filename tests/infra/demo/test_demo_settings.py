@@ -2,13 +2,17 @@
 
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from actors.taskset import Demonstration
+from actors.tasksets.files import read_rows
 from actors.tasksets.guess import HIGH, HIGHER, INVALID, LOWER, TURNS, guess, guess_demonstrations
 from actors.workflow import Workflows
 from infra.cli.settings import Settings, load_settings
 from infra.demo.char_model import build_char_model
+from infra.demo.compare import label_of
 from infra.demo.demo import write_settings
 from infra.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
 from infra.plugin import find
@@ -18,17 +22,16 @@ from streams.chain_builder import build_collect, build_tasks, build_verify
 from trainer.waiting import share_of
 
 CONTROLS = tuple(TASKS["arithmetic"].lanes)
-EVERY = [(name, control) for name, task in TASKS.items() for control in task.lanes]
+EVERY = [(name, engine, control) for name, task in TASKS.items() for engine in task.engines for control in task.lanes]
 
 
 def settings(folder: Path, **options: object) -> Settings:
     return load_settings(write_settings(DemoOptions(directory=folder, **options)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("task", "control"), EVERY)
+@pytest.mark.parametrize(("task", "engine", "control"), EVERY)
 def test_every_task_engine_and_control_gives_settings_that_hold(
-    engine: str, task: str, control: str, tmp_path: Path
+    task: str, engine: str, control: str, tmp_path: Path
 ) -> None:
     found = settings(tmp_path, task=task, engine=engine, control=control, seed=7, minutes=1.5)
     build_tasks(found.streams())
@@ -44,8 +47,15 @@ def test_every_task_engine_and_control_gives_settings_that_hold(
 def test_a_control_a_task_has_no_use_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected one of none, shuffled"):
         settings(tmp_path, task="guess", control="sft")
-    with pytest.raises(ConfigError, match="expected one of arithmetic, guess"):
+    with pytest.raises(ConfigError, match="expected one of arithmetic, guess, shapes"):
         settings(tmp_path, task="chess")
+
+
+def test_an_engine_that_is_shown_no_pictures_is_refused_for_a_task_with_pictures(tmp_path: Path) -> None:
+    assert TASKS["shapes"].engines == ("torch",) and TASKS["traffic"].engines[0] == "torch"
+    assert all(set(task.engines) <= set(ENGINES) for task in TASKS.values())
+    with pytest.raises(ConfigError, match="'vllm', expected one of torch"):
+        settings(tmp_path, task="shapes")
 
 
 def test_the_guessing_games_turns_extend_each_other_in_its_own_tokens(tmp_path: Path) -> None:
@@ -86,6 +96,32 @@ def test_the_guessing_game_is_one_game_in_its_settings_its_tasks_and_its_demonst
     assert (world["higher"], world["lower"], world["invalid"]) == (HIGHER, LOWER, INVALID)
 
 
+def test_the_model_with_an_eye_reads_the_pictures_of_its_task_and_waits_for_no_more_than_there_are(
+    tmp_path: Path,
+) -> None:
+    from actors.tasksets.shapes import KINDS, draw
+    from infra.images import decode_image
+    from infra.model import load_tokenizer
+    from infra.vision import load_vision
+
+    task = TASKS["shapes"]
+    build_char_model(tmp_path / "model", 0, task.vocabulary, task.size)
+    tokenizer, vision = load_tokenizer(tmp_path / "model"), load_vision(tmp_path / "model")
+    assert vision is not None
+    drawing = draw(KINDS[0], Random(0))
+    pixels = decode_image(drawing.image, drawing.picture)
+    assert vision.prepare(pixels).shape == (3, *pixels.shape[:2]), "no pixel is made up or lost"
+    prompt = tokenizer.encode_chat([Message(role="user", content=drawing.kind, images=(drawing.image,))])
+    vision.check(prompt, 1)
+    assert tokenizer.decode(tokenizer.encode(drawing.answer)) == drawing.answer
+
+    find(task.write)(tmp_path / "tasks", seed=0)
+    rows = read_rows(tmp_path / "tasks" / "experts.jsonl", Demonstration)
+    shown = Counter(row.split for row in rows)
+    warmup = settings(tmp_path / "run", task="shapes", engine="torch").trainer.warmup
+    assert warmup is not None and warmup.min_experiences <= shown["train"]
+
+
 def test_whom_the_weak_player_shows_never_guesses_outside_what_is_left() -> None:
     """It repeats itself, and that is all it does wrong: how to choose among what is left is for rewards to teach."""
     for row in guess_demonstrations(seed=3, games=200):
@@ -102,6 +138,13 @@ def test_a_control_changes_one_thing_only(tmp_path: Path) -> None:
         other = demo_toml(DemoOptions(directory=tmp_path, control=control))
         changed = [line for line in other.splitlines() if line not in plain.splitlines()]
         assert changed and all("weight" in line for line in changed) == (control != "shuffled"), control
+
+
+def test_a_curve_is_called_mix_only_where_demonstrations_have_a_weight() -> None:
+    assert (
+        label_of("arithmetic", "shuffled", 2) == "MIX: reinforcement and demonstrations, advantages shuffled (seed 2)"
+    )
+    assert label_of("shapes", "none", 0) == "reinforcement (seed 0)"
 
 
 def test_the_controls_weigh_the_lanes_as_they_say(tmp_path: Path) -> None:
