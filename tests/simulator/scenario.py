@@ -19,6 +19,7 @@ from streams.config import (
     ScoreConfig,
     StreamsConfig,
 )
+from trainer.assemble import step_seed
 from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
 
 APP = "sim"
@@ -28,11 +29,15 @@ DEADLINE_S = 4.0
 WINDOW_S = 2.5
 FAULTS_S = 10.0  # of virtual time during which things go wrong
 LIVE_S = 5.0  # of it, customers come
+MAX_SKIPS = 3
 MAX_USES: dict[Lane, int] = {"usual": 1, "live": 1, "human": 1, "expert": 2}
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of one seed. late: what feedback after its window does."""
+    """Sizes of one seed. late: what feedback after its window does.
+
+    fail_at, poison_at: seeds of steps whose loss is not finite, and of those that leave weights that are not.
+    """
 
     seed: int
     groups_per_step: int
@@ -48,6 +53,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_tasks: int = 5
     num_experts: int = 3
     fail_at: tuple[int, ...] = ()
+    poison_at: tuple[int, ...] = ()
 
     @property
     def floor(self) -> Floor:
@@ -87,7 +93,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             },
             warmup=WarmupConfig(every=5, max_steps=2, min_experiences=2, batch=2) if self.warmup else None,
             checkpoint_every=self.checkpoint_every,
-            max_skips=3,
+            max_skips=MAX_SKIPS,
         )
 
     @property
@@ -127,7 +133,7 @@ def chains(late: str, picky: bool) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
 def draw_scenario(seed: int) -> Scenario:
     """The sizes of a seed."""
     random = Random(f"scenario/{seed}")
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         groups_per_step=random.choice((1, 2, 2)),
         max_staleness=random.choice((1, 1, 2)),
@@ -139,4 +145,11 @@ def draw_scenario(seed: int) -> Scenario:
         num_explorers=random.choice((1, 1, 2)),
         num_workers=random.choice((1, 1, 2)),
         num_live=random.choice((2, 4, 6)),
+    )
+    illness, first = random.choice(("", "", "", "failing", "poisoned")), random.randint(2, 6)
+    seeds = tuple(step_seed(seed, step) for step in range(first, first + MAX_SKIPS))
+    return msgspec.structs.replace(
+        scenario,
+        fail_at=seeds if illness == "failing" else (),
+        poison_at=seeds[:1] if illness == "poisoned" else (),
     )

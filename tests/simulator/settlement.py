@@ -100,35 +100,45 @@ def check_journal(world: World, log: Logged) -> None:
 
 
 def check_replay(world: World, log: Logged) -> None:
-    """I4: the journal alone, from the first weights, gives every published version."""
+    """I4: the journal alone, from the first weights, gives every published version; a rollback takes back what it says."""
     blocks = {record.offset: value for record, value in log[topics.BUFFER.name]}
-    entries = effective(log, world.scenario.floor.app)
-    learner, config = TableLearner(fail_at=world.scenario.fail_at), world.scenario.trainer
-    content = {-1: content_of(learner.tensors())}
+    scenario = world.scenario
+    learner, config = TableLearner(fail_at=scenario.fail_at, poison_at=scenario.poison_at), scenario.trainer
+    content = {-1: {content_of(learner.tensors())}}
+    saved = {-1: learner.save()}
     first_train = -1
     if config.warmup is not None:
         learner.begin_phase("warmup")
-    for batch in (entry for entry in entries if isinstance(entry, Batch)):
-        if batch.phase == "train" and first_train < 0:
-            first_train = batch.step
-            learner.begin_phase("train")
-        try:
-            items = train_items(batch, blocks)
-        except ValueError as error:
-            world.watch.complain("I4 replay", str(error))
-            return
-        packed = pack(items, max_tokens=config.max_tokens_per_microbatch, version=batch.version)
-        rate = learning_rate_at(config, batch.phase, batch.step - first_train)
-        learner.step(packed, learning_rate=rate, seed=batch.seed)
-        content[batch.step] = content_of(learner.tensors())
+    for entry in effective(log, scenario.floor.app):
+        if isinstance(entry, Rollback):
+            learner.restore(saved[entry.from_step - 1])
+            step = entry.to_step
+        elif isinstance(entry, Batch):
+            if entry.phase == "train" and first_train < 0:
+                first_train = entry.step
+                learner.begin_phase("train")
+                saved[first_train - 1] = learner.save()
+            try:
+                items = train_items(entry, blocks)
+            except ValueError as error:
+                world.watch.complain("I4 replay", str(error))
+                return
+            packed = pack(items, max_tokens=config.max_tokens_per_microbatch, version=entry.version)
+            rate = learning_rate_at(config, entry.phase, entry.step - first_train)
+            learner.step(packed, learning_rate=rate, seed=entry.seed)
+            step = entry.step
+        else:
+            continue
+        content.setdefault(step, set()).add(content_of(learner.tensors()))
+        saved[step] = learner.save()
     token = -1
     for record, event in log[topics.POLICIES.name]:
         if not isinstance(event, PolicyEvent):
             continue
         token = record.offset if event.event == "lease" else token
-        if event.event != "published" or event.token < token or any(isinstance(one, Rollback) for one in entries):
+        if event.event != "published" or event.token < token:
             continue
-        if world.watch.content.get(event.version) != content.get(event.step):
+        if world.watch.content.get(event.version) not in content.get(event.step, ()):
             world.watch.complain("I4 replay", f"version {event.version} is not what step {event.step} replays to")
 
 

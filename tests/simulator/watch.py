@@ -14,7 +14,7 @@ from infra.bus.bus import Record
 from infra.store_memory import MemoryStore
 from infra.weights.fetch import Follower
 from infra.weights.manifest import hash_tensor
-from infra.weights.tensors import Tensor
+from infra.weights.tensors import Tensor, is_finite
 from schemas import Batch, Block, Closure, Fence, PolicyEvent, Progress, Stub, Task, decode
 from schemas.errors import BadFrame, HeadraceError
 from tests.simulator.scenario import MAX_USES, Scenario
@@ -201,6 +201,8 @@ class Watch:
             self.complain("fencing", f"{process.name} published version {event.version} under token {event.token}")
         if event.token < self._token:
             return
+        if not all(is_finite(tensor) for tensor in policy.tensors.values()):
+            self.complain("I3 healthy", f"version {event.version} holds values that are not finite")
         content = content_of(policy.tensors)
         self.tensors.setdefault(event.version, policy.tensors)
         if self.content.setdefault(event.version, content) != content:

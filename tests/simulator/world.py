@@ -322,7 +322,9 @@ class World:
     def _trainer(self, process: Process) -> Coroutine[None, None, None]:
         log = self.log_of(process)
         assert log.store is not None
-        learner = TableLearner(functools.partial(self.watch.stepping, process), self.scenario.fail_at)
+        scenario = self.scenario
+        stepping = functools.partial(self.watch.stepping, process)
+        learner = TableLearner(stepping, scenario.fail_at, scenario.poison_at)
         return run_trainer(
             self.scenario.floor, self.scenario.trainer, log=log, store=log.store, learner=learner,
             metrics=LightMetrics("train"), stop=self._stop_of(process), seed=self.scenario.seed,
