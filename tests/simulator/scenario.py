@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 
-from actors.config import ExploreConfig, MasterConfig
+from actors.config import EvalSuite, ExploreConfig, GateConfig, GateSuite, MasterConfig
 from infra.chain.chain import Step
 from infra.config import Floor, Pacing
 from schemas import Lane
@@ -30,12 +30,15 @@ WINDOW_S = 2.5
 FAULTS_S = 10.0  # of virtual time during which things go wrong
 LIVE_S = 5.0  # of it, customers come
 MAX_SKIPS = 3
+SUITE = "dev"
+MAX_DROP = 0.4  # of a suite's accuracy, of two tasks
 MAX_USES: dict[Lane, int] = {"usual": 1, "live": 1, "human": 1, "expert": 2}
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of one seed. late: what feedback after its window does.
 
+    num_suite: tasks that versions are evaluated on. num_moves: of the stable channel, by hand.
     fail_at, poison_at: seeds of steps whose loss is not finite, and of those that leave weights that are not.
     """
 
@@ -52,6 +55,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_live: int
     num_tasks: int = 5
     num_experts: int = 3
+    num_suite: int = 0
+    num_moves: int = 0
     fail_at: tuple[int, ...] = ()
     poison_at: tuple[int, ...] = ()
 
@@ -72,14 +77,22 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def master(self) -> MasterConfig:
         """Of the master."""
+        suite = EvalSuite(suite=SUITE, every=2, tasks=max(1, self.num_suite), score="parity")
         return MasterConfig(
-            num_episodes=2, max_tokens=3, report_s=1.5, first_version=1 if self.warmup else 0, drain="300s"
+            num_episodes=2,
+            max_tokens=3,
+            report_s=1.5,
+            first_version=1 if self.warmup else 0,
+            drain="300s",
+            eval_lead=1,
+            evals=(suite,) if self.num_suite else (),
+            gate=GateConfig(suites={SUITE: GateSuite(max_drop=MAX_DROP)} if self.num_suite else {}),
         )
 
     @property
     def explore(self) -> ExploreConfig:
         """Of the explorers."""
-        return ExploreConfig(report_s=1.5, linger_s=0.3, drain_s=2.0)
+        return ExploreConfig(report_s=1.5, linger_s=0.3, drain_s=2.0, eval_hold_s=1.0)
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -150,6 +163,8 @@ def draw_scenario(seed: int) -> Scenario:
     seeds = tuple(step_seed(seed, step) for step in range(first, first + MAX_SKIPS))
     return msgspec.structs.replace(
         scenario,
+        num_suite=random.choice((0, 0, 2)),
+        num_moves=random.choice((0, 0, 1, 3)),
         fail_at=seeds if illness == "failing" else (),
         poison_at=seeds[:1] if illness == "poisoned" else (),
     )

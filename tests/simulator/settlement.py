@@ -12,6 +12,7 @@ from schemas.topics import Topic
 from tests.simulator.collect_model import CollectModel, Expected
 from tests.simulator.plugins import TENSOR, TableLearner, first_table, logprobs_of
 from tests.simulator.scenario import DEADLINE_S, WINDOW_S
+from tests.simulator.settlement_serving import settle_serving
 from tests.simulator.watch import content_of, read
 from tests.simulator.world import World
 from trainer.assemble import train_items
@@ -29,6 +30,7 @@ def settle(world: World) -> None:
     check_collect(world, log)
     check_letters(world, log)
     check_logprobs(world, log)
+    settle_serving(world, log)
 
 
 Logged = dict[str, list[tuple[Any, Any]]]
@@ -143,8 +145,9 @@ def check_replay(world: World, log: Logged) -> None:
 
 
 def check_verify(world: World, log: Logged) -> None:
-    """I6: every experience goes on as itself or as a stub."""
-    passed = members(log, topics.VERIFIED).keys() | {one.id for one in values(log, topics.VERIFIED, Stub)}
+    """I6: every experience goes on as itself, as a stub, or as an answer to an evaluation."""
+    passed = members(log, topics.VERIFIED).keys() | members(log, topics.EVALS).keys()
+    passed |= {one.id for one in values(log, topics.VERIFIED, Stub)}
     published = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
     if lost := sorted(published - passed):
         world.watch.complain("I6 verify", f"neither verified nor a stub: {lost}")
@@ -156,7 +159,8 @@ def check_collect(world: World, log: Logged) -> None:
     for index in sorted({record.partition for record, _ in log[topics.VERIFIED.name]}):
         records = [one for one in log[topics.VERIFIED.name] if one[0].partition == index]
         model.read((record.timestamp_ms, value) for record, value in records)
-    closures = {(one.group, one.attempt, one.revision): one for one in values(log, topics.PROGRESS, Closure)}
+    told = [one for one in values(log, topics.PROGRESS, Closure) if not one.group.startswith("eval-")]
+    closures = {(one.group, one.attempt, one.revision): one for one in told}
     if closures.keys() != model.expected.keys():
         world.watch.complain(
             "collect closures",

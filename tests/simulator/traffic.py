@@ -15,7 +15,7 @@ from infra.bus.log import Log
 from schemas import Block, Experience, Message, Span, Task, make_experience
 from schemas.ids import answer_id, experience_id
 from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW
-from tests.simulator.scenario import EVENTS, LIVE_S, WINDOW_S, Scenario
+from tests.simulator.scenario import EVENTS, LIVE_S, SUITE, WINDOW_S, Scenario
 
 JUNK = (b"HR\x01", b"HR\x01\x00\xff\xff\xff\xff", b"nothing")
 
@@ -48,6 +48,9 @@ class Traffic:
         for number in range(scenario.num_tasks):
             question = Message(role="user", content=f"{number}?{'x' * (number % 3)}")
             await self.log.publish(TASKSET_RAW, Task(id=f"task-{number}", messages=(question,), answer="a"))
+        for number in range(scenario.num_suite):
+            question = Message(role="user", content=f"{SUITE} {number}")
+            await self.log.publish(TASKSET_RAW, Task(id=f"{SUITE}-{number}", messages=(question,), split=SUITE))
         for number in range(scenario.num_experts):
             await self.log.publish(EXPERTS, Block((demonstration(number),)))
 

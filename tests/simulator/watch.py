@@ -15,7 +15,7 @@ from infra.store_memory import MemoryStore
 from infra.weights.fetch import Follower
 from infra.weights.manifest import hash_tensor
 from infra.weights.tensors import Tensor, is_finite
-from schemas import Batch, Block, Closure, Fence, PolicyEvent, Progress, Stub, Task, decode
+from schemas import Batch, Block, Closure, EvalResult, Fence, PolicyEvent, Progress, Stub, Task, decode
 from schemas.errors import BadFrame, HeadraceError
 from tests.simulator.scenario import MAX_USES, Scenario
 from tests.simulator.virtual_loop import Process
@@ -103,6 +103,8 @@ class Watch:
             if value.issued is not None:
                 self.seen["issued again"] += value.issued.group in self._groups
                 self._groups.add(value.issued.group)
+        elif isinstance(value, EvalResult):
+            self._once("I6 one result", identity(value), process, value)
         elif isinstance(value, Block) and topic == "experiences":
             self._experiences(value)
         elif isinstance(value, Progress) and value.role == "master":
@@ -190,6 +192,8 @@ class Watch:
             self.complain("I3 verified", f"version {event.version} was refused: {event.reason}")
         elif event.event == "published":
             self._published(process, event)
+        elif event.owner == "gate":
+            self._once("I6 one verdict", identity(event), process, None)
 
     def _published(self, process: Process, event: PolicyEvent) -> None:
         try:
@@ -233,6 +237,10 @@ def identity(value: object) -> Identity | None:
         return "closure", (value.group, value.attempt, value.revision)
     if isinstance(value, Task) and value.issued is not None:
         return "attempt", (value.issued.group, value.issued.attempt)
+    if isinstance(value, EvalResult):
+        return "result", (value.suite, value.version)
+    if isinstance(value, PolicyEvent) and value.owner == "gate":
+        return "verdict", value.version
     return None
 
 

@@ -24,6 +24,7 @@ from tests.simulator.disk import ClientStore
 from tests.simulator.faults import Faults, Mixture, draw_mixture
 from tests.simulator.light_metrics import LightMetrics
 from tests.simulator.network import ClientBus, Cluster
+from tests.simulator.operator_role import run_operator
 from tests.simulator.plugins import EOS, SmallTokenizer, TableLearner, WatchedEngine
 from tests.simulator.scenario import APP, EVENTS, FAULTS_S, PARTITIONS, Scenario
 from tests.simulator.traffic import Traffic
@@ -117,7 +118,9 @@ class World:
 
     async def _outside(self) -> None:
         await self.traffic.load()
-        await self.traffic.run()
+        async with asyncio.TaskGroup() as everybody:
+            everybody.create_task(self.traffic.run())
+            everybody.create_task(run_operator(self.scenario, self.log))
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep, but end at a violation."""
@@ -147,8 +150,7 @@ class World:
         return all(name.startswith("task-") for name in self._accounted().pending_ids)
 
     def _is_drained(self) -> bool:
-        done = self.watch.master_state in ("evaluating", "done")
-        return done and not self._behind() and not self._accounted().pending
+        return self.watch.master_state == "done" and not self._behind() and not self._accounted().pending
 
     def _behind(self) -> list[str]:
         """Topics that some group has not read to its end."""
@@ -176,6 +178,10 @@ class World:
                 fold(self.log.decode(record))
         self.account = ledger.account()
         return self.account
+
+    def served(self) -> dict[str, int]:
+        """The version that each gateway serves which is there."""
+        return {}
 
     def records(self, topic: topics.Topic) -> list:  # type: ignore[type-arg]
         """Everything in a topic, in partition order."""
