@@ -49,12 +49,18 @@ class SmallTokenizer:
     """A token per character, out of fifteen."""
 
     eos_ids = (EOS,)
+    takes_tools = False
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(character) % (VOCABULARY - 1) for character in text]
 
     def encode_chat(self, messages: Iterable[Message]) -> list[int]:
         return self.encode("".join(message.content for message in messages))
+
+    def encode_request(
+        self, conversation: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]
+    ) -> list[int]:
+        return self.encode("".join(str(message["content"]) for message in conversation))
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(97 + token) for token in ids if token != EOS)

@@ -6,11 +6,13 @@ from random import Random
 import msgspec
 
 from actors.config import EvalSuite, ExploreConfig, GateConfig, GateSuite, MasterConfig
+from actors.gateway.config import GatewayConfig
 from infra.chain.chain import Step
 from infra.config import Floor, Pacing
 from schemas import Lane
 from streams.chain_builder import build_collect, build_verify
 from streams.config import (
+    FEEDBACK_PATH,
     CollectConfig,
     FeedbackConfig,
     From,
@@ -30,6 +32,8 @@ WINDOW_S = 2.5
 FAULTS_S = 10.0  # of virtual time during which things go wrong
 LIVE_S = 5.0  # of it, customers come
 MAX_SKIPS = 3
+ANSWER_TOKENS = 4  # of a gateway's answer, at most
+TOKEN_S = 0.03
 SUITE = "dev"
 MAX_DROP = 0.4  # of a suite's accuracy, of two tasks
 MAX_USES: dict[Lane, int] = {"usual": 1, "live": 1, "human": 1, "expert": 2}
@@ -39,6 +43,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of one seed. late: what feedback after its window does.
 
     num_suite: tasks that versions are evaluated on. num_moves: of the stable channel, by hand.
+    num_customers: of the gateway, without which there is none.
     fail_at, poison_at: seeds of steps whose loss is not finite, and of those that leave weights that are not.
     """
 
@@ -57,6 +62,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 3
     num_suite: int = 0
     num_moves: int = 0
+    num_customers: int = 0
     fail_at: tuple[int, ...] = ()
     poison_at: tuple[int, ...] = ()
 
@@ -112,20 +118,29 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def streams(self) -> StreamsConfig:
         """Of the stages."""
-        return _streams(self.late, self.picky)
+        return _streams(self.late, self.picky, bool(self.num_customers))
+
+    @property
+    def gateway(self) -> GatewayConfig:
+        """Of the gateways."""
+        return GatewayConfig(
+            listen="127.0.0.1:0", train_on="consented", send_s=1.0, keys_reload_s=0.5, report_s=1.5, drain_s=2.0
+        )
 
 
 @functools.cache
-def _streams(late: str, picky: bool) -> StreamsConfig:
-    feedback = FeedbackConfig(
-        name="csat",
-        use="tests.simulator.plugins:csat",
-        from_=From(topic=EVENTS),
-        window=f"{WINDOW_S:g}s",
-        late=late,  # type: ignore[arg-type]
-    )
+def _streams(late: str, picky: bool, serves: bool) -> StreamsConfig:
+    window = f"{WINDOW_S:g}s"
+    feedback = [
+        FeedbackConfig(
+            name="csat", use="tests.simulator.plugins:csat", from_=From(topic=EVENTS), window=window, late=late
+        )  # type: ignore[arg-type]
+    ]
+    if serves:
+        rating, said = "streams.sources.received:rating", From(webhook=FEEDBACK_PATH)
+        feedback.append(FeedbackConfig(name="user", use=rating, from_=said, window=window, late=late))  # type: ignore[arg-type]
     return StreamsConfig(
-        feedback=(feedback,),
+        feedback=tuple(feedback),
         score=(ScoreConfig(name="parity", use="tests.simulator.plugins:parity"),),
         reward=RewardConfig(blend={"parity": 1.0, "csat": 1.0}),
         processor=(ProcessorConfig(use="tests.simulator.plugins:picky"),) if picky else (),
@@ -134,9 +149,9 @@ def _streams(late: str, picky: bool) -> StreamsConfig:
 
 
 @functools.cache
-def chains(late: str, picky: bool) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def chains(late: str, picky: bool, serves: bool) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Steps of verify and of collect, called in the event loop: threads would bring their own time."""
-    config = _streams(late, picky)
+    config = _streams(late, picky, serves)
     both = build_verify(config), build_collect(config)
     for step in (*both[0], *both[1]):
         step.inline = True
@@ -165,6 +180,7 @@ def draw_scenario(seed: int) -> Scenario:
         scenario,
         num_suite=random.choice((0, 0, 2)),
         num_moves=random.choice((0, 0, 1, 3)),
+        num_customers=random.choice((0, 3)),
         fail_at=seeds if illness == "failing" else (),
         poison_at=seeds[:1] if illness == "poisoned" else (),
     )

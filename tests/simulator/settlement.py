@@ -92,9 +92,10 @@ def check_journal(world: World, log: Logged) -> None:
                 "I3 visible", f"step {batch.step} trains version {batch.version}, which nobody can see"
             )
     for process, metrics in world.metrics.items():
-        if refused := metrics.counters().get("policies_refused"):
+        refused, altered = metrics.counters().get("policies_refused", 0.0), world.watch.altered[process]
+        if refused > altered:
             world.watch.complain(
-                "I3 verified", f"{process.name} refused {refused:g} policies, though nothing was altered"
+                "I3 verified", f"{process.name} refused {refused:g} policies, {altered} readings were altered"
             )
     steps = [batch.step for batch in batches]
     if steps != list(range(len(steps))):
@@ -155,7 +156,12 @@ def check_verify(world: World, log: Logged) -> None:
 
 def check_collect(world: World, log: Logged) -> None:
     """Closures and credit as the rules say, by log time alone."""
-    model = CollectModel(deadline_ms=int(DEADLINE_S * 1000), window_ms=int(WINDOW_S * 1000), late=world.scenario.late)
+    model = CollectModel(
+        deadline_ms=int(DEADLINE_S * 1000),
+        window_ms=int(WINDOW_S * 1000),
+        late=world.scenario.late,
+        sources=tuple(source.name for source in world.scenario.streams.feedback),
+    )
     for index in sorted({record.partition for record, _ in log[topics.VERIFIED.name]}):
         records = [one for one in log[topics.VERIFIED.name] if one[0].partition == index]
         model.read((record.timestamp_ms, value) for record, value in records)
@@ -188,19 +194,20 @@ def closure_fault(closure: Closure, expected: Expected, sent: dict[str, Any]) ->
     if len(sent) != closure.experiences or not sent.keys() <= expected.members.keys():
         return f"sent {sorted(sent)}, expected {closure.experiences} of {sorted(expected.members)}"
     for id, one in sent.items():
-        csat = one.score("csat")
-        wanted = expected.members[id]
-        if (csat is None) != (wanted is None) or (csat is not None and abs(csat - (wanted or 0)) > 1e-12):
-            return f"{id} has csat {csat}, expected {wanted}"
+        for source in ("csat", "user"):
+            given, wanted = one.score(source), expected.members[id].get(source)
+            if (given is None) != (wanted is None) or (given is not None and abs(given - (wanted or 0)) > 1e-12):
+                return f"{id} has {source} {given}, expected {wanted}"
     return ""
 
 
 def check_letters(world: World, log: Logged) -> None:
     """I6: what cannot be read is in the dead letters."""
     letters = {(one.topic, one.partition, one.offset) for one in values(log, topics.DEAD_LETTERS, DeadLetter)}
-    for record, value in log[topics.EXPERIENCES.name]:
-        if isinstance(value, bytes) and (topics.EXPERIENCES.name, record.partition, record.offset) not in letters:
-            world.watch.complain("I6 dead letters", f"experiences/{record.partition}@{record.offset} has none")
+    for topic in (topics.EXPERIENCES, topics.FEEDBACK):
+        for record, value in log[topic.name]:
+            if isinstance(value, bytes) and (topic.name, record.partition, record.offset) not in letters:
+                world.watch.complain("I6 dead letters", f"{topic.name}/{record.partition}@{record.offset} has none")
 
 
 def check_logprobs(world: World, log: Logged) -> None:

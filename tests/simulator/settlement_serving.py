@@ -5,7 +5,9 @@ from typing import Any
 import msgspec
 
 from schemas import Block, Closure, EvalResult, PolicyEvent, topics
+from schemas.ids import session_of
 from tests.simulator.scenario import MAX_DROP, SUITE
+from tests.simulator.watch import members_of
 from tests.simulator.world import World
 
 Logged = dict[str, list[tuple[Any, Any]]]
@@ -38,6 +40,7 @@ def settle_serving(world: World, log: Logged) -> None:
     check_results(world, log)
     check_verdicts(world, log)
     check_served(world, log)
+    check_customers(world, log)
 
 
 def check_results(world: World, log: Logged) -> None:
@@ -91,6 +94,25 @@ def check_served(world: World, log: Logged) -> None:
     for name, version in world.served().items():
         if channel.version >= 0 and version != channel.version:
             world.watch.complain("customers get what is stable", f"{name} serves {version}, {channel} is stable")
+
+
+def check_customers(world: World, log: Logged) -> None:
+    """What is recorded of an answer is what its customer was told, and nothing of those who did not agree."""
+    customers = world.customers
+    recorded = {one.id: one for _, block in log[topics.EXPERIENCES.name] for one in members_of(block)}
+    for name, one in recorded.items():
+        if session_of(one.group) in customers.private:
+            world.watch.complain("consent", f"{name} is in the log, and its customer did not agree")
+    for name, text in customers.texts.items():
+        if name in recorded and recorded[name].messages[-1].content != text:
+            said = recorded[name].messages[-1].content
+            world.watch.complain("served as recorded", f"{name} was told {text!r}, recorded is {said!r}")
+    world.watch.seen.update(
+        kind
+        for metrics in world.metrics.values()
+        for kind, count in metrics.counters().items()
+        if kind == "spooled" and count
+    )
 
 
 def _groups(name: str, num_tasks: int) -> list[str]:

@@ -15,8 +15,9 @@ from infra.store_memory import MemoryStore
 from infra.weights.fetch import Follower
 from infra.weights.manifest import hash_tensor
 from infra.weights.tensors import Tensor, is_finite
-from schemas import Batch, Block, Closure, EvalResult, Fence, PolicyEvent, Progress, Stub, Task, decode
+from schemas import Batch, Block, Closure, EvalResult, Experience, Fence, PolicyEvent, Progress, Stub, Task, decode
 from schemas.errors import BadFrame, HeadraceError
+from tests.simulator.hostile import STRUCK
 from tests.simulator.scenario import MAX_USES, Scenario
 from tests.simulator.virtual_loop import Process
 from trainer.assemble import step_seed
@@ -51,6 +52,7 @@ class Watch:
         self.acknowledged_stubs: set[str] = set()
         self.content: dict[int, str] = {}  # version → hash of its weights
         self.tensors: dict[int, Mapping[str, Tensor]] = {}
+        self.altered: Counter[Process] = Counter()  # reads of policies that gave other bytes
         self.master_state = ""
         self._first: dict[Identity, tuple[float, Process, Any]] = {}
         self._failed: set[tuple[Process, Identity]] = set()
@@ -86,6 +88,9 @@ class Watch:
     def stored(self, process: Process, record: Record) -> None:
         """See network.Watcher."""
         value = read(record.value)
+        if STRUCK:
+            self.complain("I7 nothing foreign runs", f"{len(STRUCK)} times by {process.name} or before it")
+            STRUCK.clear()
         self.num_records += 1
         self.seen[kind_of(value)] += 1
         topic = record.topic.partition(".")[2]
@@ -188,7 +193,7 @@ class Watch:
         elif event.event == "orphaned":
             self._orphaned.add(event.version)
             self.complain("I4 same bits", f"version {event.version} was orphaned: its steps gave other weights")
-        elif event.event == "refused":
+        elif event.event == "refused" and not self.altered[process]:
             self.complain("I3 verified", f"version {event.version} was refused: {event.reason}")
         elif event.event == "published":
             self._published(process, event)
@@ -229,6 +234,11 @@ def read(value: bytes) -> Any:
         return decode(value)
     except (BadFrame, HeadraceError):
         return value
+
+
+def members_of(value: object) -> tuple[Experience, ...]:
+    """Experiences of a block, none of anything else."""
+    return value.experiences if isinstance(value, Block) else ()
 
 
 def identity(value: object) -> Identity | None:
