@@ -15,6 +15,7 @@ from tests.simulator.scenario import DEADLINE_S, WINDOW_S
 from tests.simulator.settlement_serving import settle_serving
 from tests.simulator.watch import content_of, read
 from tests.simulator.world import World
+from trainer import journal
 from trainer.assemble import train_items
 from trainer.batch import pack
 from trainer.schedule import learning_rate_at
@@ -78,8 +79,12 @@ def check_account(world: World, log: Logged) -> None:
 
 
 def check_journal(world: World, log: Logged) -> None:
-    """I2: (id, revision, use) is unique, uses count from 0."""
-    batches = [entry for entry in effective(log, world.scenario.floor.app) if isinstance(entry, Batch)]
+    """I2: (id, revision, use) is unique, uses count from 0; the journal's own readers count what the design counts."""
+    counting = effective(log, world.scenario.floor.app)
+    read_as, _ = journal.effective([entry for _, entry in log[topics.BATCHES.name]], world.scenario.floor.app)
+    if more := [entry for entry in read_as if entry not in counting]:
+        world.watch.complain("fencing", f"readers of the journal count what an overtaken trainer wrote: {more}")
+    batches = [entry for entry in counting if isinstance(entry, Batch)]
     uses = Counter((item.id, item.revision, item.lane, item.use) for batch in batches for item in batch.items)
     if twice := [key for key, count in uses.items() if count > 1]:
         world.watch.complain("I2 unique", f"trained twice: {twice}")
