@@ -15,19 +15,25 @@ import asyncio
 import logging
 import os
 import socket
+import time
 
 from actors.config import MasterConfig
 from actors.follow import follow, readable
 from actors.gate import breach_event, verdict_event
 from actors.plan import Plan
 from actors.role import run_until
+from infra.bus.blob_prune import prune_frames
+from infra.bus.blobs import day_of
 from infra.bus.log import Log, Message
-from infra.config import Floor, Pacing
+from infra.config import Floor, Pacing, duration_s
 from infra.metrics import Metrics
 from schemas import Block, Closure, Directive, Drawn, EvalResult, PolicyEvent, Progress, Task
+from schemas.errors import BrokerUnavailable, OffsetOutOfRange, StoreError, UnknownMajor
 from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS, TASKSET
 
 _log = logging.getLogger(__name__)
+
+PRUNE_EVERY_S = 3600.0
 
 
 async def run_master(
@@ -51,7 +57,7 @@ async def run_master(
     await _recount(log, plan, metrics)
     decide = _decide(log, plan, metrics, finish)
     report = _report(log, plan, metrics, config.report_s, instance)
-    await run_until(stop, decide, report)
+    await run_until(stop, decide, report, _prune(log, metrics, int(duration_s(floor.keep.replay) * 1000)))
 
 
 async def _recount(log: Log, plan: Plan, metrics: Metrics) -> None:
@@ -132,6 +138,18 @@ async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
         if tasks:
             await log.publish_all(TASKS, tasks)
             metrics.counter("issued", kind=kind).inc(len(tasks))
+
+
+async def _prune(log: Log, metrics: Metrics, keep_ms: int) -> None:
+    """Remove large frames that nothing claims any more, now and then; what fails is tried again the next time."""
+    while True:
+        await asyncio.sleep(PRUNE_EVERY_S)
+        try:
+            removed = await prune_frames(log, today=day_of(time.time()), keep_ms=keep_ms)
+            metrics.counter("frames_pruned").inc(removed)
+        except (BrokerUnavailable, StoreError, OffsetOutOfRange, UnknownMajor) as error:
+            metrics.counter("prunings_failed").inc()
+            _log.warning("frames_not_pruned error=%s", error)
 
 
 async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instance: str) -> None:

@@ -199,6 +199,7 @@ class PolicyFollower:
         reach("explore.after_swap")
         self._follower.confirm(policy)
         self._loaded(event)
+        _log.info("serving version=%d token=%d", event.version, event.token)
         self._record(policy.version, report)
 
     def _record(self, version: int, report: LoadReport) -> None:

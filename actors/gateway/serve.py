@@ -81,10 +81,11 @@ async def run_gateway(
     stop: asyncio.Event,
     webhooks: Sequence[Webhook] = (),
     listening: Callable[[int], None] = lambda port: None,
+    minter: Minter | None = None,
 ) -> None:
     """Serve until `stop` is set. `log` need not be connected: it is, as soon as the broker answers.
 
-    listening: called with the port once requests are served. Raises ConfigError, EngineStopped.
+    listening: called with the port once requests are served. minter: names requests. Raises ConfigError, EngineStopped.
     """
     instance = f"{ROLE}/{os.getpid()}"
     steps = processor_steps(config)
@@ -92,7 +93,7 @@ async def run_gateway(
     sock = _bound(config.listen)  # first: an address that is taken is told before a model is loaded
     try:
         outbox, recorder, gateway, door = await _assembled(
-            config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance
+            config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, minter or Minter()
         )
         memory = claimed.path / "policy.json"
         rig = Rig(log=log, engine=engine, metrics=metrics, origin=instance)
@@ -166,6 +167,7 @@ async def _assembled(
     folder: Path,
     steps: Sequence[Step],
     instance: str,
+    minter: Minter,
 ) -> tuple[Outbox, Recorder, Gateway, Door]:
     spool = await asyncio.to_thread(lambda: Spool(folder, max_bytes=config.spool_mb * _MB))
     if spool.torn_bytes or spool.damaged:
@@ -182,7 +184,7 @@ async def _assembled(
     )
     recorder = Recorder(tokenizer, config.redact, steps, metrics, instance, Keys(store))
     gateway = Gateway(
-        config, engine, tokenizer, recorder, outbox, metrics, minter=Minter(), stop_tokens=tokenizer.eos_ids
+        config, engine, tokenizer, recorder, outbox, metrics, minter=minter, stop_tokens=tokenizer.eos_ids
     )
     book = KeyBook()
     try:

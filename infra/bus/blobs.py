@@ -3,10 +3,14 @@
     claim    magic "HC" · format u8 · msgpack [key, sha256, size]
 
 Guarantee: what is read back is what was written (size and sha256 are verified), and a claim reaches no key but
-`blobs/<its hash>`. Blocking, as the store is: call from a thread.
+`blobs/<day>-<its hash>`, or without the day, as it was once. The day is that of the deposit: what is sent again later
+is another object, so that an old one can be removed (`blob_prune.py`) while its content is being sent again.
+Blocking, as the store is: call from a thread.
 """
 
 import hashlib
+import re
+import time
 
 import msgspec
 
@@ -18,10 +22,11 @@ from schemas.frame import MAX_TOTAL_BYTES
 MAGIC = b"HC"
 FORMAT = 1
 PREFIX = "blobs/"
+_DATED = re.compile(r"blobs/(\d{6})-[0-9a-f]{64}")
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True):
-    """Where a frame lies. Example: Claim("blobs/9f...", "9f...", 1048577)."""
+    """Where a frame lies. Example: Claim("blobs/020413-9f...", "9f...", 1048577)."""
 
     key: str
     sha256: str
@@ -33,10 +38,25 @@ def is_claim(value: bytes) -> bool:
     return value[:2] == MAGIC
 
 
-def deposit(store: Store, frame: bytes) -> bytes:
-    """Store a frame; returns the value of the record that claims it. The same frame always has the same key."""
+def day_of(seconds: float) -> int:
+    """Day of a moment, counted from the epoch as its seconds are."""
+    return int(seconds // 86_400)
+
+
+def day_of_key(key: str) -> int | None:
+    """When the frame under a key was deposited; None for images and for frames of before there were days."""
+    match = _DATED.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def deposit(store: Store, frame: bytes, *, day: int | None = None) -> bytes:
+    """Store a frame; returns the value of the record that claims it. Within a day the same frame has the same key.
+
+    day: of the sending, by default today.
+    """
     sha256 = hashlib.sha256(frame).hexdigest()
-    claim = Claim(PREFIX + sha256, sha256, len(frame))
+    day = day_of(time.time()) if day is None else day
+    claim = Claim(f"{PREFIX}{day:06d}-{sha256}", sha256, len(frame))
     reach("blobs.before_upload")
     store.put(claim.key, frame)
     reach("blobs.after_upload")
@@ -51,9 +71,15 @@ def read_claim(value: bytes) -> Claim:
         claim = msgspec.msgpack.decode(value[3:], type=Claim)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadFrame(f"claim: {error}") from error
-    if claim.key != PREFIX + claim.sha256 or not 0 <= claim.size <= MAX_TOTAL_BYTES:
+    keyed = claim.key == PREFIX + claim.sha256 or day_of_key(claim.key) is not None
+    if (
+        not keyed
+        or not claim.key.endswith(claim.sha256)
+        or len(claim.sha256) != 64
+        or not 0 <= claim.size <= MAX_TOTAL_BYTES
+    ):
         raise BadFrame(
-            f"claim: got key {claim.key!r} of {claim.size} bytes, expected {PREFIX}<sha256>, at most 128 MiB"
+            f"claim: got key {claim.key!r} of {claim.size} bytes, expected {PREFIX}<day>-<sha256>, at most 128 MiB"
         )
     return claim
 

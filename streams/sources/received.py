@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.bus.bus import Partition, Reader
+from infra.bus.bus import CommitRefused, Partition, Reader
 from infra.bus.log import Log, Message
 from infra.metrics import Metrics
 from infra.processor import feedback
@@ -68,8 +68,11 @@ async def take_once(by_path: Mapping[str, EventSource], reader: Reader, log: Log
         )
     for path, came in events.items():
         await publish_events(by_path[path], came, log, metrics)
-    if nexts:
-        await reader.commit(nexts)
+    try:
+        if nexts:
+            await reader.commit(nexts)
+    except CommitRefused as error:  # a rebalance came between: whoever has the partition now reads them again
+        logger.info("commit_refused source=%s error=%s", GROUP, error)
     return len(messages)
 
 

@@ -2,15 +2,19 @@
 
 import asyncio
 from pathlib import Path
+from random import Random
 
 import numpy as np
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GuardConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
+from actors.master import PRUNE_EVERY_S
 from actors.waiting import issued_of
+from infra.bus.blobs import PREFIX, deposit, read_claim
 from infra.bus.log import Log
 from infra.store import Store
+from infra.store_memory import MemoryStore
 from infra.weights.publish import publish
 from infra.weights.tensors import from_numpy
 from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Task
@@ -28,6 +32,7 @@ from tests.actors.rig import (
     streams,
     until,
 )
+from tests.simulator.virtual_loop import VirtualLoop
 
 SUITE = EvalSuite(suite="dev", every=2, tasks=3)
 
@@ -235,3 +240,20 @@ def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_l
     (event,) = asyncio.run(run())
     assert (event.version, event.owner, event.channel) == (3, "guard", "stable")
     assert event.stats["guard/bad"] <= 20.0 and "rated down" in event.reason
+
+
+def test_large_frames_that_nothing_claims_are_removed_while_the_master_runs() -> None:
+    loop = VirtualLoop(Random(0))
+
+    async def run() -> list[str]:
+        store = MemoryStore()
+        log = await memory_log(store=store)
+        claimed = deposit(store, b"claimed", day=0)
+        await log.bus.send("test.experiences", claimed, key=b"group")
+        deposit(store, b"forgotten", day=0)
+        async with running(master(log, replace(MASTER, report_s=1e6))):
+            await asyncio.sleep(PRUNE_EVERY_S + 60)
+        assert read_claim(claimed).key in store.keys(PREFIX)
+        return list(store.keys(PREFIX))
+
+    assert len(loop.run_until_complete(run())) == 1

@@ -1,6 +1,10 @@
 """Kills and stops real processes around a real broker at random moments, and says whether the promises held.
 
     python -m tests.e2e.crash_loop --kills 50 --seed 1 [--minutes 30] [--dir FOLDER]
+    python -m tests.e2e.crash_loop --signals stop --kills 100 --seed 1
+
+With `--signals stop` nothing is killed: trainer, master and stream worker are stopped, overtaken by another and continued
+(see `zombie_cycles.py`), as often as `--kills` says.
 
 The demo's roles and settings, through the torch engine. A shot is SIGKILL, or SIGSTOP and SIGCONT after up to 15 s, of a
 role or of the broker. Then the run drains, and one line of JSON says what became of every id that a reader outside
@@ -37,6 +41,7 @@ from schemas import PolicyEvent, Progress, topics
 from schemas.errors import BrokerUnavailable
 from tests.e2e.crash_ledger import Fates, LiveLedger
 from tests.e2e.demo_run import role_pid
+from tests.e2e.zombie_cycles import OVERTAKEN, Shifts, plan_cycles, stale
 
 TARGETS = ("train", "process", "explore", "master", "kafka")
 # What a role says of itself before it works; anything else in a report means that it is back.
@@ -157,11 +162,8 @@ def patient(child: Child) -> Child:
     return msgspec.structs.replace(child, max_failures=1_000_000)
 
 
-async def crash_loop(
-    folder: Path, *, kills: int, seed: int, minutes: float, pause_s: tuple[float, float] = (0.5, 6.0)
-) -> dict[str, object]:
-    """Run everything; returns what the JSON line says."""
-    options = DemoOptions(directory=folder, engine="torch", seed=seed)
+def changed_settings(options: DemoOptions) -> Path:
+    """The demo's settings with CHANGES."""
     config = write_settings(options)
     text = config.read_text()
     for wanted, changed in CHANGES:
@@ -170,33 +172,72 @@ async def crash_loop(
         )
         assert times == 1, f"{wanted} stands {times} times in {config}"
     config.write_text(text)
+    return config
+
+
+async def overtake(shifts: Shifts, cycles: list[tuple[str, float]], seen: Seen, until_s: float) -> int:
+    """All cycles, one after the other; returns how many there was time for."""
+
+    def working(role: str) -> str:
+        instance, state, _ = seen.reports.get(role, ("", "loading", 0.0))
+        return "" if state in NOT_YET else instance
+
+    for number, (role, after_s) in enumerate(cycles):
+        await asyncio.sleep(after_s)
+        if time.monotonic() > until_s:
+            return number
+        await shifts.cycle(role, working, say)
+    return len(cycles)
+
+
+async def crash_loop(
+    folder: Path,
+    *,
+    kills: int,
+    seed: int,
+    minutes: float,
+    pause_s: tuple[float, float] = (0.5, 6.0),
+    stops_only: bool = False,
+) -> dict[str, object]:
+    """Run everything; returns what the JSON line says."""
+    options = DemoOptions(directory=folder, engine="torch", seed=seed)
+    config = changed_settings(options)
     settings = load_settings(config)
     broker = broker_child(settings)
     assert broker is not None
     loads = [child for child in children(settings, config) if child.name.startswith("load-")]
     roles = [patient(role_child(settings, config, (), role)) for role in TARGETS if role != "kafka"]
+    overtaken = [child for child in roles if stops_only and child.name in OVERTAKEN]
+    lasting = [*(child for child in roles if child not in overtaken), *loads]
     watch, seen = Watch(started_s=time.time()), Seen()
     async with Supervisor([patient(broker)]) as first:
         await prepare(settings, first, task_of(options))
-        async with connected(settings) as log, Supervisor([*roles, *loads]) as running:
+        async with connected(settings) as log, Supervisor(lasting) as running, Shifts(overtaken) as shifts:
             ledger = LiveLedger(log, folder / "acknowledged.txt")
             following = [asyncio.create_task(follow_reports(log, seen)), asyncio.create_task(follow_log(log, watch))]
             keeping = asyncio.create_task(ledger.follow())
             await until(lambda: len(watch.published) > 2, "the first policies")
             started_s = time.monotonic()
-            shots = plan_shots(kills, seed, pause_s)
-            times = await fire(folder, shots, seen, started_s + minutes * 60)
+            until_s = started_s + minutes * 60
+            shots = [] if stops_only else plan_shots(kills, seed, pause_s)
+            cycles = await overtake(shifts, plan_cycles(kills, seed, pause_s) if stops_only else [], seen, until_s)
+            times = await fire(folder, shots, seen, until_s)
             say("draining")
-            await running.stop("master")
+            await (shifts if stops_only else running).stop("master")
             finish = patient(role_child(settings, config, FINISH, "master"))
             async with Supervisor([finish]):
                 await until(watch.done.is_set, "the run to drain", 300.0)
+            await shifts.stop()
             await running.stop()
             ledger.finish()
             await keeping
             for task in following:
                 task.cancel()
             found = await judged(log, settings, ledger)
+            if stops_only:
+                run = settings.run or settings.app
+                found |= await stale(log, run, sorted((folder / "logs").glob("explore*.log")))
+                found |= {"cycles": cycles, "ended_by_themselves": dict(shifts.ended_by_themselves)}
             restarts = {name: state.restarts for name, state in running.states.items() if state.restarts}
             restarts |= {"kafka": first.states["kafka"].restarts}
     stopped = sum(1 for shot in shots[: len(times)] if shot.stop_s)
@@ -270,15 +311,21 @@ def main() -> int:
     """Exit code 1 where a promise was broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="signals to send, stops among them")
+    parser.add_argument("--signals", choices=("all", "stop"), default="all", help="stop: overtaken and continued only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=120.0, help="fire no longer than this")
     parser.add_argument("--dir", type=Path, help="keep the run's folder here (default: a temporary one)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="crash-loop-") as temporary:
         folder = (options.dir or Path(temporary) / "run").resolve()
-        report = asyncio.run(crash_loop(folder, kills=options.kills, seed=options.seed, minutes=options.minutes))
+        stops_only = options.signals == "stop"
+        loop = crash_loop(
+            folder, kills=options.kills, seed=options.seed, minutes=options.minutes, stops_only=stops_only
+        )
+        report = asyncio.run(loop)
     print(json.dumps(report))
-    broken = report["lost"] or report["trained_twice"] or report["pending"] or not report["audit_clean"]
+    promised = ("lost", "trained_twice", "pending", "stale_loads", "stale_records_counted")
+    broken = any(report.get(name) for name in promised) or not report["audit_clean"]
     return 1 if broken or report["replay_equal"] is False else 0
 
 

@@ -1,6 +1,6 @@
 """What collect must decide, told in another way: a plain reading of one partition of `verified`, record by record.
 
-Written from the rules and not from the fold: one part per episode, one feedback source, the lanes of the simulation.
+Written from the rules and not from the fold: one part per episode, the lanes and the feedback sources of the simulation.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ Key = tuple[str, int, int]
 
 
 class Expected(msgspec.Struct):
-    """One closure: superseded, or who was there. members: id → mean of what was said of it, None for nothing."""
+    """One closure: superseded, or who was there. members: id → source → mean of what it said."""
 
     superseded: bool = False
-    members: dict[str, float | None] = {}
+    members: dict[str, dict[str, float]] = {}
     missing: int = 0
 
 
@@ -46,9 +46,10 @@ class Fate(msgspec.Struct):
 
 
 class CollectModel:
-    """expected: what progress must say. late: what feedback after the window does."""
+    """expected: what progress must say. late: what feedback after the window does. sources: of feedback."""
 
-    def __init__(self, *, deadline_ms: int, window_ms: int, late: str) -> None:
+    def __init__(self, *, deadline_ms: int, window_ms: int, late: str, sources: tuple[str, ...]) -> None:
+        self.sources = sources
         self.deadline_ms = deadline_ms
         self.window_ms = window_ms
         self.late = late
@@ -122,10 +123,13 @@ class CollectModel:
         attempt = group.tries[group.winner]
         members = [id for id in attempt.there.values() if id]
         due_ms = attempt.first_ms + self.window_ms
-        if attempt.lane == "live" and members and due_ms > now_ms and not all(group.heard.get(id) for id in members):
+        if attempt.lane == "live" and members and due_ms > now_ms and not self._all_heard(group, members):
             group.due_ms = due_ms
             return
         self._close(name)
+
+    def _all_heard(self, group: Fate, members: list[str]) -> bool:
+        return all({one.source for one in group.heard.get(id, ())} >= set(self.sources) for id in members)
 
     def _close(self, name: str) -> None:
         group = self.groups[name]
@@ -134,7 +138,7 @@ class CollectModel:
 
     def _state(self, group: Fate) -> Expected:
         attempt = group.tries[group.winner]
-        members = {id: mean(group.heard.get(id, [])) for id in attempt.there.values() if id}
+        members = {id: means(group.heard.get(id, [])) for id in attempt.there.values() if id}
         return Expected(members=members, missing=attempt.size - len(attempt.there))
 
     def _supersede(self, name: str, number: int) -> None:
@@ -148,7 +152,7 @@ class CollectModel:
             return
         answer = answer_of(feedback.ref)
         group = self.groups.setdefault(name, Fate())
-        if feedback.id in [known.id for known in group.heard.get(answer, [])]:
+        if (feedback.source, feedback.id) in [(one.source, one.id) for one in group.heard.get(answer, [])]:
             return
         if group.is_closed:
             if self.late == "drop" or answer not in group.tries[group.winner].there.values():
@@ -165,7 +169,10 @@ class CollectModel:
             group.due_ms = group.first_heard_ms + max(self.window_ms, self.deadline_ms)
 
 
-def mean(heard: list[Feedback]) -> float | None:
-    """What counts: the last word of each rater, averaged."""
-    last = {one.rater: one.value for one in heard if one.value is not None}
-    return sum(last.values()) / len(last) if last else None
+def means(heard: list[Feedback]) -> dict[str, float]:
+    """What counts of each source: the last word of each rater, averaged."""
+    last = {(one.source, one.rater): one.value for one in heard if one.value is not None}
+    found: dict[str, list[float]] = {}
+    for (source, _), value in last.items():
+        found.setdefault(source, []).append(value)
+    return {source: sum(values) / len(values) for source, values in found.items()}

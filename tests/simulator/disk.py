@@ -3,25 +3,26 @@
 Watched: an object under `policies/` never changes, and a policy manifest is written after everything it names.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from infra.store_memory import MemoryStore
 from infra.weights.manifest import decode_manifest
 from schemas.errors import NotInStore, StoreError
 from tests.simulator.faults import Fate, Faults
+from tests.simulator.hostile import BOMB
 from tests.simulator.virtual_loop import Killed, Process
-
-Complain = Callable[[str, str], None]
+from tests.simulator.watch import Watch
 
 
 class ClientStore:
-    """A Store: what one process has of the shared one. complain: is told (promise, what broke it)."""
+    """A Store: what one process has of the shared one."""
 
-    def __init__(self, shared: MemoryStore, process: Process, faults: Faults, complain: Complain) -> None:
+    def __init__(self, shared: MemoryStore, process: Process, faults: Faults, watch: Watch) -> None:
         self._shared = shared
         self._process = process
         self._faults = faults
-        self._complain = complain
+        self._watch = watch
+        self._is_actor = process.name.startswith(("explore", "serve"))
 
     def put(self, key: str, data: bytes) -> None:
         """See Store."""
@@ -34,7 +35,7 @@ class ClientStore:
         if fate is Fate.TORN:
             self._shared.put(key, data[: len(data) // 2])
             self._die()
-        self._watch(key, data)
+        self._check(key, data)
         self._shared.put(key, data)
         if fate is Fate.CRASH_AFTER:
             self._die()
@@ -46,6 +47,10 @@ class ClientStore:
         self._check_alive()
         if self._faults.get_fails():
             raise StoreError(f"{key}: not read (simulated)")
+        if key.startswith("policies/") and self._is_actor and self._faults.get_is_altered():
+            self._watch.altered[self._process] += 1
+            self._watch.happened(self._process, "reads what somebody else put there")
+            return BOMB
         return self._shared.get(key)
 
     def size(self, key: str) -> int:
@@ -70,7 +75,7 @@ class ClientStore:
         self._faults.kill(self._process)
         raise Killed
 
-    def _watch(self, key: str, data: bytes) -> None:
+    def _check(self, key: str, data: bytes) -> None:
         if not key.startswith("policies/"):
             return
         try:
@@ -78,7 +83,7 @@ class ClientStore:
         except NotInStore:
             old = data
         if old != data and data[: len(old)] != old:  # a torn object may be written anew
-            self._complain("I3 one content", f"{key} was written before with other bytes")
+            self._watch.complain("I3 one content", f"{key} was written before with other bytes")
         if "/manifests/" not in key:
             return
         for source in decode_manifest(data).sources:
@@ -88,4 +93,4 @@ class ClientStore:
                 except NotInStore:
                     whole = False
                 if not whole:
-                    self._complain("I3 complete", f"{key} was written before {shard.key}")
+                    self._watch.complain("I3 complete", f"{key} was written before {shard.key}")

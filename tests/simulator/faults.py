@@ -26,7 +26,7 @@ class Fate(enum.Enum):
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
-    """How likely each fault is. The first seven are per request; events are the number of each in the whole run.
+    """How likely each fault is. The first eight are per request; events are the number of each in the whole run.
 
     skew_ms: of the workers' wall clock. focus: most stalls and crashes hit roles whose name begins so.
     """
@@ -36,6 +36,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     crash: float = 0.0
     store_failure: float = 0.0
     store_crash: float = 0.0
+    altered: float = 0.0
     slow: float = 0.0
     lag: float = 0.0
     stalls: int = 0
@@ -68,7 +69,8 @@ def draw_mixture(random: Random) -> Mixture:
         crashes=random.choice((0, 1, 2, 4)),
         lost_disks=random.random() < 0.3,
         skew_ms=random.choice((0, 0, -3000, 3000)),
-        focus=random.choice(("", "", "train", "process", "explore", "master")),
+        focus=random.choice(("", "", "train", "process", "explore", "master", "serve")),
+        altered=maybe(0.05, 0.3),
     )
 
 
@@ -138,6 +140,10 @@ class Faults:
     def get_fails(self) -> bool:
         """Whether one read of the store fails."""
         return self.mixture.store_failure > 0 and self._random.random() < self.mixture.store_failure / 4
+
+    def get_is_altered(self) -> bool:
+        """Whether one read of the store gives bytes that nobody of ours wrote."""
+        return self.mixture.altered > 0 and self._random.random() < self.mixture.altered
 
     def lag_s(self, process: Process, topics: Sequence[str]) -> float:
         """How much longer a reader waits for what is there."""

@@ -19,7 +19,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BUGS = Path(__file__).resolve().parent / "bugs"
 COPIED = ("schemas", "infra", "streams", "actors", "trainer", "tests/simulator")
 # Loaded once, before the forks: each child then only loads the source it is about.
-HEAVY = ("torch", "numpy", "msgspec", "zstandard", "xxhash", "prometheus_client", "aiokafka", "safetensors")
+HEAVY = (
+    "torch",
+    "numpy",
+    "msgspec",
+    "zstandard",
+    "xxhash",
+    "prometheus_client",
+    "aiokafka",
+    "safetensors",
+    "uvicorn",
+    "starlette",
+)
 MAX_SEEDS = 80
 
 

@@ -149,6 +149,7 @@ class ClientBus:
 
     async def start(self) -> None:
         """See Bus."""
+        await self.hop()
 
     async def close(self) -> None:
         """See Bus."""

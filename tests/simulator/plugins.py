@@ -49,12 +49,18 @@ class SmallTokenizer:
     """A token per character, out of fifteen."""
 
     eos_ids = (EOS,)
+    takes_tools = False
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(character) % (VOCABULARY - 1) for character in text]
 
     def encode_chat(self, messages: Iterable[Message]) -> list[int]:
         return self.encode("".join(message.content for message in messages))
+
+    def encode_request(
+        self, conversation: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]
+    ) -> list[int]:
+        return self.encode("".join(str(message["content"]) for message in conversation))
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(97 + token) for token in ids if token != EOS)
@@ -74,11 +80,20 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 class TableLearner(ScriptedLearner):
-    """The scripted learner, its hash chain written into a bigram table. stepping: told the seed before each step."""
+    """The scripted learner, its hash chain written into a bigram table. stepping: told the seed before each step.
 
-    def __init__(self, stepping: Callable[[int], None] = lambda seed: None, fail_at: tuple[int, ...] = ()) -> None:
+    poison_at: seeds of steps that leave a weight that is no number.
+    """
+
+    def __init__(
+        self,
+        stepping: Callable[[int], None] = lambda seed: None,
+        fail_at: tuple[int, ...] = (),
+        poison_at: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(fail_at=fail_at)
         self._stepping = stepping
+        self._poison_at = frozenset(poison_at)
         self._table = first_table()
 
     def step(
@@ -92,6 +107,7 @@ class TableLearner(ScriptedLearner):
             flat = self._table.copy().reshape(-1)
             places = (bits[:TOUCHED] >> 7) % flat.size
             flat[places] = (bits[:TOUCHED] & 0x3FF).astype(np.float32) / 256 - 2
+            flat[places[:1]] = np.nan if seed in self._poison_at else flat[places[:1]]
             self._table = flat.reshape(self._table.shape)
         return stats
 

@@ -5,12 +5,14 @@ from random import Random
 
 import msgspec
 
-from actors.config import ExploreConfig, MasterConfig
+from actors.config import EvalSuite, ExploreConfig, GateConfig, GateSuite, MasterConfig
+from actors.gateway.config import GatewayConfig
 from infra.chain.chain import Step
 from infra.config import Floor, Pacing
 from schemas import Lane
 from streams.chain_builder import build_collect, build_verify
 from streams.config import (
+    FEEDBACK_PATH,
     CollectConfig,
     FeedbackConfig,
     From,
@@ -19,6 +21,7 @@ from streams.config import (
     ScoreConfig,
     StreamsConfig,
 )
+from trainer.assemble import step_seed
 from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
 
 APP = "sim"
@@ -28,11 +31,21 @@ DEADLINE_S = 4.0
 WINDOW_S = 2.5
 FAULTS_S = 10.0  # of virtual time during which things go wrong
 LIVE_S = 5.0  # of it, customers come
+MAX_SKIPS = 3
+ANSWER_TOKENS = 4  # of a gateway's answer, at most
+TOKEN_S = 0.03
+SUITE = "dev"
+MAX_DROP = 0.4  # of a suite's accuracy, of two tasks
 MAX_USES: dict[Lane, int] = {"usual": 1, "live": 1, "human": 1, "expert": 2}
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of one seed. late: what feedback after its window does."""
+    """Sizes of one seed. late: what feedback after its window does.
+
+    num_suite: tasks that versions are evaluated on. num_moves: of the stable channel, by hand.
+    num_customers: of the gateway, without which there is none.
+    fail_at, poison_at: seeds of steps whose loss is not finite, and of those that leave weights that are not.
+    """
 
     seed: int
     groups_per_step: int
@@ -47,7 +60,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_live: int
     num_tasks: int = 5
     num_experts: int = 3
+    num_suite: int = 0
+    num_moves: int = 0
+    num_customers: int = 0
     fail_at: tuple[int, ...] = ()
+    poison_at: tuple[int, ...] = ()
 
     @property
     def floor(self) -> Floor:
@@ -66,14 +83,22 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def master(self) -> MasterConfig:
         """Of the master."""
+        suite = EvalSuite(suite=SUITE, every=2, tasks=max(1, self.num_suite), score="parity")
         return MasterConfig(
-            num_episodes=2, max_tokens=3, report_s=1.5, first_version=1 if self.warmup else 0, drain="300s"
+            num_episodes=2,
+            max_tokens=3,
+            report_s=1.5,
+            first_version=1 if self.warmup else 0,
+            drain="300s",
+            eval_lead=1,
+            evals=(suite,) if self.num_suite else (),
+            gate=GateConfig(suites={SUITE: GateSuite(max_drop=MAX_DROP)} if self.num_suite else {}),
         )
 
     @property
     def explore(self) -> ExploreConfig:
         """Of the explorers."""
-        return ExploreConfig(report_s=1.5, linger_s=0.3, drain_s=2.0)
+        return ExploreConfig(report_s=1.5, linger_s=0.3, drain_s=2.0, eval_hold_s=1.0)
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -87,26 +112,35 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             },
             warmup=WarmupConfig(every=5, max_steps=2, min_experiences=2, batch=2) if self.warmup else None,
             checkpoint_every=self.checkpoint_every,
-            max_skips=3,
+            max_skips=MAX_SKIPS,
         )
 
     @property
     def streams(self) -> StreamsConfig:
         """Of the stages."""
-        return _streams(self.late, self.picky)
+        return _streams(self.late, self.picky, bool(self.num_customers))
+
+    @property
+    def gateway(self) -> GatewayConfig:
+        """Of the gateways."""
+        return GatewayConfig(
+            listen="127.0.0.1:0", train_on="consented", send_s=1.0, keys_reload_s=0.5, report_s=1.5, drain_s=2.0
+        )
 
 
 @functools.cache
-def _streams(late: str, picky: bool) -> StreamsConfig:
-    feedback = FeedbackConfig(
-        name="csat",
-        use="tests.simulator.plugins:csat",
-        from_=From(topic=EVENTS),
-        window=f"{WINDOW_S:g}s",
-        late=late,  # type: ignore[arg-type]
-    )
+def _streams(late: str, picky: bool, serves: bool) -> StreamsConfig:
+    window = f"{WINDOW_S:g}s"
+    feedback = [
+        FeedbackConfig(
+            name="csat", use="tests.simulator.plugins:csat", from_=From(topic=EVENTS), window=window, late=late
+        )  # type: ignore[arg-type]
+    ]
+    if serves:
+        rating, said = "streams.sources.received:rating", From(webhook=FEEDBACK_PATH)
+        feedback.append(FeedbackConfig(name="user", use=rating, from_=said, window=window, late=late))  # type: ignore[arg-type]
     return StreamsConfig(
-        feedback=(feedback,),
+        feedback=tuple(feedback),
         score=(ScoreConfig(name="parity", use="tests.simulator.plugins:parity"),),
         reward=RewardConfig(blend={"parity": 1.0, "csat": 1.0}),
         processor=(ProcessorConfig(use="tests.simulator.plugins:picky"),) if picky else (),
@@ -115,9 +149,9 @@ def _streams(late: str, picky: bool) -> StreamsConfig:
 
 
 @functools.cache
-def chains(late: str, picky: bool) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def chains(late: str, picky: bool, serves: bool) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Steps of verify and of collect, called in the event loop: threads would bring their own time."""
-    config = _streams(late, picky)
+    config = _streams(late, picky, serves)
     both = build_verify(config), build_collect(config)
     for step in (*both[0], *both[1]):
         step.inline = True
@@ -127,7 +161,7 @@ def chains(late: str, picky: bool) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
 def draw_scenario(seed: int) -> Scenario:
     """The sizes of a seed."""
     random = Random(f"scenario/{seed}")
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         groups_per_step=random.choice((1, 2, 2)),
         max_staleness=random.choice((1, 1, 2)),
@@ -139,4 +173,14 @@ def draw_scenario(seed: int) -> Scenario:
         num_explorers=random.choice((1, 1, 2)),
         num_workers=random.choice((1, 1, 2)),
         num_live=random.choice((2, 4, 6)),
+    )
+    illness, first = random.choice(("", "", "", "failing", "poisoned")), random.randint(2, 6)
+    seeds = tuple(step_seed(seed, step) for step in range(first, first + MAX_SKIPS))
+    return msgspec.structs.replace(
+        scenario,
+        num_suite=random.choice((0, 0, 2)),
+        num_moves=random.choice((0, 0, 1, 3)),
+        num_customers=random.choice((0, 3)),
+        fail_at=seeds if illness == "failing" else (),
+        poison_at=seeds[:1] if illness == "poisoned" else (),
     )

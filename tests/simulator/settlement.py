@@ -12,8 +12,10 @@ from schemas.topics import Topic
 from tests.simulator.collect_model import CollectModel, Expected
 from tests.simulator.plugins import TENSOR, TableLearner, first_table, logprobs_of
 from tests.simulator.scenario import DEADLINE_S, WINDOW_S
+from tests.simulator.settlement_serving import settle_serving
 from tests.simulator.watch import content_of, read
 from tests.simulator.world import World
+from trainer import journal
 from trainer.assemble import train_items
 from trainer.batch import pack
 from trainer.schedule import learning_rate_at
@@ -29,6 +31,7 @@ def settle(world: World) -> None:
     check_collect(world, log)
     check_letters(world, log)
     check_logprobs(world, log)
+    settle_serving(world, log)
 
 
 Logged = dict[str, list[tuple[Any, Any]]]
@@ -76,8 +79,12 @@ def check_account(world: World, log: Logged) -> None:
 
 
 def check_journal(world: World, log: Logged) -> None:
-    """I2: (id, revision, use) is unique, uses count from 0."""
-    batches = [entry for entry in effective(log, world.scenario.floor.app) if isinstance(entry, Batch)]
+    """I2: (id, revision, use) is unique, uses count from 0; the journal's own readers count what the design counts."""
+    counting = effective(log, world.scenario.floor.app)
+    read_as, _ = journal.effective([entry for _, entry in log[topics.BATCHES.name]], world.scenario.floor.app)
+    if more := [entry for entry in read_as if entry not in counting]:
+        world.watch.complain("fencing", f"readers of the journal count what an overtaken trainer wrote: {more}")
+    batches = [entry for entry in counting if isinstance(entry, Batch)]
     uses = Counter((item.id, item.revision, item.lane, item.use) for batch in batches for item in batch.items)
     if twice := [key for key, count in uses.items() if count > 1]:
         world.watch.complain("I2 unique", f"trained twice: {twice}")
@@ -90,9 +97,10 @@ def check_journal(world: World, log: Logged) -> None:
                 "I3 visible", f"step {batch.step} trains version {batch.version}, which nobody can see"
             )
     for process, metrics in world.metrics.items():
-        if refused := metrics.counters().get("policies_refused"):
+        refused, altered = metrics.counters().get("policies_refused", 0.0), world.watch.altered[process]
+        if refused > altered:
             world.watch.complain(
-                "I3 verified", f"{process.name} refused {refused:g} policies, though nothing was altered"
+                "I3 verified", f"{process.name} refused {refused:g} policies, {altered} readings were altered"
             )
     steps = [batch.step for batch in batches]
     if steps != list(range(len(steps))):
@@ -100,41 +108,52 @@ def check_journal(world: World, log: Logged) -> None:
 
 
 def check_replay(world: World, log: Logged) -> None:
-    """I4: the journal alone, from the first weights, gives every published version."""
+    """I4: the journal alone, from the first weights, gives every published version; a rollback takes back what it says."""
     blocks = {record.offset: value for record, value in log[topics.BUFFER.name]}
-    entries = effective(log, world.scenario.floor.app)
-    learner, config = TableLearner(fail_at=world.scenario.fail_at), world.scenario.trainer
-    content = {-1: content_of(learner.tensors())}
+    scenario = world.scenario
+    learner, config = TableLearner(fail_at=scenario.fail_at, poison_at=scenario.poison_at), scenario.trainer
+    content = {-1: {content_of(learner.tensors())}}
+    saved = {-1: learner.save()}
     first_train = -1
     if config.warmup is not None:
         learner.begin_phase("warmup")
-    for batch in (entry for entry in entries if isinstance(entry, Batch)):
-        if batch.phase == "train" and first_train < 0:
-            first_train = batch.step
-            learner.begin_phase("train")
-        try:
-            items = train_items(batch, blocks)
-        except ValueError as error:
-            world.watch.complain("I4 replay", str(error))
-            return
-        packed = pack(items, max_tokens=config.max_tokens_per_microbatch, version=batch.version)
-        rate = learning_rate_at(config, batch.phase, batch.step - first_train)
-        learner.step(packed, learning_rate=rate, seed=batch.seed)
-        content[batch.step] = content_of(learner.tensors())
+    for entry in effective(log, scenario.floor.app):
+        if isinstance(entry, Rollback):
+            learner.restore(saved[entry.from_step - 1])
+            step = entry.to_step
+        elif isinstance(entry, Batch):
+            if entry.phase == "train" and first_train < 0:
+                first_train = entry.step
+                learner.begin_phase("train")
+                saved[first_train - 1] = learner.save()
+            try:
+                items = train_items(entry, blocks)
+            except ValueError as error:
+                world.watch.complain("I4 replay", str(error))
+                return
+            packed = pack(items, max_tokens=config.max_tokens_per_microbatch, version=entry.version)
+            rate = learning_rate_at(config, entry.phase, entry.step - first_train)
+            learner.step(packed, learning_rate=rate, seed=entry.seed)
+            step = entry.step
+        else:
+            continue
+        content.setdefault(step, set()).add(content_of(learner.tensors()))
+        saved[step] = learner.save()
     token = -1
     for record, event in log[topics.POLICIES.name]:
         if not isinstance(event, PolicyEvent):
             continue
         token = record.offset if event.event == "lease" else token
-        if event.event != "published" or event.token < token or any(isinstance(one, Rollback) for one in entries):
+        if event.event != "published" or event.token < token:
             continue
-        if world.watch.content.get(event.version) != content.get(event.step):
+        if world.watch.content.get(event.version) not in content.get(event.step, ()):
             world.watch.complain("I4 replay", f"version {event.version} is not what step {event.step} replays to")
 
 
 def check_verify(world: World, log: Logged) -> None:
-    """I6: every experience goes on as itself or as a stub."""
-    passed = members(log, topics.VERIFIED).keys() | {one.id for one in values(log, topics.VERIFIED, Stub)}
+    """I6: every experience goes on as itself, as a stub, or as an answer to an evaluation."""
+    passed = members(log, topics.VERIFIED).keys() | members(log, topics.EVALS).keys()
+    passed |= {one.id for one in values(log, topics.VERIFIED, Stub)}
     published = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
     if lost := sorted(published - passed):
         world.watch.complain("I6 verify", f"neither verified nor a stub: {lost}")
@@ -142,11 +161,17 @@ def check_verify(world: World, log: Logged) -> None:
 
 def check_collect(world: World, log: Logged) -> None:
     """Closures and credit as the rules say, by log time alone."""
-    model = CollectModel(deadline_ms=int(DEADLINE_S * 1000), window_ms=int(WINDOW_S * 1000), late=world.scenario.late)
+    model = CollectModel(
+        deadline_ms=int(DEADLINE_S * 1000),
+        window_ms=int(WINDOW_S * 1000),
+        late=world.scenario.late,
+        sources=tuple(source.name for source in world.scenario.streams.feedback),
+    )
     for index in sorted({record.partition for record, _ in log[topics.VERIFIED.name]}):
         records = [one for one in log[topics.VERIFIED.name] if one[0].partition == index]
         model.read((record.timestamp_ms, value) for record, value in records)
-    closures = {(one.group, one.attempt, one.revision): one for one in values(log, topics.PROGRESS, Closure)}
+    told = [one for one in values(log, topics.PROGRESS, Closure) if not one.group.startswith("eval-")]
+    closures = {(one.group, one.attempt, one.revision): one for one in told}
     if closures.keys() != model.expected.keys():
         world.watch.complain(
             "collect closures",
@@ -174,19 +199,20 @@ def closure_fault(closure: Closure, expected: Expected, sent: dict[str, Any]) ->
     if len(sent) != closure.experiences or not sent.keys() <= expected.members.keys():
         return f"sent {sorted(sent)}, expected {closure.experiences} of {sorted(expected.members)}"
     for id, one in sent.items():
-        csat = one.score("csat")
-        wanted = expected.members[id]
-        if (csat is None) != (wanted is None) or (csat is not None and abs(csat - (wanted or 0)) > 1e-12):
-            return f"{id} has csat {csat}, expected {wanted}"
+        for source in ("csat", "user"):
+            given, wanted = one.score(source), expected.members[id].get(source)
+            if (given is None) != (wanted is None) or (given is not None and abs(given - (wanted or 0)) > 1e-12):
+                return f"{id} has {source} {given}, expected {wanted}"
     return ""
 
 
 def check_letters(world: World, log: Logged) -> None:
     """I6: what cannot be read is in the dead letters."""
     letters = {(one.topic, one.partition, one.offset) for one in values(log, topics.DEAD_LETTERS, DeadLetter)}
-    for record, value in log[topics.EXPERIENCES.name]:
-        if isinstance(value, bytes) and (topics.EXPERIENCES.name, record.partition, record.offset) not in letters:
-            world.watch.complain("I6 dead letters", f"experiences/{record.partition}@{record.offset} has none")
+    for topic in (topics.EXPERIENCES, topics.FEEDBACK):
+        for record, value in log[topic.name]:
+            if isinstance(value, bytes) and (topic.name, record.partition, record.offset) not in letters:
+                world.watch.complain("I6 dead letters", f"{topic.name}/{record.partition}@{record.offset} has none")
 
 
 def check_logprobs(world: World, log: Logged) -> None:

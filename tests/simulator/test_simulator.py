@@ -18,6 +18,8 @@ NUM_SEEDS = 1_000
 MUST_BE_SEEN = {
     "dies", "stalls", "goes on", "loses the network", "is asked to stop", "finds an empty disk", "FencedOut", "StoreError",
     "BrokerUnavailable", "issued again", "superseded", "late", "missing at deadline", "Tick", "DeadLetter", "Stub",
+    "Skip", "Rollback", "EvalResult", "promoted", "held", "pinned", "rolled_back", "/v1/chat/completions 200", "Received",
+    "spooled", "reads what somebody else put there",
 }  # fmt: skip
 
 

@@ -11,13 +11,14 @@ from random import Random
 import msgspec
 import numpy as np
 
+from infra.bus.blobs import deposit
 from infra.bus.log import Log
+from infra.store import Store
 from schemas import Block, Experience, Message, Span, Task, make_experience
 from schemas.ids import answer_id, experience_id
-from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW
-from tests.simulator.scenario import EVENTS, LIVE_S, WINDOW_S, Scenario
-
-JUNK = (b"HR\x01", b"HR\x01\x00\xff\xff\xff\xff", b"nothing")
+from schemas.topics import EXPERIENCES, EXPERTS, FEEDBACK, TASKSET_RAW
+from tests.simulator.hostile import BOMB, JUNK
+from tests.simulator.scenario import EVENTS, LIVE_S, SUITE, WINDOW_S, Scenario
 
 
 class Said(msgspec.Struct, frozen=True, order=True):
@@ -31,13 +32,13 @@ class Said(msgspec.Struct, frozen=True, order=True):
 
 
 class Traffic:
-    """The customers of one seed. junk: records that cannot be read, as sent. values: what was said of each answer."""
+    """The customers of one seed. store: where a stranger puts what a record of theirs claims."""
 
-    def __init__(self, scenario: Scenario, log: Log) -> None:
+    def __init__(self, scenario: Scenario, log: Log, store: Store) -> None:
+        self.store = store
         self.scenario = scenario
         self.log = log
         self.random = Random(f"traffic/{scenario.seed}")
-        self.junk: list[bytes] = []
         self.live: list[str] = []
         self.done = False
         self._count = 0
@@ -48,6 +49,9 @@ class Traffic:
         for number in range(scenario.num_tasks):
             question = Message(role="user", content=f"{number}?{'x' * (number % 3)}")
             await self.log.publish(TASKSET_RAW, Task(id=f"task-{number}", messages=(question,), answer="a"))
+        for number in range(scenario.num_suite):
+            question = Message(role="user", content=f"{SUITE} {number}")
+            await self.log.publish(TASKSET_RAW, Task(id=f"{SUITE}-{number}", messages=(question,), split=SUITE))
         for number in range(scenario.num_experts):
             await self.log.publish(EXPERTS, Block((demonstration(number),)))
 
@@ -56,7 +60,8 @@ class Traffic:
         begin_s = asyncio.get_running_loop().time()
         answers = [(self.random.random() * LIVE_S, number) for number in range(self.scenario.num_live)]
         said = sorted(one for at_s, number in answers for one in self._opinions(at_s, number))
-        junk = [(self.random.random() * LIVE_S, data) for data in self.random.sample(JUNK, 1)]
+        junk = [(self.random.random() * LIVE_S, data) for data in self.random.sample(JUNK, 2)]
+        junk.append((self.random.random() * LIVE_S, deposit(self.store, BOMB, day=0)))
         plan: list[tuple[float, int, object]] = [(at_s, 0, answer(number)) for at_s, number in answers]
         plan += [(one.at_s, 1, one) for one in said]
         plan += [(at_s, 2, data) for at_s, data in junk]
@@ -76,8 +81,8 @@ class Traffic:
                 await self.log.bus.send(EVENTS, json.dumps(event).encode(), key=what.ref.encode())
             else:
                 assert isinstance(what, bytes)
-                self.junk.append(what)
-                await self.log.bus.send(self.log.name(EXPERIENCES), what, key=b"junk")
+                for topic in (self.log.name(EXPERIENCES), self.log.name(FEEDBACK), EVENTS):
+                    await self.log.bus.send(topic, what, key=b"junk")
 
     def _opinions(self, at_s: float, number: int) -> list[Said]:
         """What one customer says, early, in time, late, again and in other words; and of answers nobody gave."""

@@ -40,14 +40,30 @@ class Stuck(Exception):
     """Nothing is ready and no timer runs: everybody waits for somebody."""
 
 
+class Listening:
+    """What `create_server` gives: no socket behind it. factory: makes a protocol per connection."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self.factory = factory
+        self.is_open = True
+
+    def close(self) -> None:
+        """No new connections."""
+        self.is_open = False
+
+    async def wait_closed(self) -> None:
+        """Nothing is left open."""
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
-    """See the module. `random` orders what is ready together and times the work of threads."""
+    """See the module. `random` orders what is ready together and times the work of threads. servers: who listens."""
 
     def __init__(self, random: Random) -> None:
         super().__init__()
         self.now_s = START_S
         self._random = random
         self._tasks: list[asyncio.Task[Any]] = []
+        self.servers: dict[Process, Listening] = {}
         self.set_task_factory(self._make_task)
         self.errors: list[dict[str, Any]] = []
         self.set_exception_handler(lambda _, context: self.errors.append(context))
@@ -75,6 +91,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
         self.call_later(self._random.random() * MAX_THREAD_S, work)
         return future
+
+    async def create_server(self, protocol_factory: Callable[[], Any], *args: Any, **kwargs: Any) -> Listening:  # type: ignore[override]
+        """The running process listens; see `wire.py`."""
+        process = PROCESS.get()
+        assert process is not None
+        self.servers[process] = Listening(protocol_factory)
+        return self.servers[process]
 
     def resume(self, process: Process) -> None:
         """Let a stalled process go on."""

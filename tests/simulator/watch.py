@@ -14,9 +14,10 @@ from infra.bus.bus import Record
 from infra.store_memory import MemoryStore
 from infra.weights.fetch import Follower
 from infra.weights.manifest import hash_tensor
-from infra.weights.tensors import Tensor
-from schemas import Batch, Block, Closure, Fence, PolicyEvent, Progress, Stub, Task, decode
+from infra.weights.tensors import Tensor, is_finite
+from schemas import Batch, Block, Closure, EvalResult, Experience, Fence, PolicyEvent, Progress, Stub, Task, decode
 from schemas.errors import BadFrame, HeadraceError
+from tests.simulator.hostile import STRUCK
 from tests.simulator.scenario import MAX_USES, Scenario
 from tests.simulator.virtual_loop import Process
 from trainer.assemble import step_seed
@@ -51,6 +52,7 @@ class Watch:
         self.acknowledged_stubs: set[str] = set()
         self.content: dict[int, str] = {}  # version → hash of its weights
         self.tensors: dict[int, Mapping[str, Tensor]] = {}
+        self.altered: Counter[Process] = Counter()  # reads of policies that gave other bytes
         self.master_state = ""
         self._first: dict[Identity, tuple[float, Process, Any]] = {}
         self._failed: set[tuple[Process, Identity]] = set()
@@ -86,6 +88,9 @@ class Watch:
     def stored(self, process: Process, record: Record) -> None:
         """See network.Watcher."""
         value = read(record.value)
+        if STRUCK:
+            self.complain("I7 nothing foreign runs", f"{len(STRUCK)} times by {process.name} or before it")
+            STRUCK.clear()
         self.num_records += 1
         self.seen[kind_of(value)] += 1
         topic = record.topic.partition(".")[2]
@@ -103,6 +108,8 @@ class Watch:
             if value.issued is not None:
                 self.seen["issued again"] += value.issued.group in self._groups
                 self._groups.add(value.issued.group)
+        elif isinstance(value, EvalResult):
+            self._once("I6 one result", identity(value), process, value)
         elif isinstance(value, Block) and topic == "experiences":
             self._experiences(value)
         elif isinstance(value, Progress) and value.role == "master":
@@ -186,10 +193,12 @@ class Watch:
         elif event.event == "orphaned":
             self._orphaned.add(event.version)
             self.complain("I4 same bits", f"version {event.version} was orphaned: its steps gave other weights")
-        elif event.event == "refused":
+        elif event.event == "refused" and not self.altered[process]:
             self.complain("I3 verified", f"version {event.version} was refused: {event.reason}")
         elif event.event == "published":
             self._published(process, event)
+        elif event.owner == "gate":
+            self._once("I6 one verdict", identity(event), process, None)
 
     def _published(self, process: Process, event: PolicyEvent) -> None:
         try:
@@ -201,6 +210,8 @@ class Watch:
             self.complain("fencing", f"{process.name} published version {event.version} under token {event.token}")
         if event.token < self._token:
             return
+        if not all(is_finite(tensor) for tensor in policy.tensors.values()):
+            self.complain("I3 healthy", f"version {event.version} holds values that are not finite")
         content = content_of(policy.tensors)
         self.tensors.setdefault(event.version, policy.tensors)
         if self.content.setdefault(event.version, content) != content:
@@ -225,12 +236,21 @@ def read(value: bytes) -> Any:
         return value
 
 
+def members_of(value: object) -> tuple[Experience, ...]:
+    """Experiences of a block, none of anything else."""
+    return value.experiences if isinstance(value, Block) else ()
+
+
 def identity(value: object) -> Identity | None:
     """What makes a record the same one, sent again."""
     if isinstance(value, Closure):
         return "closure", (value.group, value.attempt, value.revision)
     if isinstance(value, Task) and value.issued is not None:
         return "attempt", (value.issued.group, value.issued.attempt)
+    if isinstance(value, EvalResult):
+        return "result", (value.suite, value.version)
+    if isinstance(value, PolicyEvent) and value.owner == "gate":
+        return "verdict", value.version
     return None
 
 

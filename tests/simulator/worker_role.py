@@ -112,7 +112,7 @@ async def consume(log: Log, topic: Topic, driver: WindowDriver | CollectDriver) 
 
 async def run_streams(scenario: Scenario, log: Log, metrics: Metrics, folder: Path, wall_ms: Callable[[], int]) -> None:
     """All stages and the feedback source of one worker."""
-    verify_steps, collect_steps = chains(scenario.late, scenario.picky)
+    verify_steps, collect_steps = chains(scenario.late, scenario.picky, bool(scenario.num_customers))
     sources = build_sources(scenario.streams.feedback, folder)
 
     async def committed(partition: int) -> int:

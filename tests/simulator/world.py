@@ -5,14 +5,13 @@ load ─> roles and customers, under faults for FAULTS_S ─> calm ─> finish �
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from pathlib import Path
 from random import Random
 from typing import NoReturn
 
-from actors.explorer import run_explorer
-from actors.master import run_master
 from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.ledger.account import Account, Ledger
@@ -20,23 +19,26 @@ from infra.store_memory import MemoryStore
 from schemas import Feedback, topics
 from schemas.errors import BrokerUnavailable, FencedOut, StoreError
 from streams.stage import causes, process_exit
+from tests.simulator import roles
+from tests.simulator.customers import Customers
 from tests.simulator.disk import ClientStore
 from tests.simulator.faults import Faults, Mixture, draw_mixture
+from tests.simulator.gateway_life import GatewayLife, orphans
 from tests.simulator.light_metrics import LightMetrics
 from tests.simulator.network import ClientBus, Cluster
-from tests.simulator.plugins import EOS, SmallTokenizer, TableLearner, WatchedEngine
+from tests.simulator.operator_role import run_operator
 from tests.simulator.scenario import APP, EVENTS, FAULTS_S, PARTITIONS, Scenario
 from tests.simulator.traffic import Traffic
 from tests.simulator.virtual_loop import Killed, Process, VirtualLoop
-from tests.simulator.watch import Watch, read
-from tests.simulator.worker_role import group_of_topic, run_streams
-from trainer.train import run_trainer
+from tests.simulator.watch import Watch, members_of, read
+from tests.simulator.wire import Wire
+from tests.simulator.worker_role import group_of_topic
 
 SESSION_S = 2.0  # after which the group deals a silent member's partitions to others
 GIVE_UP_S = 240.0  # of virtual time, for everything to drain
 ENDINGS = (BrokerUnavailable, FencedOut, StoreError)  # what a role may end for: it is started again
 
-Main = Callable[[Process], Coroutine[None, None, None]]
+Main = Callable[["World", Process], Coroutine[None, None, None]]
 
 
 class Slot:
@@ -70,7 +72,7 @@ class World:
         self.watch.began_s[self.outside] = self.loop.time()
         self.faults.safe.add(self.outside)
         self.log = self.log_of(self.outside)
-        self.traffic = Traffic(scenario, self.log)
+        self.traffic = Traffic(scenario, self.log, self.store)
         self.is_calm = False
         self.stalled: list[Process] = []
         self.stops: dict[Process, asyncio.Event] = {}
@@ -78,9 +80,14 @@ class World:
         self.account: Account | None = None
         self.workers: dict[int, Process] = {}
         self.metrics: dict[Process, LightMetrics] = {}
-        self.slots = [Slot("master", self._master), Slot("train", self._trainer)]
-        self.slots += [Slot(f"explore-{n}", self._explorer) for n in range(scenario.num_explorers)]
-        self.slots += [Slot(f"process-{n}", self._worker) for n in range(scenario.num_workers)]
+        self.slots = [Slot("master", roles.master), Slot("train", roles.trainer)]
+        self.slots += [Slot(f"explore-{n}", roles.explorer) for n in range(scenario.num_explorers)]
+        self.slots += [Slot(f"process-{n}", roles.worker) for n in range(scenario.num_workers)]
+        self.slots += [Slot("serve", roles.gateway)] if scenario.num_customers else []
+        self.wire = Wire(self.loop)
+        self.customers = Customers(scenario, self.store, self.wire, self.watch)
+        self.gateways: dict[Process, GatewayLife] = {}
+        self.ended_well: set[Process] = set()
 
     def run(self) -> None:
         """To the end, or to the first violation."""
@@ -106,18 +113,23 @@ class World:
         self._plan_events()
         await self._sleep(FAULTS_S)
         self._calm()
-        if not await self._until(lambda: outside.done() and self._live_is_trained()):
+        if not await self._until(lambda: outside.done() and not self._unwritten() and self._live_is_trained()):
             self.watch.complain(
-                "I1 nothing waits for ever", f"of customers: {self._accounted().pending_ids} and {self._behind()}"
+                "I1 nothing waits for ever",
+                f"of customers: {self._unwritten()}, {self._accounted().pending_ids} and {self._behind()}",
             )
         self.finish.set()
         if not await self._until(self._is_drained):
             account = self._accounted()
             self.watch.complain("I1 after a drain nothing is pending", f"{account.pending_ids} and {self._behind()}")
+        await self._sleep(1.0)  # for gateways to read what moved the stable channel last
 
     async def _outside(self) -> None:
         await self.traffic.load()
-        await self.traffic.run()
+        async with asyncio.TaskGroup() as everybody:
+            everybody.create_task(self.traffic.run())
+            everybody.create_task(run_operator(self.scenario, self.log))
+            everybody.create_task(self.customers.run())
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep, but end at a violation."""
@@ -147,13 +159,13 @@ class World:
         return all(name.startswith("task-") for name in self._accounted().pending_ids)
 
     def _is_drained(self) -> bool:
-        done = self.watch.master_state in ("evaluating", "done")
-        return done and not self._behind() and not self._accounted().pending
+        return self.watch.master_state == "done" and not self._behind() and not self._accounted().pending
 
     def _behind(self) -> list[str]:
         """Topics that some group has not read to its end."""
         readers = [(self.log.name(topic), group_of_topic(self.log, topic)) for topic in self._staged()]
         readers.append((EVENTS, self.log.group("feedback.csat")))
+        readers.append((self.log.name(topics.FEEDBACK), self.log.group("feedback")))
         found = []
         for name, group in readers:
             committed = self.cluster.group(group).committed
@@ -176,6 +188,20 @@ class World:
                 fold(self.log.decode(record))
         self.account = ledger.account()
         return self.account
+
+    def served(self) -> dict[str, int]:
+        """The version that each gateway serves which is there."""
+        return {process.name: life.engine.version for process, life in self.gateways.items() if not process.is_dead}
+
+    def _unwritten(self) -> list[str]:
+        """What customers were promised is in the log, and is not: answers of gateways that were not killed, feedback."""
+        owed = [name for name, process in self.customers.answered.items() if self._is_owed(process)]
+        stored = {one.id for record in self.records(topics.EXPERIENCES) for one in members_of(read(record.value))}
+        heard = {getattr(read(record.value), "id", "") for record in self.records(topics.FEEDBACK)}
+        return [name for name in owed if name not in stored] + sorted(self.customers.accepted - heard)
+
+    def _is_owed(self, process: Process) -> bool:
+        return not process.is_dead or process in self.ended_well
 
     def records(self, topic: topics.Topic) -> list:  # type: ignore[type-arg]
         """Everything in a topic, in partition order."""
@@ -214,6 +240,7 @@ class World:
             return
         self.watch.happened(process, "stalls")
         process.is_stalled = True
+        self.customers.stood_still[process] = math.inf
         self.stalled.append(process)
         self._later(SESSION_S, self.cluster.expel, process)
         if self.random.random() < 0.8:
@@ -229,6 +256,7 @@ class World:
             is_overtaken = self._slot_of(process).current is not process
             self.watch.happened(process, "goes on overtaken" if is_overtaken else "goes on")
             self.loop.resume(process)
+            self.customers.stood_still[process] = self.loop.time()
 
     def _calm(self) -> None:
         self.watch.note("calm")
@@ -236,6 +264,8 @@ class World:
         self.faults.calm()
         for process in self.stalled:
             self._resume(process)
+        for _ in orphans(self.gateways):
+            self._start(next(slot for slot in self.slots if slot.name == "serve"))
 
     def _later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
         """Call it whoever is dead by then."""
@@ -245,7 +275,7 @@ class World:
 
     def log_of(self, process: Process) -> Log:
         """A process's own connection."""
-        store = ClientStore(self.store, process, self.faults, self.watch.complain)
+        store = ClientStore(self.store, process, self.faults, self.watch)
         return Log(ClientBus(self.cluster, process), APP, store=store)
 
     def kill(self, process: Process) -> None:
@@ -255,6 +285,9 @@ class World:
         process.is_dead = True
         process.held = []
         self.watch.happened(process, "dies")
+        self.wire.reset(process)
+        if process in self.gateways:
+            self.gateways[process].let_go()
         self._later(SESSION_S, self.cluster.expel, process)
         slot = self._slot_of(process)
         if slot.current is process:
@@ -280,7 +313,7 @@ class World:
             raise Killed
 
         process.context.run(process_exit.set, end)
-        task = self.loop.create_task(slot.main(process), context=process.context)
+        task = self.loop.create_task(slot.main(self, process), context=process.context)
         task.add_done_callback(lambda done: self._ended(process, done), context=self.cluster.context)
         self.tasks.append(task)
 
@@ -292,52 +325,21 @@ class World:
             self.watch.seen[type(one).__name__] += 1
             if not isinstance(one, (*ENDINGS, Killed)) and not process.is_dead:
                 self.watch.complain("roles end only for what they cannot mend", f"{process.name}: {one!r}")
+        if error is None and not process.is_dead:
+            self.ended_well.add(process)
         self.kill(process)
 
-    def _stop_of(self, process: Process) -> asyncio.Event:
+    def stop_of(self, process: Process) -> asyncio.Event:
+        """Asks a process to stop."""
         return self.stops.setdefault(process, asyncio.Event())
 
-    def _master(self, process: Process) -> Coroutine[None, None, None]:
-        scenario = self.scenario
-        return run_master(
-            scenario.floor, scenario.master, scenario.floor.pacing, self.log_of(process), LightMetrics("master"),
-            self._stop_of(process), finish=self.finish, instance=process.name,
-        )  # fmt: skip
-
-    def _explorer(self, process: Process) -> Coroutine[None, None, None]:
-        log = self.log_of(process)
-        assert log.store is not None
-        seed = self.random.randrange(1 << 30)
-        loaded = functools.partial(self.watch.loaded, process)
-        return run_explorer(
-            self.scenario.floor, self.scenario.explore, log=log, store=log.store,
-            engine=WatchedEngine(loaded, seed=seed, token_s=0.2 + 0.6 * self.random.random()),
-            tokenizer=SmallTokenizer(), stop_tokens=(EOS,), metrics=self._metrics(process),
-            stop=self._stop_of(process), instance=process.name,
-        )  # fmt: skip
-
-    def _metrics(self, process: Process) -> LightMetrics:
+    def metrics_of(self, process: Process) -> LightMetrics:
+        """What a process counts."""
         return self.metrics.setdefault(process, LightMetrics(process.name))
 
-    def _trainer(self, process: Process) -> Coroutine[None, None, None]:
-        log = self.log_of(process)
-        assert log.store is not None
-        learner = TableLearner(functools.partial(self.watch.stepping, process), self.scenario.fail_at)
-        return run_trainer(
-            self.scenario.floor, self.scenario.trainer, log=log, store=log.store, learner=learner,
-            metrics=LightMetrics("train"), stop=self._stop_of(process), seed=self.scenario.seed,
-        )  # fmt: skip
-
-    def _worker(self, process: Process) -> Coroutine[None, None, None]:
-        index = next(n for n in range(100) if n not in self.workers or self.workers[n].is_dead)
-        self.workers[index] = process
-        folder = self.folder / f"worker-{index}"
-        if self.mixture.lost_disks and self.random.random() < 0.4 and folder.exists():
-            self.watch.happened(process, "finds an empty disk")
-            folder = self.folder / f"worker-{index}-{process.name}"
-        skew_ms = self.mixture.skew_ms
-        wall_ms = lambda: self.cluster.now_ms() + skew_ms  # noqa: E731
-        return run_streams(self.scenario, self.log_of(process), LightMetrics("process"), folder, wall_ms)
+    def draw_seed(self) -> int:
+        """For what a process draws itself."""
+        return self.random.randrange(1 << 30)
 
 
 def _ends(cluster: Cluster, name: str) -> dict:  # type: ignore[type-arg]

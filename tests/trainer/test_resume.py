@@ -11,9 +11,20 @@ from infra.bus.memory import MemoryBus
 from infra.store_memory import MemoryStore
 from infra.weights.tensors import Tensor
 from schemas import Fence, PolicyEvent, Rollback, Saved, Skip, topics
-from tests.trainer.memory_run import CONFIG, KillingBus, KillingStore, filled_log, journal, train, train_through_kills
+from schemas.errors import OffsetOutOfRange
+from tests.trainer.memory_run import (
+    CONFIG,
+    STEPS,
+    KillingBus,
+    KillingStore,
+    filled_log,
+    journal,
+    published,
+    train,
+    train_through_kills,
+)
 from trainer.assemble import step_seed
-from trainer.checkpoint import Checkpoint, Position, save
+from trainer.checkpoint import Checkpoint, Position, places, remove, save
 from trainer.journal import Lease
 from trainer.learners.scripted import ScriptedLearner
 from trainer.resume import find_start
@@ -70,5 +81,23 @@ def test_skips_in_a_row_are_counted_across_a_death_between_them(send: int) -> No
         records = await journal(log)
         assert {one.step for one in records if isinstance(one, Skip)} == {3, 4}
         assert [one.to_step for one in records if isinstance(one, Rollback)] == [5]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("topic", [topics.BUFFER, topics.BATCHES], ids=lambda topic: topic.name)
+def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing(topic: topics.Topic) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS // 2))
+        name = log.name(topic)
+        remove(store, "t", [places(store, "t")[-1]])  # so that what follows the one before is asked of the log
+        (at, end), *_ = (await log.bus.end_offsets(name)).items()
+        await log.bus.delete_records(at, end)
+        before, count = {key: store.get(key) for key in store.keys("")}, len(await published(log))
+        with pytest.raises(OffsetOutOfRange, match=rf"t\.{topic.name}/0: offset \d+ is not kept"):
+            await train(log, store, ScriptedLearner())
+        assert {key: store.get(key) for key in store.keys("")} == before and len(await published(log)) == count
 
     asyncio.run(main())

@@ -30,7 +30,20 @@ SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
 Damage = Callable[[Log, MemoryStore], None]
 
 
-def exported(tmp_path: Path, *, options: dict[str, Any] = {}, damage: Damage | None = None) -> Path:  # noqa: B006
+class OtherwiseMade(ScriptedLearner):
+    """Says that it was made with other code and more threads."""
+
+    def numerics(self) -> dict[str, str]:
+        return {**super().numerics(), "code": "0123456789ab", "threads": "4"}
+
+
+def exported(
+    tmp_path: Path,
+    *,
+    options: dict[str, Any] = {},  # noqa: B006
+    damage: Damage | None = None,
+    learner: ScriptedLearner | None = None,
+) -> Path:
     """An archive of a finished run; options: of the learner that replays it."""
     file = tmp_path / "run.headrace"
 
@@ -38,7 +51,7 @@ def exported(tmp_path: Path, *, options: dict[str, Any] = {}, damage: Damage | N
         store = MemoryStore()
         log = await filled_log(store)
         config = msgspec.structs.replace(CONFIG, learner=Use(use=SCRIPTED))
-        await train(log, store, ScriptedLearner(), config)
+        await train(log, store, learner or ScriptedLearner(), config)
         settings = Settings(
             app="t",
             pacing=FLOOR.pacing,
@@ -116,6 +129,16 @@ def test_other_hardware_is_told_and_its_differences_are_no_failure(tmp_path: Pat
     assert "bits are not promised here (differs from the run: device, settings)" in result.stdout
     found = verdict(call("replay", file, "--verify", "--json"))
     assert not found["bits_promised"] and not found["equal"] and found["differs"]["device"] == ["cpu", "cuda"]
+
+
+def test_other_code_and_another_number_of_threads_are_named_with_what_can_still_be_promised(tmp_path: Path) -> None:
+    file = exported(tmp_path, learner=OtherwiseMade())
+    result = call("replay", file, "--verify")
+    assert result.exit_code == 0, result.output
+    assert "code: 0123456789ab in the run" in result.stdout and "threads: 4 in the run" in result.stdout
+    assert "bits are not promised here (differs from the run: code, threads)" in result.stdout
+    found = verdict(call("replay", file, "--verify", "--json"))
+    assert not found["bits_promised"] and found["equal"], "the steps themselves are the same"
 
 
 def altered_checkpoint(log: Log, store: MemoryStore) -> None:

@@ -1,0 +1,36 @@
+"""The operator: moves the stable channel by hand at moments of chance, as `headrace promote`, `pin` and `rollback` do."""
+
+import asyncio
+from random import Random
+
+from infra.bus.log import Log
+from infra.cli.channel import check_move, policy_history, stable_of
+from schemas import PolicyEvent
+from schemas.errors import ConfigError
+from schemas.fields import PolicyEventKind
+from schemas.topics import POLICIES
+from tests.simulator.scenario import FAULTS_S, Scenario
+
+OWNER = "operator"
+MOVES: tuple[PolicyEventKind, ...] = ("promoted", "pinned", "rolled_back")
+UNPINNED = -1
+
+
+async def run_operator(scenario: Scenario, log: Log) -> None:
+    """All moves of one seed, in time; one that the command would refuse is not made."""
+    random = Random(f"operator/{scenario.seed}")
+    begin_s = asyncio.get_running_loop().time()
+    for at_s in sorted(random.random() * FAULTS_S for _ in range(scenario.num_moves)):
+        await asyncio.sleep(max(0.0, begin_s + at_s - asyncio.get_running_loop().time()))
+        policy = scenario.floor.policy.name
+        history = await policy_history(log, policy)
+        stable = stable_of(history, policy)
+        kind = random.choice(MOVES)
+        newest = max((event.version for _, event in history if event.event == "published"), default=0)
+        version = UNPINNED if kind == "pinned" and stable.pinned else random.randint(0, newest)
+        try:
+            check_move(history, stable, kind, version)
+        except ConfigError:
+            continue
+        move = PolicyEvent(event=kind, policy=policy, version=version, channel="stable", owner=OWNER)
+        await log.publish(POLICIES, move)

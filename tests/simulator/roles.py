@@ -1,0 +1,86 @@
+"""What each simulated process runs: the real role, on its own connections to the log, the store and the clock."""
+
+import functools
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from actors.explorer import run_explorer
+from actors.gateway.serve import run_gateway
+from actors.gateway.serving import Minter
+from actors.master import run_master
+from tests.simulator.gateway_life import GatewayLife, next_folder
+from tests.simulator.light_metrics import LightMetrics
+from tests.simulator.plugins import EOS, SmallTokenizer, TableLearner, WatchedEngine
+from tests.simulator.scenario import TOKEN_S
+from tests.simulator.virtual_loop import Process
+from tests.simulator.worker_role import run_streams
+from trainer.train import run_trainer
+
+if TYPE_CHECKING:
+    from tests.simulator.world import World
+
+Running = Coroutine[None, None, None]
+
+
+def master(world: "World", process: Process) -> Running:
+    """See run_master."""
+    scenario = world.scenario
+    return run_master(
+        scenario.floor, scenario.master, scenario.floor.pacing, world.log_of(process), LightMetrics("master"),
+        world.stop_of(process), finish=world.finish, instance=process.name,
+    )  # fmt: skip
+
+
+def explorer(world: "World", process: Process) -> Running:
+    """See run_explorer."""
+    log = world.log_of(process)
+    assert log.store is not None
+    loaded, seed = functools.partial(world.watch.loaded, process), world.draw_seed()
+    return run_explorer(
+        world.scenario.floor, world.scenario.explore, log=log, store=log.store,
+        engine=WatchedEngine(loaded, seed=seed, token_s=0.2 + 0.6 * world.random.random()),
+        tokenizer=SmallTokenizer(), stop_tokens=(EOS,), metrics=world.metrics_of(process),
+        stop=world.stop_of(process), instance=process.name,
+    )  # fmt: skip
+
+
+def trainer(world: "World", process: Process) -> Running:
+    """See run_trainer."""
+    scenario, log = world.scenario, world.log_of(process)
+    assert log.store is not None
+    stepping = functools.partial(world.watch.stepping, process)
+    learner = TableLearner(stepping, scenario.fail_at, scenario.poison_at)
+    return run_trainer(
+        scenario.floor, scenario.trainer, log=log, store=log.store, learner=learner, metrics=LightMetrics("train"),
+        stop=world.stop_of(process), seed=scenario.seed,
+    )  # fmt: skip
+
+
+def gateway(world: "World", process: Process) -> Running:
+    """See run_gateway."""
+    life = world.gateways[process] = GatewayLife(
+        next_folder(world.folder, world.gateways),
+        WatchedEngine(functools.partial(world.watch.loaded, process), seed=world.draw_seed(), token_s=TOKEN_S),
+    )
+    log = world.log_of(process)
+    assert log.store is not None
+    return run_gateway(
+        msgspec.structs.replace(world.scenario.floor, folder=life.folder), world.scenario.gateway, log=log,
+        store=log.store, engine=life.engine, tokenizer=SmallTokenizer(), metrics=world.metrics_of(process),
+        stop=world.stop_of(process), minter=Minter(world.draw_seed()),
+    )  # fmt: skip
+
+
+def worker(world: "World", process: Process) -> Running:
+    """See run_streams."""
+    index = next(n for n in range(100) if n not in world.workers or world.workers[n].is_dead)
+    world.workers[index] = process
+    folder = world.folder / f"worker-{index}"
+    if world.mixture.lost_disks and world.random.random() < 0.4 and folder.exists():
+        world.watch.happened(process, "finds an empty disk")
+        folder = world.folder / f"worker-{index}-{process.name}"
+    skew_ms = world.mixture.skew_ms
+    wall_ms = lambda: world.cluster.now_ms() + skew_ms  # noqa: E731
+    return run_streams(world.scenario, world.log_of(process), LightMetrics("process"), folder, wall_ms)

@@ -1,0 +1,119 @@
+"""After the drain: what was evaluated, what was promoted for it, and what customers are served, by rules told anew."""
+
+from typing import Any
+
+import msgspec
+
+from schemas import Block, Closure, EvalResult, PolicyEvent, topics
+from schemas.ids import session_of
+from tests.simulator.scenario import MAX_DROP, SUITE
+from tests.simulator.watch import members_of
+from tests.simulator.world import World
+
+Logged = dict[str, list[tuple[Any, Any]]]
+RECENT = 6  # records of `policies` that a master may be behind
+
+
+class Channel(msgspec.Struct, frozen=True):
+    """Where the stable channel stands. version: what is served, -1 for nothing yet. waiting: promoted under a pin."""
+
+    version: int = -1
+    waiting: int = -1
+    pinned: bool = False
+
+
+def step(channel: Channel, event: PolicyEvent) -> Channel:
+    """The channel after one of its events."""
+    if event.channel != "stable" or event.event == "held":
+        return channel
+    if event.event == "promoted":
+        return Channel(channel.version if channel.pinned else event.version, event.version, channel.pinned)
+    if event.event == "pinned" and event.version >= 0:
+        return Channel(event.version, channel.waiting, True)
+    if event.event == "pinned":
+        return Channel(channel.waiting if channel.waiting >= 0 else channel.version, channel.waiting)
+    return Channel(event.version, event.version) if event.event == "rolled_back" else channel
+
+
+def settle_serving(world: World, log: Logged) -> None:
+    """Complain about everything that does not hold."""
+    check_results(world, log)
+    check_verdicts(world, log)
+    check_served(world, log)
+    check_customers(world, log)
+
+
+def check_results(world: World, log: Logged) -> None:
+    """A result counts the first answer to each task, by exactly its version and by nothing else."""
+    answers: dict[str, dict[int, float]] = {}
+    mixed: set[str] = set()
+    closed = {one.group for _, one in log[topics.PROGRESS.name] if isinstance(one, Closure)}
+    for _, value in log[topics.EVALS.name]:
+        if isinstance(value, Block):
+            for one in value.experiences:
+                version = int(one.group.rpartition(".")[0].rpartition("-")[2])
+                if any(span.version != version for span in one.spans):
+                    mixed.add(f"{SUITE}-{version}")
+                answers.setdefault(one.group, {}).setdefault(one.episode, one.score("parity") or 0.0)
+        elif isinstance(value, EvalResult):
+            name = f"{value.suite}-{value.version}"
+            found = {group: given for group, given in answers.items() if group.startswith(f"eval-{name}.")}
+            right = sum(score >= 1.0 for given in found.values() for score in given.values())
+            missing = [group for group in _groups(name, value.num_tasks) if group not in found and group not in closed]
+            if name in mixed:
+                world.watch.complain("evals are of one version", f"{name} has a result, and tokens of another version")
+            if missing or right != value.num_correct:
+                world.watch.complain("evals count", f"{name}: {right} right, {missing} not answered; {value}")
+
+
+def check_verdicts(world: World, log: Logged) -> None:
+    """The gate promotes what its results allow and holds the rest; nothing is decided without a result."""
+    accuracy = {one.version: one.accuracy for _, one in log[topics.EVALS.name] if isinstance(one, EvalResult)}
+    channel, recent = Channel(), [Channel()]
+    for _, event in log[topics.POLICIES.name]:
+        if not isinstance(event, PolicyEvent):
+            continue
+        if event.owner == "gate":
+            own, before = event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
+            allowed = own is not None and (before is None or own >= before - MAX_DROP)
+            stood = {accuracy.get(one.version) for one in recent}
+            if own is None or own != accuracy.get(event.version) or before not in stood:
+                world.watch.complain("the gate decides by results", f"{event}; results {accuracy}, before it {stood}")
+            if (event.event == "promoted") != allowed:
+                world.watch.complain("the gate decides by the rules", f"{event}")
+        channel = step(channel, event)
+        recent = [*recent[1 - RECENT :], channel]
+
+
+def check_served(world: World, log: Logged) -> None:
+    """Every gateway that is there serves what the stable channel says, once everything has been read."""
+    channel = Channel()
+    for _, event in log[topics.POLICIES.name]:
+        if isinstance(event, PolicyEvent):
+            channel = step(channel, event)
+    for name, version in world.served().items():
+        if channel.version >= 0 and version != channel.version:
+            world.watch.complain("customers get what is stable", f"{name} serves {version}, {channel} is stable")
+
+
+def check_customers(world: World, log: Logged) -> None:
+    """What is recorded of an answer is what its customer was told, and nothing of those who did not agree."""
+    customers = world.customers
+    recorded = {one.id: one for _, block in log[topics.EXPERIENCES.name] for one in members_of(block)}
+    for name, one in recorded.items():
+        if session_of(one.group) in customers.private:
+            world.watch.complain("consent", f"{name} is in the log, and its customer did not agree")
+    for name, text in customers.texts.items():
+        if name in recorded and recorded[name].messages[-1].content != text:
+            said = recorded[name].messages[-1].content
+            world.watch.complain("served as recorded", f"{name} was told {text!r}, recorded is {said!r}")
+    world.watch.seen.update(
+        kind
+        for metrics in world.metrics.values()
+        for kind, count in metrics.counters().items()
+        if kind == "spooled" and count
+    )
+
+
+def _groups(name: str, num_tasks: int) -> list[str]:
+    return [f"eval-{name}.{index}" for index in range(num_tasks)]
