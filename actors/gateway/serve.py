@@ -11,22 +11,24 @@ request; at a stop running requests get `drain_s`, and what was served is writte
 import asyncio
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 
 from actors.desk import Desk
 from actors.engine import Engine
 from actors.gateway.app import Site
-from actors.gateway.config import GatewayConfig, Webhook, split_address
+from actors.gateway.canary import Canary
+from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.door import Door
 from actors.gateway.hearing import Hearing
 from actors.gateway.keys import KeyBook
+from actors.gateway.listen import Server, bound, make_server, serve_on
 from actors.gateway.outbox import Outbox
 from actors.gateway.record import Recorder, Tokenizer
 from actors.gateway.serving import Gateway, Minter
@@ -86,24 +88,25 @@ async def run_gateway(
 
     listening: called with the port once requests are served. Raises ConfigError, EngineStopped.
     """
-    instance = f"{ROLE}/{os.getpid()}"
+    instance = f"{ROLE}/{os.getpid()}/{secrets.token_hex(4)}"  # its counts begin anew with the process
     steps = processor_steps(config)
-    claimed = ClaimedFolder(floor.folder / config.spool, ROLE)
-    sock = _bound(config.listen)  # first: an address that is taken is told before a model is loaded
+    # A folder of its own kind: in it stands the version served last, and a stable gateway must not find a canary's.
+    claimed = ClaimedFolder(floor.folder / config.spool, "canary" if config.channel == "canary" else ROLE)
+    sock = bound(config.listen)  # first: an address that is taken is told before a model is loaded
     try:
-        outbox, recorder, gateway, door = await _assembled(
-            config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance
-        )
         memory = claimed.path / "policy.json"
-        rig = Rig(log=log, engine=engine, metrics=metrics, origin=instance)
         follower = PolicyFollower(
-            rig,
+            Rig(log=log, engine=engine, metrics=metrics, origin=instance),
             _settled_desk(),
             store,
             floor.policy.name,
-            promoted_only=config.channel == "stable",
+            channel=config.channel,
             loaded=lambda event: _remember(memory, event),
         )
+        outbox, recorder, gateway, door = await _assembled(
+            config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, _trial_of(config, follower)
+        )
+        canary = None if config.canary is None else Canary(config.canary, metrics)
         await engine.start()
         try:
             await _bring_last(follower, memory, engine)
@@ -115,10 +118,13 @@ async def run_gateway(
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
                 state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
+                canary=canary,
             )
-            loops = _Loops(log, store, gateway, follower, door.book, metrics, instance)
-            await loops.run(_server(site, config), sock, listening, stop)
+            loops = _Loops(log, store, gateway, follower, door.book, metrics, instance, canary)
+            await loops.run(make_server(site.app(), config.drain_s), sock, listening, stop)
         finally:
+            if canary is not None:
+                await canary.close()
             await engine.close()
     finally:
         sock.close()
@@ -135,22 +141,24 @@ class _Loops(msgspec.Struct, frozen=True):
     book: KeyBook
     metrics: Metrics
     instance: str
+    canary: Canary | None
 
     async def run(
-        self, server: "_Quiet", sock: socket.socket, listening: Callable[[int], None], stop: asyncio.Event
+        self, server: Server, sock: socket.socket, listening: Callable[[int], None], stop: asyncio.Event
     ) -> None:
         """Until `stop` is set, or the engine is gone."""
         gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
         halt, connected = asyncio.Event(), asyncio.Event()
         await run_until(
             halt,
-            _serve(server, sock, listening),
+            serve_on(server, sock, listening),
             _end(server, gateway, outbox, config, stop, halt),
             outbox.write(),
             _when(connected, outbox.drain),
             _connect(self.log, connected),
             _lasting("policies", connected, self.follower.read),
             _lasting("reload", connected, self.follower.load),
+            *(() if self.canary is None else (self.canary.watch(),)),
             _reload_keys(self.book, self.store, config, self.metrics),
             _report(self.log, connected, gateway, self.follower, self.metrics, self.instance, config.report_s),
         )
@@ -166,6 +174,7 @@ async def _assembled(
     folder: Path,
     steps: Sequence[Step],
     instance: str,
+    trial: Callable[[], int],
 ) -> tuple[Outbox, Recorder, Gateway, Door]:
     spool = await asyncio.to_thread(lambda: Spool(folder, max_bytes=config.spool_mb * _MB))
     if spool.torn_bytes or spool.damaged:
@@ -182,7 +191,15 @@ async def _assembled(
     )
     recorder = Recorder(tokenizer, config.redact, steps, metrics, instance, Keys(store))
     gateway = Gateway(
-        config, engine, tokenizer, recorder, outbox, metrics, minter=Minter(), stop_tokens=tokenizer.eos_ids
+        config,
+        engine,
+        tokenizer,
+        recorder,
+        outbox,
+        metrics,
+        minter=Minter(),
+        stop_tokens=tokenizer.eos_ids,
+        trial=trial,
     )
     book = KeyBook()
     try:
@@ -190,6 +207,12 @@ async def _assembled(
     except StoreError as error:
         _log.warning("keys_not_read error=%s", error)
     return outbox, recorder, gateway, Door(book, metrics)
+
+
+def _trial_of(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:
+    """The version on trial, where this gateway's answers are one side of the trial."""
+    takes_part = config.channel == "canary" or config.canary is not None
+    return lambda: follower.stable.trial if takes_part else -1
 
 
 def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
@@ -208,66 +231,8 @@ def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _server(site: Site, config: GatewayConfig) -> "_Quiet":
-    settings = uvicorn.Config(
-        site.app(),
-        access_log=False,
-        log_config=None,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(1, round(config.drain_s)),
-        h11_max_incomplete_event_size=64 * 1024,
-    )
-    return _Quiet(settings)
-
-
-class _Quiet(uvicorn.Server):
-    """Signals are the role's; `began` is set once it accepts."""
-
-    def __init__(self, settings: uvicorn.Config) -> None:
-        super().__init__(settings)
-        self.began = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.began.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _bound(listen: str) -> socket.socket:
-    host, port = split_address(listen)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f'gateway.listen: cannot listen on "{listen}": {error.strerror}') from error
-    sock.setblocking(False)
-    return sock
-
-
-async def _serve(server: _Quiet, sock: socket.socket, listening: Callable[[int], None]) -> None:
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        await server.began.wait()
-        port = sock.getsockname()[1]
-        _log.info("serving port=%d", port)
-        listening(port)
-        await asyncio.shield(serving)
-    finally:
-        server.should_exit = True
-        await serving
-
-
 async def _end(
-    server: _Quiet,
+    server: Server,
     gateway: Gateway,
     outbox: Outbox,
     config: GatewayConfig,
@@ -356,6 +321,7 @@ async def _report(
             counters=metrics.counters(),
             gauges=metrics.gauges(),
             state="serving",
+            answered=gateway.tallies.told(),
         )
         with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
             async with asyncio.timeout(every_s):

@@ -19,7 +19,7 @@ from schemas import Block, Closure, Control, DeadLetter, Experience, Feedback, L
 from schemas.ids import group_of
 from schemas.withdrawal import withdrawal_of
 from streams.collect.credit import Source, answer_of, credited, is_labelled, is_repeat, with_edit
-from streams.collect.decision import Decision, Folded, blocks_of, mean_reward
+from streams.collect.decision import Decision, Folded, blocks_of, mean_reward, trial_of
 from streams.collect.group import Attempt, Group, Place, Said, fullest, take_in
 from streams.collect.held import held_back
 from streams.collect.state import State
@@ -354,6 +354,7 @@ class _Fold:
             mean_reward=mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
             drops=drops,
             version=min((member.min_version for member in given), default=-1),
+            trial=trial_of(given),
         )
         self.folded.decisions.append(Decision(closure, blocks_of(sent), outcome.dropped))
 

@@ -3,7 +3,7 @@
 Bodies import what they need when they run: see `infra.cli.main`.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,14 +23,24 @@ def channel(config: ConfigOption = DEFAULT, sets: SetOption = [], as_json: JsonO
     exit_with(lambda: run_channel(config, sets, as_json=as_json))
 
 
-def promote(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+def promote(
+    version: Version,
+    why: Why = "",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    canary: Annotated[bool, typer.Option("--canary", help="To the share of sessions that a canary answers.")] = False,
+) -> None:
     """Serve a version to customers from here on; while a version is pinned it waits for the pin's end.
+
+    With [bold]--canary[/] a share of them tries it ([bold][gateway.canary][/]) until it is promoted, held by the gate, or
+    the stable version moves.
 
     Example: [cyan]headrace promote 144 --why "looked at fifty answers"[/]
     """
     from infra.cli.channel import run_move
 
-    exit_with(lambda: run_move("promoted", version, why, config, sets))
+    channel: Literal["canary", "stable"] = "canary" if canary else "stable"
+    exit_with(lambda: run_move("promoted", version, why, config, sets, channel=channel))
 
 
 def pin(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006

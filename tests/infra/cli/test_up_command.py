@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from infra.cli.roles import gateway_of
 from infra.cli.settings import load_settings
-from infra.cli.up import ROLES, broker_child, role_child
+from infra.cli.up import ROLES, broker_child, role_child, roles_of
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -31,6 +32,17 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
         assert child.log == tmp_path / "logs" / f"{role}.log" and child.tier > broker.tier
         assert 2 in child.final_codes, "a mistake in the settings is not tried again"
         assert 1 not in child.final_codes
+
+
+def test_a_canary_is_a_second_serve_process_where_the_gateway_has_one(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    assert "serve" not in roles_of(load_settings(file))
+    file.write_text('app = "bot"\n[gateway.canary]\nurl = "http://127.0.0.1:8010"\n')
+    settings = load_settings(file)
+    assert roles_of(settings)[:2] == ("serve", "canary")
+    child = role_child(settings, file, (), "canary")
+    assert child.name == "canary" and child.argv[3:6] == ("serve", "--channel", "canary")
+    assert gateway_of(load_settings(file, ["gateway.channel=canary"])).listen == "127.0.0.1:8010"
 
 
 def test_a_configured_broker_that_is_away_is_one_line_after_the_deadline(tmp_path: Path) -> None:
