@@ -101,7 +101,7 @@ async def run_gateway(
             store,
             floor.policy.name,
             channel=config.channel,
-            loaded=lambda event: _remember(memory, event),
+            loaded=lambda event: _remember(memory, event, metrics),
         )
         outbox, recorder, gateway, door = await _assembled(
             config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, _trial_of(config, follower)
@@ -335,11 +335,15 @@ def _settled_desk() -> Desk:
     return desk
 
 
-def _remember(path: Path, event: PolicyEvent) -> None:
-    """Keep the event of the version that serves, for a start without the log."""
+def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
+    """Keep the event of the version that serves, for a start without the log; a disk that takes no more ends nothing."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode(event))
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(msgspec.json.encode(event))
+        temporary.replace(path)
+    except OSError as error:
+        metrics.counter("policy_not_remembered").inc()
+        _log.warning("policy_not_remembered version=%d error=%s", event.version, error.strerror)
 
 
 async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine) -> None:
