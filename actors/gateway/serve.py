@@ -113,7 +113,7 @@ async def run_gateway(
             site = Site(
                 gateway,
                 door,
-                Hearing(recorder, outbox, metrics),
+                Hearing(recorder, outbox, metrics, Keys(store)),
                 metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
