@@ -17,11 +17,11 @@ from infra.cli.trace import index_of
 from infra.config import duration_s
 from infra.ledger.forget import Report, checkpointed, destroy, destroy_texts, report, tell
 from infra.seal import FRESH_S, Keys
-from schemas import Progress, Saved
+from schemas import Batch, Progress, Saved
 from schemas.errors import ConfigError
 from schemas.topics import BATCHES, POLICIES, PROGRESS
 
-LAST_REPORTS = 200
+LAST_RECORDS = 200
 LATELY_MS = 30_000
 SHOWN_STEPS = 20
 
@@ -57,7 +57,7 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
         table = msgspec.to_builtins(found) | {"checkpoint": saved.step if saved is not None else None}
         print(msgspec.json.encode(table).decode())
     elif wait_s:
-        none = f"none within {wait}, or no trainer learns; a resume from an older one drops it again"
+        none = f"none within {wait}, or no trainer runs; a resume from an older one drops it again"
         told = none if saved is None else f"step {saved.step}"
         Console(highlight=False, soft_wrap=True).print(f"checkpoint without it: {told}")
     return 0
@@ -72,30 +72,34 @@ def duration_of(wait: str) -> float:
 
 
 async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float = FRESH_S) -> Saved | None:
-    """A checkpoint made once all that held data of theirs has dropped it, None where there is none within so long.
+    """The first checkpoint behind all that was trained on while a key was known, None where there is none within so long.
 
-    known_s: for how long a role may still know a key. Where no trainer learns there is nothing to wait for: none is made.
+    known_s: for how long a role may still know a key. Where no trainer runs there is nothing to wait for: none is made.
     """
     if not wait_s or not await trains(log):
         return None
-    await asyncio.sleep(known_s)
     since = (await log.bus.end_offsets(log.name(BATCHES)))[Partition(log.name(BATCHES), 0)]
+    (said,) = await newest(log, POLICIES, 1)  # our own word, by the broker's clock
+    await asyncio.sleep(known_s)
+    last = [one.value for one in await newest(log, BATCHES, LAST_RECORDS) if isinstance(one.value, Batch | Saved)]
+    if last and isinstance(last[-1], Saved) and last[-1].run == run:
+        return last[-1]  # nothing was trained on since
     try:
         async with asyncio.timeout(wait_s):
-            return await checkpointed(log, run, since)
+            return await checkpointed(log, run, since, not_before_ms=said.timestamp_ms + round(known_s * 1000))
     except TimeoutError:
         return None
 
 
 async def trains(log: Log) -> bool:
-    """Whether a trainer has reported lately that it learns, by the broker's clock."""
+    """Whether a trainer has reported lately, by the broker's clock."""
     (said,) = await newest(log, POLICIES, 1)  # our own word
     states: dict[str, str] = {}
-    for message in await newest(log, PROGRESS, LAST_REPORTS):
+    for message in await newest(log, PROGRESS, LAST_RECORDS):
         one = message.value
         if isinstance(one, Progress) and one.role == "train" and said.timestamp_ms - message.timestamp_ms < LATELY_MS:
             states[one.instance] = one.state
-    return any(state not in ("stopped", "paused") for state in states.values())
+    return any(state != "stopped" for state in states.values())
 
 
 def show(console: Console, found: Report) -> None:

@@ -63,14 +63,15 @@ def destroy_texts(index: Index, keys: Keys, key_ids: tuple[str, ...]) -> int:
     return sum(bool(keys.destroy(session)) for session in index.sessions_under(key_ids))
 
 
-async def checkpointed(log: Log, run: str, since: int) -> Saved:
-    """The first checkpoint of a run told in the journal at or behind an offset, waited for."""
+async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:
+    """The first checkpoint of a run told in the journal from an offset on and from a time on, waited for."""
     reader = await log.assigned(topics.BATCHES, {0: since})
     try:
         while True:
             for message in await log.read(reader, timeout_s=1.0):
-                if isinstance(message.value, Saved) and message.value.run == run:
-                    return message.value
+                saved = message.value
+                if isinstance(saved, Saved) and saved.run == run and message.timestamp_ms >= not_before_ms:
+                    return saved
     finally:
         await reader.close()
 

@@ -1,6 +1,7 @@
 """`forget`: the keys go first, whoever holds the data drops it with a reason, and what was learned from it is told exactly."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -223,11 +224,15 @@ def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is
 SAVED = Saved(run="t", token=1, step=7, version=3, sha256="9f")
 
 
-async def waited(*trainers: Progress, saved: Saved | None = SAVED, wait_s: float = 0.2) -> Saved | None:
+async def waited(
+    *trainers: Progress, saved: Saved | None = SAVED, wait_s: float = 0.2, trained: bool = True
+) -> Saved | None:
     """What forgetting waited for, with these trainers, a checkpoint from before, and one while it waits."""
     log = Log(MemoryBus(), "t", store=MemoryStore())
     await log.create_topics(partitions=1, keep_ms=-1)
     await log.publish(topics.BATCHES, msgspec.structs.replace(SAVED, step=6))
+    if trained:
+        await log.publish(topics.BATCHES, batch(7, "usual-6.0-0-0"))
     for progress in trainers:
         await log.publish(topics.PROGRESS, progress)
     await tell(log, TENANT, USER, secret=b"s", owner="ops")
@@ -246,10 +251,15 @@ def test_forgetting_waits_for_a_checkpoint_of_its_run_that_was_made_since() -> N
     assert asyncio.run(waited(learns, saved=msgspec.structs.replace(SAVED, run="another"))) is None
 
 
-def test_forgetting_waits_for_nobody_who_does_not_learn() -> None:
-    for state in ("stopped", "paused"):
-        one = Progress(role="train", instance="train/1", state=state)
-        assert asyncio.run(waited(one, wait_s=600.0)) is None
+def test_forgetting_waits_for_nothing_where_nothing_was_trained_since_the_last_checkpoint() -> None:
+    paused = Progress(role="train", instance="train/1", state="paused")
+    found = asyncio.run(waited(paused, saved=None, wait_s=600.0, trained=False))
+    assert found is not None and found.step == 6
+
+
+def test_forgetting_waits_for_no_trainer_that_does_not_run() -> None:
+    stopped = Progress(role="train", instance="train/1", state="stopped")
+    assert asyncio.run(waited(stopped, wait_s=600.0)) is None
     assert asyncio.run(waited(Progress(role="serve", instance="serve/1", state="serving"), wait_s=600.0)) is None
 
 
@@ -257,3 +267,41 @@ def test_a_wait_that_is_no_duration_is_told_before_anything_is_destroyed() -> No
     with pytest.raises(ConfigError, match='--wait: got "soon", expected a duration'):
         duration_of("soon")
     assert (duration_of(""), duration_of("90s")) == (0.0, 90.0)
+
+
+async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> None:
+    """Until the journal holds enough."""
+    found: list[object] = []
+    async with asyncio.timeout(60):
+        async for message in log.read_all(topics.BATCHES, until_end=False):
+            found.append(message.value)
+            if enough(found):
+                return
+
+
+@pytest.mark.slow
+def test_a_trainer_that_waits_for_more_lets_go_of_what_is_forgotten_and_writes_a_checkpoint() -> None:
+    async def body() -> None:
+        log, store = await log_with_ann()
+        await log.publish(topics.BUFFER, of_ann(log, 2 * STEPS))  # one group alone makes no step
+        endless = msgspec.structs.replace(CONFIG, max_steps=0, checkpoint_every=10_000)
+        trainer = Log(log.bus, "t", store=store)
+        training = asyncio.create_task(train(trainer, store, ScriptedLearner(), endless))
+        await journaled_until(log, lambda found: len([one for one in found if is_step(one)]) == STEPS)
+        before = [one for one in await journal(log) if isinstance(one, Saved)]
+        destroy(Keys(store), TENANT, USER)
+        await tell(log, TENANT, USER, secret=b"s", owner="ops")
+        await journaled_until(log, lambda found: len([one for one in found if isinstance(one, Saved)]) > len(before))
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        told = [message.value async for message in log.read_all(topics.PROGRESS)]
+        dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
+        assert dropped == {f"usual-{2 * STEPS}.0": "forgotten"}
+        newest = [one for one in await journal(log) if isinstance(one, Saved)][-1]
+        assert newest.step == max(one.step for one in await journal(log) if isinstance(one, Batch))
+
+    asyncio.run(body())
+
+
+def is_step(one: object) -> bool:
+    return isinstance(one, Batch) and one.phase == "train"
