@@ -16,7 +16,7 @@ Why = Annotated[str, typer.Option("--why", help="Kept with the decision.")]
 def channel(config: ConfigOption = DEFAULT, sets: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
     """Show the version customers are served, and every decision about it with its numbers.
 
-    The gate ([bold][master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
+    The gate ([bold]\\[master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
     """
     from infra.cli.channel import run_channel
 
@@ -32,7 +32,7 @@ def promote(
 ) -> None:
     """Serve a version to customers from here on; while a version is pinned it waits for the pin's end.
 
-    With [bold]--canary[/] a share of them tries it ([bold][gateway.canary][/]) until it is promoted, held by the gate, or
+    With [bold]--canary[/] a share of them tries it ([bold]\\[gateway.canary][/]) until it is promoted, held by the gate, or
     the stable version moves.
 
     Example: [cyan]headrace promote 144 --why "looked at fifty answers"[/]

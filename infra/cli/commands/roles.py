@@ -61,7 +61,7 @@ def serve(
     Any number of them behind one address. It serves while the broker is away, and writes what waited when it is back.
     Clients need a key: headrace keys create.
 
-    A canary listens where [bold][gateway.canary][/] says, and answers the share of sessions that the other gateways send it.
+    A canary listens where [bold]\\[gateway.canary][/] says, and answers the share of sessions that the other gateways send it.
 
     Example: [cyan]headrace serve --set gateway.listen=0.0.0.0:8000[/]
     """
