@@ -152,7 +152,7 @@ class _Loops(msgspec.Struct, frozen=True):
         await run_until(
             halt,
             serve_on(server, sock, listening),
-            _end(server, gateway, outbox, config, stop, halt),
+            _end(server, gateway, config, stop, halt, lambda: self._tell(connected)),
             outbox.write(),
             _when(connected, outbox.drain),
             _connect(self.log, connected),
@@ -160,8 +160,38 @@ class _Loops(msgspec.Struct, frozen=True):
             _lasting("reload", connected, self.follower.load),
             *(() if self.canary is None else (self.canary.watch(),)),
             _reload_keys(self.book, self.store, config, self.metrics),
-            _report(self.log, connected, gateway, self.follower, self.metrics, self.instance, config.report_s),
+            self._report(connected),
         )
+
+    async def _report(self, connected: asyncio.Event) -> None:
+        """Tell the others, every few seconds, while there is somebody to tell."""
+        await connected.wait()
+        while True:
+            await self._tell(connected)
+            await asyncio.sleep(self.gateway.config.report_s)
+
+    async def _tell(self, connected: asyncio.Event) -> None:
+        """Tell how it stands now, if there is somebody to tell."""
+        if not connected.is_set():
+            return
+        gateway, metrics = self.gateway, self.metrics
+        metrics.gauge("answers_running").set(gateway.num_running)
+        metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
+        metrics.gauge("policy_version").set(gateway.engine.version)
+        for name, value in self.follower.times.gauges().items():
+            metrics.gauge(name).set(value)
+        progress = Progress(
+            role=ROLE,
+            instance=self.instance,
+            version=gateway.engine.version,
+            counters=metrics.counters(),
+            gauges=metrics.gauges(),
+            state="serving",
+            answered=gateway.tallies.told(),
+        )
+        with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
+            async with asyncio.timeout(gateway.config.report_s):
+                await self.log.publish(PROGRESS, progress)
 
 
 async def _assembled(
@@ -234,25 +264,30 @@ def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
 async def _end(
     server: Server,
     gateway: Gateway,
-    outbox: Outbox,
     config: GatewayConfig,
     stop: asyncio.Event,
     halt: asyncio.Event,
+    tell: Callable[[], Awaitable[None]],
 ) -> None:
-    """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything."""
+    """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything.
+
+    tell: called last, so that what failed with the engine is told too.
+    """
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((stopping, gateway.stopped), return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
     if gateway.stopped.done():
-        await outbox.flush()
+        await gateway.outbox.flush()
+        await tell()
         raise gateway.stopped.result()
     server.should_exit = True  # no new connections; uvicorn waits for what runs
     with suppress(TimeoutError):
         async with asyncio.timeout(config.drain_s):
             await gateway.idle.wait()
-    await outbox.flush()
+    await gateway.outbox.flush()
+    await tell()
     halt.set()
 
 
@@ -295,38 +330,6 @@ async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metri
         except (StoreError, msgspec.DecodeError) as error:
             metrics.counter("keys_not_read").inc()
             _log.warning("keys_not_read error=%s", error)
-
-
-async def _report(
-    log: Log,
-    connected: asyncio.Event,
-    gateway: Gateway,
-    follower: PolicyFollower,
-    metrics: Metrics,
-    instance: str,
-    every_s: float,
-) -> None:
-    """Tell the others, every few seconds, while there is somebody to tell."""
-    await connected.wait()
-    while True:
-        metrics.gauge("answers_running").set(gateway.num_running)
-        metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
-        metrics.gauge("policy_version").set(gateway.engine.version)
-        for name, value in follower.times.gauges().items():
-            metrics.gauge(name).set(value)
-        progress = Progress(
-            role=ROLE,
-            instance=instance,
-            version=gateway.engine.version,
-            counters=metrics.counters(),
-            gauges=metrics.gauges(),
-            state="serving",
-            answered=gateway.tallies.told(),
-        )
-        with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
-            async with asyncio.timeout(every_s):
-                await log.publish(PROGRESS, progress)
-        await asyncio.sleep(every_s)
 
 
 def _settled_desk() -> Desk:

@@ -7,8 +7,10 @@ import pytest
 from openai import APIStatusError
 
 from actors.config import REFUSALS
+from actors.engine import EngineStopped
 from actors.gateway.config import GatewayConfig
 from actors.gateway.tallies import MAX_VERSIONS, Tallies
+from infra.bus.memory import MemoryBus
 from schemas import Answered, Progress
 from schemas.topics import PROGRESS
 from tests.actors.gateway.gateway_rig import engine, serving
@@ -59,6 +61,25 @@ def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(
                 async for message in served.log.read_all(PROGRESS, until_end=False):
                     if isinstance(message.value, Progress) and message.value.answered == wanted:
                         break
+
+    asyncio.run(check())
+
+
+def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_ends(tmp_path: Path) -> None:
+    def script(prompt: tuple[int, ...]) -> list[int]:
+        raise EngineStopped("it is gone")
+
+    async def check() -> None:
+        bus = MemoryBus()
+        with pytest.raises(EngineStopped):
+            async with serving(tmp_path, engine(script), bus=bus, report_s=60.0) as served:
+                key = served.key()
+                await served.keys_read()
+                async with served.http(key) as http:
+                    answer = await http.post("/v1/completions", json={"model": "main", "prompt": "Hi"})
+                assert answer.status_code == 503
+        reports = [m.value async for m in served.log.read_all(PROGRESS) if isinstance(m.value, Progress)]
+        assert reports[-1].answered == (Answered(version=0, answers=1, failed=1),)
 
     asyncio.run(check())
 
