@@ -1,6 +1,7 @@
 """Settings of the actors: the [explore] and [master] tables of the TOML."""
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,6 +12,10 @@ CurriculumKind = Literal["uniform", "easy_to_hard", "success"]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, description="a temperature, 0 or above")]
 
+REFUSALS = (
+    r"\bI(?: am|'m|’m) (?:sorry|unable)\b",
+    r"\bI (?:can(?:not|'t|’t)|won(?:'t|’t)) \w+ (?:with|you)\b",
+)
 CONVERSE = "actors.workflows.converse:converse"
 
 
@@ -68,16 +73,39 @@ class GateSuite(Section, frozen=True):
 
 
 class GuardConfig(Section, frozen=True):
-    """[master.gate.guard]: when customers are taken back to the stable version before, by what they say of the answers.
+    """[master.gate.guard]: when customers are taken back to the stable version before, by what they say of the answers,
+    and by how many fail or are refused (what begins as a refusal: `[gateway] refusals`).
 
-    harm: it is looked for that so much more of the rated answers (a share) are rated down. alpha: chance of ever taking
-    back a version that is no worse. least: rated answers of the version before, without which nothing is decided.
+    harm: it is looked for that so much more of the rated answers (a share) are rated down. more_failed: and that so much
+    more of all answers fail, or are refused. alpha: chance of ever taking back a version that is no worse. least: answers
+    of the version before, rated ones for ratings, without which nothing is decided.
 
     Example: GuardConfig(harm=0.05, alpha=0.001)
     """
 
     harm: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.1
     alpha: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.01
+    least: Positive = 50
+    more_failed: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.05
+
+
+class CanaryConfig(Section, frozen=True):
+    """[master.gate.canary]: what passes the suites is first tried by a share of sessions ([gateway.canary]) and becomes the
+    stable version by what people say of it, compared with what they say of the stable one meanwhile.
+
+    odds: it is looked for that the odds of being rated down are so many times as high. alpha: chance of turning away a
+    version that is no worse. beta: chance that the ratings let one through that is so much worse. enough: rated answers
+    of each side after which a version is let through that looks rather no worse than so much worse. more_failed, least: as
+    in [master.gate.guard]. While a trial runs no other begins: without ratings it waits for `headrace promote` or `rollback`.
+
+    Example: CanaryConfig(odds=1.5, enough=1000)
+    """
+
+    odds: Annotated[float, msgspec.Meta(gt=1, description="a number above 1")] = 2.0
+    alpha: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.01
+    beta: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.05
+    enough: Positive = 400
+    more_failed: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.05
     least: Positive = 50
 
 
@@ -97,24 +125,19 @@ class GateReplies(Section, frozen=True):
     max_longer: Annotated[float, msgspec.Meta(ge=1, description="a number of 1 or more")] = 1.5
     max_failed: Share = 0.02
     max_distance: Share = 1.0
-    refusals: tuple[str, ...] = (
-        r"\bI(?: am|'m|’m) (?:sorry|unable)\b",
-        r"\bI (?:can(?:not|'t|’t)|won(?:'t|’t)) \w+ (?:with|you)\b",
-    )
+    refusals: tuple[str, ...] = REFUSALS
     form: str = ""
 
     def __post_init__(self) -> None:
-        for name, pattern in (*(("refusals", one) for one in self.refusals), ("form", self.form)):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{name}: got {pattern!r}, expected a regular expression: {error}") from error
+        check_patterns("refusals", self.refusals)
+        check_patterns("form", (self.form,))
 
 
 class GateConfig(Section, frozen=True):
     """[master.gate]: when a version may be served to customers. suites: of [[master.evals]], by which it is judged; with
     none the stable channel moves by hand only (`headrace promote`). replies: compares answers to recorded prompts; guard:
-    takes a version back that customers like less; neither where its table is left out.
+    takes a version back that customers like less; canary: tries a version on a share of sessions first; none of them where
+    its table is left out.
 
     Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GuardConfig())
     """
@@ -122,6 +145,7 @@ class GateConfig(Section, frozen=True):
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
     replies: GateReplies | None = None
     guard: GuardConfig | None = None
+    canary: CanaryConfig | None = None
 
 
 class MasterConfig(Section, frozen=True):
@@ -186,3 +210,17 @@ class ExploreConfig(Section, frozen=True):
     eval_hold_s: Seconds = 15.0
     drain_s: Seconds = 10.0
     report_s: Seconds = 2.0
+
+
+def check_patterns(name: str, patterns: Iterable[str]) -> None:
+    """Raises ValueError for one that is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name}: got {pattern!r}, expected a regular expression: {error}") from error
+
+
+def any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    """What matches where one of them does, in whatever case."""
+    return re.compile("|".join(f"(?:{one})" for one in patterns), re.IGNORECASE)

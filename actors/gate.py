@@ -1,11 +1,12 @@
 """The gate before customers: whether a candidate version may become the stable one, decided from its evals. Pure.
 
 A candidate is weighed once all suites of [master.gate] have a result for it. It passes where in every suite it is right
-at least `at_least` of the time and not more than `max_drop` worse than the stable version was, and where it answers recorded
-prompts much as the stable version did (`actors.replies`). Newer candidates come first: one
-that is older than the newest decided is left out. What customers say of a version it let pass can take it back
-(`actors.guard`); a version taken back is not weighed again. Every decision is an event with its numbers, so a restart
-decides nothing twice.
+at least `at_least` of the time and not more than `max_drop` worse than the stable version was, and where it answers
+recorded prompts much as the stable version did (`actors.replies`). Newer candidates come first: one that is older than
+the newest decided is left out. With [master.gate.canary] what passes begins a trial in the canary channel, and becomes
+stable by what people say of it there (`actors.trial`). What customers say of a version it let pass can take it back
+(`actors.guard`); a version taken back, or tried once, is not weighed again. Every decision is an event with its numbers,
+so a restart decides nothing twice.
 """
 
 from collections.abc import Mapping
@@ -13,14 +14,18 @@ from collections.abc import Mapping
 import msgspec
 
 from actors.config import GateConfig
-from actors.guard import Breach, Guard
+from actors.guard import Breach, breach
+from actors.ratings import Ratings
 from actors.replies import Replies
+from actors.trial import outcome
 from infra.weights.channel import Stable, moved
-from schemas import Closure, EvalResult, Experience, PolicyEvent
+from schemas import Closure, EvalResult, Experience, PolicyEvent, Progress
+from schemas.fields import Channel
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """passed, and why (or why not); numbers: suite to accuracy, "stable/<suite>" to the stable version's.
+    """passed, and why (or why not); numbers: suite to accuracy, "stable/<suite>" to the stable version's; of a trial what
+    it was decided on. channel: where a version that passed is served. owner: who decided.
 
     Example: Verdict(version=44, passed=False, reason="dev: 0.81, the stable version 40 has 0.88", numbers={"dev": 0.81})
     """
@@ -29,6 +34,8 @@ class Verdict(msgspec.Struct, frozen=True):
     passed: bool
     reason: str
     numbers: dict[str, float]
+    channel: Channel = "stable"
+    owner: str = "gate"
 
 
 class Gate:
@@ -42,7 +49,9 @@ class Gate:
         self._replies = None if config.replies is None else Replies(config.replies)
         self._compared = "" if config.replies is None else config.replies.suite
         self._required = set(config.suites)
-        self._guard = None if config.guard is None else Guard(config.guard)
+        self._ratings = Ratings()
+        self._weighs_people = config.guard is not None or config.canary is not None
+        self._refused = ""  # why the version on trial cannot be served
         self._before = -1
         self.stable = Stable()
 
@@ -57,7 +66,13 @@ class Gate:
         was, self.stable = self.stable, moved(self.stable, event, self._policy)
         if self.stable.version != was.version:
             self._before = was.version if event.event == "promoted" else -1
-        if event.policy == self._policy and event.channel == "stable" and event.event in ("promoted", "held"):
+        if self.stable.trial != was.trial:
+            self._refused = ""
+        if event.policy != self._policy:
+            return
+        if event.event == "refused" and event.version == self.stable.trial:
+            self._refused = f"{event.owner} refused it: {event.reason}"
+        if event.channel != "candidate" and event.event in ("promoted", "held"):
             self._decided = max(self._decided, event.version)
             self._forget()
 
@@ -69,31 +84,54 @@ class Gate:
 
     def closure(self, closure: Closure) -> None:
         """What became of an answer, and what people said of it."""
-        if self._guard is not None:
-            self._guard.closure(closure)
+        if self._weighs_people:
+            self._ratings.closure(closure)
+
+    def progress(self, progress: Progress) -> None:
+        """What a gateway served."""
+        if self._weighs_people:
+            self._ratings.progress(progress)
 
     def breaches(self) -> list[Breach]:
         """Rollbacks to publish now; they count as published. A pinned version is its pinner's business."""
-        if self._guard is None or self.stable.pinned:
+        if self._config.guard is None or self.stable.pinned:
             return []
-        breach = self._guard.breach(self.stable.version, self._before)
-        if breach is None:
+        version, before = self.stable.version, self._before
+        new, old = self._ratings.of_version(version), self._ratings.of_version(before)
+        found = breach(self._config.guard, version, new, before, old)
+        if found is None:
             return []
-        self.event(breach_event(breach, self._policy))
-        return [breach]
+        self.event(breach_event(found, self._policy))
+        return [found]
 
     def verdicts(self) -> list[Verdict]:
-        """Decisions to publish now, oldest candidate first; they count as published."""
+        """Decisions to publish now; they count as published."""
+        if self.stable.trial >= 0:
+            return self._told(self._tried(self.stable.trial))
         ready = sorted(
             version
             for version, found in self._results.items()
             if version > self._decided and found.keys() >= self._required
         )
-        if not ready:
+        return self._told(self._weigh(ready[-1])) if ready else []
+
+    def _told(self, verdict: Verdict | None) -> list[Verdict]:
+        if verdict is None:
             return []
-        verdict = self._weigh(ready[-1])
         self.event(verdict_event(verdict, self._policy))
         return [verdict]
+
+    def _tried(self, version: int) -> Verdict | None:
+        """What came of a trial, None while it goes on; one begun by hand is ended by hand where nothing says by what."""
+        if self._refused:
+            return Verdict(version=version, passed=False, reason=self._refused, numbers={}, owner="canary")
+        if self._config.canary is None:
+            return None
+        found = outcome(self._config.canary, self._ratings, version, self.stable.version)
+        if not found.ended:
+            return None
+        passed = found.ended == "passed"
+        return Verdict(version=version, passed=passed, reason=found.reason, numbers=found.numbers, owner="canary")
 
     def _weigh(self, version: int) -> Verdict:
         found = self._results[version]
@@ -114,11 +152,14 @@ class Gate:
         if prompts := numbers.get(f"{self._compared}/prompts"):
             passed.append(f"{prompts:.0f} recorded prompts compared")
         reason = "; ".join(faults) or ", ".join(passed)
-        return Verdict(version=version, passed=not faults, reason=reason, numbers=dict(numbers))
+        trial = not faults and self._config.canary is not None and self.stable.version >= 0
+        channel: Channel = "canary" if trial else "stable"
+        return Verdict(version=version, passed=not faults, reason=reason, numbers=dict(numbers), channel=channel)
 
     def _forget(self) -> None:
         """Drop what nothing is compared with any more."""
-        kept = (self.stable.version, self._before)
+        kept = (self.stable.version, self._before, self.stable.trial)
+        self._ratings.forget(set(kept))
         for old in [version for version in self._results if version < self._decided and version not in kept]:
             del self._results[old]
         if self._replies is not None:
@@ -133,9 +174,9 @@ def verdict_event(verdict: Verdict, policy: str) -> PolicyEvent:
         event="promoted" if verdict.passed else "held",
         policy=policy,
         version=verdict.version,
-        channel="stable",
+        channel=verdict.channel,
         reason=verdict.reason,
-        owner="gate",
+        owner=verdict.owner,
         stats=verdict.numbers,
     )
 

@@ -120,6 +120,7 @@ class Plan:
 
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
         """A report of a role."""
+        self.gate.progress(progress)
         if progress.role != "explore" or progress.state != SERVING:
             return
         if self._explorer_ms is not None:

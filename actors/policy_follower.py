@@ -23,11 +23,13 @@ from infra.bus.log import Log, Message
 from infra.failpoint import reach
 from infra.metrics import Metrics
 from infra.store import Store
+from infra.weights.channel import Stable
 from infra.weights.fetch import Follower
 from infra.weights.policy import Policy
 from infra.weights.policy_feed import PolicyFeed
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
+from schemas.fields import Channel
 from schemas.topics import POLICIES
 
 _log = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ def percentile(samples: deque[float], share: float) -> float:
 class PolicyFollower:
     """Moves one engine along the versions of one policy.
 
-    promoted_only: see PolicyFeed. loaded: called with the event of every version that serves.
+    channel: see PolicyFeed. loaded: called with the event of every version that serves.
     """
 
     def __init__(
@@ -100,16 +102,16 @@ class PolicyFollower:
         store: Store,
         policy: str,
         *,
-        promoted_only: bool = False,
+        channel: Channel = "candidate",
         loaded: Callable[[PolicyEvent], None] = lambda event: None,
     ) -> None:
         self._rig = rig
         self._desk = desk
         self._store = store
         self._policy = policy
-        self._promoted_only = promoted_only
+        self._channel: Channel = channel
         self._loaded = loaded
-        self._feed = PolicyFeed(policy, promoted_only=promoted_only)
+        self._feed = PolicyFeed(policy, channel=channel)
         self._follower = Follower(store, policy)
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
@@ -120,10 +122,15 @@ class PolicyFollower:
         self.caught_up = asyncio.Event()
         self.times = ReloadTimes()
 
+    @property
+    def stable(self) -> Stable:
+        """What the channels serve, as far as it was read."""
+        return self._feed.stable
+
     async def read(self) -> None:
         """Follow `policies` from its beginning; nothing is loaded until what is there at the call was read."""
         self.caught_up.clear()
-        self._feed = PolicyFeed(self._policy, promoted_only=self._promoted_only)
+        self._feed = PolicyFeed(self._policy, channel=self._channel)
         log, metrics = self._rig.log, self._rig.metrics
         await follow(log, POLICIES, self._apply, metrics=metrics, caught_up=self.caught_up, changed=self._changed.set)
 

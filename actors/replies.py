@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import msgspec
 
-from actors.config import GateReplies
+from actors.config import GateReplies, any_of
 from schemas import Experience
 
 Prompt = tuple[tuple[str, str], ...]
@@ -31,7 +31,7 @@ class Replies:
 
     def __init__(self, config: GateReplies) -> None:
         self._config = config
-        self._refusal = re.compile("|".join(f"(?:{one})" for one in config.refusals), re.IGNORECASE)
+        self._refusal = any_of(config.refusals)
         self._form = re.compile(config.form) if config.form else None
         self._known: dict[int, dict[Prompt, Reply]] = {}
 

@@ -6,11 +6,15 @@
     opened     decode(frame, keys.find)  the key is looked up here, the sections are opened on first use
     forgotten  Keys.destroy(subject)     an empty object in the key's place, for good
 
+What people write about an answer is sealed too, from the gateway's first write on, as a string that says under which key;
+since nobody there knows whose answer it was, under a key of the session, which is destroyed with the user's.
+
 Guarantees: a key lies in the object store and in the memory of processes, nowhere else; a process that looks up a key
 learns within FRESH_S that it was destroyed; a subject that comes back gets a new key, and what was forgotten stays so.
 While the store is away, what was known holds. A store that keeps old versions of objects must not do so below keys/.
 """
 
+import base64
 import os
 import re
 import threading
@@ -25,6 +29,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from infra.store import Store
 from schemas import Block, decode, encode
 from schemas.errors import BadFrame, NotInStore, Sealed, StoreError
+from schemas.ids import group_of, session_of
 
 FOLDER = "keys/"
 KEY_BYTES = 32
@@ -34,6 +39,7 @@ MAX_KNOWN = 65_536
 FORGOTTEN = "forgotten"
 NO_KEY = "no key"
 _KEY_ID = re.compile(r"[a-z]{1,64}-[0-9a-f]{16}")
+_SEALED_TEXT = re.compile(r"sealed:([a-z]{1,64}-[0-9a-f]{16}):([A-Za-z0-9+/=]+)")
 
 
 def sealed(block: Block, keys: "Keys", subject: str) -> Block:
@@ -43,6 +49,30 @@ def sealed(block: Block, keys: "Keys", subject: str) -> Block:
     found = decode(encode(Block(members), keys.find))
     assert isinstance(found, Block)
     return found
+
+
+def seal_text(text: str, keys: "Keys", answer: str) -> str:
+    """What was written about an answer, as it may be kept: sealed under its session's key. answer: experience id.
+
+    An answer that is of no session was given to nobody: what is written about it stays as it is. Blocks; raises StoreError.
+    """
+    session = session_of(group_of(answer))
+    if not session:
+        return text
+    key = keys.of(session)
+    return f"sealed:{key.key_id}:{base64.b64encode(key.close(_about(answer), text.encode())).decode()}"
+
+
+def open_text(text: str, keys: "Keys", answer: str) -> str:
+    """The text again; one that was not sealed is as it was. Blocks; raises StoreError, Sealed where the key is gone, and
+    BadFrame where it was altered or is about another answer.
+    """
+    found = _SEALED_TEXT.fullmatch(text)
+    return text if found is None else keys.find(found[1]).open(_about(answer), base64.b64decode(found[2])).decode()
+
+
+def _about(answer: str) -> str:
+    return f"feedback/{answer}"
 
 
 class Key:

@@ -8,6 +8,7 @@ from schemas.frame import decode, encode, kafka_headers, kind_of
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
 from schemas.records import (
     MAJOR,
+    Answered,
     Closure,
     Control,
     DeadLetter,
@@ -28,6 +29,7 @@ from schemas.records import (
 
 __all__ = [
     "MAJOR",
+    "Answered",
     "BadFrame",
     "Batch",
     "BatchItem",

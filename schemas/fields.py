@@ -18,9 +18,11 @@ Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: 
 Lane = Literal["usual", "live", "expert", "synthetic", "human"]
 End = Literal["terminal", "truncated", "failed"]
 Outcome = Literal["buffered", "dropped", "superseded"]
+Channel = Literal["candidate", "canary", "stable"]
 PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "refused", "held"]
 DirectiveKind = Literal["lease", "drain", "pause", "continue", "eval", "forget"]
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
+TRIAL = "trial"  # in the meta of a gateway's answer: see Closure.trial
 Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
 
 

@@ -4,11 +4,12 @@ Evolution: new fields come last and have defaults; nothing is reordered, retyped
 do not know. An incompatible change raises `MAJOR`, which stops older readers before they acknowledge anything.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta as Bounds
 
 from schemas.fields import (
+    Channel,
     Count,
     Counts,
     DirectiveKind,
@@ -157,7 +158,8 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
 
     outcome: buffered, dropped (with reason) or superseded (another attempt completed first). experiences: how many went
     on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason to count of members.
-    version: oldest policy that sampled any of it, -1 where nothing was sampled or nobody said.
+    version: oldest policy that sampled any of it, -1 where nothing was sampled or nobody said. trial: the version that
+    was on trial in the canary channel when the gateway drew which of the two would answer, -1 where none was.
 
     Example: Closure(group="add-3745.2", outcome="dropped", reason="all rewards equal", sequence=412, mean_reward=1.0)
     """
@@ -173,6 +175,7 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
     mean_reward: Finite | None = None
     drops: Counts = {}
     version: Number = -1
+    trial: Number = -1
 
 
 class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
@@ -191,11 +194,26 @@ class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
     dropped: Annotated[dict[str, str], Bounds(max_length=65_536)] = {}
 
 
+class Answered(Struct, frozen=True):
+    """What one gateway served of one version since it started. trial: as in a Closure. failed: answers the engine did
+    not bring to an end. refused: answers that began as a refusal.
+
+    Example: Answered(version=44, answers=480, failed=1, refused=12)
+    """
+
+    version: Count
+    trial: Number = -1
+    answers: Count = 0
+    failed: Count = 0
+    refused: Count = 0
+
+
 class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     """A role's report of itself, every few seconds; what `status` and the demo screen show.
 
     counters only grow within one `instance`; gauges are of now. Names are those of the Prometheus metrics. chains: of a
-    stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds.
+    stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds. answered: of a
+    gateway, its newest versions.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """
@@ -208,14 +226,16 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     state: str = ""
     chains: Annotated[dict[str, str], Bounds(max_length=64)] = {}
     partitions: Annotated[dict[str, tuple[Count, ...]], Bounds(max_length=64)] = {}
+    answered: Annotated[tuple[Answered, ...], Bounds(max_length=64)] = ()
 
 
 class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
     """What happened to a policy. Its offset orders events; a `lease` event's offset is that trainer's fencing token.
 
-    event: promoted, held (by the gate), pinned and rolled_back are of the stable channel, the rest of the candidate one.
+    event: promoted, held (by the gate), pinned and rolled_back are of the stable channel, promoted also of the canary
+    one, the rest of the candidate one.
     version: content, never reused. parent: the version it was trained from. manifest: store key, verified by
-    manifest_sha256. token: of the trainer that published, 0 on the lease itself. channel: candidate or stable.
+    manifest_sha256. token: of the trainer that published, 0 on the lease itself.
     owner: who speaks (trainer or engine instance). stats: small numbers worth showing.
 
     Example: PolicyEvent(event="published", policy="main", version=12, parent=11, token=17,
@@ -230,7 +250,7 @@ class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
     manifest: str = ""
     manifest_sha256: str = ""
     step: int = -1
-    channel: Literal["candidate", "stable"] = "candidate"
+    channel: Channel = "candidate"
     reason: str = ""
     owner: str = ""
     stats: Numbers = {}

@@ -2,7 +2,8 @@
 
 Delivery: at least once; what was published before a crash is published again with the same id, and collect absorbs it.
 Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
-dead-lettered and counted, and the next one goes on.
+dead-lettered and counted, and the next one goes on; one whose key was destroyed is counted as forgotten. Privacy: what
+people wrote about a production answer goes on sealed, and lies in dead letters as it came (see `infra.seal`).
 """
 
 import asyncio
@@ -18,15 +19,16 @@ from infra.chain import calls
 from infra.metrics import Metrics
 from infra.plugin import load
 from infra.processor import mark_of
+from infra.seal import Keys, open_text, seal_text
 from schemas import DeadLetter, Feedback, ids
-from schemas.errors import ConfigError
+from schemas.errors import BadFrame, ConfigError, Sealed
 from schemas.topics import DEAD_LETTERS, VERIFIED
 from streams.config import FeedbackConfig
 from streams.stage import MAX_LETTER_BYTES, confirmed
 
 TIMEOUT_S = 10.0
 GIVE_UP_S = 120.0
-EventOutcome = Literal["accepted", "ignored", "invalid", "failed"]
+EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 
 class EventSource(msgspec.Struct, kw_only=True):
@@ -45,7 +47,7 @@ class EventSource(msgspec.Struct, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One event as it came, and where it lay.
+    """One event as it came, and where it lay. sealed_for: the answer whose texts in it may be sealed, "" for no such event.
 
     Example: Event(b'{"answer_id": "hr-a1b2.0-3-0", "csat": 4}', topic="zendesk.closed", partition=3, offset=77)
     """
@@ -54,6 +56,7 @@ class Event(msgspec.Struct, frozen=True):
     topic: str
     partition: int
     offset: int
+    sealed_for: str = ""
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -106,7 +109,7 @@ async def run_sources(sources: Sequence[EventSource], log: Log, metrics: Metrics
 
 async def publish_events(source: EventSource, events: Sequence[Event], log: Log, metrics: Metrics) -> None:
     """Read events and publish what they say; returns once everything is confirmed."""
-    readings = await read_events(source, events)
+    readings = await read_events(source, events, log.keys)
     queues: dict[str, list[Callable[[], Awaitable[object]]]] = {}
     for event, reading in zip(events, readings, strict=True):
         metrics.counter("feedback_events", source=source.name, outcome=reading.outcome).inc()
@@ -120,8 +123,8 @@ async def publish_events(source: EventSource, events: Sequence[Event], log: Log,
             tasks.create_task(_in_order(queue))
 
 
-async def read_events(source: EventSource, events: Sequence[Event]) -> list[Reading]:
-    """What each event says, by the user's function; never raises for what that function does."""
+async def read_events(source: EventSource, events: Sequence[Event], keys: Keys | None = None) -> list[Reading]:
+    """What each event says, by the user's function; never raises for what that function does. Raises StoreError."""
     readings: list[Reading | None] = []
     tables: list[object] = []
     for event in events:
@@ -133,6 +136,13 @@ async def read_events(source: EventSource, events: Sequence[Event]) -> list[Read
         if not isinstance(table, dict):
             readings.append(Reading("invalid", error=f"got a JSON {type(table).__name__}, expected an object"))
             continue
+        if event.sealed_for and keys is not None:
+            try:
+                table = await asyncio.to_thread(_opened, table, keys, event.sealed_for)
+            except BadFrame as error:
+                outcome: EventOutcome = "forgotten" if isinstance(error, Sealed) else "invalid"
+                readings.append(Reading(outcome, error=str(error)))
+                continue
         readings.append(None)
         tables.append(table)
     if asyncio.iscoroutinefunction(getattr(source.function, "func", source.function)):
@@ -141,6 +151,10 @@ async def read_events(source: EventSource, events: Sequence[Event]) -> list[Read
         answers = await calls.in_thread(source.function, tables, {}, source.timeout_s, source.hung)
     answered = iter(answers)
     return [_reading(source, next(answered)) if reading is None else reading for reading in readings]
+
+
+def _opened(table: dict[str, Any], keys: Keys, answer: str) -> dict[str, Any]:
+    return {name: open_text(value, keys, answer) if isinstance(value, str) else value for name, value in table.items()}
 
 
 def feedback_fault(feedback: Feedback) -> str:
@@ -177,7 +191,16 @@ def _reading(source: EventSource, answer: object) -> Reading:
 
 
 def _publisher(log: Log, feedback: Feedback) -> Callable[[], Awaitable[object]]:
-    return lambda: confirmed(lambda: log.publish(VERIFIED, feedback), "feedback", GIVE_UP_S)
+    async def publish() -> object:
+        kept = feedback
+        if feedback.text and log.keys is not None:
+            answer = feedback.ref.removeprefix(ids.ANSWER_PREFIX)
+            kept = msgspec.structs.replace(
+                feedback, text=await asyncio.to_thread(seal_text, feedback.text, log.keys, answer)
+            )
+        return await log.publish(VERIFIED, kept)
+
+    return lambda: confirmed(publish, "feedback", GIVE_UP_S)
 
 
 def _letter_publisher(source: EventSource, event: Event, reading: Reading, log: Log) -> Callable[[], Awaitable[object]]:

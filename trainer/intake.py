@@ -2,19 +2,22 @@
 
     buffer ────> Intake.buffer (candidates)  ─┐
     progress ──> Intake.closed (issue order)  ├─ `changed` wakes the loop in train.py
-    policies ──> FencedOut, or Intake.paused  ─┘
+    policies ──> FencedOut, Intake.paused,    ─┘
+                 Intake.must_forget
 
 Loss: a record of `buffer` that cannot be read or trained is dropped with a reason that the audit finds; the rest goes on.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 
 from infra.bus.bus import Reader
 from infra.bus.log import Log, Message
 from infra.metrics import Metrics
+from infra.seal import FRESH_S
 from schemas import Block, Closure, Directive, PolicyEvent, Progress, topics
 from schemas.errors import FencedOut
 from trainer.blocks import digest_of, frame_of
@@ -44,10 +47,16 @@ class Intake:
         self.floor = 0
         self.draining = False
         self.paused = False
+        self.forget_at_s = math.inf  # when every lookup of a key tells that it was destroyed
         self.outstanding_groups = 0
         self.arrived_s = clock()  # of the newest block
         self._arrived: set[int] = set()
         self._closed: set[int] = set()
+
+    @property
+    def must_forget(self) -> bool:
+        """Whether somebody was forgotten, and what is held of them is still to be let go."""
+        return self.clock() >= self.forget_at_s
 
     def absent(self) -> list[int]:
         """Issue numbers that neither arrived nor were closed, below the newest arrival."""
@@ -81,7 +90,9 @@ class Intake:
             self.outstanding_groups = int(report.gauges.get("outstanding_groups", 0))
 
     def take_directive(self, directive: Directive) -> None:
-        """An operator says whether to learn: the newest word holds."""
+        """An operator says whether to learn, where the newest word holds, or that somebody is forgotten."""
+        if directive.order == "forget":
+            self.forget_at_s = self.clock() + FRESH_S
         if directive.is_of_learning:
             self.paused = directive.order == "pause"
             self.changed.set()
@@ -141,6 +152,7 @@ async def hear_directives(log: Log, intake: Intake) -> None:
     async for message in log.read_all(topics.POLICIES):
         if isinstance(message.value, Directive):
             intake.take_directive(message.value)
+    intake.forget_at_s = math.inf  # what is lost by now is dropped when it is drawn
 
 
 async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:

@@ -8,7 +8,8 @@
 
 Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
 published; a killed trainer goes on with the same batches, on one CPU process to the same bits. It waits for explorers only when
-the buffer has too little for a step; while an operator has paused learning it begins no step.
+the buffer has too little for a step; while an operator has paused learning it begins no step. Where somebody is forgotten
+it lets go of what waits and writes a checkpoint.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from trainer.saving import write_checkpoint
 from trainer.sight import Sight
 from trainer.state import Run
 from trainer.step import publish_now, train_step
-from trainer.waiting import next_draw, tell_dropped
+from trainer.waiting import let_go, must_forget, next_draw, tell_dropped
 from trainer.warmup import warm_up
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
         await warm_up(run, stop)
     run.report.state = "learning"
     while not stop.is_set() and not finished(run):
+        if must_forget(run):
+            await let_go(run)
         draw = await next_draw(run, stop)
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:

@@ -15,6 +15,7 @@ from trainer.draw import Candidate, Draw, draw_in_order, draw_spread, unfit, wor
 from trainer.draw_priority import draw_by_priority
 from trainer.intake import Intake
 from trainer.report import Stopwatch
+from trainer.saving import write_checkpoint
 from trainer.state import Run
 
 logger = logging.getLogger(__name__)
@@ -24,9 +25,9 @@ QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of 
 
 
 async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
-    """What the next step trains on; None when asked to stop."""
+    """What the next step trains on; None when asked to stop, or to forget somebody first."""
     with Stopwatch(run.report, "idle_seconds"):
-        while not stop.is_set():
+        while not stop.is_set() and not must_forget(run):
             if run.intake.paused:
                 await while_paused(run, stop)
                 continue
@@ -50,7 +51,7 @@ async def while_paused(run: Run, stop: asyncio.Event) -> None:
     """Wait until an operator lets learning go on, or until asked to stop; what arrives meanwhile is kept."""
     state, run.report.state = run.report.state, "paused"
     logger.info("paused step=%d", run.position.step)
-    while run.intake.paused and not stop.is_set():
+    while run.intake.paused and not stop.is_set() and not must_forget(run):
         run.intake.changed.clear()
         try:
             async with asyncio.timeout(0.25):
@@ -157,6 +158,24 @@ def is_rest(intake: Intake, num_groups: int, now_s: float) -> bool:
     if not intake.draining or not num_groups:
         return False
     return intake.outstanding_groups <= num_groups or now_s - intake.arrived_s >= QUIET_S
+
+
+def must_forget(run: Run) -> bool:
+    """Whether what is held of somebody is to be let go now; during the warm-up it waits for its end."""
+    return run.position.warmed_up and run.intake.must_forget
+
+
+async def let_go(run: Run) -> None:
+    """Drop all that waits here and can no longer be opened, and make a checkpoint that knows nothing of it."""
+    run.intake.forget_at_s = math.inf
+    buffer = run.intake.buffer
+    held = [one for lane in run.config.lanes for one in buffer.candidates(lane)]
+    lost = await asyncio.to_thread(buffer.lost, held)
+    logger.info("forgetting groups=%d", len(lost))
+    if lost:
+        await drop(run, Draw(dropped=tuple(lost)))
+    if run.saved_step < run.position.step:
+        await write_checkpoint(run, run.position.version)
 
 
 async def drop_lost(run: Run, draw: Draw) -> bool:

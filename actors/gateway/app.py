@@ -8,6 +8,8 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
+from secrets import token_hex
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,6 +21,7 @@ from starlette.routing import Route
 
 from actors.gateway import responses
 from actors.gateway.ask import Ask, read_chat, read_text
+from actors.gateway.canary import Canary
 from actors.gateway.config import Limits, Webhook
 from actors.gateway.door import Door
 from actors.gateway.errors import ApiError, bad
@@ -29,16 +32,20 @@ from actors.gateway.responses import Envelope
 from actors.gateway.serving import Gateway, Turns
 from actors.gateway.stream import Telling
 from infra.metrics import Metrics
+from schemas.ids import session_name
 
 _log = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-session-id"
 TOKEN_HEADER = "x-feedback-token"
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Site:
-    """The routes over one gateway. models: names it goes by, the first its own. now: whether it serves, "" for yes."""
+    """The routes over one gateway. models: names it goes by, the first its own. state: why it does not serve, "" where it
+    does. canary: who answers a share of the sessions.
+    """
 
     def __init__(
         self,
@@ -50,7 +57,9 @@ class Site:
         models: Sequence[str],
         webhooks: Sequence[Webhook],
         state: Callable[[], str],
+        canary: Canary | None = None,
     ) -> None:
+        self._canary = canary
         self._gateway = gateway
         self._door = door
         self._hearing = hearing
@@ -107,13 +116,19 @@ class Site:
     async def _answer(self, request: Request, read: Callable[[bytes, Limits], Ask], *, chat: bool) -> Response:
         key = self._door.enter(request.headers.get("authorization", ""), "serve")
         self._door.admit(key)
-        ask = read(await self._body(request), self._limits)
+        body = await self._body(request)
+        ask = read(body, self._limits)
         if self._gateway.config.models and ask.model not in self._models:
             raise ApiError(404, f"The model `{ask.model}` does not exist", param="model", code="model_not_found")
         session = request.headers.get(SESSION_HEADER, "")
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
-        turns = await self._gateway.begin(ask, key, session)
+        drawn = self._canary is None or not self._canary.takes(
+            session_name(key.tenant, session or ask.user or token_hex())
+        )
+        if not drawn and (told := await self._from_canary(request, body, ask)) is not None:
+            return told
+        turns = await self._gateway.begin(ask, key, session, drawn=drawn)
         envelope = Envelope(
             id=turns.answer_ids[0],
             answers=turns.answer_ids,
@@ -130,6 +145,12 @@ class Site:
             self._gateway.release(turns)
             self._charge(key, turns)
         return _json(self._whole(turns, envelope))
+
+    async def _from_canary(self, request: Request, body: bytes, ask: Ask) -> Response | None:
+        """What the canary answers, None where it does not. Raises ClientDisconnect."""
+        assert self._canary is not None
+        work = self._canary.answer(request.url.path, request.headers, body, stream=ask.stream)
+        return await _unless_gone(request, work)
 
     async def _streamed(self, turns: Turns, envelope: Envelope) -> AsyncGenerator[bytes, None]:
         try:
@@ -219,7 +240,8 @@ class Site:
 
     async def _health(self, request: Request) -> Response:
         state = self._state()
-        told = {"status": state or "ok", "version": self._gateway.engine.version}
+        channel = self._gateway.config.channel
+        told = {"status": state or "ok", "version": self._gateway.engine.version, "channel": channel}
         return _json(msgspec.json.encode(told), status=503 if state else 200)
 
     async def _measure(self, request: Request) -> Response:
@@ -245,14 +267,14 @@ class Site:
         return bytes(body)
 
 
-async def _unless_gone(request: Request, work: Coroutine[None, None, None]) -> None:
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
-        task.result()
+        return task.result()
     finally:
         gone.cancel()
         if not task.done():

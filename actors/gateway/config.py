@@ -1,11 +1,14 @@
 """Settings of the gateway: the [gateway] table of the TOML. Its presence makes `headrace up` serve."""
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
+from actors.config import REFUSALS, Share, check_patterns
 from infra.config import NonNegative, Positive, Seconds, Section, Use
 from infra.redact import KINDS, Kind
+from schemas.fields import Channel
 
 TrainOn = Literal["nothing", "consented", "all"]
 
@@ -45,24 +48,53 @@ class RedactRules(Section, frozen=True):
     action: Literal["mask", "drop"] = "mask"
 
 
+class CanaryShare(Section, frozen=True):
+    """[gateway.canary]: a second gateway (`headrace serve --channel canary`) that answers a share of the sessions.
+
+    url: where this gateway reaches it. share: of the sessions; one stays where it fell. A request without a session goes by
+    its user, one without either by itself. listen: host:port of the canary; that of `url` where left out. Away, broken or
+    silent, it costs nobody an answer: this gateway gives it. Both need the same object store, for the keys.
+
+    Example: CanaryShare(url="http://127.0.0.1:8010", share=0.1)
+    """
+
+    url: str
+    share: Share = 0.1
+    listen: str = ""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ValueError(f'got url = "{self.url}", expected one such as "http://127.0.0.1:8010"')
+        split_address(self.address)
+
+    @property
+    def address(self) -> str:
+        """Where the canary listens, host:port."""
+        parts = urlsplit(self.url)
+        return self.listen or f"{parts.hostname}:{parts.port or 80}"
+
+
 class GatewayConfig(Section, frozen=True):
     """[gateway]: an OpenAI-compatible door in front of an engine.
 
     listen: host:port. train_on: whose answers are written to the log: nothing, those of keys made with `--train yes`, or
     all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while nothing
-    was ever promoted), candidate is every version. engine: in the place of [engine]. models: names a request may use,
-    any where empty. tools: how the model writes tool calls; none passes them as text. processor: custom redaction, run
-    before the first write. queue_records, queue_mb: answers that wait for the broker in memory. spool: folder of what
-    waits on disk while it is away. spool_mb: at most; beyond it answers are shed and counted. send_s: a broker that
-    takes longer is away. sessions: conversations remembered, to go on with their very tokens. cors_origins: pages that
-    may send feedback. keys_reload_s: how soon a revoked key stops working. drain_s: at a stop, for running requests.
+    was ever promoted), canary is what is on trial, and the stable version without a trial, candidate is every version.
+    engine: in the place of [engine]. models: names a request may use, any where empty. tools: how the model writes tool
+    calls; none passes them as text. processor: custom redaction, run before the first write. queue_records, queue_mb:
+    answers that wait for the broker in memory. spool: folder of what waits on disk while it is away. spool_mb: at most;
+    beyond it answers are shed and counted. send_s: a broker that takes longer is away. sessions: conversations
+    remembered, to go on with their very tokens. cors_origins: pages that may send feedback. canary: who answers a share
+    of the sessions. refusals: regular expressions of what an answer begins with that refuses; such answers are counted
+    for the gate. keys_reload_s: how soon a revoked key stops working. drain_s: at a stop, for running requests.
 
     Example: GatewayConfig(listen="0.0.0.0:8000", train_on="consented")
     """
 
     listen: str = "127.0.0.1:8000"
     train_on: TrainOn = "nothing"
-    channel: Literal["stable", "candidate"] = "stable"
+    channel: Channel = "stable"
     engine: Use | None = None
     models: tuple[str, ...] = ()
     tools: Literal["hermes", "none"] = "hermes"
@@ -76,12 +108,20 @@ class GatewayConfig(Section, frozen=True):
     send_s: Seconds = 2.0
     sessions: Positive = 4096
     cors_origins: tuple[str, ...] = ()
+    canary: CanaryShare | None = None
+    refusals: tuple[str, ...] = REFUSALS
     keys_reload_s: Seconds = 2.0
     report_s: Seconds = 2.0
     drain_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
         split_address(self.listen)
+        check_patterns("refusals", self.refusals)
+
+    def as_canary(self) -> "GatewayConfig":
+        """The settings of the canary beside a gateway with these."""
+        listen = self.listen if self.canary is None else self.canary.address
+        return msgspec.structs.replace(self, channel="canary", listen=listen, canary=None)
 
 
 class Webhook(msgspec.Struct, frozen=True):

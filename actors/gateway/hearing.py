@@ -1,7 +1,8 @@
 """What people say about answers: /v1/feedback and webhooks, checked and handed to the outbox as they came.
 
-Guarantees: a client is told "accepted" once the log or the disk has it; a forged webhook is refused before it is read;
-nothing about an answer is written that its key may not have trained on. What it means is a feedback source's business.
+Guarantees: a client is told "accepted" once the log or the disk has it, with what people wrote sealed (`infra.seal`); a
+forged webhook is refused before it is read; nothing about an answer is written that its key may not have trained on. What
+it means is a feedback source's business.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -23,11 +24,13 @@ from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.outbox import Outbox, Outgoing
 from actors.gateway.record import Recorder
 from infra.metrics import Metrics
+from infra.seal import Keys, seal_text
 from schemas import Control, Received
-from schemas.ids import subject_of
+from schemas.ids import ANSWER_PREFIX, subject_of
 from schemas.topics import FEEDBACK
 
 PATH = "/v1/feedback"
+WRITTEN = ("label", "text", "correction")  # fields of /v1/feedback that hold what people wrote
 KEPT_S = 10.0
 CLOCK_S = 300.0  # a signed timestamp may be off by so much
 Short = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -110,7 +113,8 @@ def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, n
 class Hearing:
     """Takes feedback in."""
 
-    def __init__(self, recorder: Recorder, outbox: Outbox, metrics: Metrics) -> None:
+    def __init__(self, recorder: Recorder, outbox: Outbox, metrics: Metrics, keys: Keys) -> None:
+        self._keys = keys
         self._recorder = recorder
         self._outbox = outbox
         self._metrics = metrics
@@ -142,13 +146,15 @@ class Hearing:
         masked: Any = self._recorder.mask_json(value)
         if ref and isinstance(masked, dict):
             masked["answer_id"] = ref  # a custom pattern may take it for something else
-        record = Received(path=path, body=msgspec.json.encode(masked), id=identity, ref=ref, tenant=tenant, rater=rater)
+        body = msgspec.json.encode(masked)
+        written = [name for name in WRITTEN if ref and isinstance(masked, dict) and isinstance(masked.get(name), str)]
 
         async def prepare() -> Control:
-            return record
+            found = await asyncio.to_thread(self._sealed, masked, written, ref) if written else body
+            return Received(path=path, body=found, id=identity, ref=ref, tenant=tenant, rater=rater)
 
         kept: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._outbox.offer(Outgoing(FEEDBACK, prepare, len(record.body), kept))
+        self._outbox.offer(Outgoing(FEEDBACK, prepare, len(body), kept))
         try:
             async with asyncio.timeout(KEPT_S):
                 stored = await kept
@@ -157,6 +163,12 @@ class Hearing:
         self._metrics.counter("feedback_received", path=path, outcome="kept" if stored else "refused").inc()
         if not stored:
             raise unavailable("the feedback could not be kept; send it again")
+
+    def _sealed(self, said: dict[str, Any], written: Sequence[str], ref: str) -> bytes:
+        """The body with its texts sealed. Raises StoreError; then it is not kept, and told so."""
+        answer = ref.removeprefix(ANSWER_PREFIX)
+        texts = {name: seal_text(said[name], self._keys, answer) for name in written}
+        return msgspec.json.encode({**said, **texts})
 
 
 _feedback = msgspec.json.Decoder(FeedbackRequest)

@@ -187,11 +187,13 @@ class Outbox:
         return True
 
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
-        if self.direct:
-            self.direct = False
-            _log.warning("broker_away records=%d go to the spool", len(unsent))
         ones = [one for one, _ in unsent]
         async with self._disk:
+            if (
+                self.direct
+            ):  # under the lock: a drain that finds the disk empty just now would say that all may go direct
+                self.direct = False
+                _log.warning("broker_away records=%d go to the spool", len(unsent))
             try:
                 await asyncio.to_thread(self._append, unsent)
             except SpoolFull as error:

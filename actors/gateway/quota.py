@@ -31,7 +31,8 @@ class Bucket(msgspec.Struct):
         self.left -= amount
 
     def _fill(self, now_s: float) -> None:
-        self.left = min(self.per_minute, self.left + (now_s - self.at_s) * self.per_minute / MINUTE_S)
+        passed_s = max(0.0, now_s - self.at_s)  # a clock that is set back takes nothing away
+        self.left = min(self.per_minute, self.left + passed_s * self.per_minute / MINUTE_S)
         self.at_s = now_s
 
 

@@ -12,21 +12,22 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 
 from actors.desk import Desk
 from actors.engine import Engine
 from actors.gateway.app import Site
-from actors.gateway.config import GatewayConfig, Webhook, split_address
+from actors.gateway.canary import Canary
+from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.door import Door
 from actors.gateway.hearing import Hearing
 from actors.gateway.keys import KeyBook
+from actors.gateway.listen import Server, bound, make_server, serve_on
 from actors.gateway.outbox import Outbox
 from actors.gateway.record import Recorder, Tokenizer
 from actors.gateway.serving import Gateway, Minter
@@ -87,39 +88,45 @@ async def run_gateway(
 
     listening: called with the port once requests are served. minter: names requests. Raises ConfigError, EngineStopped.
     """
-    instance = f"{ROLE}/{os.getpid()}"
+    minter = minter or Minter()
+    instance = f"{ROLE}/{os.getpid()}/{minter.epoch % 2**32:08x}"  # its counts begin anew with the process
     steps = processor_steps(config)
-    claimed = ClaimedFolder(floor.folder / config.spool, ROLE)
-    sock = _bound(config.listen)  # first: an address that is taken is told before a model is loaded
+    # A folder of its own kind: in it stands the version served last, and a stable gateway must not find a canary's.
+    claimed = ClaimedFolder(floor.folder / config.spool, "canary" if config.channel == "canary" else ROLE)
+    sock = bound(config.listen)  # first: an address that is taken is told before a model is loaded
     try:
-        outbox, recorder, gateway, door = await _assembled(
-            config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, minter or Minter()
-        )
         memory = claimed.path / "policy.json"
-        rig = Rig(log=log, engine=engine, metrics=metrics, origin=instance)
         follower = PolicyFollower(
-            rig,
+            Rig(log=log, engine=engine, metrics=metrics, origin=instance),
             _settled_desk(),
             store,
             floor.policy.name,
-            promoted_only=config.channel == "stable",
-            loaded=lambda event: _remember(memory, event),
+            channel=config.channel,
+            loaded=lambda event: _remember(memory, event, metrics),
         )
+        outbox, recorder, gateway, door = await _assembled(
+            config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, minter,
+            _trial_of(config, follower),
+        )  # fmt: skip
+        canary = None if config.canary is None else Canary(config.canary, metrics)
         await engine.start()
         try:
             await _bring_last(follower, memory, engine)
             site = Site(
                 gateway,
                 door,
-                Hearing(recorder, outbox, metrics),
+                Hearing(recorder, outbox, metrics, Keys(store)),
                 metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
                 state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
+                canary=canary,
             )
-            loops = _Loops(log, store, gateway, follower, door.book, metrics, instance)
-            await loops.run(_server(site, config), sock, listening, stop)
+            loops = _Loops(log, store, gateway, follower, door.book, metrics, instance, canary)
+            await loops.run(make_server(site.app(), config.drain_s), sock, listening, stop)
         finally:
+            if canary is not None:
+                await canary.close()
             await engine.close()
     finally:
         sock.close()
@@ -136,25 +143,57 @@ class _Loops(msgspec.Struct, frozen=True):
     book: KeyBook
     metrics: Metrics
     instance: str
+    canary: Canary | None
 
     async def run(
-        self, server: "_Quiet", sock: socket.socket, listening: Callable[[int], None], stop: asyncio.Event
+        self, server: Server, sock: socket.socket, listening: Callable[[int], None], stop: asyncio.Event
     ) -> None:
         """Until `stop` is set, or the engine is gone."""
         gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
         halt, connected = asyncio.Event(), asyncio.Event()
         await run_until(
             halt,
-            _serve(server, sock, listening),
-            _end(server, gateway, outbox, config, stop, halt),
+            serve_on(server, sock, listening),
+            _end(server, gateway, config, stop, halt, lambda: self._tell(connected)),
             outbox.write(),
             _when(connected, outbox.drain),
             _connect(self.log, connected),
             _lasting("policies", connected, self.follower.read),
             _lasting("reload", connected, self.follower.load),
+            *(() if self.canary is None else (self.canary.watch(),)),
             _reload_keys(self.book, self.store, config, self.metrics),
-            _report(self.log, connected, gateway, self.follower, self.metrics, self.instance, config.report_s),
+            self._report(connected),
         )
+
+    async def _report(self, connected: asyncio.Event) -> None:
+        """Tell the others, every few seconds, while there is somebody to tell."""
+        await connected.wait()
+        while True:
+            await self._tell(connected)
+            await asyncio.sleep(self.gateway.config.report_s)
+
+    async def _tell(self, connected: asyncio.Event) -> None:
+        """Tell how it stands now, if there is somebody to tell."""
+        if not connected.is_set():
+            return
+        gateway, metrics = self.gateway, self.metrics
+        metrics.gauge("answers_running").set(gateway.num_running)
+        metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
+        metrics.gauge("policy_version").set(gateway.engine.version)
+        for name, value in self.follower.times.gauges().items():
+            metrics.gauge(name).set(value)
+        progress = Progress(
+            role=ROLE,
+            instance=self.instance,
+            version=gateway.engine.version,
+            counters=metrics.counters(),
+            gauges=metrics.gauges(),
+            state="serving",
+            answered=gateway.tallies.told(),
+        )
+        with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
+            async with asyncio.timeout(gateway.config.report_s):
+                await self.log.publish(PROGRESS, progress)
 
 
 async def _assembled(
@@ -168,6 +207,7 @@ async def _assembled(
     steps: Sequence[Step],
     instance: str,
     minter: Minter,
+    trial: Callable[[], int],
 ) -> tuple[Outbox, Recorder, Gateway, Door]:
     spool = await asyncio.to_thread(lambda: Spool(folder, max_bytes=config.spool_mb * _MB))
     if spool.torn_bytes or spool.damaged:
@@ -184,7 +224,7 @@ async def _assembled(
     )
     recorder = Recorder(tokenizer, config.redact, steps, metrics, instance, Keys(store))
     gateway = Gateway(
-        config, engine, tokenizer, recorder, outbox, metrics, minter=minter, stop_tokens=tokenizer.eos_ids
+        config, engine, tokenizer, recorder, outbox, metrics, minter=minter, stop_tokens=tokenizer.eos_ids, trial=trial
     )
     book = KeyBook()
     try:
@@ -192,6 +232,12 @@ async def _assembled(
     except StoreError as error:
         _log.warning("keys_not_read error=%s", error)
     return outbox, recorder, gateway, Door(book, metrics)
+
+
+def _trial_of(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:
+    """The version on trial, where this gateway's answers are one side of the trial."""
+    takes_part = config.channel == "canary" or config.canary is not None
+    return lambda: follower.stable.trial if takes_part else -1
 
 
 def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
@@ -210,86 +256,33 @@ def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _server(site: Site, config: GatewayConfig) -> "_Quiet":
-    settings = uvicorn.Config(
-        site.app(),
-        access_log=False,
-        log_config=None,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(1, round(config.drain_s)),
-        h11_max_incomplete_event_size=64 * 1024,
-    )
-    return _Quiet(settings)
-
-
-class _Quiet(uvicorn.Server):
-    """Signals are the role's; `began` is set once it accepts."""
-
-    def __init__(self, settings: uvicorn.Config) -> None:
-        super().__init__(settings)
-        self.began = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.began.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _bound(listen: str) -> socket.socket:
-    host, port = split_address(listen)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f'gateway.listen: cannot listen on "{listen}": {error.strerror}') from error
-    sock.setblocking(False)
-    return sock
-
-
-async def _serve(server: _Quiet, sock: socket.socket, listening: Callable[[int], None]) -> None:
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        await server.began.wait()
-        port = sock.getsockname()[1]
-        _log.info("serving port=%d", port)
-        listening(port)
-        await asyncio.shield(serving)
-    finally:
-        server.should_exit = True
-        await serving
-
-
 async def _end(
-    server: _Quiet,
+    server: Server,
     gateway: Gateway,
-    outbox: Outbox,
     config: GatewayConfig,
     stop: asyncio.Event,
     halt: asyncio.Event,
+    tell: Callable[[], Awaitable[None]],
 ) -> None:
-    """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything."""
+    """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything.
+
+    tell: called last, so that what failed with the engine is told too.
+    """
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((stopping, gateway.stopped), return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
     if gateway.stopped.done():
-        await outbox.flush()
+        await gateway.outbox.flush()
+        await tell()
         raise gateway.stopped.result()
     server.should_exit = True  # no new connections; uvicorn waits for what runs
     with suppress(TimeoutError):
         async with asyncio.timeout(config.drain_s):
             await gateway.idle.wait()
-    await outbox.flush()
+    await gateway.outbox.flush()
+    await tell()
     halt.set()
 
 
@@ -334,48 +327,21 @@ async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metri
             _log.warning("keys_not_read error=%s", error)
 
 
-async def _report(
-    log: Log,
-    connected: asyncio.Event,
-    gateway: Gateway,
-    follower: PolicyFollower,
-    metrics: Metrics,
-    instance: str,
-    every_s: float,
-) -> None:
-    """Tell the others, every few seconds, while there is somebody to tell."""
-    await connected.wait()
-    while True:
-        metrics.gauge("answers_running").set(gateway.num_running)
-        metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
-        metrics.gauge("policy_version").set(gateway.engine.version)
-        for name, value in follower.times.gauges().items():
-            metrics.gauge(name).set(value)
-        progress = Progress(
-            role=ROLE,
-            instance=instance,
-            version=gateway.engine.version,
-            counters=metrics.counters(),
-            gauges=metrics.gauges(),
-            state="serving",
-        )
-        with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
-            async with asyncio.timeout(every_s):
-                await log.publish(PROGRESS, progress)
-        await asyncio.sleep(every_s)
-
-
 def _settled_desk() -> Desk:
     desk = Desk(max_episodes=1)
     desk.settled.set()
     return desk
 
 
-def _remember(path: Path, event: PolicyEvent) -> None:
-    """Keep the event of the version that serves, for a start without the log."""
+def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
+    """Keep the event of the version that serves, for a start without the log; a disk that takes no more ends nothing."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode(event))
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(msgspec.json.encode(event))
+        temporary.replace(path)
+    except OSError as error:
+        metrics.counter("policy_not_remembered").inc()
+        _log.warning("policy_not_remembered version=%d error=%s", event.version, error.strerror)
 
 
 async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine) -> None:

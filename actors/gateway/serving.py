@@ -25,8 +25,10 @@ from actors.gateway.outbox import Outbox, Outgoing
 from actors.gateway.record import Recorder, Served, Tokenizer, render
 from actors.gateway.sample import Answer, Growing, OnText, sample, sample_whole
 from actors.gateway.sessions import Held, Sessions
+from actors.gateway.tallies import Tallies
 from infra.metrics import Metrics
 from schemas import Message
+from schemas.fields import TRIAL
 from schemas.ids import answer_id, experience_id, request_group, session_name, subject_of
 from schemas.topics import EXPERIENCES
 
@@ -52,7 +54,7 @@ class Minter:
 
 class Turns(msgspec.Struct, kw_only=True):
     """One request while it is served. reserved: of the answers that may be sampled at once. session: "" where the client
-    named none.
+    named none. trial: the version on trial, -1 where none is or the request was not drawn for it. failed: by the engine.
     """
 
     reserved: int
@@ -66,8 +68,10 @@ class Turns(msgspec.Struct, kw_only=True):
     prefix: list[int]
     turn: int
     sampling: Sampling
+    trial: int
     growing: list[Growing | None] = []
     answers: list[Answer] = []
+    failed: bool = False
 
     @property
     def num_sampled(self) -> int:
@@ -94,7 +98,9 @@ class Gateway:
         *,
         minter: Minter,
         stop_tokens: tuple[int, ...],
+        trial: Callable[[], int],
     ) -> None:
+        """trial: the version on trial, -1 for none."""
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
@@ -105,12 +111,17 @@ class Gateway:
         self.idle = asyncio.Event()
         self.idle.set()
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
+        self.tallies = Tallies(config.refusals)
+        self._trial = trial
         self._minter = minter
         self._stop_tokens = stop_tokens
         self._sessions = Sessions(config.sessions)
 
-    async def begin(self, ask: Ask, key: Key, session: str) -> Turns:
-        """Everything before the first token; `answer` or `release` must follow. Raises ApiError."""
+    async def begin(self, ask: Ask, key: Key, session: str, *, drawn: bool = True) -> Turns:
+        """Everything before the first token; `answer` or `release` must follow. Raises ApiError.
+
+        drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
+        """
         if ask.choices + self.num_running > self.config.limits.concurrency:
             raise overloaded(f"{self.num_running} answers are being sampled, at most {self.config.limits.concurrency}")
         if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
@@ -138,6 +149,7 @@ class Gateway:
             prefix=prefix,
             turn=turn,
             sampling=sampling,
+            trial=self._trial() if drawn else -1,
         )
 
     async def answer(self, turns: Turns, watch: Callable[[int], OnText] | None = None) -> None:
@@ -155,9 +167,9 @@ class Gateway:
                     tasks = [group.create_task(self._choice(turns, index)) for index in range(ask.choices)]
                 turns.answers = [task.result() for task in tasks]
         except ExceptionGroup as errors:
-            raise self._failure(errors.exceptions[0]) from errors
+            raise self._failure(errors.exceptions[0], turns) from errors
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._failure(error, turns) from error
         finally:
             self.release(turns)
             self._ended(turns)
@@ -221,9 +233,10 @@ class Gateway:
             return sample_whole(self.engine, self.tokenizer.decode, turns.tokens, sampling)
         return sample(self.engine, growing, turns.tokens, sampling)
 
-    def _failure(self, error: BaseException) -> Exception:
+    def _failure(self, error: BaseException, turns: Turns) -> Exception:
         if isinstance(error, ApiError):
             return error
+        turns.failed = not isinstance(error, ValueError)
         if isinstance(error, EngineStopped):
             if not self.stopped.done():
                 self.stopped.set_result(error)
@@ -240,6 +253,7 @@ class Gateway:
         metrics = self.metrics
         metrics.counter("answers", end="whole" if whole else "broken off").inc(len(turns.answers))
         metrics.counter("tokens").inc(turns.num_sampled)
+        self._tally(turns, whole)
         if turns.session:
             self._remember(turns, whole)
         if not (self.may_record(turns.key) and turns.ask.store):
@@ -247,6 +261,14 @@ class Gateway:
             return
         if turns.num_sampled:
             self._record(turns)
+
+    def _tally(self, turns: Turns, whole: bool) -> None:
+        """Count for the gate what the engine did; a client that went away says nothing of it."""
+        if turns.failed:
+            self.tallies.failed(self.engine.version, turns.trial, turns.ask.choices)
+        elif whole:
+            version = min(answer.starts[0][0] for answer in turns.answers)
+            self.tallies.answered(version, turns.trial, [answer.text for answer in turns.answers])
 
     def _remember(self, turns: Turns, whole: bool) -> None:
         answer = turns.answers[0] if turns.answers else Answer()
@@ -277,7 +299,11 @@ class Gateway:
             sampling=turns.sampling,
             prefix=turns.ask.force,
             turn=turns.turn,
-            meta={"session": bool(turns.session), "messages": len(turns.ask.prompt.plain)},
+            meta={
+                "session": bool(turns.session),
+                "messages": len(turns.ask.prompt.plain),
+                **({TRIAL: turns.trial} if turns.trial >= 0 else {}),
+            },
         )
         num_bytes = 8 * (len(turns.tokens) + turns.num_sampled) + sum(len(one.content) for one in served.prompt.plain)
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))

@@ -17,13 +17,15 @@ from infra.cli.settings import load_settings
 from infra.weights.channel import Stable, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
-from schemas.fields import Numbers, PolicyEventKind
+from schemas.fields import Channel, Numbers, PolicyEventKind
 
 MOVES = ("promoted", "held", "pinned", "rolled_back")
 
 
-async def run_move(kind: PolicyEventKind, version: int, reason: str, config: Path, sets: list[str]) -> int:
-    """Append one move of the stable channel. version: -1 with `pinned` ends a pin. Raises ConfigError for one there is not."""
+async def run_move(
+    kind: PolicyEventKind, version: int, reason: str, config: Path, sets: list[str], *, channel: Channel = "stable"
+) -> int:
+    """Append one move of a channel. version: -1 with `pinned` ends a pin. Raises ConfigError for one there is not."""
     settings = load_settings(config, sets)
     async with connected(settings) as log:
         history = await policy_history(log, settings.policy.name)
@@ -33,7 +35,7 @@ async def run_move(kind: PolicyEventKind, version: int, reason: str, config: Pat
             event=kind,
             policy=settings.policy.name,
             version=version,
-            channel="stable",
+            channel=channel,
             reason=reason,
             owner=getpass.getuser(),
         )
@@ -44,7 +46,8 @@ async def run_move(kind: PolicyEventKind, version: int, reason: str, config: Pat
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One decision about serving or learning. version: -1 where it is about none. numbers: what it was made on.
+    """One decision about serving or learning. version: -1 where it is about none. numbers: what it was made on. channel:
+    that was moved.
 
     Example: Decision(time_ms=1763715600000, event="promoted", version=144, by="ann", reason="looked at it")
     """
@@ -55,6 +58,7 @@ class Decision(msgspec.Struct, frozen=True):
     by: str
     reason: str
     numbers: Numbers = {}
+    channel: Channel = "stable"
 
 
 async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
@@ -66,7 +70,8 @@ async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
     stable = stable_of(history, settings.policy.name)
     made = decisions(history, orders)
     if as_json:
-        told_of = {"stable": stable.version, "pinned": stable.pinned, "decisions": msgspec.to_builtins(made)}
+        told_of = {"stable": stable.version, "pinned": stable.pinned, "trial": stable.trial}
+        told_of |= {"decisions": msgspec.to_builtins(made)}
         print(json.dumps(told_of))
         return 0
     console = Console(highlight=False)
@@ -79,9 +84,9 @@ async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
 def decisions(history: Sequence[tuple[int, PolicyEvent]], orders: Sequence[tuple[int, Directive]]) -> list[Decision]:
     """Moves of the stable channel and operators' words about learning, in the order of their times."""
     moves = [
-        Decision(time_ms, one.event, one.version, one.owner, one.reason, one.stats)
+        Decision(time_ms, one.event, one.version, one.owner, one.reason, one.stats, one.channel)
         for time_ms, one in history
-        if one.channel == "stable" and one.event in MOVES
+        if one.channel != "candidate" and one.event in MOVES
     ]
     said = [Decision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
     return sorted([*moves, *said], key=lambda decision: decision.time_ms)
@@ -93,6 +98,7 @@ def decisions_table(made: Sequence[Decision]) -> Table:
     for one in made:
         clock = time.strftime("%m-%d %H:%M:%S", time.localtime(one.time_ms / 1000))
         what = "unpinned" if one.event == "pinned" and one.version < 0 else one.event.replace("_", " ")
+        what = "on trial" if one.channel == "canary" else what
         style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(one.event)
         rows.add_row(clock, what, "" if one.version < 0 else str(one.version), one.by, one.reason, style=style)
     return rows
@@ -134,4 +140,5 @@ def told(stable: Stable) -> str:
     """The channel in words."""
     if stable.version < 0:
         return "nothing was promoted yet"
-    return f"version {stable.version}{' (pinned)' if stable.pinned else ''}"
+    trial = f", version {stable.trial} on trial" if stable.trial >= 0 else ""
+    return f"version {stable.version}{' (pinned)' if stable.pinned else ''}{trial}"

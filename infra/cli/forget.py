@@ -8,21 +8,33 @@ import msgspec
 from rich.console import Console
 
 from actors.gateway.keys import server_secret
+from infra.bus.bus import Partition
+from infra.bus.log import Log
 from infra.cli.connect import reading, store_of
+from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from infra.cli.trace import index_of
-from infra.ledger.forget import Report, destroy, report, tell
+from infra.config import duration_s
+from infra.ledger.forget import Report, checkpointed, destroy, destroy_texts, report, tell
 from infra.seal import FRESH_S, Keys
+from schemas import Batch, Progress, Saved
 from schemas.errors import ConfigError
+from schemas.topics import BATCHES, POLICIES, PROGRESS
 
+LAST_RECORDS = 200
+LATELY_MS = 30_000
 SHOWN_STEPS = 20
 
 
-async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, as_json: bool) -> int:
-    """Forget one user of a tenant. Raises ConfigError where nothing was ever written of them."""
+async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, as_json: bool, wait: str = "") -> int:
+    """Forget one user of a tenant; wait: how long for a checkpoint, "" for not at all. Raises ConfigError where nothing was
+    ever written of them.
+    """
+    wait_s = duration_of(wait)
     settings = load_settings(config, sets)
     store = store_of(settings)
-    key_ids = await asyncio.to_thread(destroy, Keys(store), tenant, user)
+    keys = Keys(store)
+    key_ids = await asyncio.to_thread(destroy, keys, tenant, user)
     if not key_ids:
         raise ConfigError(
             f"forget: nothing was written of this user of tenant {tenant!r}, expected the user as requests named them"
@@ -34,14 +46,60 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
         async with reading(settings) as log:
             about = await tell(log, tenant, user, secret=secret, owner=getpass.getuser())
             await index.refresh(log)
-            found = report(index, about, key_ids)
+            texts = await asyncio.to_thread(destroy_texts, index, keys, key_ids)
+            found = report(index, about, key_ids, texts)
+            if not as_json:
+                show(Console(highlight=False, soft_wrap=True), found)
+            saved = await first_checkpoint(log, settings.run or settings.app, wait_s)
     finally:
         index.close()
     if as_json:
-        print(msgspec.json.encode(found).decode())
-    else:
-        show(Console(highlight=False, soft_wrap=True), found)
+        table = msgspec.to_builtins(found) | {"checkpoint": saved.step if saved is not None else None}
+        print(msgspec.json.encode(table).decode())
+    elif wait_s:
+        none = f"none within {wait}, or no trainer runs; a resume from an older one drops it again"
+        told = none if saved is None else f"step {saved.step}"
+        Console(highlight=False, soft_wrap=True).print(f"checkpoint without it: {told}")
     return 0
+
+
+def duration_of(wait: str) -> float:
+    """Seconds of --wait. Raises ConfigError."""
+    try:
+        return duration_s(wait) if wait else 0.0
+    except ConfigError as error:
+        raise ConfigError(f"--wait: {error}") from error
+
+
+async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float = FRESH_S) -> Saved | None:
+    """The first checkpoint behind all that was trained on while a key was known, None where there is none within so long.
+
+    known_s: for how long a role may still know a key. Where no trainer runs there is nothing to wait for: none is made.
+    """
+    if not wait_s or not await trains(log):
+        return None
+    since = (await log.bus.end_offsets(log.name(BATCHES)))[Partition(log.name(BATCHES), 0)]
+    (said,) = await newest(log, POLICIES, 1)  # our own word, by the broker's clock
+    await asyncio.sleep(known_s)
+    last = [one.value for one in await newest(log, BATCHES, LAST_RECORDS) if isinstance(one.value, Batch | Saved)]
+    if last and isinstance(last[-1], Saved) and last[-1].run == run:
+        return last[-1]  # nothing was trained on since
+    try:
+        async with asyncio.timeout(wait_s):
+            return await checkpointed(log, run, since, not_before_ms=said.timestamp_ms + round(known_s * 1000))
+    except TimeoutError:
+        return None
+
+
+async def trains(log: Log) -> bool:
+    """Whether a trainer has reported lately, by the broker's clock."""
+    (said,) = await newest(log, POLICIES, 1)  # our own word
+    states: dict[str, str] = {}
+    for message in await newest(log, PROGRESS, LAST_RECORDS):
+        one = message.value
+        if isinstance(one, Progress) and one.role == "train" and said.timestamp_ms - message.timestamp_ms < LATELY_MS:
+            states[one.instance] = one.state
+    return any(state != "stopped" for state in states.values())
 
 
 def show(console: Console, found: Report) -> None:
@@ -49,6 +107,8 @@ def show(console: Console, found: Report) -> None:
     console.print(
         f"forgotten as {found.about}: {len(found.keys)} keys destroyed, {found.groups} groups cannot be opened"
     )
+    if found.texts:
+        console.print(f"what was written about their answers in {found.texts} sessions cannot be read any more")
     console.print(f"roles that looked a key up drop what they hold within {FRESH_S:g} s, counted as forgotten")
     if not found.steps:
         console.print(

@@ -31,6 +31,7 @@ use = "{engine}"
 listen = "127.0.0.1:8000"
 train_on = "consented"           # nothing | consented (keys made with --train yes) | all (but --train no)
 # channel = "candidate"          # every version, instead of those that were promoted
+# canary = {{ url = "http://127.0.0.1:8010", share = 0.1 }}   # tries new versions: see [master.gate.canary]
 
 [gateway.limits]
 max_tokens = 512                 # of one answer

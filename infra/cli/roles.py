@@ -160,8 +160,9 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 
 
 def gateway_of(settings: Settings) -> GatewayConfig:
-    """The [gateway] table, or its defaults where there is none."""
-    return settings.gateway or GatewayConfig()
+    """The [gateway] table, or its defaults where there is none; of a canary, as it stands beside the others."""
+    config = settings.gateway or GatewayConfig()
+    return config.as_canary() if config.channel == "canary" else config
 
 
 def at_port(listen: str, port: int) -> str:

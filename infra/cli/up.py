@@ -17,6 +17,8 @@ from infra.local.supervisor import Child, ChildEvent, Supervisor
 from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
+CANARY = "canary"
+COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
 CONFIG_ERROR = 2  # an exit code that a restart cannot mend
 
@@ -41,7 +43,15 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
     overrides = [argument for one in sets for argument in ("--set", one)]
     return Child(
         name=role,
-        argv=(sys.executable, "-m", "infra.cli.main", role, "--config", str(config), *overrides),
+        argv=(
+            sys.executable,
+            "-m",
+            "infra.cli.main",
+            *COMMANDS.get(role, (role,)),
+            "--config",
+            str(config),
+            *overrides,
+        ),
         log=settings.folder / "logs" / f"{role}.log",
         env=child_environment(settings),
         final_codes=(0, CONFIG_ERROR),
@@ -131,8 +141,10 @@ async def run_up(config: Path, sets: list[str]) -> int:
 
 
 def roles_of(settings: Settings) -> tuple[str, ...]:
-    """The roles to start; a gateway is one where the file has a [gateway]."""
-    return ROLES if settings.gateway is None else ("serve", *ROLES)
+    """The roles to start; a gateway is one where the file has a [gateway], a canary where that has one."""
+    if settings.gateway is None:
+        return ROLES
+    return ("serve", *ROLES) if settings.gateway.canary is None else ("serve", CANARY, *ROLES)
 
 
 def say_door(settings: Settings, console: Console) -> None:

@@ -1,6 +1,9 @@
 """`forget`: a user's keys are destroyed, and what had been learned from them is told.
 
-    keys destroyed ─> Directive(forget) in the log ─> report from the index
+    keys destroyed ─> Directive(forget) in the log ─> keys of their sessions destroyed ─> report from the index
+                                                          └─> a checkpoint that was made since
+
+What people wrote about their answers is sealed under keys of the sessions, which the log tells: so these go once it is read.
 
 Guarantees: from the first step on nothing of theirs is opened by whoever looks the key up (see `infra.seal`): verify,
 collect and the trainer drop what they still hold, with the reason "forgotten" and a counter; repeating it is harmless, and
@@ -15,7 +18,7 @@ import msgspec
 from infra.bus.log import Log
 from infra.ledger.index import Index
 from infra.seal import Keys
-from schemas import Directive, topics
+from schemas import Directive, Saved, topics
 from schemas.ids import subject_of
 
 
@@ -25,6 +28,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: journaled on it and not taken back; replay cannot compute these again, nor anything after the first of them that
     begins before it. first_version: the first published policy that learned from it, None for none; every one up to
     newest_version descends from it. replay_from: the step after the last of them, where a checkpoint can be replayed from.
+    texts: sessions whose feedback cannot be read any more.
 
     Example: Report(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,
                     replay_from=40)
@@ -37,6 +41,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     first_version: int | None = None
     newest_version: int = -1
     replay_from: int | None = None
+    texts: int = 0
 
 
 def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
@@ -51,7 +56,27 @@ async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -
     return about
 
 
-def report(index: Index, about: str, key_ids: tuple[str, ...]) -> Report:
+def destroy_texts(index: Index, keys: Keys, key_ids: tuple[str, ...]) -> int:
+    """Destroy what feedback about a user's answers is sealed under; of how many sessions there was any. The index is up to
+    date. Blocks; raises StoreError; then it is to be done again.
+    """
+    return sum(bool(keys.destroy(session)) for session in index.sessions_under(key_ids))
+
+
+async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:
+    """The first checkpoint of a run told in the journal from an offset on and from a time on, waited for."""
+    reader = await log.assigned(topics.BATCHES, {0: since})
+    try:
+        while True:
+            for message in await log.read(reader, timeout_s=1.0):
+                saved = message.value
+                if isinstance(saved, Saved) and saved.run == run and message.timestamp_ms >= not_before_ms:
+                    return saved
+    finally:
+        await reader.close()
+
+
+def report(index: Index, about: str, key_ids: tuple[str, ...], texts: int = 0) -> Report:
     """What the log says about these keys. The index is up to date."""
     steps = tuple(one.step for one in index.steps_under(key_ids) if not one.undone)
     return Report(
@@ -62,4 +87,5 @@ def report(index: Index, about: str, key_ids: tuple[str, ...]) -> Report:
         first_version=index.first_version_after(steps[0]) if steps else None,
         newest_version=index.newest_version(),
         replay_from=steps[-1] if steps else None,
+        texts=texts,
     )

@@ -20,10 +20,10 @@ import xxhash
 from infra.bus.bus import Record
 from infra.bus.log import Log
 from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
-from schemas.ids import group_of, partition_key
+from schemas.ids import group_of, partition_key, session_of
 from schemas.topics import Topic
 
-LAYOUT = 4
+LAYOUT = 5
 # Their key is the group, so that no record has to be opened.
 KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
 INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
@@ -34,7 +34,7 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS kept (topic TEXT, part INTEGER, first INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS places (grp INTEGER, topic TEXT, part INTEGER, offset INTEGER, time_ms INTEGER);
-CREATE TABLE IF NOT EXISTS sealed (key TEXT, grp INTEGER, PRIMARY KEY (key, grp)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sealed (key TEXT, grp INTEGER, session TEXT, PRIMARY KEY (key, grp)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, token INTEGER, offset INTEGER, time_ms INTEGER);
 CREATE TABLE IF NOT EXISTS trained (grp INTEGER, step INTEGER);
 CREATE TABLE IF NOT EXISTS undone (first INTEGER, last INTEGER, reason TEXT);
@@ -143,6 +143,14 @@ class Index:
         ]
         return sum(counts)
 
+    def sessions_under(self, key_ids: Iterable[str]) -> list[str]:
+        """Sessions with an answer sealed under one of these keys."""
+        found: set[str] = set()
+        for key_id in key_ids:
+            rows = self._database.execute("SELECT DISTINCT session FROM sealed WHERE key = ?", (key_id,)).fetchall()
+            found |= {session for (session,) in rows if session}
+        return sorted(found)
+
     def steps_between(self, first: int, last: int) -> list[TrainedStep]:
         """Journaled steps first to last, inclusive."""
         rows = self._database.execute(
@@ -227,7 +235,7 @@ class Index:
         with self._database:
             if topic in KEYED:
                 self._database.executemany("INSERT INTO places VALUES (?, ?, ?, ?, ?)", places_of(topic, records))
-                self._database.executemany("INSERT OR IGNORE INTO sealed VALUES (?, ?)", keys_of(records))
+                self._database.executemany("INSERT OR IGNORE INTO sealed VALUES (?, ?, ?)", keys_of(records))
             else:
                 for record in records:
                     self._control(record, log.decode(record).value)
@@ -300,11 +308,8 @@ def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, i
     ]
 
 
-def keys_of(records: Iterable[Record]) -> list[tuple[str, int]]:
-    """Key id and group of sealed records, as their Kafka headers tell."""
+def keys_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:
+    """Key id, group and its session ("" for none) of sealed records, as their Kafka headers tell."""
     told = [dict(record.headers) for record in records]
-    return [
-        (one["key"].decode(errors="replace"), number(one["group"].decode(errors="replace")))
-        for one in told
-        if "key" in one and "group" in one
-    ]
+    pairs = [(one["key"], one["group"].decode(errors="replace")) for one in told if "key" in one and "group" in one]
+    return [(key.decode(errors="replace"), number(group), session_of(group)) for key, group in pairs]

@@ -11,8 +11,9 @@ import msgspec
 from infra.bus.bus import Partition
 from infra.bus.log import Log, Message
 from infra.ledger.index import Index, Place, TrainedStep
+from infra.seal import FORGOTTEN, Keys, open_text
 from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
-from schemas.errors import BrokerUnavailable, NotInLog
+from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of
 from schemas.topics import by_name
 
@@ -99,7 +100,7 @@ async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
             (one.reason for _, one in by_topic.get("verified", ()) if isinstance(one, Stub) and one.id == name), ""
         ),
         feedback=tuple(
-            (place.time_ms, one)
+            (place.time_ms, legible(one, log.keys))
             for place, one in by_topic.get("verified", ())
             if isinstance(one, Feedback) and one.ref.removeprefix(ANSWER_PREFIX) == name
         ),
@@ -207,3 +208,14 @@ async def read_at(log: Log, places: Iterable[Place]) -> list[tuple[Place, Messag
             finally:
                 await reader.close()
     return found
+
+
+def legible(feedback: Feedback, keys: Keys | None) -> Feedback:
+    """The feedback with its text as it was written, or with why it cannot be read. Blocks; raises StoreError."""
+    if not feedback.text or keys is None:
+        return feedback
+    try:
+        text = open_text(feedback.text, keys, feedback.ref.removeprefix(ANSWER_PREFIX))
+    except BadFrame as error:
+        text = FORGOTTEN if isinstance(error, Sealed) else str(error)
+    return msgspec.structs.replace(feedback, text=text)

@@ -1,30 +1,44 @@
-"""The stable channel: which version customers are served, decided by the events of `policies` and nothing else. Pure.
+"""What customers are served, the stable channel, and what a share of them tries, the canary channel: decided by the
+events of `policies` and nothing else. Pure.
 
 Rules: `promoted` moves it, unless somebody pinned it; `pinned` holds it at a version, and `pinned` at -1 lets it go to
 the newest promoted one; `rolled_back` moves it to an older version and ends a pin; versions above it that were promoted
-before count for nothing from then on. Events of the candidate channel (all that a trainer publishes) change nothing.
+before count for nothing from then on. `promoted` in the canary channel begins a trial of that version; every move of the
+stable channel ends it, and so does `held` with its version. Without a trial a canary serves the stable version. Events of
+the candidate channel (all that a trainer publishes) change nothing.
 """
 
 import msgspec
 
 from schemas import PolicyEvent
+from schemas.fields import Channel
 
 
 class Stable(msgspec.Struct, frozen=True):
     """version: what is served, -1 before the first promotion. pinned: promotions wait. promoted: newest one that counts.
+    trial: the version that canaries serve, -1 where none is on trial.
 
-    Example: Stable(version=40, promoted=44, pinned=True)
+    Example: Stable(version=40, promoted=40, trial=44)
     """
 
     version: int = -1
     promoted: int = -1
     pinned: bool = False
+    trial: int = -1
+
+    def served(self, channel: Channel) -> int:
+        """The version a gateway of that channel serves; -1 for the newest published one."""
+        if channel == "candidate":
+            return -1
+        return self.trial if channel == "canary" and self.trial >= 0 else self.version
 
 
 def moved(stable: Stable, event: PolicyEvent, policy: str) -> Stable:
     """The channel after an event of any policy."""
-    if event.policy != policy or event.channel != "stable":
+    if event.policy != policy or event.channel == "candidate":
         return stable
+    if event.channel == "canary":
+        return msgspec.structs.replace(stable, trial=event.version) if event.event == "promoted" else stable
     match event.event:
         case "promoted":
             return Stable(stable.version if stable.pinned else event.version, event.version, stable.pinned)
@@ -35,4 +49,6 @@ def moved(stable: Stable, event: PolicyEvent, policy: str) -> Stable:
             return Stable(version, stable.promoted)
         case "rolled_back":
             return Stable(event.version, event.version)
+        case "held" if event.version == stable.trial:
+            return msgspec.structs.replace(stable, trial=-1)
     return stable

@@ -8,16 +8,19 @@ from collections.abc import Collection
 
 from infra.weights.channel import Stable, moved
 from schemas import PolicyEvent
+from schemas.fields import Channel
 
 _CARRIES_WEIGHTS = ("published", "rolled_back")
 
 
 class PolicyFeed:
-    """Version events of one policy in log order. promoted_only: once the stable channel has a version, only that is wanted."""
+    """Version events of one policy in log order. channel: once the stable channel has a version, what a channel serves is
+    wanted and nothing else; of the candidate channel everything.
+    """
 
-    def __init__(self, policy: str, *, promoted_only: bool = False) -> None:
+    def __init__(self, policy: str, *, channel: Channel = "candidate") -> None:
         self._policy = policy
-        self._promoted_only = promoted_only
+        self._channel: Channel = channel
         self.stable = Stable()
         self._token = -1
         self.events: dict[int, PolicyEvent] = {}
@@ -43,15 +46,15 @@ class PolicyFeed:
 
     def forget_below(self, version: int) -> None:
         """Drop events an engine that holds `version` can no longer want; the stable channel may want any again."""
-        if self._promoted_only:
+        if self._channel != "candidate":
             return
         for old in [known for known in self.events if known < version]:
             del self.events[old]
 
     def next(self, held: int, *, pinned: Collection[int], refused: Collection[int]) -> PolicyEvent | None:
         """The event to load after `held`: the oldest an evaluation waits for, else the newest; None for none."""
-        if self._promoted_only and self.stable.version >= 0:
-            wanted = self.stable.version
+        wanted = self.stable.served(self._channel)
+        if wanted >= 0:
             return None if wanted == held or wanted in refused else self.events.get(wanted)
         ahead = [version for version in self.events if version > held and version not in refused]
         if not ahead:

@@ -20,8 +20,9 @@ from infra.bus.log import Log
 from infra.chain.chain import Step, new_memories
 from infra.metrics import Metrics
 from infra.processor import Memory
+from infra.seal import FORGOTTEN, open_text
 from schemas import Block, Closure, Tick
-from schemas.errors import OffsetOutOfRange
+from schemas.errors import BadFrame, OffsetOutOfRange, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.decision import Decision, Folded
 from streams.collect.fold import Arrival, Chain, Rules, chain_of, fold, group_named, wanted
@@ -63,6 +64,7 @@ class Collector:
         self._log = log
         self._metrics = metrics
         self._settings = settings
+        self._rules = msgspec.structs.replace(settings.rules, open_text=self._open_text)
         self._chain: Chain = chain_of(settings.steps)
         self._pending = Pending(settings.folder / f"collect-{partition}.sqlite", log.find_seal)
         self._state = State()
@@ -154,6 +156,18 @@ class Collector:
         """Make the state file what was folded so far."""
         await self._pending.save(self._state, self._settings.rules.keep_ms)
 
+    def _open_text(self, text: str, answer: str) -> str | None:
+        """What was written about an answer. Raises StoreError."""
+        if self._log.keys is None:
+            return text
+        try:
+            return open_text(text, self._log.keys, answer)
+        except BadFrame as error:
+            reason = FORGOTTEN if isinstance(error, Sealed) else "bad feedback text"
+            self._metrics.counter("dropped", reason=reason).inc()
+            logger.info("feedback_text_shut answer=%s error=%s", answer, error)
+            return None
+
     def _memories(self) -> dict[str, Memory]:
         """Empty ones, of the steps and of what holds feedback back."""
         return new_memories(self._settings.steps) | held_memories(self._settings.rules.sources)
@@ -170,7 +184,7 @@ class Collector:
             self._count(folded, decisions)
 
     async def _fold(self, arrival: Arrival) -> Folded:
-        rules = self._settings.rules
+        rules = self._rules
         offsets = wanted(self._state, arrival, rules)
         fetched = await self._blocks_at(sorted(offsets)) if offsets else {}
         return await fold(self._state, arrival, rules, self._chain, fetched)

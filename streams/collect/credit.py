@@ -5,7 +5,7 @@ a newer verdict of the same (source, rater, type) revises the older, a retractio
 raters of a source are averaged; of several edits the newest stands.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -16,6 +16,7 @@ from streams.collect.group import Echo, Said
 from streams.processors.correct import CORRECTION, EDITS
 
 Late = Literal["drop", "amend", "retrain"]
+OpenText = Callable[[str, str], str | None]
 DEFAULT_VERSION = "default"
 
 
@@ -81,8 +82,16 @@ def returns(said: Iterable[Said], echoes: Iterable[Echo], sources: Mapping[str, 
     return values
 
 
-def edit_of(said: Iterable[Said]) -> tuple[str | None, int]:
-    """The correction that stands, None for none, and how often one was made or taken back."""
+def as_it_is(text: str, answer: str) -> str | None:
+    """A text that nobody sealed."""
+    return text
+
+
+def edit_of(said: Iterable[Said], open_text: OpenText = as_it_is) -> tuple[str | None, int]:
+    """The correction that stands, None for none, and how often one was made or taken back.
+
+    open_text: what was written about an answer, None where it is forgotten.
+    """
     standing: dict[tuple[str, str], str] = {}
     edits = 0
     for item in said:
@@ -90,8 +99,9 @@ def edit_of(said: Iterable[Said]) -> tuple[str | None, int]:
         key = (feedback.source, feedback.rater)
         if feedback.type == "correction" and feedback.text:
             standing.pop(key, None)
-            standing[key] = feedback.text
             edits += 1
+            if (text := open_text(feedback.text, answer_of(feedback.ref))) is not None:
+                standing[key] = text
         elif feedback.type == "retraction" and standing.pop(key, None) is not None:
             edits += 1
     return (list(standing.values())[-1] if standing else None), edits
@@ -120,9 +130,9 @@ def credited(
     return msgspec.structs.replace(experience, scores=(*others, *scores))
 
 
-def with_edit(experience: Experience, said: Iterable[Said]) -> Experience:
+def with_edit(experience: Experience, said: Iterable[Said], open_text: OpenText = as_it_is) -> Experience:
     """The experience with the edit that stands, for the step `correct`; itself where nobody edited."""
-    edit, edits = edit_of(said)
+    edit, edits = edit_of(said, open_text)
     if not edits:
         return experience
     return msgspec.structs.replace(experience, meta={**experience.meta, CORRECTION: edit, EDITS: edits})

@@ -6,6 +6,7 @@ import msgspec
 
 from infra.chain.chain import Dropped
 from schemas import Block, Closure, DeadLetter, Experience
+from schemas.fields import TRIAL
 
 MAX_BLOCK_EXPERIENCES = 64
 
@@ -49,3 +50,9 @@ def mean_reward(experiences: Sequence[Experience]) -> float | None:
     """Mean over the episodes that have a reward, told by their last parts."""
     rewards = [experience.reward for experience in experiences if experience.last and experience.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
+
+
+def trial_of(experiences: Sequence[Experience]) -> int:
+    """The version that was on trial when these were answered, -1 for none."""
+    found = experiences[0].meta.get(TRIAL, -1) if experiences else -1
+    return found if isinstance(found, int) and found >= -1 else -1

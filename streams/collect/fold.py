@@ -18,8 +18,8 @@ from infra.chain.chain import Context, Outcome, Step, run_chain
 from schemas import Block, Closure, Control, DeadLetter, Experience, Feedback, Lane, Stub, Tick, encode
 from schemas.ids import group_of
 from schemas.withdrawal import withdrawal_of
-from streams.collect.credit import Source, answer_of, credited, is_labelled, is_repeat, with_edit
-from streams.collect.decision import Decision, Folded, blocks_of, mean_reward
+from streams.collect.credit import OpenText, Source, answer_of, as_it_is, credited, is_labelled, is_repeat, with_edit
+from streams.collect.decision import Decision, Folded, blocks_of, mean_reward, trial_of
 from streams.collect.group import Attempt, Group, Place, Said, fullest, take_in
 from streams.collect.held import held_back
 from streams.collect.state import State
@@ -32,6 +32,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What collect waits for. deadline_ms: after a group's first record. keep_ms: for how long a closed group is known.
 
     sources: feedback by name. waiting: the lanes whose answers wait for it. corrects: the chain learns from edits.
+    open_text: see `edit_of`.
 
     Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": Source(window_ms=86_400_000)})
     """
@@ -41,6 +42,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, Source] = {}
     waiting: frozenset[Lane] = frozenset({"live"})
     corrects: bool = False
+    open_text: OpenText = as_it_is
 
     @property
     def window_ms(self) -> int:
@@ -165,7 +167,10 @@ class _Fold:
         if known is not None and is_repeat(known.said.get(answer, ()), said):
             return
         source = self.rules.sources.get(feedback.source)
-        if reason := held_back(self.state.memories, feedback, source, self.arrival.timestamp_ms):
+        heard = feedback
+        if source is not None and source.alike and feedback.text:
+            heard = msgspec.structs.replace(feedback, text=self.rules.open_text(feedback.text, answer))
+        if reason := held_back(self.state.memories, heard, source, self.arrival.timestamp_ms):
             self.folded.drop(reason)
             return
         if feedback.type == "correction" and not self.rules.corrects:
@@ -354,13 +359,14 @@ class _Fold:
             mean_reward=mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
             drops=drops,
             version=min((member.min_version for member in given), default=-1),
+            trial=trial_of(given),
         )
         self.folded.decisions.append(Decision(closure, blocks_of(sent), outcome.dropped))
 
     def _credited(self, group: Group, member: Experience, waits: bool) -> Experience:
         said = group.said.get(member.id, ())
         scored = credited(member, said, self.rules.sources, waits, group.echoes)
-        return with_edit(scored, said) if self.rules.corrects else scored
+        return with_edit(scored, said, self.rules.open_text) if self.rules.corrects else scored
 
     def _taken_back(self, group: Group, members: Sequence[Experience]) -> tuple[Experience, ...]:
         """What an older revision sent on, where this one has nothing in its place."""

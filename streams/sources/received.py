@@ -16,6 +16,7 @@ from infra.bus.log import Log, Message
 from infra.metrics import Metrics
 from infra.processor import feedback
 from schemas import Feedback, Received
+from schemas.ids import ANSWER_PREFIX
 from schemas.topics import FEEDBACK
 from streams.config import FEEDBACK_PATH
 from streams.source import Event, EventSource, publish_events
@@ -63,8 +64,10 @@ async def take_once(by_path: Mapping[str, EventSource], reader: Reader, log: Log
         if not isinstance(received, Received) or received.path not in by_path:
             await _unheard(message, log, metrics)
             continue
+        # Only the gateway's own texts are opened: a webhook's body is as somebody outside wrote it.
+        answer = received.ref.removeprefix(ANSWER_PREFIX) if received.path == FEEDBACK_PATH else ""
         events.setdefault(received.path, []).append(
-            Event(received.body, FEEDBACK.name, message.partition, message.offset)
+            Event(received.body, FEEDBACK.name, message.partition, message.offset, answer)
         )
     for path, came in events.items():
         await publish_events(by_path[path], came, log, metrics)

@@ -79,10 +79,12 @@ def forget(
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
+    wait: Annotated[str, typer.Option(help='For a checkpoint that holds nothing of it; "" does not wait.')] = "10m",
 ) -> None:
     """Destroy a user's keys, so that nothing sealed for them can be opened again, and say what had been learned from it.
 
-    Pending and buffered data, and all that was made from it, is dropped by the roles that hold it.
+    Pending and buffered data, all that was made from it, and what was written about it, is dropped by the roles that hold it;
+    while a trainer runs, the command ends with its first checkpoint after that.
     Names the versions that have learned from it, and the steps that replay can no longer reproduce.
     The event is in the log, without the user's name. It cannot be undone.
 
@@ -90,7 +92,7 @@ def forget(
     """
     from infra.cli.forget import run_forget
 
-    exit_with(lambda: run_forget(user, tenant, config, sets, as_json=as_json))
+    exit_with(lambda: run_forget(user, tenant, config, sets, as_json=as_json, wait=wait))
 
 
 def load_prompts(

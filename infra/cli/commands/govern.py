@@ -3,7 +3,7 @@
 Bodies import what they need when they run: see `infra.cli.main`.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,21 +16,31 @@ Why = Annotated[str, typer.Option("--why", help="Kept with the decision.")]
 def channel(config: ConfigOption = DEFAULT, sets: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
     """Show the version customers are served, and every decision about it with its numbers.
 
-    The gate ([bold][master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
+    The gate ([bold]\\[master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
     """
     from infra.cli.channel import run_channel
 
     exit_with(lambda: run_channel(config, sets, as_json=as_json))
 
 
-def promote(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+def promote(
+    version: Version,
+    why: Why = "",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    canary: Annotated[bool, typer.Option("--canary", help="To the share of sessions that a canary answers.")] = False,
+) -> None:
     """Serve a version to customers from here on; while a version is pinned it waits for the pin's end.
+
+    With [bold]--canary[/] a share of them tries it ([bold]\\[gateway.canary][/]) until it is promoted, held by the gate, or
+    the stable version moves.
 
     Example: [cyan]headrace promote 144 --why "looked at fifty answers"[/]
     """
     from infra.cli.channel import run_move
 
-    exit_with(lambda: run_move("promoted", version, why, config, sets))
+    channel: Literal["canary", "stable"] = "canary" if canary else "stable"
+    exit_with(lambda: run_move("promoted", version, why, config, sets, channel=channel))
 
 
 def pin(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006

@@ -51,15 +51,21 @@ def train(
     _role("train", config, [*sets, f"trainer.ranks={ranks}"] if ranks else sets)
 
 
-def serve(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
+def serve(
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    channel: Annotated[str, typer.Option(help='stable, canary or candidate; "" takes \\[gateway] channel.')] = "",
+) -> None:
     """Serve an OpenAI-compatible API on an engine, record answers with consent, follow the policy.
 
     Any number of them behind one address. It serves while the broker is away, and writes what waited when it is back.
     Clients need a key: headrace keys create.
 
+    A canary listens where [bold]\\[gateway.canary][/] says, and answers the share of sessions that the other gateways send it.
+
     Example: [cyan]headrace serve --set gateway.listen=0.0.0.0:8000[/]
     """
-    _role("serve", config, sets)
+    _role("serve", config, [*sets, f"gateway.channel={channel}"] if channel else sets)
 
 
 def _role(role: str, config: Path, sets: list[str]) -> None:

@@ -13,6 +13,9 @@ import pytest
 from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError
 from actors.gateway.hearing import check_signature, nth_answer, read_feedback
+from infra.seal import FOLDER, Keys, open_text
+from infra.store_memory import MemoryStore
+from schemas.errors import StoreError
 from schemas.ids import group_of, is_of_tenant, session_name
 from tests.actors.gateway.gateway_rig import AwayBus, serving
 from tests.actors.rig import until
@@ -138,5 +141,53 @@ def test_feedback_that_cannot_be_kept_is_a_503_to_send_again(tmp_path: Path) -> 
             async with served.http(key) as http:
                 answer = await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})
                 assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+
+    asyncio.run(check())
+
+
+def test_what_people_write_is_masked_then_sealed_before_the_first_write_to_log_or_disk(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus, store = AwayBus(), MemoryStore()
+        async with serving(tmp_path, bus=bus, store=store) as served:
+            key = served.key()
+            await served.keys_read()
+            bus.away = True
+            async with served.http(key) as http:
+                for name in ("correction", "label"):
+                    said = {"answer_id": ANSWER, name: "ask WILHELMINA at ada@x.example", "rater": "bob"}
+                    assert (await http.post("/v1/feedback", json=said)).status_code == 202
+            assert (
+                b"bob" in spooled(tmp_path)[0].read_bytes() and b"WILHELMINA" not in spooled(tmp_path)[0].read_bytes()
+            )
+            bus.away = False
+            await until(lambda: not spooled(tmp_path), seconds=30)
+            bodies = [json.loads(one.body) for one in await served.received()]
+            texts = [body.get("correction") or body["label"] for body in bodies]
+            answer = ANSWER.removeprefix("hr-")
+            assert not any("WILHELMINA" in text for text in texts)
+            assert {open_text(text, Keys(store), answer) for text in texts} == {"ask WILHELMINA at [email]"}
+
+    asyncio.run(check())
+
+
+def test_what_people_write_is_not_taken_while_there_is_no_key_to_seal_it_with(tmp_path: Path) -> None:
+    class Away(MemoryStore):
+        """A store that takes no keys."""
+
+        def put(self, key: str, data: bytes) -> None:
+            if key.startswith(FOLDER):
+                raise StoreError("the store is away")
+            super().put(key, data)
+
+    async def check() -> None:
+        async with serving(tmp_path, store=Away()) as served:
+            key = served.key()
+            await served.keys_read()
+            async with served.http(key) as http:
+                text = await http.post("/v1/feedback", json={"answer_id": ANSWER, "correction": "It is 42."})
+                thumb = await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": True})
+            assert (text.status_code, thumb.status_code) == (503, 202)
+            (received,) = await served.received()
+            assert json.loads(received.body)["value"] is True
 
     asyncio.run(check())

@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from infra.cli.roles import gateway_of
 from infra.cli.settings import load_settings
-from infra.cli.up import ROLES, broker_child, index_child, role_child
+from infra.cli.up import ROLES, broker_child, index_child, role_child, roles_of
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -37,6 +38,17 @@ def test_the_index_of_trace_is_kept_up_beside_the_roles(tmp_path: Path) -> None:
     file = settings_file(tmp_path)
     child = index_child(load_settings(file), file, ["a.b=1"])
     assert child.argv[3:] == ("trace", "--config", str(file), "--set", "a.b=1", "--keep-up")
+
+
+def test_a_canary_is_a_second_serve_process_where_the_gateway_has_one(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    assert "serve" not in roles_of(load_settings(file))
+    file.write_text('app = "bot"\n[gateway.canary]\nurl = "http://127.0.0.1:8010"\n')
+    settings = load_settings(file)
+    assert roles_of(settings)[:2] == ("serve", "canary")
+    child = role_child(settings, file, (), "canary")
+    assert child.name == "canary" and child.argv[3:6] == ("serve", "--channel", "canary")
+    assert gateway_of(load_settings(file, ["gateway.channel=canary"])).listen == "127.0.0.1:8010"
 
 
 def test_a_configured_broker_that_is_away_is_one_line_after_the_deadline(tmp_path: Path) -> None:

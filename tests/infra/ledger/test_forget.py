@@ -1,6 +1,7 @@
 """`forget`: the keys go first, whoever holds the data drops it with a reason, and what was learned from it is told exactly."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -8,13 +9,14 @@ import pytest
 
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
-from infra.ledger.forget import Report, destroy, report, tell
+from infra.cli.forget import duration_of, first_checkpoint
+from infra.ledger.forget import Report, destroy, destroy_texts, report, tell
 from infra.ledger.index import Index
 from infra.metrics import Metrics
-from infra.seal import Keys, sealed
+from infra.seal import Keys, open_text, seal_text, sealed
 from infra.store_memory import MemoryStore
-from schemas import Batch, Block, Directive, Drawn, PolicyEvent, ids, topics
-from schemas.errors import Sealed
+from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Progress, Saved, ids, topics
+from schemas.errors import ConfigError, Sealed
 from schemas.ids import subject_of
 from tests.infra.ledger.ledger_records import batch
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, published, train
@@ -192,3 +194,114 @@ def test_forgetting_twice_reports_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("user", ["nobody", ""])
 def test_a_user_of_whom_nothing_was_written_has_no_keys(user: str) -> None:
     assert not destroy(Keys(MemoryStore()), TENANT, user)
+
+
+def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is_anothers_stays(tmp_path: Path) -> None:
+    async def body() -> None:
+        store = MemoryStore()
+        log = Log(MemoryBus(), "t", store=store)
+        await log.create_topics(partitions=1, keep_ms=-1)
+        first = of_ann(log, 1).experiences[0]
+        groups = {name: ids.request_group(ids.session_name(TENANT, name), 7, 3) for name in ("hers", "his")}
+        names = {name: ids.experience_id(group, 0, 0) for name, group in groups.items()}
+        hers = msgspec.structs.replace(first, id=names["hers"], group=groups["hers"], lane="live", sequence=-1)
+        await log.publish(topics.EXPERIENCES, Block((hers,)))
+        keys = Keys(store)
+        written = {name: seal_text("a fine name", keys, answer) for name, answer in names.items()}
+        key_ids = destroy(keys, TENANT, USER)
+        index = Index(tmp_path / "trace.sqlite", run="t", policy="main")
+        await index.refresh(log)
+        assert [destroy_texts(index, keys, key_ids) for _ in range(2)] == [1, 1], "again is harmless"
+        assert report(index, "9f", key_ids, 1).texts == 1
+        index.close()
+        assert open_text(written["his"], Keys(store), names["his"]) == "a fine name"
+        with pytest.raises(Sealed, match="forgotten"):
+            open_text(written["hers"], Keys(store), names["hers"])
+
+    asyncio.run(body())
+
+
+SAVED = Saved(run="t", token=1, step=7, version=3, sha256="9f")
+
+
+async def waited(
+    *trainers: Progress, saved: Saved | None = SAVED, wait_s: float = 0.2, trained: bool = True
+) -> Saved | None:
+    """What forgetting waited for, with these trainers, a checkpoint from before, and one while it waits."""
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    await log.publish(topics.BATCHES, msgspec.structs.replace(SAVED, step=6))
+    if trained:
+        await log.publish(topics.BATCHES, batch(7, "usual-6.0-0-0"))
+    for progress in trainers:
+        await log.publish(topics.PROGRESS, progress)
+    await tell(log, TENANT, USER, secret=b"s", owner="ops")
+    waiting = asyncio.create_task(first_checkpoint(log, "t", wait_s, known_s=0.0))
+    for _ in range(200):  # on the memory bus every step of it is one turn of the loop
+        await asyncio.sleep(0)
+    if saved is not None:
+        await log.publish(topics.BATCHES, saved)
+    return await waiting
+
+
+def test_forgetting_waits_for_a_checkpoint_of_its_run_that_was_made_since() -> None:
+    learns = Progress(role="train", instance="train/1", state="learning")
+    assert asyncio.run(waited(learns, wait_s=30.0)) == SAVED
+    assert asyncio.run(waited(learns, saved=None)) is None
+    assert asyncio.run(waited(learns, saved=msgspec.structs.replace(SAVED, run="another"))) is None
+
+
+def test_forgetting_waits_for_nothing_where_nothing_was_trained_since_the_last_checkpoint() -> None:
+    paused = Progress(role="train", instance="train/1", state="paused")
+    found = asyncio.run(waited(paused, saved=None, wait_s=600.0, trained=False))
+    assert found is not None and found.step == 6
+
+
+def test_forgetting_waits_for_no_trainer_that_does_not_run() -> None:
+    stopped = Progress(role="train", instance="train/1", state="stopped")
+    assert asyncio.run(waited(stopped, wait_s=600.0)) is None
+    assert asyncio.run(waited(Progress(role="serve", instance="serve/1", state="serving"), wait_s=600.0)) is None
+
+
+def test_a_wait_that_is_no_duration_is_told_before_anything_is_destroyed() -> None:
+    with pytest.raises(ConfigError, match='--wait: got "soon", expected a duration'):
+        duration_of("soon")
+    assert (duration_of(""), duration_of("90s")) == (0.0, 90.0)
+
+
+async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> None:
+    """Until the journal holds enough."""
+    found: list[object] = []
+    async with asyncio.timeout(60):
+        async for message in log.read_all(topics.BATCHES, until_end=False):
+            found.append(message.value)
+            if enough(found):
+                return
+
+
+@pytest.mark.slow
+def test_a_trainer_that_waits_for_more_lets_go_of_what_is_forgotten_and_writes_a_checkpoint() -> None:
+    async def body() -> None:
+        log, store = await log_with_ann()
+        await log.publish(topics.BUFFER, of_ann(log, 2 * STEPS))  # one group alone makes no step
+        endless = msgspec.structs.replace(CONFIG, max_steps=0, checkpoint_every=10_000)
+        trainer = Log(log.bus, "t", store=store)
+        training = asyncio.create_task(train(trainer, store, ScriptedLearner(), endless))
+        await journaled_until(log, lambda found: len([one for one in found if is_step(one)]) == STEPS)
+        before = [one for one in await journal(log) if isinstance(one, Saved)]
+        destroy(Keys(store), TENANT, USER)
+        await tell(log, TENANT, USER, secret=b"s", owner="ops")
+        await journaled_until(log, lambda found: len([one for one in found if isinstance(one, Saved)]) > len(before))
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        told = [message.value async for message in log.read_all(topics.PROGRESS)]
+        dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
+        assert dropped == {f"usual-{2 * STEPS}.0": "forgotten"}
+        newest = [one for one in await journal(log) if isinstance(one, Saved)][-1]
+        assert newest.step == max(one.step for one in await journal(log) if isinstance(one, Batch))
+
+    asyncio.run(body())
+
+
+def is_step(one: object) -> bool:
+    return isinstance(one, Batch) and one.phase == "train"

@@ -1,7 +1,9 @@
 """collect and feedback: who it is credited to, how long answers wait, and what late words do."""
 
+import msgspec
 import pytest
 
+from actors.ratings import Ratings, Tally
 from schemas import Block
 from streams.collect.credit import Source, verdicts
 from streams.collect.fold import Rules
@@ -158,3 +160,21 @@ def test_raters_are_averaged_and_each_may_revise() -> None:
     assert verdicts(Said(item, 0, 0) for item in heard) == {"csat": 0.75}
     gone = said(REF, 0.0, id="4", rater="bob", type="retraction")
     assert verdicts(Said(item, 0, 0) for item in [*heard, gone]) == {"csat": 0.5}
+
+
+def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answer_anew_without_one() -> None:
+    asked = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=(), meta={"trial": 7})
+    withdrawn = said(REF, 0.0, id="2", type="retraction")
+    inbox = Inbox().extend([block(asked), said(REF, 0.2, id="1"), withdrawn])
+    closures = [decision.closure for decision in decisions(folded(inbox, rules("amend")))]
+    assert [(one.revision, one.mean_reward, one.version, one.trial) for one in closures] == [
+        (0, 0.2, 1, 7),
+        (1, None, 1, 7),
+    ]
+    assert [
+        decision.closure.trial for decision in decisions(folded(Inbox().extend([live(), said(REF, 1.0)]), rules()))
+    ] == [-1]
+    ratings = Ratings()
+    for closure in closures:
+        ratings.closure(closure)
+    assert ratings.of_arm(1, 7) == Tally()

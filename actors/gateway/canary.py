@@ -1,0 +1,152 @@
+"""The way to the canary: a second gateway that answers a sticky share of the sessions with what is on trial.
+
+    request ─ checked here ─┬─ outside the share, or the canary is away ──────────────> this gateway's engine
+                            └─ inside ──> canary ── 200 ──> passed on as it comes
+                                            └── anything else, nothing, or silence ──> this gateway's engine
+
+Guarantees: which sessions are inside depends on their names alone, so any number of gateways send one session the same
+way, and a larger share takes more sessions in and none out. Whatever becomes of the canary before it says a first word,
+the request is answered here; it is asked every second whether it is there, and what it has begun to say is broken off
+with an error event if it goes. It has to say that it is a canary, so gateways cannot send requests round in circles.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+from starlette.responses import Response, StreamingResponse
+
+from actors.gateway.config import CanaryShare
+from actors.gateway.errors import unavailable
+from infra.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+ASK_EVERY_S = 1.0
+SILENT_S = 3.0  # one that does not say in so long that it is there is away
+CONNECT_S = 1.0
+PASSED_ON = ("authorization", "content-type", "x-session-id")
+T = TypeVar("T")
+
+
+class Away(Exception):
+    """The canary did not answer."""
+
+
+class Canary:
+    """Asks the canary. transport: in the place of the network. ask_every_s: whether it is there."""
+
+    def __init__(
+        self,
+        config: CanaryShare,
+        metrics: Metrics,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        ask_every_s: float = ASK_EVERY_S,
+    ) -> None:
+        self._share = config.share
+        self._metrics = metrics
+        self._ask_every_s = ask_every_s
+        self._away = asyncio.Event()
+        self._away.set()
+        self._client = httpx.AsyncClient(
+            base_url=config.url,
+            timeout=httpx.Timeout(None, connect=CONNECT_S),  # an answer takes as long as it takes: see `watch`
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._client.aclose()
+
+    async def watch(self) -> None:
+        """Ask whether it is there, until cancelled; what waits for one that is not is let go."""
+        while True:
+            there = await self._is_there()
+            if there == self._away.is_set():
+                _log.info("canary_%s", "there" if there else "away")
+            (self._away.clear if there else self._away.set)()
+            self._metrics.gauge("canary_there").set(float(there))
+            await asyncio.sleep(self._ask_every_s)
+
+    def takes(self, session: str) -> bool:
+        """Whether a session is inside the share."""
+        return place_of(session) < self._share
+
+    async def answer(self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool) -> Response | None:
+        """The canary's answer to a request, None where it gave none."""
+        if self._away.is_set():
+            self._metrics.counter("canary", outcome="away").inc()
+            return None
+        try:
+            response = await self._unless_away(self._asked(path, headers, body, stream))
+        except (Away, httpx.HTTPError) as error:
+            _log.warning("canary_did_not_answer error=%s", type(error).__name__)
+            self._metrics.counter("canary", outcome="not answered").inc()
+            return None
+        if response.status_code != 200:
+            await response.aclose()
+            self._metrics.counter("canary", outcome=f"status {response.status_code}").inc()
+            return None
+        self._metrics.counter("canary", outcome="answered").inc()
+        if stream:
+            return StreamingResponse(self._pieces(response), media_type="text/event-stream")
+        return Response(response.content, media_type="application/json")
+
+    async def _asked(self, path: str, headers: Mapping[str, str], body: bytes, stream: bool) -> httpx.Response:
+        kept = {name: headers[name] for name in PASSED_ON if name in headers}
+        request = self._client.build_request("POST", path, headers=kept, content=body)
+        return await self._client.send(request, stream=stream)
+
+    async def _pieces(self, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+        try:
+            pieces = response.aiter_bytes()
+            while (piece := await self._unless_away(anext(pieces, b""))) != b"":
+                yield piece
+        except (Away, httpx.HTTPError) as error:
+            _log.warning("canary_broke_off error=%s", type(error).__name__)
+            self._metrics.counter("canary", outcome="broken off").inc()
+            yield b"data: " + unavailable("the answer was broken off; ask again").body() + b"\n\n"
+        finally:
+            await response.aclose()
+
+    async def _unless_away(self, work: Awaitable[T]) -> T:
+        """The result of the work. Raises Away as soon as the canary is."""
+        task, away = asyncio.ensure_future(work), asyncio.create_task(self._away.wait())
+        try:
+            await asyncio.wait((task, away), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Away
+            return task.result()
+        finally:
+            away.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+
+    async def _is_there(self) -> bool:
+        try:
+            async with asyncio.timeout(SILENT_S):
+                response = await self._client.get("/healthz")
+            told = msgspec.json.decode(response.content, type=dict[str, Any])
+        except (TimeoutError, httpx.HTTPError, msgspec.DecodeError, msgspec.ValidationError):
+            return False
+        if response.status_code == 200 and told.get("channel") != "canary":
+            _log.warning("not_a_canary url=%s channel=%s", self._client.base_url, str(told.get("channel"))[:64])
+        return response.status_code == 200 and told.get("channel") == "canary"
+
+
+def place_of(session: str) -> float:
+    """Where a session lies between 0 and 1; every share above it takes the session in.
+
+    >>> round(place_of("acme/7"), 3)
+    0.476
+    """
+    digest = hashlib.blake2b(session.encode(), digest_size=7, person=b"canary").digest()
+    return int.from_bytes(digest, "big") / 2.0**56

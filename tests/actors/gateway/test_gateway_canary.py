@@ -1,0 +1,287 @@
+"""A canary answers a sticky share of sessions, and whatever becomes of it, nobody goes without an answer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from msgspec.structs import replace
+from openai import AsyncOpenAI
+
+from actors.config import CanaryConfig, GateConfig
+from actors.gateway.canary import Canary, place_of
+from actors.gateway.config import CanaryShare, GatewayConfig
+from infra.bus.memory import MemoryBus
+from infra.metrics import Metrics
+from infra.store_memory import MemoryStore
+from schemas import Closure, PolicyEvent, Progress
+from schemas.topics import POLICIES, PROGRESS
+from streams.collect.decision import trial_of
+from tests.actors.gateway.gateway_rig import Served, engine, says, serving
+from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded, serves
+from tests.actors.rig import MASTER, Heard, master, running, until
+
+SHARE = 0.5
+
+
+@asynccontextmanager
+async def both(folder: Path, share: float = 1.0) -> AsyncIterator[tuple[Served, Served]]:
+    """A gateway that says "Stable." and a canary that says "Canary." to so large a share, on one log and one store."""
+    bus, store = MemoryBus(), MemoryStore()
+    async with serving(folder, engine(says("Canary.")), bus=bus, store=store, channel="canary") as canary:
+        there = CanaryShare(url=canary.url, share=share)
+        async with serving(folder, engine(says("Stable.")), bus=bus, store=store, topics=False, canary=there) as stable:
+            await until(lambda: stable.metrics.gauges().get("canary_there") == 1.0, seconds=60)
+            yield stable, canary
+
+
+async def asked(client: AsyncOpenAI, session: str = "", stream: bool = False) -> str:
+    headers = {"x-session-id": session} if session else {}
+    ask = {"model": "main", "messages": [{"role": "user", "content": "Hi"}], "extra_headers": headers}
+    if not stream:
+        done = await client.chat.completions.create(**ask)
+        return str(done.choices[0].message.content)
+    chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **ask)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def test_a_share_of_sessions_goes_to_the_canary_and_each_stays_where_it_fell(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with both(tmp_path, SHARE) as (stable, _):
+            key = stable.key()
+            await stable.keys_read()
+            client = stable.client(key)
+            fell = {f"s{number}": await asked(client, f"s{number}") for number in range(16)}
+            again = {session: await asked(client, session, stream=True) for session in fell}
+            assert again == fell and set(fell.values()) == {"Stable.", "Canary."}
+
+    asyncio.run(check())
+
+
+def test_a_larger_share_takes_more_sessions_in_and_none_out_and_is_about_what_was_asked() -> None:
+    places = [place_of(f"{number:x}") for number in range(10_000)]
+    for share in (0.05, 0.1, 0.5):
+        inside = sum(place < share for place in places) / len(places)
+        assert abs(inside - share) < 0.02
+    canary = Canary(CanaryShare(url="http://127.0.0.1:9", share=0.0), Metrics("serve"))
+    assert not any(canary.takes(f"{number:x}") for number in range(1000))
+
+
+def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_record_says_what_was_on_trial(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        async with both(tmp_path, SHARE) as (stable, canary):
+            key = stable.key()
+            await stable.keys_read(), await canary.keys_read()
+            for version in (1, 2):
+                await announce(stable, version, bigram(version))
+            await stable.log.publish(
+                POLICIES, PolicyEvent(event="promoted", policy="main", version=1, channel="stable")
+            )
+            await stable.log.publish(
+                POLICIES, PolicyEvent(event="promoted", policy="main", version=2, channel="canary")
+            )
+            await serves(stable, 1), await serves(canary, 2)
+            client = stable.client(key)
+            done = [
+                await client.chat.completions.create(
+                    model="main", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, user=f"u{number}"
+                )
+                for number in range(12)
+            ]
+            async with stable.http(key) as http:
+                told = [await http.post("/v1/feedback", json={"answer_id": one.id, "value": 1}) for one in done]
+            assert {one.status_code for one in told} == {202}
+            recorded = await stable.recorded(len(done))
+            assert {(one.min_version, one.meta["trial"]) for one in recorded} == {(1, 2), (2, 2)}
+            assert {f"hr-{one.id}" for one in recorded} == {one.id for one in done}
+
+            told_of: set[tuple[int, int]] = set()
+            async with asyncio.timeout(60):
+                async for message in stable.log.read_all(PROGRESS, until_end=False):
+                    report = message.value
+                    answered = report.answered if isinstance(report, Progress) else ()
+                    told_of |= {(one.version, one.trial) for one in answered if one.answers}
+                    if told_of == {(1, 2), (2, 2)}:
+                        break
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_canary_that_is_gone_costs_nobody_an_answer(tmp_path: Path, stream: bool) -> None:
+    async def check() -> None:
+        bus, store = MemoryBus(), MemoryStore()
+        async with serving(tmp_path, engine(says("Canary.")), bus=bus, store=store, channel="canary") as canary:
+            there = CanaryShare(url=canary.url, share=1.0)
+            async with serving(
+                tmp_path, engine(says("Stable.")), bus=bus, store=store, topics=False, canary=there
+            ) as one:
+                key = one.key()
+                await one.keys_read(), await canary.keys_read()
+                await until(lambda: one.metrics.gauges().get("canary_there") == 1.0, seconds=60)
+                client = one.client(key)
+                assert await asked(client, stream=stream) == "Canary."
+                canary.stop.set()  # it may go at any moment of what follows
+                answers = {await asked(client, stream=stream) for _ in range(20)}
+                assert answers <= {"Canary.", "Stable."}
+                await until(lambda: one.metrics.gauges().get("canary_there") == 0.0, seconds=60)
+                assert await asked(client, stream=stream) == "Stable."
+
+    asyncio.run(check())
+
+
+def replying(status: int = 200, channel: str = "canary", hang: bool = False) -> httpx.MockTransport:
+    """A canary that says it is there and gives this answer, or none."""
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/healthz":
+            return httpx.Response(200, json={"status": "ok", "version": 0, "channel": channel})
+        if hang:
+            await asyncio.Event().wait()
+        return httpx.Response(status, content=b"{}")
+
+    return httpx.MockTransport(handle)
+
+
+@pytest.mark.parametrize("status", [401, 429, 500, 503])
+def test_anything_but_an_answer_is_no_answer(status: int) -> None:
+    async def check() -> None:
+        metrics = Metrics("serve")
+        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=replying(status))
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(canary.watch())
+            await until(lambda: metrics.gauges().get("canary_there") == 1.0)
+            assert await canary.answer("/v1/completions", {}, b"{}", stream=False) is None
+            assert await canary.answer("/v1/completions", {}, b"{}", stream=True) is None
+            watching.cancel()
+        assert [value for name, value in metrics.counters().items() if f"status {status}" in name] == [2.0]
+        await canary.close()
+
+    asyncio.run(check())
+
+
+def test_a_canary_that_falls_silent_is_let_go_as_soon_as_it_is_missed() -> None:
+    async def check() -> None:
+        metrics, alive = Metrics("serve"), True
+
+        async def handle(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/healthz" and alive:
+                return httpx.Response(200, json={"channel": "canary"})
+            if request.url.path == "/healthz":
+                raise httpx.ConnectError("gone")
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        canary = Canary(
+            CanaryShare(url="http://canary"), metrics, transport=httpx.MockTransport(handle), ask_every_s=0.01
+        )
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(canary.watch())
+            await until(lambda: metrics.gauges().get("canary_there") == 1.0)
+            waiting = group.create_task(canary.answer("/v1/completions", {}, b"{}", stream=False))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            alive = False
+            assert await waiting is None
+            watching.cancel()
+        await canary.close()
+
+    asyncio.run(check())
+
+
+def test_a_gateway_that_is_no_canary_is_never_asked_so_nothing_goes_round_in_circles(tmp_path: Path) -> None:
+    async def check() -> None:
+        metrics = Metrics("serve")
+        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=replying(channel="stable"))
+        watching = asyncio.create_task(canary.watch())
+        await until(lambda: "canary_there" in metrics.gauges())
+        assert metrics.gauges()["canary_there"] == 0.0
+        assert await canary.answer("/v1/completions", {}, b"{}", stream=False) is None
+        watching.cancel()
+        await canary.close()
+
+    asyncio.run(check())
+
+
+def test_a_canary_serves_what_is_on_trial_and_goes_back_with_the_others(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("a")), channel="canary") as served:
+            for version in (1, 2, 3):
+                await announce(served, version, bigram(version))
+            for event, version, channel, held in (
+                ("promoted", 1, "stable", 1), ("promoted", 2, "canary", 2), ("held", 2, "stable", 1),
+                ("promoted", 3, "canary", 3), ("rolled_back", 1, "stable", 1),
+            ):  # fmt: skip
+                move = PolicyEvent(event=event, policy="main", version=version, channel=channel)  # type: ignore[arg-type]
+                await served.log.publish(POLICIES, move)
+                await serves(served, held)
+
+    asyncio.run(check())
+
+
+def test_a_stable_gateway_never_begins_with_what_a_canary_served_last(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus, store = MemoryBus(), MemoryStore()
+        async with serving(tmp_path, engine(says("a")), bus=bus, store=store, channel="canary") as served:
+            await announce(served, 3, bigram(3))
+            await loaded(served, 3)
+
+        assert (tmp_path / "spool" / "canary-0" / "policy.json").exists()
+        assert not (tmp_path / "spool" / "serve-0").exists()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8010", "ftp://canary", "http://", "http://canary/v1", ""])
+def test_a_url_that_is_none_is_told_with_what_was_expected(url: str) -> None:
+    with pytest.raises(ValueError, match=r'got url = ".*", expected one such as "http://127\.0\.0\.1:8010"'):
+        CanaryShare(url=url)
+
+
+def test_a_canarys_own_settings_are_those_of_the_gateway_beside_it_but_for_where_it_listens() -> None:
+    config = GatewayConfig(canary=CanaryShare(url="http://10.0.0.7:8010"), train_on="all")
+    one = config.as_canary()
+    assert (one.channel, one.listen, one.canary, one.train_on) == ("canary", "10.0.0.7:8010", None, "all")
+    elsewhere = GatewayConfig(canary=CanaryShare(url="http://canary", listen="0.0.0.0:8000")).as_canary()
+    assert elsewhere.listen == "0.0.0.0:8000"
+    assert GatewayConfig(listen="127.0.0.1:9", channel="canary").as_canary().listen == "127.0.0.1:9"
+
+
+@pytest.mark.slow
+def test_a_canary_that_its_users_rate_down_is_taken_back_by_the_master_while_everybody_is_answered(
+    tmp_path: Path,
+) -> None:
+    async def check() -> PolicyEvent:
+        async with both(tmp_path, SHARE) as (stable, canary):
+            log, policies = stable.log, Heard(stable.log, POLICIES)
+            key = stable.key()
+            await stable.keys_read(), await canary.keys_read()
+            config = replace(MASTER, gate=GateConfig(canary=CanaryConfig()))
+            async with running(master(log, config), asyncio.create_task(policies.listen())):
+                for version in (1, 2):
+                    await announce(stable, version, bigram(version))
+                await log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=1, channel="stable"))
+                await log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=2, channel="canary"))
+                await serves(stable, 1), await serves(canary, 2)
+                client = stable.client(key)
+                for number in range(120):
+                    await client.completions.create(model="main", prompt="Hi", max_tokens=2, user=f"u{number}")
+                for one in await stable.recorded(120):  # as collect closes them
+                    reward, trial = float(one.min_version == 1), trial_of((one,))
+                    closed = Closure(group=one.group, outcome="buffered", lane="live", mean_reward=reward)
+                    await log.publish(PROGRESS, replace(closed, version=one.min_version, trial=trial))
+                await until(lambda: any(one.event == "held" for one in policies.of(PolicyEvent)), seconds=60)
+                await serves(canary, 1)
+                done = await client.completions.create(model="main", prompt="Hi", max_tokens=2)
+                assert done.system_fingerprint == "v1"
+            return next(one for one in policies.of(PolicyEvent) if one.event == "held")
+
+    event = asyncio.run(check())
+    assert (event.version, event.owner, event.channel) == (2, "canary", "stable")
+    assert event.stats["pairs/worse"] >= 20 and event.stats["pairs/better"] == 0
+    assert event.reason.startswith("rated down ") and " version 1 0 of " in event.reason

@@ -1,0 +1,148 @@
+"""Clocks that are off by an hour, full disks, clients that do not read: the answer is given, the loss counted, no more."""
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+
+from actors.gateway.config import Limits
+from actors.gateway.door import Door
+from actors.gateway.errors import ApiError
+from actors.gateway.grant import Grant, sign
+from actors.gateway.keys import Key, KeyBook
+from actors.gateway.spool import Spool, SpoolFull
+from infra.metrics import Metrics
+from tests.actors.gateway.gateway_rig import AwayBus, engine, says, serving
+from tests.actors.gateway.test_gateway_feedback import ANSWER
+from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
+from tests.actors.rig import until
+
+HOUR_S = 3600.0
+KEY = Key(id="a" * 16, tenant="acme", scopes=("serve", "feedback"), sha256="9f", rpm=2, expires_s=1e6 + HOUR_S / 2)
+
+
+class Clock:
+    """Seconds of the epoch, as somebody sets them."""
+
+    def __init__(self) -> None:
+        self.now_s = 1e6
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_clock_set_back_an_hour_shuts_no_key_out_and_one_set_forward_gives_a_minute_at_most() -> None:
+    clock = Clock()
+    door = Door(KeyBook([KEY]), Metrics("t"), clock)
+    for moved_s in (0.0, -HOUR_S, 60.0, HOUR_S):
+        clock.now_s += moved_s
+        if moved_s >= 0:
+            door.admit(KEY), door.admit(KEY)
+        with pytest.raises(ApiError) as caught:
+            door.admit(KEY)
+        assert caught.value.status == 429 and caught.value.retry_after_s <= 30
+
+
+def test_a_token_and_a_key_outlive_their_time_by_no_more_than_the_clock_is_off() -> None:
+    clock = Clock()
+    book = KeyBook([KEY])
+    door = Door(book, Metrics("t"), clock)
+    token = sign(Grant(ANSWER, KEY.id, clock.now_s + 60), book.secret)
+    assert door.granted(token, ANSWER)[1] == KEY
+    clock.now_s -= HOUR_S
+    assert door.granted(token, ANSWER)[1] == KEY, "for somebody whose clock is behind it is only younger"
+    clock.now_s += 2 * HOUR_S
+    with pytest.raises(ApiError) as caught:
+        door.granted(token, ANSWER)
+    assert (caught.value.status, caught.value.code) == (401, "expired_token")
+    with pytest.raises(ApiError) as late:
+        door.granted(sign(Grant(ANSWER, KEY.id, clock.now_s + 60), book.secret), ANSWER)
+    assert (late.value.status, late.value.code) == (401, "invalid_api_key"), "the key has expired"
+
+
+@contextmanager
+def full_disk(num_bytes: int = 0) -> Iterator[None]:
+    """No file of this process may grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_spool_on_a_full_disk_keeps_what_it_had_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=1_000_000)
+    spool.append([b"before"])
+    (segment,) = tmp_path.glob("*.spool")
+    with full_disk(segment.stat().st_size + 4), pytest.raises(SpoolFull, match="cannot be written"):
+        spool.append([b"lost", b"as a whole"])
+    spool.append([b"after"])
+    assert Spool(tmp_path, max_bytes=1_000_000).oldest() == (1, [b"before", b"after"])
+
+
+def test_answers_on_a_full_disk_without_a_broker_are_given_shed_and_counted(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = AwayBus()
+        async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
+            client: AsyncOpenAI = served.client(served.key())
+            await served.keys_read()
+            bus.away = True
+            with full_disk():
+                for _ in range(3):
+                    done = await client.completions.create(model="main", prompt="Hi")
+                    assert done.choices[0].text == "Hello."
+                await until(lambda: served.count("shed") == 3, seconds=60)
+                async with served.http(served.key()) as http:
+                    await served.keys_read()
+                    said = await http.post("/v1/feedback", json={"answer_id": done.id, "value": 1})
+                    assert said.status_code == 503, "feedback that cannot be kept is told so"
+            assert (await client.completions.create(model="main", prompt="Hi")).choices[0].text == "Hello."
+            bus.away = False
+            assert len(await served.recorded(1)) == 1
+
+    asyncio.run(check())
+
+
+def test_a_reload_on_a_full_disk_serves_the_new_version_and_counts_what_was_not_kept(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("a"))) as served:
+            with full_disk():
+                await announce(served, 3, bigram(3))
+                await loaded(served, 3)
+                assert served.count("policy_not_remembered") == 1
+            assert not (tmp_path / "spool" / "serve-0" / "policy.json").exists()
+            await announce(served, 4, bigram(4))
+            await loaded(served, 4)
+            assert (tmp_path / "spool" / "serve-0" / "policy.json").exists()
+
+    asyncio.run(check())
+
+
+def test_a_client_that_reads_nothing_of_its_stream_holds_no_engine_and_its_answer_is_recorded(tmp_path: Path) -> None:
+    async def check() -> None:
+        sampler = engine(says("x" * 3000))
+        async with serving(tmp_path, sampler, limits=Limits(max_tokens=3500)) as served:
+            key = served.key()
+            await served.keys_read()
+            slow = socket.socket()
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, so that little is taken
+            slow.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(slow, ("127.0.0.1", served.port))
+            body = json.dumps({"model": "m", "prompt": "Hi", "stream": True, "n": 4}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+            head += f"content-length: {len(body)}\r\n\r\n"
+            await asyncio.get_running_loop().sock_sendall(slow, head.encode() + body)
+            found = await served.recorded(4)
+            assert [one.num_sampled for one in found] == [3001] * 4 and sampler.num_running == 0
+            done = await served.client(key).completions.create(model="main", prompt="Hi")
+            assert done.choices[0].finish_reason == "stop", "others are served meanwhile"
+            slow.close()
+
+    asyncio.run(check())

@@ -1,0 +1,89 @@
+"""What a gateway counts for the gate: answers, failures and refusals of each version, of everybody, and no words."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from openai import APIStatusError
+
+from actors.config import REFUSALS
+from actors.engine import EngineStopped
+from actors.gateway.config import GatewayConfig
+from actors.gateway.tallies import MAX_VERSIONS, Tallies
+from infra.bus.memory import MemoryBus
+from schemas import Answered, Progress
+from schemas.topics import PROGRESS
+from tests.actors.gateway.gateway_rig import engine, serving
+
+
+def test_a_refusal_is_one_at_the_beginning_of_an_answer() -> None:
+    tallies = Tallies(REFUSALS)
+    tallies.answered(3, -1, ["I'm sorry, no.", "i cannot help with that", "Sure.", "x" * 200 + " I'm sorry"])
+    assert tallies.told() == (Answered(version=3, answers=4, refused=2),)
+    without = Tallies(())
+    without.answered(3, -1, ["I'm sorry"])
+    assert without.told() == (Answered(version=3, answers=1),)
+
+
+def test_the_newest_versions_are_kept() -> None:
+    tallies = Tallies(())
+    for version in range(MAX_VERSIONS + 5):
+        tallies.failed(version, -1, 2)
+    assert [one.version for one in tallies.told()] == list(range(5, MAX_VERSIONS + 5))
+    assert tallies.told()[-1] == Answered(version=MAX_VERSIONS + 4, answers=2, failed=2)
+
+
+def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(tmp_path: Path) -> None:
+    said = iter(["Hello.", "I'm sorry, I can't.", None, "Bye."])
+
+    def script(prompt: tuple[int, ...]) -> list[int]:
+        text = next(said)
+        if text is None:
+            raise RuntimeError("the kernel broke")
+        return [*text.encode(), 256]
+
+    async def check() -> None:
+        async with serving(tmp_path, engine(script), train_on="nothing", report_s=0.05) as served:
+            client = served.client(served.key(train="no"))
+            await served.keys_read()
+            for fails in (False, False, True, False):
+                asking = client.completions.create(model="main", prompt="Hi")
+                if fails:
+                    with pytest.raises(APIStatusError) as error:
+                        await asking
+                    assert error.value.status_code == 500
+                else:
+                    await asking
+            with pytest.raises(APIStatusError):
+                await client.completions.create(model="main", prompt="Hi" * 3000)  # too long: not the engine's fault
+            wanted = (Answered(version=0, answers=4, failed=1, refused=1),)
+            async with asyncio.timeout(60):
+                async for message in served.log.read_all(PROGRESS, until_end=False):
+                    if isinstance(message.value, Progress) and message.value.answered == wanted:
+                        break
+
+    asyncio.run(check())
+
+
+def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_ends(tmp_path: Path) -> None:
+    def script(prompt: tuple[int, ...]) -> list[int]:
+        raise EngineStopped("it is gone")
+
+    async def check() -> None:
+        bus = MemoryBus()
+        with pytest.raises(EngineStopped):
+            async with serving(tmp_path, engine(script), bus=bus, report_s=60.0) as served:
+                key = served.key()
+                await served.keys_read()
+                async with served.http(key) as http:
+                    answer = await http.post("/v1/completions", json={"model": "main", "prompt": "Hi"})
+                assert answer.status_code == 503
+        reports = [m.value async for m in served.log.read_all(PROGRESS) if isinstance(m.value, Progress)]
+        assert reports[-1].answered == (Answered(version=0, answers=1, failed=1),)
+
+    asyncio.run(check())
+
+
+def test_a_pattern_that_is_none_is_told() -> None:
+    with pytest.raises(ValueError, match=r"refusals: got '\(', expected a regular expression"):
+        GatewayConfig(refusals=("(",))
