@@ -12,6 +12,7 @@ from trainer.assemble import step_seed
 from trainer.batch import TrainItem, pack
 from trainer.config import WarmupConfig
 from trainer.draw import draw_spread
+from trainer.guard import unhealthy
 from trainer.saving import write_checkpoint
 from trainer.state import Run
 from trainer.step import execute, journal_draw, publish_now, settle_verdict, shown
@@ -53,13 +54,21 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
 
 
 async def finish_warm_up(run: Run) -> None:
-    """Fresh optimizer, checkpoint, and the version that explorers start from."""
+    """Fresh optimizer, checkpoint, and the version that explorers start from. Raises RuntimeError for unhealthy weights,
+    before a checkpoint keeps them.
+    """
     version = run.position.version + (run.config.warmup is not None)
     await run.begin_training()
     run.report.state = "learning"
+    tensors = await run.in_thread(run.learner.tensors)
+    if reason := unhealthy(tensors, None, None, run.config.guard):
+        raise RuntimeError(
+            f"the warm-up ended at step {run.position.step} with weights that cannot be published: {reason}; "
+            "expected finite ones: lower trainer.warmup.learning_rate and begin another run"
+        )
     await write_checkpoint(run, version)
     if version > run.position.version:
-        await publish_now(run, version)
+        await publish_now(run, version, tensors)
 
 
 async def enough_demonstrations(run: Run, warmup: WarmupConfig, stop: asyncio.Event) -> None:

@@ -113,15 +113,12 @@ async def run_gateway(
         try:
             await _bring_last(follower, memory, engine)
             site = Site(
-                gateway,
-                door,
-                Hearing(recorder, outbox, metrics, Keys(store)),
-                metrics,
+                gateway, door, Hearing(recorder, outbox, metrics, Keys(store)), metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
                 state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
                 canary=canary,
-            )
+            )  # fmt: skip
             loops = _Loops(log, store, gateway, follower, door.book, metrics, instance, canary)
             await loops.run(make_server(site.app(), config.drain_s), sock, listening, stop)
         finally:

@@ -12,7 +12,7 @@ from infra.store_memory import MemoryStore
 from infra.weights.fetch import Follower
 from infra.weights.policy import Probe
 from infra.weights.tensors import to_numpy
-from schemas import Batch, Rollback, Skip
+from schemas import Batch, Rollback, Saved, Skip
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, filled_log, journal, published, train
 from trainer.assemble import step_seed
 from trainer.batch import PackedBatch
@@ -111,5 +111,18 @@ def test_status_says_why_the_run_went_back() -> None:
         state = await read_status(log, now_s=0.0, max_lag=1000)
         (line,) = state["rollbacks"]
         assert line.startswith("steps ") and "weights holds values that are not finite" in line
+
+    asyncio.run(main())
+
+
+def test_weights_that_a_warm_up_ruined_are_neither_published_nor_kept() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        for _ in range(2):  # the journal decides: a restart comes to the same end
+            with pytest.raises(RuntimeError, match=r"weights holds values that are not finite.*learning_rate"):
+                await train(log, store, Tampered("nan weights", WARM_UP - 1))
+        assert [event.version for event in await published(log)] == [0]
+        assert [one.step for one in await journal(log) if isinstance(one, Saved)] == [-1]
 
     asyncio.run(main())
