@@ -172,7 +172,7 @@ def tasks_were_prepared(flow: Flow) -> None:
     assert taskset[RIDDLE].workflow == "riddle"
     letters = {(one.stage, one.reason) for one in flow.of(topics.DEAD_LETTERS, DeadLetter)}
     assert {("tasks", "duplicate task"), ("tasks", "task incomplete")} <= letters
-    assert not {"again", "untested"} & taskset.keys()
+    assert not {"twin", "untested"} & taskset.keys()
 
 
 def workflows_ran(flow: Flow) -> None:

@@ -41,7 +41,7 @@ SAYS = (
 )
 TASKS: tuple[dict[str, Any], ...] = (
     {"id": "add", "prompt": " 37+45= ", "answer": "82", "meta": {"success_rate": 0.25}},
-    {"id": "again", "prompt": "37+45=", "answer": "82"},
+    {"id": "twin", "prompt": "37+45=", "answer": "82"},  # in the partition of add, behind it
     {"id": "untested", "prompt": "halve", "answer": "n / 2", "workflow": "check"},
     {"id": "program", "prompt": "double", "workflow": "check", "meta": {"tests": TESTS}},
     {"id": "units", "prompt": "3 km in m", "answer": "3000 m"},
