@@ -14,6 +14,7 @@ class DemoTask(msgspec.Struct, frozen=True, kw_only=True):
     settings: the TOML from [pacing] on, with {engine}, {seed}, {minutes}, {stop_at}, {processors}, {usual}, {expert}.
     suite: the evals that are reported, and measure what a person calls them. stop_at: success that ends the run. lanes:
     of each control there is, the weights of the lanes usual and expert. engines: those it runs on, the usual one first.
+    minutes: how long tasks are issued, where nobody says otherwise.
 
     Example: DemoTask(name="arithmetic", ..., suite="held-out", measure="held-out accuracy", lanes={"none": (1.0, 0.0)})
     """
@@ -29,3 +30,4 @@ class DemoTask(msgspec.Struct, frozen=True, kw_only=True):
     stop_at: float
     lanes: Mapping[str, tuple[float, float]]
     engines: tuple[str, ...] = ("vllm", "torch")
+    minutes: float = 4.0

@@ -80,6 +80,7 @@ batch = 64
 
 GUESS = DemoTask(
     name="guess",
+    minutes=10.0,
     about="guess a number from 1 to 16 in five turns",
     write="actors.tasksets.guess:write_guess",
     vocabulary=Vocabulary(

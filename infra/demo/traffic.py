@@ -94,6 +94,7 @@ TRAFFIC = msgspec.structs.replace(
     settings=SETTINGS + WARMUP,
     stop_at=1.0,
     lanes={"none": (1.0, 0.0)},
+    minutes=9.0,
     engines=("torch", "vllm"),  # of the first, two fit on two cores
 )
 

@@ -19,7 +19,9 @@ def demo(
     task: Annotated[
         str, typer.Option(help="arithmetic, guess (several turns with an environment) or shapes (pictures).")
     ] = ("arithmetic"),
-    minutes: Annotated[float, typer.Option(help="Stop issuing tasks after so long.")] = 4.0,
+    minutes: Annotated[
+        float, typer.Option(help="Stop issuing tasks after so long.", show_default="4; guess 10, traffic 9")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the model, the tasks and the draws.")] = 0,
     engine: Annotated[
         str, typer.Option(help="vllm or torch; torch for shapes, and with --traffic, where two fit on two cores.")
@@ -54,7 +56,7 @@ def demo(
         options = DemoOptions(
             directory=directory,
             task=asked,
-            minutes=minutes,
+            minutes=minutes or task_of(asked).minutes,
             seed=seed,
             engine=engine or task_of(asked).engines[0],
             control=control,
