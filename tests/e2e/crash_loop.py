@@ -211,7 +211,7 @@ async def crash_loop(
     lasting = [*(child for child in roles if child not in overtaken), *loads]
     watch, seen = Watch(started_s=time.time()), Seen()
     async with Supervisor([patient(broker)]) as first:
-        await prepare(settings, first, task_of(options))
+        await prepare(settings, first, task_of(options.task))
         async with connected(settings) as log, Supervisor(lasting) as running, Shifts(overtaken) as shifts:
             ledger = LiveLedger(log, folder / "acknowledged.txt")
             following = [asyncio.create_task(follow_reports(log, seen)), asyncio.create_task(follow_log(log, watch))]
