@@ -131,7 +131,7 @@ environment = {{ use = "actors.environments.reasoning_gym:ReasoningGym" }}
 vary = {{ on = true, templates = ["Please: {{question}}"] }}
 filter = {{ workflows = {{ check = ["meta.tests"] }} }}
 [[processor]]
-use = "mine:arranged"
+use = "whole:arranged"
 stage = "tasks"
 
 [[score]]
@@ -183,7 +183,7 @@ use = "streams.processors.prioritize_novelty:novelty"
 stage = "collect"
 after = "prioritize"
 [[processor]]
-use = "mine:reserved"
+use = "whole:reserved"
 stage = "verify"
 
 [trainer]
@@ -198,7 +198,7 @@ human = {{ loss = "dpo", weight = 0.1, share = 0.5, max_uses = 99, optional = tr
 use = "trainer.processors.normalize_advantages:normalize_advantages"
 stage = "batch"
 """
-NOTICED = '\n[[processor]]\nuse = "mine:noticed"\nstage = "verify"\nafter = "validate"\n'
+NOTICED = '\n[[processor]]\nuse = "whole:noticed"\nstage = "verify"\nafter = "validate"\n'
 
 
 def change_chain(file: Path) -> None:
@@ -209,7 +209,7 @@ def change_chain(file: Path) -> None:
 def prepare(folder: Path, app: str, broker: str, services: str, store: Store) -> tuple[Path, PolicyEvent]:
     """Write settings, plugin, rows and models; publish a reward model. Returns the TOML and the event to announce."""
     (folder / "plugins").mkdir()
-    (folder / "plugins" / "mine.py").write_text(PLUGIN)
+    (folder / "plugins" / "whole.py").write_text(PLUGIN)
     file = folder / "headrace.toml"
     file.write_text(SETTINGS.format(app=app, broker=broker, services=services, folder=folder))
     for name, rows in ROWS.items():

@@ -13,6 +13,8 @@ from tests.simulator.hostile import BOMB
 from tests.simulator.virtual_loop import Killed, Process
 from tests.simulator.watch import Watch
 
+SOUND_READS = 12  # behind one that was altered: who fetches again from the anchor is answered, else nobody ever serves
+
 
 class ClientStore:
     """A Store: what one process has of the shared one."""
@@ -22,6 +24,7 @@ class ClientStore:
         self._process = process
         self._faults = faults
         self._watch = watch
+        self._sound_reads = 0  # left
         self._is_actor = process.name.startswith(("explore", "serve"))
 
     def put(self, key: str, data: bytes) -> None:
@@ -47,10 +50,13 @@ class ClientStore:
         self._check_alive()
         if self._faults.get_fails():
             raise StoreError(f"{key}: not read (simulated)")
-        if key.startswith("policies/") and self._is_actor and self._faults.get_is_altered():
-            self._watch.altered[self._process] += 1
-            self._watch.happened(self._process, "reads what somebody else put there")
-            return BOMB
+        if key.startswith("policies/") and self._is_actor:
+            self._sound_reads -= 1
+            if self._sound_reads < 0 and self._faults.get_is_altered():
+                self._sound_reads = SOUND_READS
+                self._watch.altered[self._process] += 1
+                self._watch.happened(self._process, "reads what somebody else put there")
+                return BOMB
         return self._shared.get(key)
 
     def size(self, key: str) -> int:
