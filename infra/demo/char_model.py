@@ -22,6 +22,8 @@ TURNS_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
+MIN_HEAD_DIM = 32  # of vLLM's attention on CPUs
+
 
 class Size(msgspec.Struct, frozen=True):
     """How large the model is: width, a multiple of 4 heads, and layers. image: pixels a side of the pictures it takes, 0 for
@@ -102,7 +104,7 @@ def _save_model(folder: Path, seed: int, size: Size) -> None:
         num_hidden_layers=size.layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=size.hidden // 4,
+        head_dim=max(MIN_HEAD_DIM, size.hidden // 4),
         max_position_embeddings=512,
         # Tied embeddings leave a stale packed output matrix after a hot reload on the CPU engine.
         tie_word_embeddings=False,

@@ -1,5 +1,6 @@
 """The demo's settings file: what each engine and control changes, and that a folder keeps its options."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from infra.cli.settings import Settings, load_settings
 from infra.demo.char_model import build_char_model
 from infra.demo.compare import label_of
 from infra.demo.demo import write_settings
+from infra.demo.demo_task import DemoTask
 from infra.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
 from infra.plugin import find
 from schemas import Message
@@ -42,6 +44,16 @@ def test_every_task_engine_and_control_gives_settings_that_hold(
     assert (found.master.seed, found.master.stop.after) == (7, "110s" if task == "traffic" else "1.5m")
     assert TASKS[task].suite in {one.suite for one in found.master.evals}
     assert not found.kafka.bootstrap_servers, "it brings its own broker"
+
+
+@pytest.mark.parametrize(
+    "task", [task for task in TASKS.values() if "vllm" in task.engines], ids=lambda task: task.name
+)
+def test_the_models_that_vllm_may_serve_have_heads_that_its_attention_on_cpus_takes(
+    task: DemoTask, tmp_path: Path
+) -> None:
+    folder = build_char_model(tmp_path / "model", 0, task.vocabulary, task.size)
+    assert json.loads((folder / "config.json").read_text())["head_dim"] in (32, 64, 80, 96, 112, 128)
 
 
 def test_a_control_a_task_has_no_use_for_is_refused(tmp_path: Path) -> None:
