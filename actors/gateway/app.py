@@ -7,7 +7,7 @@ for beyond its time; a client that goes away frees the engine.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from secrets import token_hex
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.gateway import responses
-from actors.gateway.ask import Ask, read_chat, read_text
+from actors.gateway.ask import SESSION_HEADER, Ask, read_chat, read_text
 from actors.gateway.canary import Canary
 from actors.gateway.config import Limits, Webhook
 from actors.gateway.door import Door
@@ -31,12 +31,12 @@ from actors.gateway.keys import Key
 from actors.gateway.responses import Envelope
 from actors.gateway.serving import Gateway, Turns
 from actors.gateway.stream import Telling
+from actors.gateway.unless import unless
 from infra.metrics import Metrics
 from schemas.ids import session_name
 
 _log = logging.getLogger(__name__)
 
-SESSION_HEADER = "x-session-id"
 TOKEN_HEADER = "x-feedback-token"
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -269,18 +269,7 @@ class Site:
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    return await unless(_disconnected(request), work, ClientDisconnect)
 
 
 async def _disconnected(request: Request) -> None:

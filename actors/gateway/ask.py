@@ -15,6 +15,7 @@ from actors.gateway.config import Limits
 from actors.gateway.conversation import ChatMessage, Prompt, Tool, chat_prompt, text_prompt
 from actors.gateway.errors import bad
 
+SESSION_HEADER = "x-session-id"  # ties the turns of a conversation together
 # Names of other servers' extensions: they change what runs in the engine, so each is refused by name.
 REACHING = frozenset(
     re.findall(

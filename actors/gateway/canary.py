@@ -20,8 +20,10 @@ import httpx
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
+from actors.gateway.ask import SESSION_HEADER
 from actors.gateway.config import CanaryShare
 from actors.gateway.errors import unavailable
+from actors.gateway.unless import unless
 from infra.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ _log = logging.getLogger(__name__)
 ASK_EVERY_S = 1.0
 SILENT_S = 3.0  # one that does not say in so long that it is there is away
 CONNECT_S = 1.0
-PASSED_ON = ("authorization", "content-type", "x-session-id")
+PASSED_ON = ("authorization", "content-type", SESSION_HEADER)
 T = TypeVar("T")
 
 
@@ -118,17 +120,7 @@ class Canary:
 
     async def _unless_away(self, work: Awaitable[T]) -> T:
         """The result of the work. Raises Away as soon as the canary is."""
-        task, away = asyncio.ensure_future(work), asyncio.create_task(self._away.wait())
-        try:
-            await asyncio.wait((task, away), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Away
-            return task.result()
-        finally:
-            away.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
+        return await unless(self._away.wait(), work, Away)
 
     async def _is_there(self) -> bool:
         try:

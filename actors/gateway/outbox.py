@@ -189,9 +189,8 @@ class Outbox:
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
         ones = [one for one, _ in unsent]
         async with self._disk:
-            if (
-                self.direct
-            ):  # under the lock: a drain that finds the disk empty just now would say that all may go direct
+            # Under the lock: a drain that finds the disk empty just now would say that all may go direct.
+            if self.direct:
                 self.direct = False
                 _log.warning("broker_away records=%d go to the spool", len(unsent))
             try:
