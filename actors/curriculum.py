@@ -1,11 +1,13 @@
 """Curriculum: which task the next group runs. Pure: the same seed, sequence and record of success choose the same task.
 
-uniform        every task alike
+uniform        every task alike: each once in a pass over all of them, in an order of the pass's own
 easy_to_hard   from the easiest tenth at first to all tasks after `ramp_groups`
 success        in proportion to 1 − success rate, at least `floor` and at most `cap`: what is solved comes back rarely,
                but does come back, and what is never solved does not take everything
 
-Each of them times the task's own priority, which a processor of stage tasks may have set; 0 is never drawn.
+Each of them times the task's own priority, which a processor of stage tasks may have set; 0 is never drawn. The draws of a
+pass fall one into each of as many equal stretches of the summed priorities (systematic sampling, Madow 1949), so that
+the tasks of a step differ as far as they can: fewer tasks said twice is less noise in its gradient.
 """
 
 import math
@@ -46,13 +48,27 @@ def choose(
     total = priorities[num_tasks - 1] or priorities[-1]
     if not total:
         return None
-    index = _draw(priorities, random.random() * total)
+    stretch = in_pass(num_tasks, seed=seed, sequence=sequence)
+    index = _draw(priorities, (stretch + random.random()) / num_tasks * total)
     if kind == "success":
         for _ in range(_MAX_TRIES):
             if random.random() * cap < weight(success(index), floor=floor, cap=cap):
                 break
             index = _draw(priorities, random.random() * total)
     return index
+
+
+def in_pass(num: int, *, seed: int, sequence: int) -> int:
+    """A number from 0 to num - 1 for this `sequence`: each comes once in the `num` sequences of a pass.
+
+    Steps around the ring by a width that has no factor in common with `num`, so that nothing is shuffled or kept.
+    """
+    turn, place = divmod(sequence, num)
+    random = Random(f"{seed}/pass/{turn}")
+    width = random.randint(1, num)
+    while math.gcd(width, num) != 1:
+        width = random.randint(1, num)
+    return (random.randrange(num) + place * width) % num
 
 
 def running_sum(priorities: Iterable[float]) -> list[float]:

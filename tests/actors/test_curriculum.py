@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.config import CurriculumKind
-from actors.curriculum import choose, easy_pool, running_sum, smoothed, weight
+from actors.curriculum import choose, easy_pool, in_pass, running_sum, smoothed, weight
 
 FLOOR = 0.05
 
@@ -41,10 +43,27 @@ def shares(counts: Counter[int | None]) -> list[float]:
     return [counts[index] / counts.total() for index in range(max(index or 0 for index in counts) + 1)]
 
 
-def test_uniform_chooses_all_tasks_alike() -> None:
-    counts = picks("uniform", 6000, [None] * 6)
-    assert set(counts) == set(range(6))
-    assert all(850 <= count <= 1150 for count in counts.values())  # 1000 expected, 5 standard deviations are 144
+def test_uniform_takes_every_task_once_a_pass() -> None:
+    assert picks("uniform", 6000, [None] * 6) == {index: 1000 for index in range(6)}
+    assert set(picks("uniform", 64, [None] * 64, seed=3).values()) == {1}
+
+
+@given(num=st.integers(1, 300), seed=st.integers(0, 99), turn=st.integers(0, 10**6))
+def test_a_pass_has_every_number_once(num: int, seed: int, turn: int) -> None:
+    assert {in_pass(num, seed=seed, sequence=turn * num + place) for place in range(num)} == set(range(num))
+
+
+def test_passes_differ_in_their_order() -> None:
+    orders = {tuple(in_pass(97, seed=0, sequence=97 * turn + place) for place in range(97)) for turn in range(20)}
+    assert len(orders) > 15
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30).filter(any), st.integers(0, 99))
+def test_a_pass_holds_tasks_by_priority_as_evenly_as_whole_numbers_can(priorities: list[int], seed: int) -> None:
+    num = len(priorities)
+    counts = picks("uniform", num, [None] * num, seed=seed, priorities=[float(value) for value in priorities])
+    for index, priority in enumerate(priorities):
+        assert abs(counts[index] - num * priority / sum(priorities)) < 2
 
 
 def test_success_chooses_in_proportion_to_failure() -> None:
@@ -95,7 +114,7 @@ def test_the_same_arguments_choose_the_same_task() -> None:
     kinds: tuple[CurriculumKind, ...] = ("uniform", "easy_to_hard", "success")
     for kind in kinds:
         assert picks(kind, 50, [0.1, None, 0.9, 0.5]) == picks(kind, 50, [0.1, None, 0.9, 0.5])
-    assert picks("uniform", 50, [None] * 50, seed=1) != picks("uniform", 50, [None] * 50, seed=2)
+    assert picks("uniform", 25, [None] * 50, seed=1) != picks("uniform", 25, [None] * 50, seed=2)
 
 
 def test_success_rate_is_smoothed_and_stays_between_0_and_1() -> None:
