@@ -181,11 +181,16 @@ class Session:
 
 
 class CachedTokenizer:
-    """A tokenizer that remembers the last conversations it rendered: the episodes of a group share their prompt."""
+    """A tokenizer that remembers what it rendered last: the episodes of a group share their prompt, and short games
+    take the same turns again and again.
 
-    def __init__(self, tokenizer: Tokenizer, *, max_conversations: int = 256) -> None:
+    max_tokens: of the conversations remembered, all together; more than that of one alone is remembered too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int = 262_144) -> None:
         self._tokenizer = tokenizer
-        self._max_conversations = max_conversations
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
         self._rendered: dict[Conversation, list[int]] = {}
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -193,9 +198,11 @@ class CachedTokenizer:
         key = tuple(messages)
         tokens = self._rendered.get(key)
         if tokens is None:
-            if len(self._rendered) >= self._max_conversations:
-                del self._rendered[next(iter(self._rendered))]
-            tokens = self._rendered[key] = list(self._tokenizer.encode_chat(messages))
+            tokens = list(self._tokenizer.encode_chat(messages))
+            self._num_tokens += len(tokens)
+            while self._rendered and self._num_tokens > self._max_tokens:
+                self._num_tokens -= len(self._rendered.pop(next(iter(self._rendered))))
+            self._rendered[key] = tokens
         return tokens
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -228,7 +228,8 @@ def test_no_conversation_is_the_callers_mistake() -> None:
 
 def test_a_group_renders_its_prompt_once() -> None:
     tokenizer = Spelled()
-    cached = CachedTokenizer(tokenizer, max_conversations=2)
+    room = sum(len(Spelled().encode_chat([user(text)])) for text in ("go", "a"))
+    cached = CachedTokenizer(tokenizer, max_tokens=room)
     for _ in range(3):
         assert cached.encode_chat([user("go")]) == Spelled().encode_chat([user("go")])
     assert tokenizer.num_rendered == 1
