@@ -30,7 +30,9 @@ def cache_options(folder: Path, train: Callable[[Path], None]) -> tuple[str, ...
     except OSError as error:  # somebody else's folder
         logger.info("starting without Java's ahead-of-time cache: %s", error)
         return ()
-    return (f"-XX:AOTCache={cache}", "-XX:+VerifySharedSpaces") if usable else ()
+    # Damage shows in the checksums; a Java to come that has no such option starts all the same.
+    checked = ("-XX:+IgnoreUnrecognizedVMOptions", "-XX:+VerifySharedSpaces")
+    return (f"-XX:AOTCache={cache}", *checked) if usable else ()
 
 
 def _make(cache: Path, train: Callable[[Path], None]) -> None:
