@@ -24,7 +24,7 @@ DOORS = {
     "faust": ("streams/app.py",),
     "mode": ("streams/app.py",),
     "vllm": ("actors/engines/vllm/",),
-    "deepspeed": ("trainer/learners/deepspeed.py", "trainer/learners/extensions.py"),
+    "deepspeed": ("trainer/learners/deepspeed.py",),
     "minio": ("infra/store",),
     "cryptography": ("infra/seal.py",),
     "aiokafka": ("infra/bus/",),

@@ -3,6 +3,8 @@
 Bodies import what they need when they run, so that `--help` stays fast and `master` never loads torch.
 """
 
+import signal
+
 import typer
 
 from infra.cli.commands import again, data, govern, keys, look, measure, repeat, roles, start
@@ -81,6 +83,8 @@ bench_app.command("trace")(measure.bench_trace)
 
 def main() -> None:
     """Entry point of the `headrace` command."""
+    # A shell without job control starts what it puts into the background deaf to Ctrl-C, and Python leaves it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     app()
 
 

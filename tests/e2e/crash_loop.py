@@ -274,18 +274,16 @@ async def judged(log: Log, settings: Settings, ledger: LiveLedger) -> dict[str, 
     }
 
 
-async def replayed_equal(config: Path) -> bool | None:
-    """Whether a replay gives the run's weights, by `headrace replay --verify`; None where there is no such command."""
-    command = (sys.executable, "-m", "infra.cli.main", "replay")
-    asked = await asyncio.create_subprocess_exec(*command, "--help", stdout=-3, stderr=-3)
-    if await asked.wait():
-        return None
-    process = await asyncio.create_subprocess_exec(
-        *command, str(config.parent), "--verify", "--json", stdout=asyncio.subprocess.PIPE
-    )
+async def replayed_equal(config: Path) -> bool:
+    """Whether `headrace replay --verify` gives the run's bits, and it had promised to."""
+    command = (sys.executable, "-m", "infra.cli.main", "replay", str(config.parent), "--verify", "--json")
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     words, _ = await process.communicate()
     say(f"replay: {words.decode(errors='replace').strip()[-600:]}")
-    return process.returncode == 0
+    if process.returncode:
+        return False
+    found = json.loads(words)
+    return bool(found["equal"] and found["bits_promised"] and found["checkpoints"])
 
 
 async def until(condition: "asyncio.Event | object", what: str, deadline_s: float = 240.0) -> None:
@@ -326,7 +324,7 @@ def main() -> int:
     print(json.dumps(report))
     promised = ("lost", "trained_twice", "pending", "stale_loads", "stale_records_counted")
     broken = any(report.get(name) for name in promised) or not report["audit_clean"]
-    return 1 if broken or report["replay_equal"] is False else 0
+    return 1 if broken or not report["replay_equal"] else 0
 
 
 if __name__ == "__main__":

@@ -77,6 +77,20 @@ async def read(kafka: str, app: str, topic: topics.Topic) -> list[object]:
     return found
 
 
+async def train_so_many(kafka: str, app: str, count: int, folder: Path, running: Watched) -> None:
+    """Wait until so many batches are in the journal."""
+    bus = KafkaBus(kafka, deadline_s=30)
+    await bus.start()
+    log = Log(bus, app)
+    reader = await log.assigned(topics.BATCHES, "beginning")
+    found, deadline_s = 0, time.monotonic() + 400
+    while found < count:
+        assert running.process.poll() is None and time.monotonic() < deadline_s, words(folder)
+        found += sum(isinstance(one.value, Batch) for one in await log.read(reader, timeout_s=0.2))
+    await reader.close()
+    await bus.close()
+
+
 async def prepare(kafka: str, app: str) -> None:
     bus = KafkaBus(kafka, deadline_s=30)
     await bus.start()
@@ -105,13 +119,7 @@ def test_a_killed_rank_ends_the_group_and_the_journal_brings_it_back(kafka: str,
     asyncio.run(prepare(kafka, app_name))
     running = start(tmp_path)
     try:
-        deadline_s = time.monotonic() + 400
-        while True:
-            batches = [one for one in asyncio.run(read(kafka, app_name, topics.BATCHES)) if isinstance(one, Batch)]
-            if len(batches) >= 3:
-                break
-            assert running.process.poll() is None and time.monotonic() < deadline_s, words(tmp_path)
-            time.sleep(0.05)
+        asyncio.run(train_so_many(kafka, app_name, 3, tmp_path, running))
         pids = [int(pid) for pid in re.findall(r"ranks started pids=\[(\d+), (\d+)\]", words(tmp_path))[0]]
         os.killpg(pids[1], signal.SIGKILL)
         assert running.process.wait(400) == 0, words(tmp_path)

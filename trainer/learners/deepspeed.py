@@ -25,7 +25,6 @@ from trainer.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
 from trainer.diagnostics import Observed, diagnose, join
 from trainer.learner import Phase, StepStats
-from trainer.learners.extensions import load_extensions
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
     StepContext,
@@ -92,7 +91,7 @@ class DeepSpeedLearner:
         import deepspeed
 
         _alone_unless_told(os.environ)
-        load_extensions(os.environ)
+        deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
         deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo")
         self.rank: int = distributed.get_rank()
         self._world = distributed.get_world_size()

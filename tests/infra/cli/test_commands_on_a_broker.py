@@ -95,10 +95,19 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
     yield from process.stdout
 
 
-def test_following_shows_the_past_and_then_what_arrives(kafka: str, app_name: str, config: Path) -> None:
+def deaf_to_ctrl_c() -> None:
+    """As a shell without job control starts what it puts into the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def test_following_shows_the_past_then_what_arrives_and_ends_by_ctrl_c_whoever_started_it(
+    kafka: str, app_name: str, config: Path
+) -> None:
     publish(kafka, app_name, [(topics.POLICIES, PolicyEvent(event="published", policy="main", version=1))])
     command = [sys.executable, "-m", "infra.cli.main", "peek", "policies", "--follow", "--json", "-c", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=deaf_to_ctrl_c
+    ) as process:
         stopper = threading.Timer(60, process.kill)
         stopper.start()
         lines = lines_of(process)
