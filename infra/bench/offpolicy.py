@@ -164,13 +164,23 @@ class StepOn(Protocol):
         """One step."""
 
 
+def complete(results: Sequence[Result]) -> list[Result]:
+    """The runs of those losses and lags that every seed has, by loss and lag: seeds differ by more than lags do."""
+    seeds = {one.seed for one in results}
+    of_pair: dict[tuple[str, int], set[int]] = {}
+    for one in results:
+        of_pair.setdefault((one.loss, one.lag), set()).add(one.seed)
+    found = [one for one in results if of_pair[one.loss, one.lag] == seeds]
+    return sorted(found, key=lambda one: (LOSSES.index(one.loss) if one.loss in LOSSES else len(LOSSES), one.lag))
+
+
 def figures(results: Sequence[Result]) -> dict[str, float]:
     """Final accuracy of each loss at each lag, and points below its own lag 0: means over seeds."""
     found: dict[str, float] = {}
-    means: dict[tuple[str, int], float] = {}
-    for one in results:
-        same = [other.final for other in results if (other.loss, other.lag) == (one.loss, one.lag)]
-        means[one.loss, one.lag] = statistics.fmean(same)
+    finals: dict[tuple[str, int], list[float]] = {}
+    for one in complete(results):
+        finals.setdefault((one.loss, one.lag), []).append(one.final)
+    means = {pair: statistics.fmean(of_seeds) for pair, of_seeds in finals.items()}
     for (loss, lag), mean in means.items():
         found[f"{loss}_lag_{lag}"] = 100 * mean
         if lag and (loss, 0) in means:
@@ -183,9 +193,7 @@ def draw(results: Sequence[Result], out: Path) -> None:
     from infra.demo.curves import draw_curves
 
     panels: dict[str, dict[str, list[tuple[tuple[int, float], ...]]]] = {}
-    for one in sorted(
-        results, key=lambda one: (LOSSES.index(one.loss) if one.loss in LOSSES else len(LOSSES), one.lag)
-    ):
+    for one in complete(results):
         curves = panels.setdefault(LABELS.get(one.loss, one.loss), {})
         curves.setdefault(f"lag {one.lag}", []).append(one.accuracy)
     draw_curves(panels, out, x="optimizer steps", y="held-out accuracy, greedy")
