@@ -26,6 +26,7 @@ from infra.bench.adding import (
     problems,
     sample,
 )
+from infra.bench.finished import read_finished, write_finished
 from infra.demo.char_model import Size, build_char_model
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from trainer.learners.torch import TorchLearner
 
 KINDS = ("sft", "grpo", "mix")
+VARIED = ("kinds", "seeds")
 EVERY = 20
 LABELS = {"sft": "demonstrations alone", "grpo": "reinforcement alone (grpo)", "mix": "MIX"}
 Say = Callable[[str], None]
@@ -67,20 +69,25 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(plan: Plan | None = None, *, out: Path | None = None, say: Say = print) -> dict[str, float]:
-    """Run the plan; best and last accuracy by kind and seed. out: folder for mix.json and mix.png."""
+    """Run the plan; best and last accuracy by kind and seed. out: folder for mix.json and mix.png, rewritten after each run.
+
+    Runs that mix.json has already are not run again. Raises ConfigError where they were made under another plan.
+    """
     import torch
 
     plan = plan or Plan()
     torch.set_num_threads(1)
-    results: list[Result] = []
+    results = read_finished(out and out / "mix.json", plan, VARIED, Result)
+    done = {(one.kind, one.seed) for one in results}
     with TemporaryDirectory() as scratch:
         for seed in plan.seeds:
-            for kind in plan.kinds:
+            for kind in (kind for kind in plan.kinds if (kind, seed) not in done):
                 results.append(asyncio.run(one_run(Path(scratch) / f"model-{seed}", plan, kind, seed)))
                 best = max(share for _, share in results[-1].accuracy)
                 say(f"seed {seed} {kind}: best {best:.1%}, last {results[-1].accuracy[-1][1]:.1%}")
                 if out is not None:
-                    write(results, out)
+                    write_finished(out / "mix.json", plan, VARIED, results)
+                    draw(results, out / "mix.png")
     figures = {}
     for one in results:
         figures[f"{one.kind}_seed_{one.seed}_best"] = 100 * max(share for _, share in one.accuracy)
@@ -174,19 +181,17 @@ def config_of(kind: str, plan: Plan) -> "TrainerConfig":
     return TrainerConfig(lanes=lanes, threads=1, learning_rate=plan.learning_rate, betas=(0.9, 0.98))  # type: ignore[arg-type]
 
 
-def write(results: Sequence[Result], out: Path) -> None:
-    """The runs as JSON, and all curves in one picture."""
+def draw(results: Sequence[Result], out: Path) -> None:
+    """All curves in one picture."""
     from infra.demo.curves import draw_curves
 
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "mix.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     curves: dict[str, list[tuple[tuple[int, float], ...]]] = {}
     for one in results:
         curves.setdefault(LABELS[one.kind], []).append(one.accuracy)
     num_seeds = len({one.seed for one in results})
     draw_curves(
         {"one seed" if num_seeds == 1 else f"mean of {num_seeds} seeds": curves},
-        out / "mix.png",
+        out,
         x="optimizer steps",
         y="held-out accuracy, greedy",
         target=0.8,

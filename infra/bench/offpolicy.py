@@ -2,7 +2,9 @@
 
 Off the log, in one process: the batch trained at version v was sampled at v - lag (the first ones at version 0, so that
 every run makes the same number of steps). All runs of a seed begin with the same weights, after the same supervised
-warm-up, and go on with the same learning rate. What is compared is held-out accuracy, greedily.
+warm-up, and go on with the same learning rate. What is compared is held-out accuracy, greedily: the mean of the last
+looks, since a single one moves by some points. Samples that are n versions old also delay learning by n steps, whatever
+the loss makes of them: compare where the curves have flattened.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from infra.bench.adding import MAX_TOKENS, Problems, accuracy, deck, demonstration, opened, policy_of, problems, sample
+from infra.bench.finished import read_finished, write_finished
 from infra.demo.char_model import Size, build_char_model
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 LOSSES = ("dppo", "decoupled", "grpo", "reinforce")
 LABELS = {"reinforce": "policy gradient, uncorrected"}
+VARIED = ("losses", "lags", "seeds")
 EVERY = 10  # steps between looks at the held-out tasks
 Say = Callable[[str], None]
 
@@ -39,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 120
     groups: int = 32
     size: int = 8
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     warm_steps: int = 300
     settled: int = 5
     model: Size = Size(hidden=128, layers=2)
@@ -56,22 +60,29 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(plan: Plan | None = None, *, out: Path | None = None, say: Say = print) -> dict[str, float]:
-    """Run the plan; figures by name. out: folder for offpolicy.json and offpolicy.png, rewritten after each run."""
+    """Run the plan; figures by name. out: folder for offpolicy.json and offpolicy.png, rewritten after each run.
+
+    Runs that offpolicy.json has already are not run again. Raises ConfigError where they were made under another plan.
+    """
     import torch
 
     plan = plan or Plan()
     torch.set_num_threads(1)
-    results: list[Result] = []
+    results = read_finished(out and out / "offpolicy.json", plan, VARIED, Result)
+    done = {(one.loss, one.lag, one.seed) for one in results}
     with TemporaryDirectory() as scratch:
         for seed in plan.seeds:
+            missing = [(loss, lag) for loss in plan.losses for lag in plan.lags if (loss, lag, seed) not in done]
+            if not missing:
+                continue
             start = Start.made(Path(scratch) / f"model-{seed}", plan, seed)
             say(f"seed {seed}: {start.accuracy:.1%} after the warm-up")
-            for loss in plan.losses:
-                for lag in plan.lags:
-                    results.append(asyncio.run(reinforce_at(start, plan, loss, lag, seed)))
-                    say(f"seed {seed} {loss} lag {lag}: {results[-1].final:.1%}")
-                    if out is not None:
-                        write(results, out)
+            for loss, lag in missing:
+                results.append(asyncio.run(reinforce_at(start, plan, loss, lag, seed)))
+                say(f"seed {seed} {loss} lag {lag}: {results[-1].final:.1%}")
+                if out is not None:
+                    write_finished(out / "offpolicy.json", plan, VARIED, results)
+                    draw(results, out / "offpolicy.png")
     return figures(results)
 
 
@@ -153,13 +164,23 @@ class StepOn(Protocol):
         """One step."""
 
 
+def complete(results: Sequence[Result]) -> list[Result]:
+    """The runs of those losses and lags that every seed has, by loss and lag: seeds differ by more than lags do."""
+    seeds = {one.seed for one in results}
+    of_pair: dict[tuple[str, int], set[int]] = {}
+    for one in results:
+        of_pair.setdefault((one.loss, one.lag), set()).add(one.seed)
+    found = [one for one in results if of_pair[one.loss, one.lag] == seeds]
+    return sorted(found, key=lambda one: (LOSSES.index(one.loss) if one.loss in LOSSES else len(LOSSES), one.lag))
+
+
 def figures(results: Sequence[Result]) -> dict[str, float]:
     """Final accuracy of each loss at each lag, and points below its own lag 0: means over seeds."""
     found: dict[str, float] = {}
-    means: dict[tuple[str, int], float] = {}
-    for one in results:
-        same = [other.final for other in results if (other.loss, other.lag) == (one.loss, one.lag)]
-        means[one.loss, one.lag] = statistics.fmean(same)
+    finals: dict[tuple[str, int], list[float]] = {}
+    for one in complete(results):
+        finals.setdefault((one.loss, one.lag), []).append(one.final)
+    means = {pair: statistics.fmean(of_seeds) for pair, of_seeds in finals.items()}
     for (loss, lag), mean in means.items():
         found[f"{loss}_lag_{lag}"] = 100 * mean
         if lag and (loss, 0) in means:
@@ -167,14 +188,12 @@ def figures(results: Sequence[Result]) -> dict[str, float]:
     return found
 
 
-def write(results: Sequence[Result], out: Path) -> None:
-    """The runs as JSON, and as a picture: one panel per loss."""
+def draw(results: Sequence[Result], out: Path) -> None:
+    """One panel per loss, one curve per lag."""
     from infra.demo.curves import draw_curves
 
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "offpolicy.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     panels: dict[str, dict[str, list[tuple[tuple[int, float], ...]]]] = {}
-    for one in results:
+    for one in complete(results):
         curves = panels.setdefault(LABELS.get(one.loss, one.loss), {})
         curves.setdefault(f"lag {one.lag}", []).append(one.accuracy)
-    draw_curves(panels, out / "offpolicy.png", x="optimizer steps", y="held-out accuracy, greedy")
+    draw_curves(panels, out, x="optimizer steps", y="held-out accuracy, greedy")

@@ -43,6 +43,11 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "dppo_lag_8_points_lost": (float("-inf"), 3.0),
         "decoupled_lag_8_points_lost": (float("-inf"), 3.0),
     },
+    "mix": {
+        **{f"sft_seed_{seed}_best": (0.0, 10.0) for seed in range(3)},
+        **{f"grpo_seed_{seed}_best": (0.0, 0.0) for seed in range(3)},
+        **{f"mix_seed_{seed}_last": (80.0, 100.0) for seed in range(3)},
+    },
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }

@@ -37,7 +37,8 @@ def test_both_benches_leave_their_figures_and_a_picture(tmp_path: Path) -> None:
     assert set(figures) == {"dppo_lag_0", "dppo_lag_1", "dppo_lag_1_points_lost"}
     of_mix = mix.run(mix.Plan(seeds=(0,), steps=20, warm_steps=10, groups=2, size=2), out=tmp_path, say=said.append)
     assert {name.partition("_")[0] for name in of_mix} == {"sft", "grpo", "mix"}
-    assert len(json.loads((tmp_path / "mix.json").read_text())) == 3 and len(said) == 6
+    assert len(json.loads((tmp_path / "mix.json").read_text())["runs"]) == 3 and len(said) == 6
+    assert offpolicy.run(short, out=tmp_path, say=said.append) == figures and len(said) == 6  # nothing is run twice
     assert (tmp_path / "mix.png").stat().st_size > 1000 and (tmp_path / "offpolicy.png").stat().st_size > 1000
 
 

@@ -18,7 +18,9 @@ def decoupled(
     """-sg(min(ρ, cap))·min(rA, clip(r, 1-low, 1+high)A). arXiv 2110.00641 eq. 4; for LLMs AReaL, 2505.24298 eq. 5.
 
     proximal: the policy before the batch, by a forward of its own, or interpolated in log space (2512.06547).
-    minibatches: optimizer steps per batch, at least 2 with "recompute": with one, r is 1 everywhere and no clip acts.
+    minibatches: optimizer steps per batch, at least 2 with "recompute": with one, r is 1 everywhere and no clip acts. Each
+    is a step at the full learning rate, so a version moves further than under a loss that takes one. cap: neither paper
+    truncates ρ; AReaL's code drops the tokens above it.
     """
     inputs.require_ratio()
     anchor = inputs.proximal

@@ -40,7 +40,7 @@ def bench_offpolicy(
     losses: Annotated[str, typer.Option(help="Losses, by commas.")] = "dppo,decoupled,grpo,reinforce",
     as_json: JsonOption = False,
 ) -> None:
-    """How much each objective loses on samples that are versions old, off the log. Twenty minutes with the defaults."""
+    """How much each objective loses on samples that are versions old, off the log. Runs in the folder are not run again."""
     from infra.cli.bench import run_offpolicy
 
     exit_with(lambda: run_offpolicy(out, steps, seeds, lags, losses, as_json))
@@ -59,7 +59,7 @@ def bench_mix(
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 500,
     as_json: JsonOption = False,
 ) -> None:
-    """200 demonstrations alone, rewards alone, and both in one loss, off the log. Twenty minutes with the defaults."""
+    """200 demonstrations alone, rewards alone, and both in one loss, off the log. Runs in the folder are not run again."""
     from infra.cli.bench import run_mix
 
     exit_with(lambda: run_mix(out, seeds, steps, as_json))
