@@ -167,11 +167,8 @@ class VllmEngine:
         )
         with environment(on_cpu=on_cpu), cached_byte_code():
             config = AsyncEngineArgs(**arguments).create_engine_config()
-            if on_cpu and config.model_config.hf_config.tie_word_embeddings:
-                raise ConfigError(
-                    f"model: {self._folder} ties its embeddings, and vLLM on a CPU keeps a stale output matrix after a "
-                    "reload; save it with tie_word_embeddings=false and its own lm_head.weight, or use the torch engine"
-                )
+            if on_cpu:
+                _check_on_cpu(self._folder, config.model_config)
             # Not returned: the thread's future would keep it alive after `close`.
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
 
@@ -236,3 +233,20 @@ class VllmEngine:
         await self._llm.resume_generation()
         pause_ms = (time.perf_counter() - begin) * 1e3
         return pause_ms, [await score() for score in scores]
+
+
+def _check_on_cpu(folder: Path, config: Any) -> None:
+    """Raise ConfigError for a model that vLLM cannot serve on a CPU. config: vLLM's of the model."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if config.hf_config.tie_word_embeddings:
+        raise ConfigError(
+            f"model: {folder} ties its embeddings, and vLLM on a CPU keeps a stale output matrix after a "
+            "reload; save it with tie_word_embeddings=false and its own lm_head.weight, or use the torch engine"
+        )
+    size, known = config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise ConfigError(
+            f"model: {folder} has attention heads of {size}, expected one of {', '.join(map(str, known))}, which vLLM "
+            "has on a CPU; change head_dim, or use the torch engine"
+        )
