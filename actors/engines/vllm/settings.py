@@ -21,13 +21,13 @@ REQUIRED: dict[str, object] = {
     "scheduling_policy": "priority",  # the probe goes first after a reload
     "skip_tokenizer_init": True,  # tokens in, tokens out
 }
-DEFAULTS: dict[str, object] = {"enable_prefix_caching": True, "disable_log_stats": True}
-# Of a model that sees: transformers' own vision tower, as the trainer runs it, and an image processor, which vLLM asks how
-# large a picture can be and which needs the tokenizer. Pictures go with every request, so nothing need keep them.
-SEEING: dict[str, object] = {
-    "model_impl": "transformers",
-    "skip_tokenizer_init": False,
-    "mm_processor_cache_gb": 0,
+# Of a model that sees: transformers' own vision tower, as the trainer runs it; and the tokenizer, without which vLLM does
+# not load the image processor that it asks how large a picture can be.
+SEEING: dict[str, object] = {"model_impl": "transformers", "skip_tokenizer_init": False}
+DEFAULTS: dict[str, object] = {
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+    "mm_processor_cache_gb": 0,  # pictures come with every request, so nothing need keep them
 }
 # One process fewer, no compilation, exact arithmetic, and memory that fits beside a trainer.
 CPU_DEFAULTS: dict[str, object] = {
