@@ -34,6 +34,9 @@ class Case:
         self.engine = engine
         self.folder = folder
         self.plain: Any = load_model(folder)
+        vision = load_vision(folder)
+        assert vision is not None
+        self.vision = vision
         self.by_version: dict[int, Tensors] = {0: model_tensors(self.plain)}
         self.newest = 0  # a refused version is not used again
         found = drawings(3)
@@ -86,11 +89,9 @@ class Case:
     ) -> np.ndarray[Any, Any]:
         """Logprobs of the sampled tokens by the model's own forward over ids and pixels."""
         load_into(self.plain, tensors)
-        vision = load_vision(self.folder)
-        assert vision is not None
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.no_grad():
-            features = self.plain.get_image_features(torch.from_numpy(vision.prepare(image)[None])).pooler_output
+            features = self.plain.get_image_features(torch.from_numpy(self.vision.prepare(image)[None])).pooler_output
             embedded = self.plain.get_input_embeddings()(ids)
             embedded[0, 1 : 1 + NUM_PLACES] = torch.cat(tuple(features))
             logits = self.plain(inputs_embeds=embedded).logits[0]
@@ -207,14 +208,12 @@ def test_the_probe_of_a_policy_covers_the_vision_tower(case: Case) -> None:
 
 def test_an_image_token_that_the_policy_samples_is_a_token_like_any_other(case: Case) -> None:
     """What follows it is sampled after its own embedding, as the trainer scores it."""
-    vision = load_vision(case.folder)
-    assert vision is not None
 
     async def check(case: Case) -> None:
         sampling = Sampling(max_tokens=200, temperature=2.0)  # nearly uniform, so that it comes up
         asked = [case.engine.generate(case.prompt, sampling, images=case.images[:1]) for _ in range(12)]
         completions = await asyncio.gather(*asked)
-        assert any(vision.token in completion.tokens[:-1] for completion in completions)
+        assert any(case.vision.token in completion.tokens[:-1] for completion in completions)
         for completion in completions:
             case.assert_reproduced(case.prompt, case.images[0], completion)
 
