@@ -5,7 +5,7 @@ The same seed always gives the same bytes.
 
 from pathlib import Path
 
-from infra.demo.char_model import MIN_HEAD_DIM, VOCABULARY_SIZE, Size, Vocabulary
+from infra.demo.char_model import VOCABULARY_SIZE, Size, Vocabulary
 from infra.model import no_progress_bars
 
 IMAGE_TOKEN = "<image>"
@@ -51,7 +51,7 @@ def save_eye_model(folder: Path, seed: int, size: Size, image_token: int) -> Non
             "num_hidden_layers": size.layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
-            "head_dim": max(MIN_HEAD_DIM, size.hidden // 4),
+            "head_dim": size.head_dim or size.hidden // 4,
             "max_position_embeddings": 512,
             "tie_word_embeddings": False,
             "pad_token_id": 0,
