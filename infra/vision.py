@@ -28,11 +28,15 @@ class NoModel(ConfigError):
 
 
 class Vision:
-    """Of one model. token: the id that stands for a part of a picture. num_places: how many of it make a picture."""
+    """Of one model. token: the id that stands for a part of a picture. num_places: how many of it make a picture.
 
-    def __init__(self, token: int, num_places: int, processor: Any) -> None:
+    patch: pixels a side of what the vision tower makes one feature of.
+    """
+
+    def __init__(self, token: int, num_places: int, patch: int, processor: Any) -> None:
         self.token = token
         self.num_places = num_places
+        self.patch = patch
         self._processor = processor
 
     def prepare(self, image: "Pixels") -> Prepared:
@@ -114,7 +118,8 @@ def load_vision(folder: str | Path) -> Vision | None:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(_unreadable(folder, "preprocessor_config.json", error)) from error
-    return Vision(int(config.image_token_id), int(config.image_seq_length), processor)
+    patch = int(config.vision_config.patch_size)
+    return Vision(int(config.image_token_id), int(config.image_seq_length), patch, processor)
 
 
 def _seeing_config(folder: str | Path) -> Any:

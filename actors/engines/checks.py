@@ -6,6 +6,7 @@ import numpy as np
 
 from actors.engine import ContextFull, Sampling
 from infra.images import Pixels
+from infra.vision import Vision
 from infra.weights.policy import Policy, Probe
 from infra.weights.tensors import Tensor, is_finite
 from schemas.errors import PolicyRefused
@@ -80,10 +81,12 @@ def check_request(prompt: Sequence[int], sampling: Sampling, num_vocabulary: int
         raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
 
 
-def refuse_images(images: Sequence[Pixels]) -> None:
-    """Raise ValueError for images that an engine of text alone was given."""
-    if images:
-        raise ValueError(f"images: got {len(images)}, expected none: this engine samples from text alone")
+def check_images(vision: Vision | None, prompt: Sequence[int], images: Sequence[Pixels]) -> None:
+    """Raise ValueError for images that do not stand in the prompt, or that a model of text alone was given."""
+    if vision is not None:
+        vision.check(prompt, len(images))
+    elif images:
+        raise ValueError(f"images: got {len(images)}, expected none: the model reads text alone")
 
 
 def _equal(held: Tensor, wanted: Tensor) -> bool:

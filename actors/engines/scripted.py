@@ -13,11 +13,11 @@ import numpy as np
 
 from actors.engine import Completion, LoadReport, OnChunk, Sampling
 from actors.engines.checks import (
+    check_images,
     check_probe_sequences,
     check_request,
     check_tensors,
     probe_difference,
-    refuse_images,
 )
 from actors.engines.trace import Trace
 from infra.images import Pixels
@@ -104,7 +104,7 @@ class ScriptedEngine:
         images: Sequence[Pixels] = (),
     ) -> Completion:
         """Sample one continuation."""
-        refuse_images(images)
+        check_images(None, prompt, images)
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         task = asyncio.ensure_future(self._sample(tuple(prompt), sampling, on_chunk))
         self._running.add(task)

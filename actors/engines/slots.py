@@ -4,7 +4,6 @@ A sequence enters after a forward over its prompt (equal prompts are forwarded o
 last slot moves into its place. `rebuild` recomputes every running sequence's keys and values, for new weights.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,34 +12,12 @@ import torch
 from torch import Tensor
 
 from actors.engine import OnChunk
+from actors.engines.shown import Shown
 from actors.engines.trace import Trace
-from infra.images import Pixels
-from infra.vision import Prepared, Vision, model_inputs
+from infra.vision import Vision, model_inputs
 
 SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
 REBUILD_TOKENS = 16384  # most tokens of one forward while rebuilding
-
-
-class Shown:
-    """The images of one prompt, equal where their pixels are."""
-
-    def __init__(self, images: Sequence[Pixels] = ()) -> None:
-        self.images = tuple(images)
-        self._prepared: tuple[Prepared, ...] | None = None
-        self._digest = tuple((one.shape, hashlib.blake2b(one.tobytes(), digest_size=16).digest()) for one in images)
-
-    def prepared(self, vision: Vision) -> tuple[Prepared, ...]:
-        """As the vision tower takes them, computed once."""
-        if self._prepared is None:
-            self._prepared = tuple(vision.prepare(image) for image in self.images)
-        return self._prepared
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shown) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
 
 Input = tuple[tuple[int, ...], Shown]  # tokens, and what stands at the image tokens among them
 

@@ -22,13 +22,14 @@ from actors.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk,
 from actors.engines.checks import (
     PROBE_TOLERANCE,
     changed_names,
+    check_images,
     check_probe_sequences,
     check_request,
     check_tensors,
     probe_difference,
-    refuse_images,
 )
-from actors.engines.slots import Batch, Row, Shown
+from actors.engines.shown import Shown
+from actors.engines.slots import Batch, Row
 from actors.engines.trace import Trace
 from infra.images import Pixels
 from infra.model import load_into, load_model, model_tensors
@@ -121,10 +122,7 @@ class TorchEngine:
         """Sample one continuation."""
         self._check_alive()
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
-        if self._vision is None:
-            refuse_images(images)
-        else:
-            self._vision.check(prompt, len(images))
+        check_images(self._vision, prompt, images)
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         row = Row(tuple(prompt), Trace(sampling), generator, on_chunk, Shown(images))
         future: Finished = self._loop.create_future()

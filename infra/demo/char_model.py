@@ -27,7 +27,7 @@ MIN_HEAD_DIM = 32  # of vLLM's attention on CPUs
 
 class Size(msgspec.Struct, frozen=True):
     """How large the model is: width, a multiple of 4 heads, and layers. image: pixels a side of the pictures it takes, 0 for
-    text alone.
+    text alone. head_dim: width of a head, 0 for the usual.
 
     Example: Size(hidden=128, layers=4)
     """
@@ -35,6 +35,7 @@ class Size(msgspec.Struct, frozen=True):
     hidden: int = 128
     layers: int = 4
     image: int = 0
+    head_dim: int = 0
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -104,7 +105,7 @@ def _save_model(folder: Path, seed: int, size: Size) -> None:
         num_hidden_layers=size.layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=max(MIN_HEAD_DIM, size.hidden // 4),
+        head_dim=size.head_dim or max(MIN_HEAD_DIM, size.hidden // 4),
         max_position_embeddings=512,
         # Tied embeddings leave a stale packed output matrix after a hot reload on the CPU engine.
         tie_word_embeddings=False,

@@ -51,7 +51,7 @@ def save_eye_model(folder: Path, seed: int, size: Size, image_token: int) -> Non
             "num_hidden_layers": size.layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
-            "head_dim": size.hidden // 4,
+            "head_dim": size.head_dim or size.hidden // 4,
             "max_position_embeddings": 512,
             "tie_word_embeddings": False,
             "pad_token_id": 0,

@@ -21,19 +21,21 @@ from actors.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampli
 from actors.engines.checks import (
     PROBE_TOLERANCE,
     changed_names,
+    check_images,
     check_probe_sequences,
     check_request,
     check_tensors,
     probe_difference,
-    refuse_images,
 )
+from actors.engines.shown import Shown
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.settings import cached_byte_code, engine_arguments, environment, exchange_folder
 from actors.engines.vllm.streaming import stream
 from infra.images import Pixels
-from infra.model import folder_tensors
+from infra.model import folder_tensors, load_model, model_tensors
+from infra.vision import load_vision
 from infra.weights.policy import Policy, Probe
 from infra.weights.tensors import Tensor, save_tensors
 from schemas.errors import ConfigError, PolicyRefused
@@ -72,19 +74,22 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
-        self._held = await asyncio.to_thread(folder_tensors, self._folder)
+        self._vision = await asyncio.to_thread(load_vision, self._folder)
+        self._held = await asyncio.to_thread(self._folder_tensors)
         await asyncio.to_thread(self._build)
         self._exchange = exchange_folder()
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         self._max_model_len = int(config.max_model_len)
         self._tolerance = PROBE_TOLERANCE[str(config.dtype).removeprefix("torch.")]
-        self._is_multimodal = bool(config.is_multimodal_model)
         self._is_overlapped = bool(self._llm.scheduler_config.async_scheduling)
         await self._llm.update_weight_version(self._attempts.begin(0, proved=True))
-        self._requests = Requests(self._llm, self._attempts, group_max_tokens=self._group_max_tokens)
+        self._requests = Requests(
+            self._llm, self._attempts, group_max_tokens=self._group_max_tokens, vision=self._vision
+        )
         await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
-        await self.score((0, 0))
+        seen = (self._vision.token,) * self._vision.num_places if self._vision else ()
+        await self.score((*seen, 0, 0))
 
     async def close(self) -> None:
         """Stop vLLM; running requests are cancelled."""
@@ -107,12 +112,13 @@ class VllmEngine:
         images: Sequence[Pixels] = (),
     ) -> Completion:
         """Sample one continuation."""
-        refuse_images(images)
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         requests = self._running()
+        check_images(self._vision, prompt, images)
+        shown = Shown(images)
         if on_chunk is not None:
-            return await stream(requests, prompt, sampling, on_chunk)
-        return await requests.generate(prompt, sampling)
+            return await stream(requests, prompt, sampling, on_chunk, shown)
+        return await requests.generate(prompt, sampling, shown)
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap the weights while requests run. A cancelled call still finishes its swap."""
@@ -137,6 +143,12 @@ class VllmEngine:
             raise EngineStopped("the engine is not running")
         return self._requests
 
+    def _folder_tensors(self) -> Mapping[str, Tensor]:
+        """By the names that policies have: a folder with a vision tower is saved under others."""
+        if self._vision is None:
+            return folder_tensors(self._folder)
+        return model_tensors(load_model(self._folder))
+
     def _build(self) -> None:
         with cached_byte_code():
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -151,14 +163,12 @@ class VllmEngine:
             options=self._options,
             on_cpu=on_cpu,
             known=frozenset(AsyncEngineArgs.__dataclass_fields__),
+            vision=self._vision,
         )
         with environment(on_cpu=on_cpu), cached_byte_code():
             config = AsyncEngineArgs(**arguments).create_engine_config()
-            if on_cpu and config.model_config.hf_config.tie_word_embeddings:
-                raise ConfigError(
-                    f"model: {self._folder} ties its embeddings, and vLLM on a CPU keeps a stale output matrix after a "
-                    "reload; save it with tie_word_embeddings=false and its own lm_head.weight, or use the torch engine"
-                )
+            if on_cpu:
+                _check_on_cpu(self._folder, config.model_config)
             # Not returned: the thread's future would keep it alive after `close`.
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
 
@@ -209,7 +219,7 @@ class VllmEngine:
                 self._llm.collective_rpc("headrace_apply", args=(str(path),)),
                 self._llm.reset_prefix_cache(reset_running_requests=True),
                 self._llm.update_weight_version(label),
-                *([self._llm.reset_encoder_cache()] if self._is_multimodal else []),
+                *([self._llm.reset_encoder_cache()] if self._vision else []),
                 return_exceptions=True,
             )
         finally:
@@ -223,3 +233,20 @@ class VllmEngine:
         await self._llm.resume_generation()
         pause_ms = (time.perf_counter() - begin) * 1e3
         return pause_ms, [await score() for score in scores]
+
+
+def _check_on_cpu(folder: Path, config: Any) -> None:
+    """Raise ConfigError for a model that vLLM cannot serve on a CPU. config: vLLM's of the model."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if config.hf_config.tie_word_embeddings:
+        raise ConfigError(
+            f"model: {folder} ties its embeddings, and vLLM on a CPU keeps a stale output matrix after a "
+            "reload; save it with tie_word_embeddings=false and its own lm_head.weight, or use the torch engine"
+        )
+    size, known = config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise ConfigError(
+            f"model: {folder} has attention heads of {size}, expected one of {', '.join(map(str, known))}, which vLLM "
+            "has on a CPU; change head_dim, or use the torch engine"
+        )

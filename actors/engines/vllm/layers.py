@@ -1,4 +1,4 @@
-"""Which tensors a reload must send: vLLM rebuilds a fused module from all its sources, so layers go whole."""
+"""Which tensors a reload must send: vLLM rebuilds a module from all its sources, so layers and modules go whole."""
 
 import re
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ def names_to_send(changed: frozenset[str], tensors: Mapping[str, Tensor]) -> lis
 
 
 def layer_of(name: str) -> str:
-    """The layer of a tensor; a tensor outside the layers is its own.
+    """The layer of a tensor; of one outside the layers, its module.
 
     >>> layer_of("model.layers.3.self_attn.q_proj.weight")
     'model.layers.3'
-    >>> layer_of("lm_head.weight")
-    'lm_head.weight'
+    >>> layer_of("model.multi_modal_projector.linear_1.bias")
+    'model.multi_modal_projector.linear_1'
     """
     found = _LAYER.match(name)
-    return found[1] if found else name
+    return found[1] if found else name.rpartition(".")[0]

@@ -1,7 +1,7 @@
 """Requests to vLLM: tokens in; tokens, logprobs and exact versions out.
 
-Calls of one loop turn with the same prompt and sampling (a group) become one vLLM request, which costs far less; since
-it answers when its last member ends, only short ones are joined. Seeded and greedy calls are not.
+Calls of one loop turn with the same prompt, pictures and sampling (a group) become one vLLM request, which costs far
+less; since it answers when its last member ends, only short ones are joined. Seeded and greedy calls are not.
 """
 
 import asyncio
@@ -13,15 +13,19 @@ from typing import Any
 import msgspec
 
 from actors.engine import Completion, EngineStopped, Sampling
+from actors.engines.shown import Shown
 from actors.engines.trace import spans
 from actors.engines.vllm.attempts import Attempts
+from actors.engines.vllm.inputs import Input, probe_input, prompt_input
+from infra.vision import Vision
 
 Waiting = asyncio.Future[Completion]
 PROBE_PRIORITY = -1  # before every other request
+NOTHING_SHOWN = Shown()
 
 
 class Requests:
-    """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined."""
+    """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined. vision: of a model that sees."""
 
     def __init__(
         self,
@@ -29,15 +33,17 @@ class Requests:
         attempts: Attempts,
         *,
         group_max_tokens: int,
+        vision: Vision | None = None,
         sampling_params: Callable[[Sampling, int], Any] | None = None,
         streamed_params: Callable[[Sampling], Any] | None = None,
     ) -> None:
         self._llm = llm
         self.attempts = attempts
         self._group_max_tokens = group_max_tokens
+        self._vision = vision
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
-        self._entering: dict[tuple[tuple[int, ...], Sampling], list[Waiting]] = {}
+        self._entering: dict[tuple[tuple[int, ...], Shown, Sampling], list[Waiting]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._params = lru_cache(64)(sampling_params or _sampling_params)
         self._streamed_params = lru_cache(64)(streamed_params or _streamed_params)
@@ -49,12 +55,12 @@ class Requests:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, shown: Shown = NOTHING_SHOWN) -> Completion:
         """Sample one continuation."""
         waiting: Waiting = self._loop.create_future()
         if not self._entering:
             self._loop.call_soon(self._enter)
-        self._entering.setdefault((tuple(prompt), sampling), []).append(waiting)
+        self._entering.setdefault((tuple(prompt), shown, sampling), []).append(waiting)
         with self.counted():
             return await waiting
 
@@ -67,9 +73,9 @@ class Requests:
         finally:
             self.num_running -= 1
 
-    async def open(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Any, Any]:
+    async def open(self, prompt: Sequence[int], sampling: Sampling, shown: Shown) -> tuple[Any, Any]:
         """Begin a request of its own: the queue of its outputs, and vLLM's account of it."""
-        queue = await self._submit(prompt, self._streamed_params(sampling))
+        queue = await self._submit(await self._input(prompt, shown), self._streamed_params(sampling))
         return queue, self._llm.output_processor.request_states.get(queue.request_id)
 
     async def end(self, queue: Any) -> None:
@@ -86,7 +92,7 @@ class Requests:
 
     async def submit_score(self, tokens: Sequence[int]) -> Callable[[], Any]:
         """Send tokens to be scored before every other request; the result's call awaits the logprobs."""
-        queue = await self._submit(tokens, _score_params(), priority=PROBE_PRIORITY)
+        queue = await self._submit(probe_input(tokens, self._vision), _score_params(), priority=PROBE_PRIORITY)
 
         async def scores() -> tuple[float, ...]:
             flat = (await self._answer(queue)).prompt_logprobs
@@ -98,19 +104,19 @@ class Requests:
 
     def _enter(self) -> None:
         entering, self._entering = self._entering, {}
-        for (prompt, sampling), waiting in entering.items():
+        for (prompt, shown, sampling), waiting in entering.items():
             free = sampling.seed is None and sampling.temperature > 0
             if free and sampling.max_tokens <= self._group_max_tokens:
-                self._begin(prompt, sampling, waiting)
+                self._begin(prompt, shown, sampling, waiting)
             else:
                 for one in waiting:
-                    self._begin(prompt, sampling, [one])
+                    self._begin(prompt, shown, sampling, [one])
 
-    def _begin(self, prompt: tuple[int, ...], sampling: Sampling, waiting: list[Waiting]) -> None:
+    def _begin(self, prompt: tuple[int, ...], shown: Shown, sampling: Sampling, waiting: list[Waiting]) -> None:
         waiting = [one for one in waiting if not one.done()]
         if not waiting:
             return
-        task = self._loop.create_task(self._serve(prompt, sampling, waiting))
+        task = self._loop.create_task(self._serve(prompt, shown, sampling, waiting))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         left = len(waiting)
@@ -124,11 +130,11 @@ class Requests:
         for one in waiting:
             one.add_done_callback(ended)
 
-    async def _serve(self, prompt: tuple[int, ...], sampling: Sampling, waiting: list[Waiting]) -> None:
+    async def _serve(self, prompt: tuple[int, ...], shown: Shown, sampling: Sampling, waiting: list[Waiting]) -> None:
         try:
-            outputs = await self._sample(prompt, sampling, len(waiting))
+            outputs = await self._sample(prompt, shown, sampling, len(waiting))
             for one, output in zip(waiting, outputs, strict=True):
-                completion = await self._completion(prompt, sampling, output)
+                completion = await self._completion(prompt, shown, sampling, output)
                 if not one.done():
                     one.set_result(completion)
         except asyncio.CancelledError:
@@ -143,7 +149,7 @@ class Requests:
                 if not one.done():
                     one.set_exception(failure)
 
-    async def _completion(self, prompt: tuple[int, ...], sampling: Sampling, output: Any) -> Completion:
+    async def _completion(self, prompt: tuple[int, ...], shown: Shown, sampling: Sampling, output: Any) -> Completion:
         """The completion, once all its tokens are a proved policy's.
 
         Tokens of a refused one, and those after them, are cut off, and sampling goes on from there.
@@ -173,20 +179,25 @@ class Requests:
                     stopped=stopped,
                 )
             left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
-            output = (await self._sample((*prompt, *tokens), left, 1))[0]
+            output = (await self._sample((*prompt, *tokens), shown, left, 1))[0]
 
-    async def _sample(self, prompt: Sequence[int], sampling: Sampling, num: int) -> list[Any]:
-        answer = await self._answer(await self._submit(prompt, self._params(sampling, num)))
+    async def _sample(self, prompt: Sequence[int], shown: Shown, sampling: Sampling, num: int) -> list[Any]:
+        seen = await self._input(prompt, shown)
+        answer = await self._answer(await self._submit(seen, self._params(sampling, num)))
         for output in answer.outputs:
             if output.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
         outputs: list[Any] = answer.outputs
         return outputs
 
-    async def _submit(self, prompt: Sequence[int], params: Any, *, priority: int = 0) -> Any:
+    async def _input(self, prompt: Sequence[int], shown: Shown) -> Input:
+        if not shown.images:
+            return prompt_input(prompt, shown, None)
+        return await asyncio.to_thread(prompt_input, prompt, shown, self._vision)
+
+    async def _submit(self, prompt: Input, params: Any, *, priority: int = 0) -> Any:
         self._num_requests += 1
-        tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-        return await self._llm.add_request(str(self._num_requests), tokens, params, priority=priority)
+        return await self._llm.add_request(str(self._num_requests), prompt, params, priority=priority)
 
     async def _answer(self, queue: Any) -> Any:
         """The one output of a request; cancelling aborts it."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from infra.vision import Vision, probe_picture
 from schemas.errors import ConfigError
 
 # Without these a recorded logprob, a version or a reload would be wrong.
@@ -20,7 +21,14 @@ REQUIRED: dict[str, object] = {
     "scheduling_policy": "priority",  # the probe goes first after a reload
     "skip_tokenizer_init": True,  # tokens in, tokens out
 }
-DEFAULTS: dict[str, object] = {"enable_prefix_caching": True, "disable_log_stats": True}
+# Of a model that sees: transformers' own vision tower, as the trainer runs it; and the tokenizer, without which vLLM does
+# not load the image processor that it asks how large a picture can be.
+SEEING: dict[str, object] = {"model_impl": "transformers", "skip_tokenizer_init": False}
+DEFAULTS: dict[str, object] = {
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+    "mm_processor_cache_gb": 0,  # pictures come with every request, so nothing need keep them
+}
 # One process fewer, no compilation, exact arithmetic, and memory that fits beside a trainer.
 CPU_DEFAULTS: dict[str, object] = {
     "dtype": "float32",
@@ -41,18 +49,25 @@ CPU_ENVIRONMENT = {
 
 
 def engine_arguments(
-    *, model: str, seed: int, options: Mapping[str, object], on_cpu: bool, known: frozenset[str]
+    *,
+    model: str,
+    seed: int,
+    options: Mapping[str, object],
+    on_cpu: bool,
+    known: frozenset[str],
+    vision: Vision | None = None,
 ) -> dict[str, object]:
-    """Keyword arguments for vLLM's engine. known: the names it takes. Raises ConfigError."""
+    """Keyword arguments for vLLM's engine. known: the names it takes. vision: of a model that sees. Raises ConfigError."""
+    required = REQUIRED if vision is None else {**REQUIRED, **SEEING, "mm_processor_kwargs": _sizes(vision)}
     for name, value in options.items():
         if name in ("model", "seed") or name not in known:
             raise ConfigError(
                 f"engine.options.{name}: not an option of this vLLM; see `vllm serve --help`, with underscores"
             )
-        if name in REQUIRED and value != REQUIRED[name]:
-            raise ConfigError(f"engine.options.{name}: got {value!r}, headrace needs {REQUIRED[name]!r}; leave it out")
+        if name in required and value != required[name]:
+            raise ConfigError(f"engine.options.{name}: got {value!r}, headrace needs {required[name]!r}; leave it out")
     defaults = {**DEFAULTS, **CPU_DEFAULTS} if on_cpu else DEFAULTS
-    return {**defaults, **options, **REQUIRED, "model": model, "seed": seed}
+    return {**defaults, **options, **required, "model": model, "seed": seed}
 
 
 @contextmanager
@@ -91,6 +106,12 @@ def exchange_folder() -> Path:
     """A new folder in memory (or a temporary one) through which tensors go to the worker."""
     shared = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="headrace-", dir=shared if os.access(shared, os.W_OK) else None))
+
+
+def _sizes(vision: Vision) -> dict[str, object]:
+    """What vLLM's image processor asks for and a model folder need not say."""
+    _, height, width = vision.prepare(probe_picture(0)).shape
+    return {"patch_size": vision.patch, "crop_size": {"height": height, "width": width}}
 
 
 def _byte_code_folder() -> str:

@@ -11,19 +11,22 @@ from typing import Any
 from msgspec.structs import replace
 
 from actors.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling
+from actors.engines.shown import Shown
 from actors.engines.trace import Trace
 from actors.engines.vllm.requests import Requests
 
 Label = tuple[str, int]  # of a load attempt, and the index of its first token
 
 
-async def stream(requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk) -> Completion:
+async def stream(
+    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk, shown: Shown
+) -> Completion:
     """Sample one continuation, calling `on_chunk` with proved tokens."""
     trace = Trace(sampling)
     with requests.counted():
         while True:
             left = replace(sampling, max_tokens=sampling.max_tokens - len(trace.tokens))
-            queue, state = await requests.open((*prompt, *trace.tokens), left)
+            queue, state = await requests.open((*prompt, *trace.tokens), left, shown)
             try:
                 if await _follow(requests, queue, state, trace, on_chunk):
                     return trace.completion()

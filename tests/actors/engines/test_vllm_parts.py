@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,19 @@ import numpy as np
 import pytest
 
 from actors.engine import EngineStopped, Sampling
+from actors.engines.shown import Shown
 from actors.engines.vllm.attempts import Attempts
+from actors.engines.vllm.engine import VllmEngine
+from actors.engines.vllm.inputs import probe_input, prompt_input
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.settings import CPU_ENVIRONMENT, REQUIRED, engine_arguments, environment
+from actors.engines.vllm.settings import CPU_ENVIRONMENT, REQUIRED, SEEING, engine_arguments, environment
+from infra.images import decode_image
+from infra.vision import load_vision
 from infra.weights.tensors import Tensor, from_numpy
 from schemas import Span
 from schemas.errors import ConfigError
+from tests.eye_model import build_eye_model, drawings
 
 Answer = tuple[Sequence[int], Sequence[tuple[str, int, int]]]  # tokens, and the label of each run of them
 
@@ -206,6 +213,11 @@ def test_a_partial_reload_holds_whole_layers() -> None:
     assert names_to_send(frozenset({"model.embed_tokens.weight"}), model) == list(model)
 
 
+def test_a_partial_reload_holds_whole_modules() -> None:
+    model = tensors(("embed.weight", 1000), ("projector.linear_1.bias", 1), ("projector.linear_1.weight", 10))
+    assert names_to_send(frozenset({"projector.linear_1.weight"}), model) == list(model)[1:]
+
+
 def test_options_reach_vllm_and_those_that_would_break_the_contract_do_not() -> None:
     def arguments(on_cpu: bool = True, **options: object) -> dict[str, object]:
         known = frozenset({"max_num_seqs", "enforce_eager", "kv_cache_memory_bytes", *REQUIRED})
@@ -218,6 +230,45 @@ def test_options_reach_vllm_and_those_that_would_break_the_contract_do_not() -> 
         arguments(max_num_sequences=9)
     with pytest.raises(ConfigError, match="logprobs_mode"):
         arguments(logprobs_mode="raw_logprobs")
+
+
+def test_a_model_that_sees_runs_the_trainers_vision_tower_and_takes_pictures_of_its_own_size(tmp_path: Path) -> None:
+    folder = build_eye_model(tmp_path / "model")
+    vision = load_vision(folder)
+
+    def arguments(**options: object) -> dict[str, object]:
+        known = frozenset({*REQUIRED, *SEEING})
+        return engine_arguments(model="m", seed=5, options=options, on_cpu=True, known=known, vision=vision)
+
+    assert arguments()["model_impl"] == "transformers"
+    assert arguments()["mm_processor_kwargs"] == {"patch_size": 8, "crop_size": {"height": 16, "width": 16}}
+    with pytest.raises(ConfigError, match="model_impl: got 'vllm', headrace needs 'transformers'"):
+        arguments(model_impl="vllm")
+
+
+def test_a_family_of_models_that_sees_in_another_way_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "idefics3"}')
+    with pytest.raises(ConfigError, match="'idefics3' and takes pictures; expected one of llava"):
+        asyncio.run(VllmEngine(model=str(tmp_path)).start())
+
+
+@pytest.mark.slow  # imports vLLM
+def test_what_vllm_reads_are_the_pixels_and_places_of_the_trainer(tmp_path: Path) -> None:
+    vision = load_vision(build_eye_model(tmp_path / "model"))
+    assert vision is not None
+    first, second = (decode_image(one.image, one.picture) for one in drawings(2))
+    picture = [vision.token] * vision.num_places
+    tokens = [1, *picture, 9, *picture, vision.token]
+    made = prompt_input(tokens, Shown([first, second]), vision)
+    assert made["prompt_token_ids"] == tokens
+    assert [(one.offset, one.length) for one in made["mm_placeholders"]["image"]] == [(1, 4), (6, 4)]
+    for item, image in zip(made["mm_kwargs"]["image"], (first, second), strict=True):
+        np.testing.assert_array_equal(item["pixel_values"].data.numpy(), vision.prepare(image))
+    names = made["mm_hashes"]["image"]
+    assert names[0] != names[1]
+    assert prompt_input(tokens, Shown([second, first]), vision)["mm_hashes"]["image"] == names[::-1]
+    assert probe_input(tokens, vision)["mm_hashes"]["image"] not in (names, names[::-1])
+    assert probe_input([1, 9], vision) == prompt_input([1, 9], Shown(), vision) == prompt_input([1, 9], Shown(), None)
 
 
 def test_the_environment_is_as_before_after_the_start() -> None:
