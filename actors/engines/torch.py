@@ -28,6 +28,7 @@ from actors.engines.checks import (
     probe_difference,
     refuse_images,
 )
+from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
 from actors.engines.slots import Batch, Row, Shown
 from actors.engines.trace import Trace
 from infra.images import Pixels
@@ -69,6 +70,7 @@ class TorchEngine:
         self._version = 0
         self._held: dict[str, Tensor] = {}
         self._loading = asyncio.Lock()
+        self._grammars = Grammars(lambda: folder_vocabulary(model, self._num_vocabulary))
 
     @property
     def version(self) -> int:
@@ -106,9 +108,14 @@ class TorchEngine:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
+        self._grammars.close()
         self._error = self._error or EngineStopped("the engine was closed")
         for future in self._futures.values():
             future.cancel()
+
+    async def prepare(self, json_schema: str) -> None:
+        """Compile the schema."""
+        await self._grammars.compiled(json_schema)
 
     async def generate(
         self,
@@ -126,7 +133,9 @@ class TorchEngine:
         else:
             self._vision.check(prompt, len(images))
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
-        row = Row(tuple(prompt), Trace(sampling), generator, on_chunk, Shown(images))
+        matcher = await self._grammars.matcher(sampling)
+        self._check_alive()  # a schema takes its time to compile
+        row = Row(tuple(prompt), Trace(sampling), generator, on_chunk, Shown(images), matcher)
         future: Finished = self._loop.create_future()
         self._futures[row] = future
         if not self._entering:  # calls of one loop turn enter together, so that a group's prompt is forwarded once
@@ -250,7 +259,11 @@ class TorchEngine:
                 future.set_exception(error)
         for row, completion in completions:
             future = self._futures.get(row)
-            if future is not None and not future.done():
+            if future is None or future.done():
+                continue
+            if row.is_stuck:
+                future.set_exception(RuntimeError(STUCK))
+            else:
                 future.set_result(completion)
 
     def _fail(self, error: Exception) -> None:

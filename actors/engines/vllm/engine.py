@@ -5,7 +5,8 @@
 
 Guarantees: vLLM labels every token with the weights that sampled it, and each load attempt has a label of its own, so
 spans are exact; keys and values of running requests are rebuilt under the new weights; a completion with tokens of an
-attempt not yet proved waits for the verdict, and one with tokens of a refused attempt is cut before them and goes on.
+attempt not yet proved waits for the verdict, and one with tokens of a refused attempt is cut before them and goes on. An
+answer held to a schema cannot go on (vLLM's grammars begin with the answer), so it begins again.
 The tensors go through this host's memory, so the workers must run on it.
 """
 
@@ -27,11 +28,12 @@ from actors.engines.checks import (
     probe_difference,
     refuse_images,
 )
+from actors.engines.grammar import Vocabulary, folder_vocabulary
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.settings import cached_byte_code, engine_arguments, environment, exchange_folder
-from actors.engines.vllm.streaming import stream
+from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment, exchange_folder
+from actors.engines.vllm.streaming import stream, whole
 from infra.images import Pixels
 from infra.model import folder_tensors
 from infra.weights.policy import Policy, Probe
@@ -49,6 +51,7 @@ class VllmEngine:
         self._options = options
         self._llm: Any = None
         self._requests: Requests | None = None
+        self._vocabulary: Vocabulary | None = None
         self._attempts = Attempts()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -110,9 +113,19 @@ class VllmEngine:
         refuse_images(images)
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         requests = self._running()
+        if sampling.json_schema:
+            await self.prepare(sampling.json_schema)
+            return await whole(requests, prompt, sampling, on_chunk)
         if on_chunk is not None:
             return await stream(requests, prompt, sampling, on_chunk)
         return await requests.generate(prompt, sampling)
+
+    async def prepare(self, json_schema: str) -> None:
+        """Check the schema. vLLM compiles it in its own process, with threads of its own, and keeps it there."""
+        if self._vocabulary is None:
+            self._vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
+            self._running().special = self._vocabulary.special
+        await asyncio.to_thread(self._vocabulary.check, json_schema)
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap the weights while requests run. A cancelled call still finishes its swap."""
@@ -139,6 +152,7 @@ class VllmEngine:
 
     def _build(self) -> None:
         with cached_byte_code():
+            from vllm.config import StructuredOutputsConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -152,6 +166,7 @@ class VllmEngine:
             on_cpu=on_cpu,
             known=frozenset(AsyncEngineArgs.__dataclass_fields__),
         )
+        arguments["structured_outputs_config"] = StructuredOutputsConfig(**GRAMMARS)
         with environment(on_cpu=on_cpu), cached_byte_code():
             config = AsyncEngineArgs(**arguments).create_engine_config()
             if on_cpu and config.model_config.hf_config.tie_word_embeddings:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from schemas.errors import ConfigError
 
+GRAMMARS = {"backend": "xgrammar", "disable_any_whitespace": True}  # one spelling, as in the other engines
 # Without these a recorded logprob, a version or a reload would be wrong.
 REQUIRED: dict[str, object] = {
     "worker_extension_cls": "actors.engines.vllm.worker.WeightsExtension",
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",  # else the model folder's top_p and top_k apply silently
     "scheduling_policy": "priority",  # the probe goes first after a reload
-    "skip_tokenizer_init": True,  # tokens in, tokens out
+    "skip_tokenizer_init": False,  # tokens in, tokens out; but a grammar must know what they spell
+    "structured_outputs_config": GRAMMARS,
 }
 DEFAULTS: dict[str, object] = {"enable_prefix_caching": True, "disable_log_stats": True}
 # One process fewer, no compilation, exact arithmetic, and memory that fits beside a trainer.
