@@ -18,6 +18,7 @@ from actors.engine import Sampling, SchemaRefused
 from infra.model import load_tokenizer
 
 MAX_COMPILED = 64
+MAX_COMPILED_BYTES = 256 * 1024 * 1024
 # JSON between the values is spelled in one way, as json.dumps does: free whitespace is where a weak policy gets lost.
 ONE_SPELLING = {"any_whitespace": False}
 # A grammar looks at one token at a time: without one of these it can be led to where nothing may come next.
@@ -30,13 +31,13 @@ class Vocabulary:
     def __init__(self, spellings: Sequence[bytes], special: frozenset[int] = frozenset()) -> None:
         self.spellings = tuple(b"" if token in special else spelled for token, spelled in enumerate(spellings))
         self.special = special
+        self._spelled = frozenset(self.spellings)
 
     def check(self, json_schema: str) -> None:
         """Raise SchemaRefused for what is no schema, or cannot be spelled."""
         import xgrammar
 
-        spelled = set(self.spellings)
-        missing = sorted(one for one in NEEDED.union(json_schema) if not _is_spelled(one, spelled))
+        missing = sorted(one for one in NEEDED.union(json_schema) if not _is_spelled(one, self._spelled))
         if missing:
             told = ", ".join(repr(one) for one in missing[:5])
             raise SchemaRefused(f"this model's vocabulary cannot spell it: {told} missing ({len(missing)} characters)")
@@ -111,10 +112,8 @@ class Grammars:
         found = self._compiled.get(json_schema)
         if found is None:
             found = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, json_schema)
-            found.add_done_callback(lambda one: one.cancelled() or one.exception())  # its callers may be gone
             self._compiled[json_schema] = found
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            found.add_done_callback(self._trim)
         self._compiled.move_to_end(json_schema)
         return await asyncio.shield(found)  # others may wait for it
 
@@ -124,6 +123,13 @@ class Grammars:
             return None
         compiled = await self.compiled(sampling.json_schema)
         return Matcher(compiled, len(self._vocabulary.spellings), sampling.stop)
+
+    def _trim(self, ended: asyncio.Future[Any]) -> None:
+        """Let go of what was asked for longest ago; the newest stays."""
+        sizes = [_num_bytes(one) for one in self._compiled.values()]
+        while len(sizes) > 1 and (len(sizes) > MAX_COMPILED or sum(sizes) > MAX_COMPILED_BYTES):
+            del sizes[0]
+            self._compiled.popitem(last=False)
 
     def _compile(self, json_schema: str) -> Any:
         import xgrammar
@@ -137,6 +143,11 @@ class Grammars:
         return self._compiler.compile_json_schema(json_schema, **ONE_SPELLING)
 
 
-def _is_spelled(character: str, spelled: set[bytes]) -> bool:
+def _num_bytes(compiled: asyncio.Future[Any]) -> int:
+    failed = not compiled.done() or compiled.cancelled() or compiled.exception() is not None
+    return 0 if failed else int(compiled.result().memory_size_bytes)
+
+
+def _is_spelled(character: str, spelled: frozenset[bytes]) -> bool:
     encoded = character.encode()
     return encoded in spelled or all(bytes([one]) in spelled for one in encoded)

@@ -14,7 +14,8 @@ import asyncio
 import gc
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from actors.engines.checks import (
     probe_difference,
     refuse_images,
 )
-from actors.engines.grammar import Vocabulary, folder_vocabulary
+from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
@@ -51,7 +52,7 @@ class VllmEngine:
         self._options = options
         self._llm: Any = None
         self._requests: Requests | None = None
-        self._vocabulary: Vocabulary | None = None
+        self._check_schema: Callable[[str], None] | None = None
         self._attempts = Attempts()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -122,10 +123,11 @@ class VllmEngine:
 
     async def prepare(self, json_schema: str) -> None:
         """Check the schema. vLLM compiles it in its own process, with threads of its own, and keeps it there."""
-        if self._vocabulary is None:
-            self._vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
-            self._running().special = self._vocabulary.special
-        await asyncio.to_thread(self._vocabulary.check, json_schema)
+        if self._check_schema is None:
+            vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
+            self._running().special = vocabulary.special
+            self._check_schema = lru_cache(MAX_COMPILED)(vocabulary.check)
+        await asyncio.to_thread(self._check_schema, json_schema)
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap the weights while requests run. A cancelled call still finishes its swap."""
