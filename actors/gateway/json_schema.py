@@ -16,7 +16,7 @@ ANYTHING: Schema = {}
 ANY_OBJECT: Schema = {"type": "object", "additionalProperties": True}
 FIELD = "response_format.json_schema.schema"
 MAX_BYTES = 16_384
-MAX_DEPTH = 16
+MAX_DEPTH = 32
 MAX_PARTS = 256  # schemas within the schema
 MAX_NARROW = 16  # ranges and formats: each compiles for as long as dozens of other parts
 MAX_ITEMS = 1000
@@ -80,6 +80,8 @@ class _Reading:
         if not own:
             return dict(ANYTHING)
         kinds = own.pop("type", None)
+        if kinds is None:
+            _refuse(own, {name for names in KEYWORDS.values() for name in names}, where)
         if isinstance(kinds, list) and kinds:
             return {"anyOf": [self._typed(kind, own, where, depth, of=kinds) for kind in kinds]}
         return self._typed(kinds, own, where, depth, of=[kinds])
@@ -88,7 +90,7 @@ class _Reading:
         value, place = own[name], f"{where}.{name}"
         _refuse(own, {name, "type"} if name in ("const", "enum") else {name}, where)
         if name == "$ref":
-            return self._reference(value, place)
+            return self._reference(value, place, depth)
         if name == "const":
             return {"enum": [_fitting(value, own.get("type"), place)]}
         if not isinstance(value, list) or not value:
@@ -97,7 +99,7 @@ class _Reading:
             return {"enum": [_fitting(one, own.get("type"), f"{place}[{at}]") for at, one in enumerate(value)]}
         return {"anyOf": [self.schema(one, f"{place}[{at}]", depth + 1) for at, one in enumerate(value)]}
 
-    def _reference(self, value: Any, place: str) -> Schema:
+    def _reference(self, value: Any, place: str, depth: int) -> Schema:
         """A reference to a definition, which is read where it is first named."""
         _, _, rest = value.partition("#/") if isinstance(value, str) else ("", "", "")
         folder, _, name = rest.partition("/")
@@ -106,10 +108,10 @@ class _Reading:
             raise _wrong(place, f"got {_shown(value)}, expected the name of a definition, such as '#/$defs/Name'")
         if rest not in self._names:
             self._names[rest] = f"d{len(self._names)}"
-            target = f"{FIELD}.{folder}.{name}"
+            target = f"{FIELD}.{folder}.{name[:64]}"
             if isinstance(defined[name], dict) and not {"$ref", "anyOf"}.isdisjoint(defined[name]):
                 raise _wrong(target, "expected a definition with a type, not of other definitions")  # may never end
-            self.definitions[self._names[rest]] = self.schema(defined[name], target, 1)
+            self.definitions[self._names[rest]] = self.schema(defined[name], target, depth + 1)
         return {"$ref": f"#/$defs/{self._names[rest]}"}
 
     def _typed(self, kind: Any, own: Schema, where: str, depth: int, *, of: list[Any]) -> Schema:
@@ -130,7 +132,7 @@ class _Reading:
             if name == "format" and value not in FORMATS:
                 raise _wrong(f"{where}.format", f"got {_shown(value)}, expected one of {', '.join(FORMATS)}")
             if name != "format" and not (_is_number(value) and (kind == "number" or isinstance(value, int))):
-                raise _wrong(f"{where}.{name}", f"got {_shown(value)}, expected an {kind} below 2**53")
+                raise _wrong(f"{where}.{name}", f"got {_shown(value)}, expected one of type {kind}, below 2**53")
         return {"type": kind, **mine}
 
     def _object(self, own: Schema, where: str, depth: int) -> Schema:

@@ -164,8 +164,9 @@ class _Few(ByteTokenizer):
 
 
 DEEP: Any = {"type": "array"}
-for _ in range(20):
+for _ in range(40):
     DEEP = {"type": "array", "items": DEEP}
+LINKED = {f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(200)}
 ROOT = "response_format.json_schema.schema"
 REFUSED: list[tuple[Any, str]] = [
     ({"type": "yaml"}, "response_format.type"),
@@ -179,7 +180,7 @@ REFUSED: list[tuple[Any, str]] = [
     (held({"type": "string", "maxLength": 5}), f"{ROOT}.maxLength"),
     (held({"type": "string", "pattern": "(a{1,1000}){1,1000}"}), f"{ROOT}.pattern"),
     (held({"type": "string", "format": "email"}), f"{ROOT}.format"),
-    (held({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}), f"{ROOT}.properties.a.items.type"),
+    (held({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}), f"{ROOT}.properties.a.items.not"),
     (held({"type": "object", "properties": [1]}), f"{ROOT}.properties"),
     (held({"type": "object", "required": ["a"]}), f"{ROOT}.required"),
     (held({"type": "object", "required": [[]]}), f"{ROOT}.required"),
@@ -197,7 +198,8 @@ REFUSED: list[tuple[Any, str]] = [
     (held({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), f"{ROOT}.$defs.a"),
     (held({"enum": ["x" * MAX_BYTES]}), ROOT),
     (held({"anyOf": [{}] * (MAX_PARTS + 1)}), f"{ROOT}.anyOf[{MAX_PARTS - 1}]"),
-    (held(DEEP), ROOT + 17 * ".items"),
+    (held({"$ref": "#/$defs/d0", "$defs": LINKED}), f"{ROOT}.$defs.d16"),
+    (held(DEEP), ROOT + 33 * ".items"),
     (held({"anyOf": [{"type": "integer", "minimum": at} for at in range(17)]}), f"{ROOT}.anyOf[16].minimum"),
 ]  # fmt: skip
 
@@ -209,7 +211,7 @@ def test_a_response_format_that_cannot_be_kept_is_a_400_that_names_the_place(tmp
             for form, param in REFUSED:
                 with pytest.raises(openai.BadRequestError) as caught:
                     await client.chat.completions.create(model="m", messages=ASK, response_format=form)
-                assert caught.value.param == param, f"{form}: {caught.value.message}"
+                assert caught.value.param == param, caught.value.message
             for field, extra in (
                 ("stop", {"stop": ["."]}),
                 ("response_format", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
