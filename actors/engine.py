@@ -19,7 +19,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: at most so many new ones. stop: token ids that end the sequence and are kept as its last token.
     seed: None draws freely. top_p: below 1 draws from the smallest set of tokens with that probability; such spans have
-    ratio False, since a truncated distribution is not the policy's own.
+    ratio False, since a truncated distribution is not the policy's own. json_schema: the text is JSON of this schema (itself
+    JSON), unless max_tokens cuts it; stop tokens are needed to end it. The logprobs recorded are those of what was drawn
+    from, the policy's distribution over the tokens that the schema allows, so such spans have ratio False too.
     """
 
     max_tokens: int
@@ -27,6 +29,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[int, ...] = ()
     seed: int | None = None
     top_p: float = 1.0
+    json_schema: str = ""
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether tokens are drawn from the policy's own distribution, so that their logprobs are behaviour probabilities."""
+        return self.temperature > 0 and self.top_p == 1.0 and not self.json_schema
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -67,6 +75,10 @@ class ContextFull(ValueError):
     """The prompt and what may be sampled after it are longer than the engine's sequences."""
 
 
+class SchemaRefused(ValueError):
+    """Answers cannot be held to this JSON schema: it is no schema the engine knows, or the vocabulary cannot spell it."""
+
+
 class Engine(Protocol):
     """One model being sampled. Every engine is built by `Name(model=<folder>, seed=<int>, **its own options)`.
 
@@ -91,6 +103,9 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop; running requests are cancelled."""
+
+    async def prepare(self, json_schema: str) -> None:
+        """Make ready to hold answers to a schema, away from the event loop; `generate` does it too. Raises SchemaRefused."""
 
     async def generate(
         self,

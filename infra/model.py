@@ -34,6 +34,17 @@ class Tokenizer:
         """Ids the tokenizer knows; the model may have more."""
         return len(self._tokenizer)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text: `decode` leaves them out."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset((*self._tokenizer.all_special_ids, *(token for token, one in added if one.special)))
+
+    @property
+    def wrapped(self) -> Any:
+        """What transformers made of the folder, for a library that asks for that."""
+        return self._tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, nothing put before or after it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

@@ -24,6 +24,7 @@ DOORS = {
     "faust": ("streams/app.py",),
     "mode": ("streams/app.py",),
     "vllm": ("actors/engines/vllm/",),
+    "xgrammar": ("actors/engines/grammar.py",),
     "deepspeed": ("trainer/learners/deepspeed.py",),
     "minio": ("infra/store",),
     "cryptography": ("infra/seal.py",),

@@ -1,7 +1,8 @@
 """The scripted engine: a bigram table in numpy, for tests, examples and machines without a model.
 
 It keeps the whole engine contract: recorded logprobs are the table's own, a load takes effect between two tokens, and
-the same seed gives the same tokens. `script` puts words in its mouth; the logprobs stay those of the table.
+the same seed gives the same tokens. `script` puts words in its mouth; the logprobs stay those of the table. To a schema
+its tokens are the bytes, and a script is followed as far as the schema allows.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from actors.engines.checks import (
     check_tensors,
     probe_difference,
 )
+from actors.engines.grammar import STUCK, Grammars, Matcher, byte_vocabulary
 from actors.engines.trace import Trace
 from infra.images import Pixels
 from infra.weights.policy import Policy
@@ -58,6 +60,7 @@ class ScriptedEngine:
         self._num_requests = 0
         self._running: set[asyncio.Task[Completion]] = set()
         self._loading = asyncio.Lock()
+        self._grammars = Grammars(lambda: byte_vocabulary(self._num_vocabulary))
 
     @property
     def version(self) -> int:
@@ -94,6 +97,11 @@ class ScriptedEngine:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        self._grammars.close()
+
+    async def prepare(self, json_schema: str) -> None:
+        """Compile the schema."""
+        await self._grammars.compiled(json_schema)
 
     async def generate(
         self,
@@ -120,10 +128,14 @@ class ScriptedEngine:
         random = np.random.default_rng(seed)
         script = list(self._script(prompt)) if self._script else None
         trace = Trace(sampling)
+        matcher = await self._grammars.matcher(sampling)
         last, done = prompt[-1], False
         while not done:
             await asyncio.sleep(self._token_s)
             row, cumulative = self._row(last, sampling.temperature, sampling.top_p)
+            if matcher is not None:
+                row, cumulative = self._masked(last, sampling, matcher)
+                script = script if script is not None and row[script[len(trace.tokens)]] > -np.inf else None
             if script is not None:
                 last = script[len(trace.tokens)]
             elif sampling.temperature == 0:
@@ -131,6 +143,10 @@ class ScriptedEngine:
             else:
                 last = min(int(cumulative.searchsorted(random.random())), len(row) - 1)
             done = trace.add(last, float(row[last]), self._version)
+            if matcher is not None:
+                matcher.take(last)
+                if matcher.stuck:
+                    raise RuntimeError(STUCK)
             done = done or (script is not None and len(trace.tokens) == len(script))
             if on_chunk is not None:
                 for chunk in trace.take_chunks():
@@ -146,6 +162,13 @@ class ScriptedEngine:
             row = _nucleus(row, top_p) if top_p < 1.0 else row
             found = self._rows[last, temperature, top_p] = row, np.exp(row).cumsum()
         return found
+
+    def _masked(self, last: int, sampling: Sampling, matcher: Matcher) -> tuple[np.ndarray, np.ndarray]:
+        """As `_row`, over what the schema allows here."""
+        logits = np.where(matcher.allowed(), self._table[last] / (sampling.temperature or 1.0), -np.inf)
+        row = _log_softmax(logits)
+        row = _nucleus(row, sampling.top_p) if sampling.top_p < 1.0 else row
+        return row, np.exp(row).cumsum()
 
     async def load(self, policy: Policy) -> LoadReport:
         """Replace the table between two tokens."""

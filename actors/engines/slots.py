@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.engine import OnChunk
+from actors.engines.grammar import Matcher
 from actors.engines.shown import Shown
 from actors.engines.trace import Trace
 from infra.vision import Vision, model_inputs
@@ -32,8 +33,10 @@ class Row:
         generator: torch.Generator | None,
         on_chunk: OnChunk | None = None,
         shown: Shown | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         self.prompt = prompt
+        self.matcher = matcher
         self.shown = shown or Shown()
         self.trace = trace
         self.generator = generator
@@ -44,6 +47,17 @@ class Row:
     def num_reserved(self) -> int:
         """Tokens it can grow to."""
         return len(self.prompt) + self.trace.sampling.max_tokens
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its grammar led to where nothing may come next."""
+        return self.matcher is not None and self.matcher.stuck
+
+    def add(self, token: int, logprob: float, version: int) -> bool:
+        """Record a token; True where it ends the sequence."""
+        if self.matcher is not None:
+            self.matcher.take(token)
+        return self.trace.add(token, logprob, version) or self.is_stuck
 
 
 class _Captured:
@@ -200,7 +214,8 @@ class Batch:
         rows = self.rows[start:]
         temperatures = torch.tensor([row.trace.sampling.temperature for row in rows])
         greedy = temperatures == 0
-        logprobs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperatures)[:, None], -1)
+        logits = _masked(logits.float() / torch.where(greedy, 1.0, temperatures)[:, None], rows)
+        logprobs = torch.log_softmax(logits, -1)
         logprobs = _nucleus(logprobs, [row.trace.sampling.top_p for row in rows])
         tokens = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
         if bool(greedy.any()):
@@ -212,7 +227,7 @@ class Batch:
         done = {
             start + index
             for index, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), sampled, strict=True))
-            if row.trace.add(token, logprob, version)
+            if row.add(token, logprob, version)
         }
         finished = [self.rows[index] for index in sorted(done)]
         self._remove(done)
@@ -229,6 +244,17 @@ class Batch:
             for source, target in zip(sources, targets, strict=True):
                 self.rows[target] = self.rows[source]
         del self.rows[num_left:]
+
+
+def _masked(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Rows of an answer with a schema without the tokens that it forbids here; the others as they are."""
+    held = {index: row.matcher for index, row in enumerate(rows) if row.matcher is not None}
+    if not held:
+        return logits_BV
+    allowed_HV = torch.from_numpy(np.stack([matcher.allowed() for matcher in held.values()]))
+    logits_BV = logits_BV.clone()
+    logits_BV[list(held)] = logits_BV[list(held)].masked_fill(~allowed_HV, float("-inf"))
+    return logits_BV
 
 
 def _nucleus(logprobs_BV: Tensor, top_p: list[float]) -> Tensor:

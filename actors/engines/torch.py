@@ -28,6 +28,7 @@ from actors.engines.checks import (
     check_tensors,
     probe_difference,
 )
+from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
 from actors.engines.shown import Shown
 from actors.engines.slots import Batch, Row
 from actors.engines.trace import Trace
@@ -70,6 +71,7 @@ class TorchEngine:
         self._version = 0
         self._held: dict[str, Tensor] = {}
         self._loading = asyncio.Lock()
+        self._grammars = Grammars(lambda: folder_vocabulary(model, self._num_vocabulary))
 
     @property
     def version(self) -> int:
@@ -107,9 +109,14 @@ class TorchEngine:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
+        self._grammars.close()
         self._error = self._error or EngineStopped("the engine was closed")
         for future in self._futures.values():
             future.cancel()
+
+    async def prepare(self, json_schema: str) -> None:
+        """Compile the schema."""
+        await self._grammars.compiled(json_schema)
 
     async def generate(
         self,
@@ -124,7 +131,9 @@ class TorchEngine:
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         check_images(self._vision, prompt, images)
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
-        row = Row(tuple(prompt), Trace(sampling), generator, on_chunk, Shown(images))
+        matcher = await self._grammars.matcher(sampling)
+        self._check_alive()  # a schema takes its time to compile
+        row = Row(tuple(prompt), Trace(sampling), generator, on_chunk, Shown(images), matcher)
         future: Finished = self._loop.create_future()
         self._futures[row] = future
         if not self._entering:  # calls of one loop turn enter together, so that a group's prompt is forwarded once
@@ -248,7 +257,11 @@ class TorchEngine:
                 future.set_exception(error)
         for row, completion in completions:
             future = self._futures.get(row)
-            if future is not None and not future.done():
+            if future is None or future.done():
+                continue
+            if row.is_stuck:
+                future.set_exception(RuntimeError(STUCK))
+            else:
                 future.set_result(completion)
 
     def _fail(self, error: Exception) -> None:

@@ -47,9 +47,9 @@ def spans(starts: list[tuple[int, int]], num_tokens: int, sampling: Sampling) ->
     """Runs of one version each. starts: (version, index of its first token), ascending.
 
     Greedy tokens have no ratio: their recorded logprob is the policy's at temperature 1, but they were not drawn.
-    Neither have those of a truncated distribution.
+    Neither have those of a truncated distribution, or of one that a schema masks.
     """
-    temperature, ratio = sampling.temperature, sampling.temperature > 0 and sampling.top_p == 1.0
+    temperature, ratio = sampling.temperature, sampling.has_ratio
     stops = [start for _, start in starts[1:]] + [num_tokens]
     return tuple(
         Span(start, stop, version, temperature=temperature, ratio=ratio)

@@ -1,9 +1,10 @@
 """What a client asks for: request bodies, checked, as one shape that the rest of the gateway knows. Pure.
 
 Guarantee: an unknown field, a wrong type and a value out of bounds are each one ApiError that names the field; what
-reaches into the engine (templates, embeddings, media, decoding grammars) is refused by name.
+reaches into the engine (templates, embeddings, media, grammars of other servers) is refused by name.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from msgspec import Meta
 from actors.gateway.config import Limits
 from actors.gateway.conversation import ChatMessage, Prompt, Tool, chat_prompt, text_prompt
 from actors.gateway.errors import bad
+from actors.gateway.json_schema import ANY_OBJECT, rewritten
 
 SESSION_HEADER = "x-session-id"  # ties the turns of a conversation together
 # Names of other servers' extensions: they change what runs in the engine, so each is refused by name.
@@ -64,6 +66,22 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_cache_key: str | None = None
 
 
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """json_schema of a response_format. strict changes nothing: every schema that is taken is kept."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """response_format of the OpenAI API."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions."""
 
@@ -71,7 +89,7 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -90,6 +108,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the gateway serves it. max_tokens: None where the client named none. logprobs: wanted in the answer.
 
     force: text the answer must begin with (a forced tool call). user: who is behind it, as the client calls them.
+    json_schema: what the answer is held to, "" for nothing.
     """
 
     prompt: Prompt
@@ -108,6 +127,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     force: str = ""
     tools: bool = False
+    json_schema: str = ""
 
 
 def read_chat(body: bytes, limits: Limits) -> Ask:
@@ -118,7 +138,6 @@ def read_chat(body: bytes, limits: Limits) -> Ask:
         raise bad("messages: got none, expected at least one", "messages")
     if len(request.messages) > limits.messages:
         raise bad(f"messages: got {len(request.messages)}, expected at most {limits.messages}", "messages")
-    _refuse_grammar(request.response_format)
     if request.top_logprobs and not request.logprobs:
         raise bad("top_logprobs: needs logprobs = true", "top_logprobs")
     prompt, force = chat_prompt(request.messages, request.tools or [], request.tool_choice)
@@ -132,6 +151,7 @@ def read_chat(body: bytes, limits: Limits) -> Ask:
         top_logprobs=request.top_logprobs or 0,
         force=force,
         tools=bool(prompt.tools),
+        json_schema=_json_schema(request, bool(prompt.tools)),
     )
 
 
@@ -180,24 +200,29 @@ def _ask(request: Common, limits: Limits, prompt: Prompt, *, max_tokens: int | N
     )
 
 
+def _json_schema(request: ChatRequest, tools: bool) -> str:
+    """The schema an answer is held to, "" for none. tools: some may be called."""
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return ""
+    if tools:
+        raise bad("response_format: got tools too, expected one of both: a tool call is no JSON", "response_format")
+    if request.stop:
+        raise bad("stop: expected none beside response_format: a stop string would cut the JSON", "stop")
+    if wanted.type == "json_object":
+        return json.dumps(ANY_OBJECT)
+    if wanted.json_schema is None:
+        where = "response_format.json_schema"
+        raise bad(f"{where}: missing, expected it beside type 'json_schema'", where)
+    return rewritten(wanted.json_schema.schema)
+
+
 def _refuse_unserved(request: Common) -> None:
     for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
         if getattr(request, name):
             raise bad(f"{name}: not supported: what it draws is not the policy's own", name)
     if request.stream_options is not None and not request.stream:
         raise bad("stream_options: only allowed with stream = true", "stream_options")
-
-
-def _refuse_grammar(response_format: Mapping[str, Any] | None) -> None:
-    """JSON mode masks what may be drawn: the recorded logprobs would be of the mask, and no longer of the policy."""
-    kind = (response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        raise bad(
-            f"response_format: got type {str(kind)[:64]!r}, expected 'text': what a grammar draws is not the policy's own; "
-            "describe the JSON in the prompt, or give it as a tool's parameters",
-            "response_format",
-            "unsupported_value",
-        )
 
 
 _chat = msgspec.json.Decoder(ChatRequest)

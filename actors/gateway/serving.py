@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from actors.continuation import Turn
-from actors.engine import Engine, EngineStopped, Sampling
+from actors.engine import Engine, EngineStopped, Sampling, SchemaRefused
 from actors.gateway.ask import Ask
 from actors.gateway.config import GatewayConfig
 from actors.gateway.conversation import Called, read_calls, written
@@ -108,6 +108,7 @@ class Gateway:
         self.outbox = outbox
         self.metrics = metrics
         self.num_running = 0
+        self._num_preparing = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
@@ -135,6 +136,8 @@ class Gateway:
         tokens += prefix
         group = request_group(name, self._minter.epoch, self._minter.take())
         sampling = self._sampling(ask, tokens)
+        if ask.json_schema:
+            await self._prepared(ask.json_schema)
         self.num_running += ask.choices
         self.idle.clear()
         return Turns(
@@ -205,6 +208,20 @@ class Gateway:
             )
         return rendered
 
+    async def _prepared(self, json_schema: str) -> None:
+        """Wait until the engine can hold answers to the schema: before the answer's first byte, so that it can be refused."""
+        if self._num_preparing >= self.config.limits.concurrency:
+            raise overloaded(f"{self._num_preparing} requests wait for their response_format to be compiled")
+        self._num_preparing += 1
+        try:
+            await self.engine.prepare(json_schema)
+        except SchemaRefused as error:
+            raise bad(f"response_format: {error}", "response_format", "unsupported_value") from error
+        except EngineStopped as error:
+            raise self._gone(error) from error
+        finally:
+            self._num_preparing -= 1
+
     def _sampling(self, ask: Ask, tokens: Sequence[int]) -> Sampling:
         room = self.engine.max_model_len - len(tokens)
         wanted = ask.max_tokens or min(self.config.limits.max_tokens, max(room, 1))
@@ -216,7 +233,12 @@ class Gateway:
                 "context_length_exceeded",
             )
         return Sampling(
-            max_tokens=wanted, temperature=ask.temperature, stop=self._stop_tokens, seed=ask.seed, top_p=ask.top_p
+            max_tokens=wanted,
+            temperature=ask.temperature,
+            stop=self._stop_tokens,
+            seed=ask.seed,
+            top_p=ask.top_p,
+            json_schema=ask.json_schema,
         )
 
     def _growing(self, turns: Turns, index: int, watch: Callable[[int], OnText] | None) -> Growing | None:
@@ -238,12 +260,15 @@ class Gateway:
             return error
         turns.failed = not isinstance(error, ValueError)
         if isinstance(error, EngineStopped):
-            if not self.stopped.done():
-                self.stopped.set_result(error)
-            return unavailable("the engine has stopped; it is being started again")
+            return self._gone(error)
         if isinstance(error, ValueError):
             return bad(str(error))
         return error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+    def _gone(self, error: EngineStopped) -> ApiError:
+        if not self.stopped.done():
+            self.stopped.set_result(error)
+        return unavailable("the engine has stopped; it is being started again")
 
     def _ended(self, turns: Turns) -> None:
         """Remember and record, whole or not."""

@@ -1,135 +1,30 @@
 """What every engine guarantees; the reference is a forward that shares no code with the engine."""
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Callable, Iterator
 
+import jsonschema
+import msgspec
 import numpy as np
 import pytest
 
-from actors.engine import Chunk, Completion, Engine, Sampling
-from actors.engines.scripted import TENSOR, ScriptedEngine
-from infra.weights.policy import Policy, Probe
-from infra.weights.tensors import Tensor, from_numpy, to_numpy
+from actors.engine import Chunk, Completion, Sampling, SchemaRefused
+from infra.weights.policy import Policy
+from infra.weights.tensors import from_numpy, to_numpy
 from schemas.errors import PolicyRefused
+from tests.contracts.engine_case import Case, Tensors, scripted, torch_case, vllm_case
 
-Tensors = dict[str, Tensor]
-Reference = Callable[[Tensors, Sequence[int], float], list[float]]
-
-
-class Case:
-    """An engine under test, the tensors it serves, and an independent way to compute logprobs from tensors."""
-
-    def __init__(self, engine: Engine, tensors: Tensors, reference: Reference) -> None:
-        self.engine = engine
-        self.reference = reference
-        self.by_version = {0: tensors}
-        self.newest = 0  # a refused version is not used again
-
-    def run(self, call: Callable[["Case"], Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(call(self), 120))
-
-    def __enter__(self) -> "Case":
-        self.runner = asyncio.Runner()
-        self.runner.run(self.engine.start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.runner.run(self.engine.close())
-        self.runner.close()
-
-    @property
-    def tensors(self) -> Tensors:
-        return self.by_version[self.engine.version]
-
-    def next_policy(self, *, scale: float = 1.02, only: str = "", probe: bool = True) -> Policy:
-        """The served policy with every matrix (or those whose name holds `only`) scaled."""
-        tensors = {
-            name: from_numpy(to_numpy(tensor) * np.float32(scale)) if only in name and len(tensor.shape) > 1 else tensor
-            for name, tensor in self.tensors.items()
-        }
-        return self.policy(tensors, probe=probe)
-
-    def policy(self, tensors: Tensors, *, probe: bool = True) -> Policy:
-        self.newest += 1
-        sequences = ((1, 20, 30, 40, 50), (1, 7, 9))
-        made = Probe(sequences, tuple(tuple(self.reference(tensors, tokens, 1.0)) for tokens in sequences))
-        return Policy(version=self.newest, tensors=tensors, touched=frozenset(tensors), probe=made if probe else None)
-
-    async def load(self, policy: Policy) -> None:
-        await self.engine.load(policy)
-        self.by_version[policy.version] = dict(policy.tensors)
-
-    def assert_reproduced(self, prompt: Sequence[int], completion: Completion, temperature: float) -> None:
-        """Every span's logprobs are its own version's, given the whole prefix."""
-        tokens = [*prompt, *completion.tokens]
-        stop = 0
-        for span in completion.spans:
-            assert span.start == stop
-            stop = span.stop
-            expected = self.reference(self.by_version[span.version], tokens, temperature)
-            at = len(prompt) - 1
-            np.testing.assert_allclose(
-                completion.logprobs[span.start : span.stop],
-                expected[at + span.start : at + span.stop],
-                atol=1e-4,
-                rtol=0,
-            )
-        assert stop == len(completion.tokens) == len(completion.logprobs)
-
-
-def scripted(_: Path) -> Case:
-    engine = ScriptedEngine(seed=3, num_vocabulary=128, max_model_len=512)
-    random = np.random.default_rng(3)
-    tensors = {TENSOR: from_numpy(random.normal(size=(128, 128)).astype(np.float32))}
-
-    def reference(tensors: Tensors, tokens: Sequence[int], temperature: float) -> list[float]:
-        table = np.exp(to_numpy(tensors[TENSOR]).astype(np.float64) / temperature)
-        return [float(np.log(table[a, b] / table[a].sum())) for a, b in itertools.pairwise(tokens)]
-
-    return Case(engine, tensors, reference)
-
-
-def char_model(folder: Path) -> tuple[Path, Tensors, Reference]:
-    """The demo's model, widened so that its distributions are far from uniform, and a transformers forward over it."""
-    import torch
-
-    from infra.demo.char_model import build_char_model
-    from infra.model import load_into, load_model, model_tensors
-    from infra.weights.tensors import save_tensors
-
-    build_char_model(folder, seed=5)
-    model = load_model(str(folder))
-    tensors = {
-        name: from_numpy(to_numpy(tensor) * np.float32(4)) if len(tensor.shape) > 1 else tensor
-        for name, tensor in model_tensors(model).items()
-    }
-    (folder / "model.safetensors").write_bytes(save_tensors(tensors, {"format": "pt"}))
-
-    def reference(tensors: Tensors, tokens: Sequence[int], temperature: float) -> list[float]:
-        load_into(model, tensors)
-        ids = torch.tensor([list(tokens)])
-        with torch.no_grad():
-            logprobs = torch.log_softmax(model(input_ids=ids).logits[0] / temperature, -1)
-        return [float(logprob) for logprob in logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]]
-
-    return folder, tensors, reference
-
-
-def torch_case(folder: Path) -> Case:
-    from actors.engines.torch import TorchEngine
-
-    model, tensors, reference = char_model(folder)
-    return Case(TorchEngine(model=str(model), seed=3), tensors, reference)
-
-
-def vllm_case(folder: Path) -> Case:
-    from actors.engines.vllm.engine import VllmEngine
-
-    model, tensors, reference = char_model(folder)
-    return Case(VllmEngine(model=str(model), seed=3, max_num_seqs=64), tensors, reference)
+# Short in every case, so that no answer is cut.
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "tried": {"type": "array", "items": {"type": "boolean"}, "minItems": 8, "maxItems": 12},
+        "operator": {"enum": ["+", "-", 17, None]},
+    },
+    "required": ["tried", "operator"],
+    "additionalProperties": False,
+}
 
 
 ENGINES = [scripted, torch_case, pytest.param(vllm_case, marks=pytest.mark.slow)]
@@ -255,6 +150,54 @@ def test_a_nucleus_keeps_the_likeliest_tokens_only_and_has_no_ratio(case: Case) 
         assert narrow.tokens == greedy.tokens
         assert not any(span.ratio for span in narrow.spans)
         np.testing.assert_allclose(narrow.logprobs, 0.0, atol=1e-6)
+
+    case.run(check)
+
+
+def test_an_answer_held_to_a_schema_is_an_instance_of_it_beside_free_ones_and_through_reloads(case: Case) -> None:
+    async def check(case: Case) -> None:
+        pieces: list[list[Chunk]] = [[] for _ in range(4)]
+        held = Sampling(max_tokens=200, stop=(2,), json_schema=json.dumps(SCHEMA))
+        await case.engine.prepare(held.json_schema)
+        requests = [case.engine.generate((1, 20, 30 + index % 2), held) for index in range(8)]
+        requests += [case.engine.generate((1, 20), held, on_chunk=told.append) for told in pieces]
+        requests.append(case.engine.generate((1, 20), msgspec.structs.replace(held, temperature=0.0, top_p=0.9)))
+        free = [asyncio.create_task(case.engine.generate((1, 20), Sampling(max_tokens=200))) for _ in range(4)]
+        running = [asyncio.create_task(request) for request in requests]
+        while case.engine.num_running < 17 and not any(one.done() for one in running):  # noqa: ASYNC110  the engine ends it
+            await asyncio.sleep(0)
+        await case.load(case.next_policy())
+        wrong, right = case.next_policy(scale=1.5), case.next_policy()
+        with pytest.raises(PolicyRefused, match="probe"):
+            await case.engine.load(
+                Policy(version=wrong.version, tensors=wrong.tensors, touched=wrong.touched, probe=right.probe)
+            )
+        answers = await asyncio.gather(*running)
+        for answer in answers:
+            assert answer.stopped and not any(span.ratio for span in answer.spans)
+            jsonschema.validate(json.loads(case.text(answer.tokens[:-1])), SCHEMA)
+        assert len({answer.tokens for answer in answers}) > 3, "the policy still chooses"
+        for told, answer in zip(pieces, answers[8:], strict=False):
+            assert tuple(token for piece in told for token in piece.tokens) == answer.tokens
+        for completion in await asyncio.gather(*free):
+            assert all(span.ratio for span in completion.spans)
+            case.assert_reproduced((1, 20), completion, 1.0)
+        await case.load(right)
+
+    case.run(check)
+
+
+@pytest.mark.parametrize("schema", ["no JSON", '{"type": "word"}', '{"enum": ["\u2603"]}'])
+def test_a_schema_that_answers_cannot_be_held_to_is_the_callers_mistake(case: Case, schema: str) -> None:
+    async def check(case: Case) -> None:
+        with pytest.raises(SchemaRefused):
+            await case.engine.prepare(schema)
+        with pytest.raises(SchemaRefused):
+            await case.engine.generate((1, 20), Sampling(max_tokens=9, stop=(2,), json_schema=schema))
+        with pytest.raises(ValueError, match="stop"):
+            await case.engine.generate((1, 20), Sampling(max_tokens=9, json_schema="{}"))
+        assert case.engine.num_running == 0
+        assert len((await case.engine.generate((1, 20), Sampling(max_tokens=9))).tokens) == 9
 
     case.run(check)
 

@@ -5,7 +5,8 @@
 
 Guarantees: vLLM labels every token with the weights that sampled it, and each load attempt has a label of its own, so
 spans are exact; keys and values of running requests are rebuilt under the new weights; a completion with tokens of an
-attempt not yet proved waits for the verdict, and one with tokens of a refused attempt is cut before them and goes on.
+attempt not yet proved waits for the verdict, and one with tokens of a refused attempt is cut before them and goes on. An
+answer held to a schema cannot go on (vLLM's grammars begin with the answer), so it begins again.
 The tensors go through this host's memory, so the workers must run on it.
 """
 
@@ -13,7 +14,8 @@ import asyncio
 import gc
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,13 @@ from actors.engines.checks import (
     check_tensors,
     probe_difference,
 )
+from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
 from actors.engines.shown import Shown
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.settings import cached_byte_code, engine_arguments, environment, exchange_folder
-from actors.engines.vllm.streaming import stream
+from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment, exchange_folder
+from actors.engines.vllm.streaming import stream, whole
 from infra.images import Pixels
 from infra.model import folder_tensors, load_model, model_tensors
 from infra.vision import load_vision
@@ -51,6 +54,7 @@ class VllmEngine:
         self._options = options
         self._llm: Any = None
         self._requests: Requests | None = None
+        self._check_schema: Callable[[str], None] | None = None
         self._attempts = Attempts()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -116,9 +120,20 @@ class VllmEngine:
         requests = self._running()
         check_images(self._vision, prompt, images)
         shown = Shown(images)
+        if sampling.json_schema:
+            await self.prepare(sampling.json_schema)
+            return await whole(requests, prompt, sampling, on_chunk, shown)
         if on_chunk is not None:
             return await stream(requests, prompt, sampling, on_chunk, shown)
         return await requests.generate(prompt, sampling, shown)
+
+    async def prepare(self, json_schema: str) -> None:
+        """Check the schema. vLLM compiles it in its own process, with threads of its own, and keeps it there."""
+        if self._check_schema is None:
+            vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
+            self._running().special = vocabulary.special
+            self._check_schema = lru_cache(MAX_COMPILED)(vocabulary.check)
+        await asyncio.to_thread(self._check_schema, json_schema)
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap the weights while requests run. A cancelled call still finishes its swap."""
@@ -151,6 +166,7 @@ class VllmEngine:
 
     def _build(self) -> None:
         with cached_byte_code():
+            from vllm.config import StructuredOutputsConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -165,6 +181,7 @@ class VllmEngine:
             known=frozenset(AsyncEngineArgs.__dataclass_fields__),
             vision=self._vision,
         )
+        arguments["structured_outputs_config"] = StructuredOutputsConfig(**GRAMMARS)
         with environment(on_cpu=on_cpu), cached_byte_code():
             config = AsyncEngineArgs(**arguments).create_engine_config()
             if on_cpu:

@@ -5,6 +5,7 @@ less; since it answers when its last member ends, only short ones are joined. Se
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +23,10 @@ from infra.vision import Vision
 Waiting = asyncio.Future[Completion]
 PROBE_PRIORITY = -1  # before every other request
 NOTHING_SHOWN = Shown()
+NEVER = -100.0  # the lowest logit bias there is
+MAX_BIASED = 1024  # tokens of a request that vLLM takes a bias for
+
+_log = logging.getLogger(__name__)
 
 
 class Requests:
@@ -45,9 +50,10 @@ class Requests:
         self._num_requests = 0
         self._entering: dict[tuple[tuple[int, ...], Shown, Sampling], list[Waiting]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._params = lru_cache(64)(sampling_params or _sampling_params)
+        self._params = lru_cache(64)(sampling_params or self._sampling_params)
         self._streamed_params = lru_cache(64)(streamed_params or _streamed_params)
         self.num_running = 0
+        self.special: frozenset[int] = frozenset()  # tokens that stand for no text
 
     async def close(self) -> None:
         """Cancel what runs."""
@@ -152,7 +158,8 @@ class Requests:
     async def _completion(self, prompt: tuple[int, ...], shown: Shown, sampling: Sampling, output: Any) -> Completion:
         """The completion, once all its tokens are a proved policy's.
 
-        Tokens of a refused one, and those after them, are cut off, and sampling goes on from there.
+        Tokens of a refused one, and those after them, are cut off, and sampling goes on from there; from the beginning
+        where the answer is held to a schema, since vLLM's grammar takes what it is asked to go on from for the prompt.
         """
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -178,8 +185,14 @@ class Requests:
                     spans=spans(starts, len(tokens), sampling),
                     stopped=stopped,
                 )
+            if sampling.json_schema:
+                _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
+                tokens, logprobs, starts = [], [], []
             left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
             output = (await self._sample((*prompt, *tokens), shown, left, 1))[0]
+
+    def _sampling_params(self, sampling: Sampling, num: int) -> Any:
+        return _sampling_params(sampling, num, self.special)
 
     async def _sample(self, prompt: Sequence[int], shown: Shown, sampling: Sampling, num: int) -> list[Any]:
         seen = await self._input(prompt, shown)
@@ -210,10 +223,13 @@ class Requests:
             queue.close()
 
 
-def _sampling_params(sampling: Sampling, num: int) -> Any:
+def _sampling_params(sampling: Sampling, num: int, special: frozenset[int] = frozenset()) -> Any:
+    """special: tokens without text, which vLLM's grammars take for the text of their names."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    held = bool(sampling.json_schema)
+    never = sorted(special.difference(sampling.stop))[:MAX_BIASED]
     return SamplingParams(
         n=num,
         max_tokens=sampling.max_tokens,
@@ -221,6 +237,8 @@ def _sampling_params(sampling: Sampling, num: int) -> Any:
         top_p=sampling.top_p,
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop),
+        structured_outputs=StructuredOutputsParams(json=sampling.json_schema) if held else None,
+        logit_bias=dict.fromkeys(never, NEVER) if held else None,
         ignore_eos=True,  # `stop` alone says where a sequence ends
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,

@@ -13,17 +13,18 @@ from pathlib import Path
 from infra.vision import Vision, probe_picture
 from schemas.errors import ConfigError
 
+GRAMMARS = {"backend": "xgrammar", "disable_any_whitespace": True}  # one spelling, as in the other engines
 # Without these a recorded logprob, a version or a reload would be wrong.
 REQUIRED: dict[str, object] = {
     "worker_extension_cls": "actors.engines.vllm.worker.WeightsExtension",
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",  # else the model folder's top_p and top_k apply silently
     "scheduling_policy": "priority",  # the probe goes first after a reload
-    "skip_tokenizer_init": True,  # tokens in, tokens out
+    # Tokens in, tokens out; but a grammar must know what they spell, and an image processor comes with its tokenizer.
+    "skip_tokenizer_init": False,
+    "structured_outputs_config": GRAMMARS,
 }
-# Of a model that sees: transformers' own vision tower, as the trainer runs it; and the tokenizer, without which vLLM does
-# not load the image processor that it asks how large a picture can be.
-SEEING: dict[str, object] = {"model_impl": "transformers", "skip_tokenizer_init": False}
+SEEING: dict[str, object] = {"model_impl": "transformers"}  # that library's vision tower, as the trainer runs it
 DEFAULTS: dict[str, object] = {
     "enable_prefix_caching": True,
     "disable_log_stats": True,

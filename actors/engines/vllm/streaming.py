@@ -39,6 +39,18 @@ async def stream(
                 await requests.end(queue)
 
 
+async def whole(
+    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk | None, shown: Shown
+) -> Completion:
+    """Sample one continuation that may have to begin again, so nothing of it is handed over before its end."""
+    completion = await requests.generate(prompt, sampling, shown)
+    if on_chunk is not None:
+        for span in completion.spans:
+            cut = slice(span.start, span.stop)
+            on_chunk(Chunk(completion.tokens[cut], completion.logprobs[cut], span.version))
+    return completion
+
+
 async def _follow(requests: Requests, queue: Any, state: Any, trace: Trace, on_chunk: OnChunk) -> bool:
     """Take outputs until the request ends (True) or shows tokens of a refused policy (False)."""
     num_taken = 0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engine import EngineStopped, Sampling
+from actors.engine import Chunk, EngineStopped, Sampling
 from actors.engines.shown import Shown
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.engine import VllmEngine
@@ -18,6 +18,7 @@ from actors.engines.vllm.inputs import probe_input, prompt_input
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.settings import CPU_ENVIRONMENT, REQUIRED, SEEING, engine_arguments, environment
+from actors.engines.vllm.streaming import whole
 from infra.images import decode_image
 from infra.vision import load_vision
 from infra.weights.tensors import Tensor, from_numpy
@@ -139,6 +140,30 @@ def test_tokens_of_a_refused_policy_are_sampled_again_from_before_them() -> None
         assert completion.tokens == (1, 7, 8, 9)
         assert completion.logprobs == (-2.0, -8.0, -9.0, -10.0)
         assert completion.spans == (Span(0, 4, 3),)
+
+    asyncio.run(check())
+
+
+def test_an_answer_held_to_a_schema_begins_again_after_a_refused_policy_and_nothing_of_it_leaves_before_its_end() -> (
+    None
+):
+    async def check() -> None:
+        llm, attempts = FakeVllm(), Attempts()
+        requests = requests_to(llm, attempts)
+        old, bad = attempts.begin(3, proved=True), attempts.begin(4)
+        held = Sampling(max_tokens=4, stop=(9,), json_schema="{}")
+        left: list[Chunk] = []
+        call = asyncio.create_task(whole(requests, (5, 6), held, left.append, Shown()))
+        _, _, queue = await llm.next()
+        attempts.decide(bad, False)
+        queue.answer.set_result(answered(([1, 2, 9], [(old, 0, 2), (bad, 2, 3)]), reason="stop"))
+        prompt, (sampling, num), queue = await llm.next()
+        assert (prompt, sampling, num) == ([5, 6], held, 1) and not left
+        queue.answer.set_result(answered(([3, 9], [(old, 0, 2)]), reason="stop"))
+        completion = await call
+        assert completion.tokens == (3, 9) and completion.stopped
+        assert completion.spans == (Span(0, 2, 3, ratio=False),)
+        assert left == [Chunk((3, 9), completion.logprobs, 3)]
 
     asyncio.run(check())
 

@@ -1,8 +1,7 @@
-"""What people build agents with, unmodified: an agent framework, the client's typed answers, and JSON mode."""
+"""What people build agents with, unmodified: an agent framework, and the client's typed tools."""
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +34,6 @@ async def client_of(served: Served) -> OpenAI:
     key = served.key()
     await served.keys_read()
     return OpenAI(api_key=key, base_url=f"{served.url}/v1", max_retries=0)
-
-
-MODES: list[Callable[[OpenAI], object]] = [
-    lambda client: client.chat.completions.create(model="m", messages=ASK, response_format={"type": "json_object"}),
-    lambda client: client.chat.completions.create(
-        model="m",
-        messages=ASK,
-        stream=True,
-        response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": Weather.model_json_schema()}},
-    ),
-    lambda client: client.chat.completions.parse(model="m", messages=ASK, response_format=Weather),
-]
-
-
-def test_json_mode_is_refused_with_the_clients_own_error_and_nothing_is_recorded(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            client = await client_of(served)
-            for ask in MODES:
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await asyncio.to_thread(ask, client)
-                assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_value")
-                assert "not the policy's own" in caught.value.message
-            plain: Any = {"type": "text"}
-            await asyncio.to_thread(
-                lambda: client.chat.completions.create(model="m", messages=ASK, response_format=plain)
-            )
-            assert len(await served.recorded(1)) == 1 and served.count("refused") == len(MODES)
-
-    asyncio.run(check())
 
 
 def test_a_typed_tool_of_the_client_is_parsed_into_its_class(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from schemas.fields import PolicyEventKind
 from schemas.topics import POLICIES
 from tests.actors.gateway.gateway_rig import VOCABULARY, AwayBus, Served, engine, says, serving
 from tests.actors.rig import until
-from tests.contracts.test_engine import char_model
+from tests.contracts.engine_case import char_model
 
 Tensors = dict[str, Tensor]
 Reference = Callable[[Tensors, Sequence[int], float], list[float]]

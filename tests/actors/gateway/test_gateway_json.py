@@ -1,0 +1,310 @@
+"""JSON mode as clients use it: an answer is JSON of the schema asked for, whatever the policy would have said."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import hypothesis.strategies as st
+import jsonschema
+import openai
+import pydantic
+import pytest
+from hypothesis import HealthCheck, given, settings
+from openai import AsyncOpenAI
+
+from actors.engine import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.gateway.errors import ApiError
+from actors.gateway.json_schema import ANY_OBJECT, MAX_BYTES, MAX_PARTS, rewritten
+from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, Served, engine, says, serving
+from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
+
+ASK: list[Any] = [{"role": "user", "content": "How warm is it in Zürich?"}]
+OBJECT: Any = {"type": "json_object"}
+DECODE = ByteTokenizer().decode
+
+
+class Weather(pydantic.BaseModel):
+    sky: Literal["clear", "cloudy", "bewölkt"]
+    windy: bool
+    degrees: int = pydantic.Field(ge=-40, le=50)
+    later: "list[Weather] | None" = pydantic.Field(max_length=2)
+
+
+def held(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+async def client_of(served: Served, **options: Any) -> AsyncOpenAI:
+    made = served.key()
+    await served.keys_read()
+    return served.client(made, **options)
+
+
+def assert_is_json(text: str, finish: str | None, schema: Any) -> None:
+    if finish == "stop":
+        jsonschema.validate(json.loads(text), schema)
+    else:
+        assert finish == "length"
+
+
+@pytest.mark.parametrize("form", [OBJECT, held(Weather.model_json_schema())], ids=["object", "schema"])
+def test_whatever_the_policy_would_say_the_answer_is_json_unless_it_ran_out_of_tokens(
+    tmp_path: Path, form: Any
+) -> None:
+    schema = form.get("json_schema", {}).get("schema", {"type": "object"})
+
+    async def check() -> None:
+        async with serving(tmp_path, engine(seed=1)) as served:
+            client = await client_of(served)
+            ask: Any = {"model": "m", "messages": ASK, "response_format": form, "n": 8, "max_tokens": 500}
+            whole = await client.chat.completions.create(**ask)
+            stream: Any = await client.chat.completions.create(**ask, stream=True)
+            texts, ends = [""] * 8, [""] * 8
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.delta.content or ""
+                    ends[choice.index] = choice.finish_reason or ends[choice.index]
+            told = [(c.message.content or "", str(c.finish_reason)) for c in whole.choices]
+            told += list(zip(texts, ends, strict=True))
+            for text, finish in told:
+                assert_is_json(text, finish, schema)
+            assert sum(finish == "stop" for _, finish in told) >= 4
+            for one in await served.recorded(16):
+                assert not any(span.ratio for span in one.spans), "what the mask let through is not the policy's own"
+
+    asyncio.run(check())
+
+
+def test_the_clients_typed_answers_are_parsed_and_a_policy_that_fits_is_left_alone(tmp_path: Path) -> None:
+    said = '{"sky": "bewölkt", "windy": true, "degrees": -7, "later": null}'
+
+    async def check() -> None:
+        async with serving(tmp_path, engine(says(said))) as served:
+            client = await client_of(served)
+            answer = await client.chat.completions.parse(model="m", messages=ASK, response_format=Weather)
+            assert answer.choices[0].message.parsed == Weather(sky="bewölkt", windy=True, degrees=-7, later=None)
+            assert answer.choices[0].message.content == said
+            plain: Any = {"type": "text"}
+            await client.chat.completions.create(model="m", messages=ASK, response_format=plain)
+            assert [one.spans[0].ratio for one in await served.recorded(2)] == [False, True]
+
+    asyncio.run(check())
+
+
+def test_a_reload_in_the_middle_of_an_answer_leaves_it_json(tmp_path: Path) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 60, "maxItems": 60}
+
+    async def check() -> None:
+        async with serving(tmp_path, engine(seed=1, token_s=0.002)) as served:
+            client = await client_of(served)
+            stream: Any = await client.chat.completions.create(
+                model="m", messages=ASK, stream=True, response_format=held(schema)
+            )
+            text, finish = "", None
+            async for chunk in stream:
+                if not text and chunk.choices[0].delta.content:
+                    await announce(served, 1, bigram(1))
+                    await loaded(served, 1)
+                text += chunk.choices[0].delta.content or ""
+                finish = chunk.choices[0].finish_reason or finish
+            assert finish == "stop" and len(json.loads(text)) == 60
+            (one,) = await served.recorded(1)
+            assert [span.version for span in one.spans] == [0, 1] and not any(span.ratio for span in one.spans)
+
+    asyncio.run(check())
+
+
+@pytest.mark.slow
+def test_the_torch_engine_holds_answers_to_json_over_its_models_own_vocabulary(tmp_path: Path) -> None:
+    from actors.engines.torch import TorchEngine
+    from infra.demo.char_model import build_char_model
+    from infra.model import load_tokenizer
+
+    folder = build_char_model(tmp_path / "model", seed=1)
+
+    async def check() -> None:
+        sampler = TorchEngine(model=str(folder), seed=3)
+        async with serving(tmp_path / "run", sampler, tokenizer=load_tokenizer(folder)) as served:
+            client = await client_of(served)
+            ask: Any = [{"role": "user", "content": "37+45="}]
+            schema = {"enum": ["82", 82, None], "description": "The sum."}
+            answer = await client.chat.completions.create(
+                model="m", messages=ask, response_format=held(schema), n=4, logprobs=True
+            )
+            for choice in answer.choices:
+                assert choice.finish_reason == "stop" and json.loads(choice.message.content or "") in ("82", 82, None)
+            with pytest.raises(openai.BadRequestError, match="vocabulary cannot spell it: 'ü' missing"):
+                await client.chat.completions.create(model="m", messages=ask, response_format=held({"enum": ["ü"]}))
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_vocabulary_that_cannot_spell_json_is_told_before_the_first_byte(tmp_path: Path, stream: bool) -> None:
+    async def check() -> None:
+        few = ScriptedEngine(num_vocabulary=100, max_model_len=4096)  # its last byte is "c"
+        asked: Any = [{"role": "user", "content": "!"}]
+        async with serving(tmp_path, few, tokenizer=_Few()) as served:
+            client = await client_of(served)
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="m", messages=asked, response_format=OBJECT, stream=stream)
+            assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_value")
+            await client.chat.completions.create(model="m", messages=asked, max_tokens=3)
+
+    asyncio.run(check())
+
+
+class _Few(ByteTokenizer):
+    eos_ids = (0,)
+
+    def encode_request(self, conversation: Any, tools: Any = ()) -> list[int]:
+        return [1, 2, 3]
+
+
+DEEP: Any = {"type": "array"}
+for _ in range(40):
+    DEEP = {"type": "array", "items": DEEP}
+LINKED = {f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(200)}
+ROOT = "response_format.json_schema.schema"
+REFUSED: list[tuple[Any, str]] = [
+    ({"type": "yaml"}, "response_format.type"),
+    ({"type": "json_schema"}, "response_format.json_schema"),
+    ({"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "response_format.json_schema.name"),
+    ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema"),
+    ({"type": "json_object", "schema": {}}, "response_format.schema"),
+    (held({"type": "text"}), f"{ROOT}.type"),
+    (held({"type": []}), f"{ROOT}.type"),
+    (held({"properties": {}}), f"{ROOT}.type"),
+    (held({"type": "string", "maxLength": 5}), f"{ROOT}.maxLength"),
+    (held({"type": "string", "pattern": "(a{1,1000}){1,1000}"}), f"{ROOT}.pattern"),
+    (held({"type": "string", "format": "email"}), f"{ROOT}.format"),
+    (held({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}), f"{ROOT}.properties.a.items.not"),
+    (held({"type": "object", "properties": [1]}), f"{ROOT}.properties"),
+    (held({"type": "object", "required": ["a"]}), f"{ROOT}.required"),
+    (held({"type": "object", "required": [[]]}), f"{ROOT}.required"),
+    (held({"type": "array", "maxItems": 10**9}), f"{ROOT}.maxItems"),
+    (held({"type": "array", "minItems": 3, "maxItems": 2}), f"{ROOT}.minItems"),
+    (held({"type": "integer", "minimum": "1"}), f"{ROOT}.minimum"),
+    (held({"type": "integer", "minimum": 10**30}), f"{ROOT}.minimum"),
+    (held({"type": "integer", "minimum": 3, "maximum": 2}), "response_format"),
+    (held({"enum": []}), f"{ROOT}.enum"),
+    (held({"enum": [{}]}), f"{ROOT}.enum[0]"),
+    (held({"type": "string", "const": 1}), f"{ROOT}.const"),
+    (held({"anyOf": [{"type": "null"}], "type": "null"}), f"{ROOT}.type"),
+    (held({"$ref": "#"}), f"{ROOT}.$ref"),
+    (held({"$ref": "https://example.com/schema"}), f"{ROOT}.$ref"),
+    (held({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), f"{ROOT}.$defs.a"),
+    (held({"enum": ["x" * MAX_BYTES]}), ROOT),
+    (held({"anyOf": [{}] * (MAX_PARTS + 1)}), f"{ROOT}.anyOf[{MAX_PARTS - 1}]"),
+    (held({"$ref": "#/$defs/d0", "$defs": LINKED}), f"{ROOT}.$defs.d16"),
+    (held(DEEP), ROOT + 33 * ".items"),
+    (held({"anyOf": [{"type": "integer", "minimum": at} for at in range(17)]}), f"{ROOT}.anyOf[16].minimum"),
+]  # fmt: skip
+
+
+def test_a_response_format_that_cannot_be_kept_is_a_400_that_names_the_place(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served:
+            client = await client_of(served)
+            for form, param in REFUSED:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.chat.completions.create(model="m", messages=ASK, response_format=form)
+                assert caught.value.param == param, caught.value.message
+            for field, extra in (
+                ("stop", {"stop": ["."]}),
+                ("response_format", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+            ):
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.chat.completions.create(
+                        model="m", messages=ASK, response_format=OBJECT, extra_body=extra
+                    )
+                assert caught.value.param == field
+            assert served.count("refused") == len(REFUSED) + 2 and served.count("answers") == 0
+
+    asyncio.run(check())
+
+
+def test_a_schema_without_end_is_cut_by_max_tokens_and_stalls_nobody(tmp_path: Path) -> None:
+    endless = {
+        "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}},
+        "$ref": "#/$defs/a",
+    }
+
+    async def check() -> None:
+        async with serving(tmp_path, engine(seed=1)) as served:
+            client = await client_of(served)
+            answer = await client.chat.completions.create(
+                model="m", messages=ASK, response_format=held(endless), max_tokens=100
+            )
+            assert answer.choices[0].finish_reason == "length"
+            assert (answer.choices[0].message.content or "").startswith('{"a": {"a": ')
+
+    asyncio.run(check())
+
+
+NAMES = st.sampled_from(["a", "b", "ü", 'q"', "", "line\n", "☃\\", "type", "title"])
+SCALARS = st.one_of(NAMES, st.integers(-(10**15), 10**15), st.floats(-1e9, 1e9, width=32), st.booleans(), st.none())
+LEAVES: st.SearchStrategy[Any] = st.one_of(
+    st.sampled_from(["null", "boolean", "integer", "number", "string"]).map(lambda kind: {"type": kind}),
+    st.lists(SCALARS, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    SCALARS.map(lambda value: {"const": value, "title": "fixed"}),
+    st.tuples(st.integers(-2000, 2000), st.integers(0, 3000)).map(
+        lambda ends: {"type": "integer", "minimum": ends[0], "maximum": ends[0] + ends[1]}
+    ),
+    st.tuples(st.integers(-2000, 2000), st.integers(2, 3000)).map(
+        lambda ends: {"type": "number", "exclusiveMinimum": ends[0], "exclusiveMaximum": ends[0] + ends[1]}
+    ),
+    st.sampled_from(["date", "uuid", "ipv4"]).map(lambda name: {"type": "string", "format": name}),
+    st.just({"type": ["integer", "null"], "minimum": 3}),
+)
+
+
+def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(
+            lambda of: {"type": "array", "items": of[0], "minItems": of[1], "maxItems": of[1] + of[2]}
+        ),
+        st.lists(inner, min_size=1, max_size=3).map(lambda of: {"anyOf": of}),
+        st.tuples(st.dictionaries(NAMES, inner, max_size=3), st.integers(0, 3), st.booleans()).map(
+            lambda of: {
+                "type": "object",
+                "properties": of[0],
+                "required": list(of[0])[: of[1]],
+                "additionalProperties": of[2],
+            }
+        ),
+    )
+
+
+@given(schema=st.recursive(LEAVES, larger, max_leaves=6), seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_drawn_under_a_rewritten_schema_is_an_instance_of_the_one_that_was_sent(schema: Any, seed: int) -> None:
+    async def answer() -> tuple[str, bool]:
+        made = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=2000, seed=3)
+        await made.start()
+        sampling = Sampling(max_tokens=1500, stop=(EOS,), seed=seed, json_schema=rewritten(schema))
+        completion = await made.generate((1,), sampling)
+        await made.close()
+        return DECODE(completion.tokens), completion.stopped
+
+    text, stopped = asyncio.run(answer())
+    if stopped:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@given(
+    value=st.recursive(
+        SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=12), inner), max_leaves=20
+    )
+)
+def test_any_json_at_all_in_the_place_of_a_schema_is_taken_or_refused(value: Any) -> None:
+    try:
+        assert isinstance(json.loads(rewritten(value)), dict)
+    except ApiError as error:
+        assert error.status == 400 and str(error.param).startswith(ROOT)
+
+
+def test_json_mode_asks_for_any_object() -> None:
+    assert json.loads(rewritten({"type": "object"})).items() >= ANY_OBJECT.items()

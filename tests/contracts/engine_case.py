@@ -1,0 +1,134 @@
+"""What the engine contract runs on: engines, each with the tensors it serves and a way of its own to compute logprobs."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.engine import Completion, Engine
+from actors.engines.scripted import TENSOR, ScriptedEngine
+from infra.model import load_tokenizer
+from infra.weights.policy import Policy, Probe
+from infra.weights.tensors import Tensor, from_numpy, to_numpy
+
+Tensors = dict[str, Tensor]
+Reference = Callable[[Tensors, Sequence[int], float], list[float]]
+
+
+class Case:
+    """An engine under test, the tensors it serves, and an independent way to compute logprobs from tensors."""
+
+    def __init__(
+        self, engine: Engine, tensors: Tensors, reference: Reference, text: Callable[[Sequence[int]], str]
+    ) -> None:
+        self.engine = engine
+        self.text = text
+        self.reference = reference
+        self.by_version = {0: tensors}
+        self.newest = 0  # a refused version is not used again
+
+    def run(self, call: Callable[["Case"], Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(call(self), 120))
+
+    def __enter__(self) -> "Case":
+        self.runner = asyncio.Runner()
+        self.runner.run(self.engine.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.runner.run(self.engine.close())
+        self.runner.close()
+
+    @property
+    def tensors(self) -> Tensors:
+        return self.by_version[self.engine.version]
+
+    def next_policy(self, *, scale: float = 1.02, only: str = "", probe: bool = True) -> Policy:
+        """The served policy with every matrix (or those whose name holds `only`) scaled."""
+        tensors = {
+            name: from_numpy(to_numpy(tensor) * np.float32(scale)) if only in name and len(tensor.shape) > 1 else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return self.policy(tensors, probe=probe)
+
+    def policy(self, tensors: Tensors, *, probe: bool = True) -> Policy:
+        self.newest += 1
+        sequences = ((1, 20, 30, 40, 50), (1, 7, 9))
+        made = Probe(sequences, tuple(tuple(self.reference(tensors, tokens, 1.0)) for tokens in sequences))
+        return Policy(version=self.newest, tensors=tensors, touched=frozenset(tensors), probe=made if probe else None)
+
+    async def load(self, policy: Policy) -> None:
+        await self.engine.load(policy)
+        self.by_version[policy.version] = dict(policy.tensors)
+
+    def assert_reproduced(self, prompt: Sequence[int], completion: Completion, temperature: float) -> None:
+        """Every span's logprobs are its own version's, given the whole prefix."""
+        tokens = [*prompt, *completion.tokens]
+        stop = 0
+        for span in completion.spans:
+            assert span.start == stop
+            stop = span.stop
+            expected = self.reference(self.by_version[span.version], tokens, temperature)
+            at = len(prompt) - 1
+            np.testing.assert_allclose(
+                completion.logprobs[span.start : span.stop],
+                expected[at + span.start : at + span.stop],
+                atol=1e-4,
+                rtol=0,
+            )
+        assert stop == len(completion.tokens) == len(completion.logprobs)
+
+
+def scripted(_: Path) -> Case:
+    engine = ScriptedEngine(seed=3, num_vocabulary=128, max_model_len=512)
+    random = np.random.default_rng(3)
+    tensors = {TENSOR: from_numpy(random.normal(size=(128, 128)).astype(np.float32))}
+
+    def reference(tensors: Tensors, tokens: Sequence[int], temperature: float) -> list[float]:
+        table = np.exp(to_numpy(tensors[TENSOR]).astype(np.float64) / temperature)
+        return [float(np.log(table[a, b] / table[a].sum())) for a, b in itertools.pairwise(tokens)]
+
+    return Case(engine, tensors, reference, lambda tokens: bytes(tokens).decode())
+
+
+def char_model(folder: Path) -> tuple[Path, Tensors, Reference]:
+    """The demo's model, widened so that its distributions are far from uniform, and a transformers forward over it."""
+    import torch
+
+    from infra.demo.char_model import build_char_model
+    from infra.model import load_into, load_model, model_tensors
+    from infra.weights.tensors import save_tensors
+
+    build_char_model(folder, seed=5)
+    model = load_model(str(folder))
+    tensors = {
+        name: from_numpy(to_numpy(tensor) * np.float32(4)) if len(tensor.shape) > 1 else tensor
+        for name, tensor in model_tensors(model).items()
+    }
+    (folder / "model.safetensors").write_bytes(save_tensors(tensors, {"format": "pt"}))
+
+    def reference(tensors: Tensors, tokens: Sequence[int], temperature: float) -> list[float]:
+        load_into(model, tensors)
+        ids = torch.tensor([list(tokens)])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=ids).logits[0] / temperature, -1)
+        return [float(logprob) for logprob in logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]]
+
+    return folder, tensors, reference
+
+
+def torch_case(folder: Path) -> Case:
+    from actors.engines.torch import TorchEngine
+
+    model, tensors, reference = char_model(folder)
+    return Case(TorchEngine(model=str(model), seed=3), tensors, reference, load_tokenizer(model).decode)
+
+
+def vllm_case(folder: Path) -> Case:
+    from actors.engines.vllm.engine import VllmEngine
+
+    model, tensors, reference = char_model(folder)
+    return Case(VllmEngine(model=str(model), seed=3, max_num_seqs=64), tensors, reference, load_tokenizer(model).decode)
