@@ -37,6 +37,9 @@ MAX_PAUSE_S = 5.0
 class Publisher(Protocol):
     """The part of `Log` that this needs."""
 
+    async def answers(self, topic: Topic) -> None:
+        """Return once the broker answers for the topic."""
+
     async def publish(self, topic: Topic, record: Control | Block) -> Position:
         """Store one record; returns once confirmed."""
 
@@ -139,12 +142,17 @@ class Outbox:
         if not self._queue:
             self._offered.clear()
         self._metrics.gauge("outbox_queued").set(len(self._queue))
+        direct = self.direct
         ready: list[tuple[Outgoing, Control | Block]] = []
+        sending: list[asyncio.Task[bool]] = []
         for one in batch:
+            await asyncio.sleep(0)  # answers first: a batch at a stretch would keep them all waiting
             record = await self._prepared(one)
             if record is not None:
                 ready.append((one, record))
-        unsent = await self._send(ready) if self.direct and ready else ready
+                if direct:
+                    sending.append(asyncio.create_task(self._publish(one.topic, record)))
+        unsent = await self._unsent(ready, sending) if direct else ready
         if unsent:
             await self._to_disk(unsent)
         self._in_hand = 0
@@ -160,9 +168,11 @@ class Outbox:
             _tell(one, False)
         return record
 
-    async def _send(self, ready: Sequence[tuple[Outgoing, Control | Block]]) -> list[tuple[Outgoing, Control | Block]]:
-        """Publish; returns what the broker did not confirm."""
-        results = await asyncio.gather(*(self._publish(one.topic, record) for one, record in ready))
+    async def _unsent(
+        self, ready: Sequence[tuple[Outgoing, Control | Block]], sending: Sequence[asyncio.Task[bool]]
+    ) -> list[tuple[Outgoing, Control | Block]]:
+        """What the broker did not confirm."""
+        results = await asyncio.gather(*sending)
         unsent = []
         for (one, record), sent in zip(ready, results, strict=True):
             if sent:
@@ -184,6 +194,16 @@ class Outbox:
             _log.warning("outgoing_refused topic=%s error=%s", topic.name, error)
             return True
         self._metrics.counter("written", topic=topic.name).inc()
+        return True
+
+    async def _answers(self, topic: Topic) -> bool:
+        """Whether the broker is there. A record does not ask that: one that was given up may yet be sent."""
+        try:
+            async with asyncio.timeout(self._send_s):
+                await self._log.answers(topic)
+        except (BrokerUnavailable, TimeoutError, OSError) as error:
+            _log.debug("broker_still_away error=%r", error)
+            return False
         return True
 
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
@@ -222,7 +242,7 @@ class Outbox:
         for start in range(0, len(payloads), MAX_BATCH):
             records = [self._unpacked(payload) for payload in payloads[start : start + MAX_BATCH]]
             known = [record for record in records if record is not None]
-            if start == 0 and known and not await self._publish(*known[0]):  # one record asks whether it answers
+            if start == 0 and known and not (await self._answers(known[0][0]) and await self._publish(*known[0])):
                 return False
             rest = known[1:] if start == 0 else known
             if not all(await asyncio.gather(*(self._publish(topic, record) for topic, record in rest))):
