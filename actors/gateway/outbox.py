@@ -30,6 +30,7 @@ from schemas.topics import Topic, by_name
 _log = logging.getLogger(__name__)
 
 MAX_BATCH = 256
+DRAIN_BATCH = 32  # what is served meanwhile has most of the processor: between batches the drain waits for the broker
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
 
@@ -239,13 +240,19 @@ class Outbox:
                 return True
         number, payloads = oldest
         begin = time.monotonic()
-        for start in range(0, len(payloads), MAX_BATCH):
-            records = [self._unpacked(payload) for payload in payloads[start : start + MAX_BATCH]]
-            known = [record for record in records if record is not None]
-            if start == 0 and known and not (await self._answers(known[0][0]) and await self._publish(*known[0])):
-                return False
-            rest = known[1:] if start == 0 else known
-            if not all(await asyncio.gather(*(self._publish(topic, record) for topic, record in rest))):
+        asked = False
+        for start in range(0, len(payloads), DRAIN_BATCH):
+            sending: list[asyncio.Task[bool]] = []
+            for payload in payloads[start : start + DRAIN_BATCH]:
+                await asyncio.sleep(0)  # answers first, here too
+                if (found := self._unpacked(payload)) is None:
+                    continue
+                if not asked and not (await self._answers(found[0]) and await self._publish(*found)):
+                    return False
+                if asked:
+                    sending.append(asyncio.create_task(self._publish(*found)))
+                asked = True
+            if not all(await asyncio.gather(*sending)):
                 return False
         async with self._disk:
             await asyncio.to_thread(self._spool.remove, number)
