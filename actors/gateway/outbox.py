@@ -8,7 +8,8 @@
 
 Delivery: at least once from the queue on; a send that timed out may have been stored, and ids absorb it. Order: of
 what waits on disk, as it was offered; nothing overtakes it. Loss: what a kill finds in the memory queue (told to nobody
-as kept), and what is shed, with a reason and a counter.
+as kept), and what is shed, with a reason and a counter. Answers go first: the event loop is given back before each record,
+of a batch and of what is drained.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from infra.bus.bus import Position
 from infra.metrics import Metrics
 from schemas import Block, Control, decode, encode
 from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge, StoreError
-from schemas.topics import Topic, by_name
+from schemas.topics import EXPERIENCES, Topic, by_name
 
 _log = logging.getLogger(__name__)
 
@@ -146,14 +147,15 @@ class Outbox:
         direct = self.direct
         ready: list[tuple[Outgoing, Control | Block]] = []
         sending: list[asyncio.Task[bool]] = []
-        for one in batch:
-            await asyncio.sleep(0)  # answers first: a batch at a stretch would keep them all waiting
-            record = await self._prepared(one)
-            if record is not None:
-                ready.append((one, record))
-                if direct:
-                    sending.append(asyncio.create_task(self._publish(one.topic, record)))
-        unsent = await self._unsent(ready, sending) if direct else ready
+        async with asyncio.TaskGroup() as group:
+            for one in batch:
+                await asyncio.sleep(0)  # answers first: a batch at a stretch would keep them all waiting
+                record = await self._prepared(one)
+                if record is not None:
+                    ready.append((one, record))
+                    if direct:
+                        sending.append(group.create_task(self._publish(one.topic, record)))
+        unsent = self._unsent(ready, [task.result() for task in sending]) if direct else ready
         if unsent:
             await self._to_disk(unsent)
         self._in_hand = 0
@@ -169,18 +171,14 @@ class Outbox:
             _tell(one, False)
         return record
 
-    async def _unsent(
-        self, ready: Sequence[tuple[Outgoing, Control | Block]], sending: Sequence[asyncio.Task[bool]]
+    def _unsent(
+        self, ready: Sequence[tuple[Outgoing, Control | Block]], confirmed: Sequence[bool]
     ) -> list[tuple[Outgoing, Control | Block]]:
-        """What the broker did not confirm."""
-        results = await asyncio.gather(*sending)
-        unsent = []
-        for (one, record), sent in zip(ready, results, strict=True):
+        """What the broker did not confirm; of the rest it is told that they are kept."""
+        for (one, _), sent in zip(ready, confirmed, strict=True):
             if sent:
                 _tell(one, True)
-            else:
-                unsent.append((one, record))
-        return unsent
+        return [pair for pair, sent in zip(ready, confirmed, strict=True) if not sent]
 
     async def _publish(self, topic: Topic, record: Control | Block) -> bool:
         """True where the record needs no more care: it is stored, or no log will ever take it."""
@@ -197,11 +195,11 @@ class Outbox:
         self._metrics.counter("written", topic=topic.name).inc()
         return True
 
-    async def _answers(self, topic: Topic) -> bool:
+    async def _answers(self) -> bool:
         """Whether the broker is there. A record does not ask that: one that was given up may yet be sent."""
         try:
             async with asyncio.timeout(self._send_s):
-                await self._log.answers(topic)
+                await self._log.answers(EXPERIENCES)
         except (BrokerUnavailable, TimeoutError, OSError) as error:
             _log.debug("broker_still_away error=%r", error)
             return False
@@ -240,25 +238,26 @@ class Outbox:
                 return True
         number, payloads = oldest
         begin = time.monotonic()
-        asked = False
+        if not await self._answers():
+            return False
         for start in range(0, len(payloads), DRAIN_BATCH):
-            sending: list[asyncio.Task[bool]] = []
-            for payload in payloads[start : start + DRAIN_BATCH]:
-                await asyncio.sleep(0)  # answers first, here too
-                if (found := self._unpacked(payload)) is None:
-                    continue
-                if not asked and not (await self._answers(found[0]) and await self._publish(*found)):
-                    return False
-                if asked:
-                    sending.append(asyncio.create_task(self._publish(*found)))
-                asked = True
-            if not all(await asyncio.gather(*sending)):
+            if not await self._send_spooled(payloads[start : start + DRAIN_BATCH]):
                 return False
         async with self._disk:
             await asyncio.to_thread(self._spool.remove, number)
         self._say_spooled()
         _log.info("spool_segment_sent records=%d seconds=%.2f", len(payloads), time.monotonic() - begin)
         return True
+
+    async def _send_spooled(self, payloads: Sequence[bytes]) -> bool:
+        """Publish entries of the spool; False where the broker did not confirm them all."""
+        sending: list[asyncio.Task[bool]] = []
+        async with asyncio.TaskGroup() as group:
+            for payload in payloads:
+                await asyncio.sleep(0)  # answers first, here too
+                if (found := self._unpacked(payload)) is not None:
+                    sending.append(group.create_task(self._publish(*found)))
+        return all(task.result() for task in sending)
 
     def _unpacked(self, payload: bytes) -> tuple[Topic, Control | Block] | None:
         try:
