@@ -21,6 +21,11 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], vision: Vision | None = None) -> None:
         self._tokenizer = tokenizer
+        # Asked itself: what transformers puts around it takes longer than it does, and alters it, so that threads clash.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._eos_ids = eos_ids
         self._vision = vision
 
@@ -47,14 +52,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, nothing put before or after it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
         num_tokens = len(self._tokenizer)  # asked once: the tokenizer counts them anew each time
         known = [int(token) for token in ids if 0 <= token < num_tokens]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._backend.decode(known, skip_special_tokens=True)
         return text
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -99,12 +104,14 @@ class Tokenizer:
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a model folder (or of a model already in the local Hugging Face cache). Raises ConfigError."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _not_loadable("tokenizer", folder, "tokenizer.json", error) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(f"tokenizer: {folder}: got a {type(tokenizer).__name__}, expected one with a tokenizer.json")
     if tokenizer.chat_template is None:
         raise ConfigError(f"tokenizer: {folder} has no chat template; put a chat_template.jinja into the folder")
     return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder))

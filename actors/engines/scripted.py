@@ -35,7 +35,8 @@ class ScriptedEngine:
     """Samples token t+1 from softmax(bigram[t] / temperature).
 
     model: a folder whose model.safetensors holds `bigram.weight` [V, V] float32; "" draws one from the seed.
-    script: tokens to answer a prompt with, cut to max_tokens and at the first stop token. token_s: pause per token.
+    script: tokens to answer a prompt with, cut to max_tokens and at the first stop token. token_s: seconds
+    from one token to the next, counted from the request on: a token that a busy event loop gives late delays no other.
     """
 
     def __init__(
@@ -130,8 +131,11 @@ class ScriptedEngine:
         trace = Trace(sampling)
         matcher = await self._grammars.matcher(sampling)
         last, done = prompt[-1], False
+        clock = asyncio.get_running_loop().time
+        begin_s = clock()
         while not done:
-            await asyncio.sleep(self._token_s)
+            due_s = begin_s + (len(trace.tokens) + 1) * self._token_s
+            await asyncio.sleep(max(0.0, due_s - clock()) if self._token_s else 0.0)
             row, cumulative = self._row(last, sampling.temperature, sampling.top_p)
             if matcher is not None:
                 row, cumulative = self._masked(last, sampling, matcher)

@@ -258,10 +258,15 @@ class Site:
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_s):
-                async for chunk in request.stream():
-                    body += chunk
+                more = True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    body += message.get("body", b"")
                     if len(body) > limit:
                         raise too_large
+                    more = message.get("more_body", False)
         except TimeoutError as error:
             raise ApiError(408, f"the body took longer than {self._limits.body_s:g} s", code="timeout") from error
         return bytes(body)

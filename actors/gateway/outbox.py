@@ -8,7 +8,8 @@
 
 Delivery: at least once from the queue on; a send that timed out may have been stored, and ids absorb it. Order: of
 what waits on disk, as it was offered; nothing overtakes it. Loss: what a kill finds in the memory queue (told to nobody
-as kept), and what is shed, with a reason and a counter.
+as kept), and what is shed, with a reason and a counter. Answers go first: the event loop is given back before each record,
+of a batch and of what is drained.
 """
 
 import asyncio
@@ -25,17 +26,21 @@ from infra.bus.bus import Position
 from infra.metrics import Metrics
 from schemas import Block, Control, decode, encode
 from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge, StoreError
-from schemas.topics import Topic, by_name
+from schemas.topics import EXPERIENCES, Topic, by_name
 
 _log = logging.getLogger(__name__)
 
 MAX_BATCH = 256
+DRAIN_BATCH = 32  # what is served meanwhile has most of the processor: between batches the drain waits for the broker
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
 
 
 class Publisher(Protocol):
     """The part of `Log` that this needs."""
+
+    async def answers(self, topic: Topic) -> None:
+        """Return once the broker answers for the topic."""
 
     async def publish(self, topic: Topic, record: Control | Block) -> Position:
         """Store one record; returns once confirmed."""
@@ -139,12 +144,18 @@ class Outbox:
         if not self._queue:
             self._offered.clear()
         self._metrics.gauge("outbox_queued").set(len(self._queue))
+        direct = self.direct
         ready: list[tuple[Outgoing, Control | Block]] = []
-        for one in batch:
-            record = await self._prepared(one)
-            if record is not None:
-                ready.append((one, record))
-        unsent = await self._send(ready) if self.direct and ready else ready
+        sending: list[asyncio.Task[bool]] = []
+        async with asyncio.TaskGroup() as group:
+            for one in batch:
+                await asyncio.sleep(0)  # answers first: a batch at a stretch would keep them all waiting
+                record = await self._prepared(one)
+                if record is not None:
+                    ready.append((one, record))
+                    if direct:
+                        sending.append(group.create_task(self._publish(one.topic, record)))
+        unsent = self._unsent(ready, [task.result() for task in sending]) if direct else ready
         if unsent:
             await self._to_disk(unsent)
         self._in_hand = 0
@@ -160,16 +171,14 @@ class Outbox:
             _tell(one, False)
         return record
 
-    async def _send(self, ready: Sequence[tuple[Outgoing, Control | Block]]) -> list[tuple[Outgoing, Control | Block]]:
-        """Publish; returns what the broker did not confirm."""
-        results = await asyncio.gather(*(self._publish(one.topic, record) for one, record in ready))
-        unsent = []
-        for (one, record), sent in zip(ready, results, strict=True):
+    def _unsent(
+        self, ready: Sequence[tuple[Outgoing, Control | Block]], confirmed: Sequence[bool]
+    ) -> list[tuple[Outgoing, Control | Block]]:
+        """What the broker did not confirm; of the rest it is told that they are kept."""
+        for (one, _), sent in zip(ready, confirmed, strict=True):
             if sent:
                 _tell(one, True)
-            else:
-                unsent.append((one, record))
-        return unsent
+        return [pair for pair, sent in zip(ready, confirmed, strict=True) if not sent]
 
     async def _publish(self, topic: Topic, record: Control | Block) -> bool:
         """True where the record needs no more care: it is stored, or no log will ever take it."""
@@ -184,6 +193,16 @@ class Outbox:
             _log.warning("outgoing_refused topic=%s error=%s", topic.name, error)
             return True
         self._metrics.counter("written", topic=topic.name).inc()
+        return True
+
+    async def _answers(self) -> bool:
+        """Whether the broker is there. A record does not ask that: one that was given up may yet be sent."""
+        try:
+            async with asyncio.timeout(self._send_s):
+                await self._log.answers(EXPERIENCES)
+        except (BrokerUnavailable, TimeoutError, OSError) as error:
+            _log.debug("broker_still_away error=%r", error)
+            return False
         return True
 
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
@@ -219,19 +238,26 @@ class Outbox:
                 return True
         number, payloads = oldest
         begin = time.monotonic()
-        for start in range(0, len(payloads), MAX_BATCH):
-            records = [self._unpacked(payload) for payload in payloads[start : start + MAX_BATCH]]
-            known = [record for record in records if record is not None]
-            if start == 0 and known and not await self._publish(*known[0]):  # one record asks whether it answers
-                return False
-            rest = known[1:] if start == 0 else known
-            if not all(await asyncio.gather(*(self._publish(topic, record) for topic, record in rest))):
+        if not await self._answers():
+            return False
+        for start in range(0, len(payloads), DRAIN_BATCH):
+            if not await self._send_spooled(payloads[start : start + DRAIN_BATCH]):
                 return False
         async with self._disk:
             await asyncio.to_thread(self._spool.remove, number)
         self._say_spooled()
         _log.info("spool_segment_sent records=%d seconds=%.2f", len(payloads), time.monotonic() - begin)
         return True
+
+    async def _send_spooled(self, payloads: Sequence[bytes]) -> bool:
+        """Publish entries of the spool; False where the broker did not confirm them all."""
+        sending: list[asyncio.Task[bool]] = []
+        async with asyncio.TaskGroup() as group:
+            for payload in payloads:
+                await asyncio.sleep(0)  # answers first, here too
+                if (found := self._unpacked(payload)) is not None:
+                    sending.append(group.create_task(self._publish(*found)))
+        return all(task.result() for task in sending)
 
     def _unpacked(self, payload: bytes) -> tuple[Topic, Control | Block] | None:
         try:

@@ -48,6 +48,13 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         **{f"grpo_seed_{seed}_best": (0.0, 0.0) for seed in range(3)},
         **{f"mix_seed_{seed}_last": (80.0, 100.0) for seed in range(3)},
     },
+    "outage": {
+        "p99_away_over_before": (0.0, 1.1),
+        "p99_back_over_before": (0.0, 1.1),
+        "failed": (0.0, 0.0),
+        "lost": (0.0, 0.0),
+        "stored_twice": (0.0, 0.0),
+    },
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }
@@ -81,6 +88,18 @@ def run_offpolicy(out: Path, steps: int, seeds: int, lags: str, losses: str, as_
         print(json.dumps(figures))
     else:
         Console().print(figures_table("offpolicy", figures))
+    return 0
+
+
+def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
+    """Run `infra/bench/outage.py` as asked."""
+    from infra.bench.outage import run
+
+    figures = run(minutes, per_s=per_s)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Console().print(figures_table("outage", figures))
     return 0
 
 

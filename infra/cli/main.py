@@ -78,6 +78,7 @@ bench_app.command("sandbox")(measure.bench_sandbox)
 bench_app.command("draw")(measure.bench_draw)
 bench_app.command("gateway")(measure.bench_gateway)
 bench_app.command("feedback")(measure.bench_feedback)
+bench_app.command("outage")(measure.bench_outage)
 bench_app.command("trace")(measure.bench_trace)
 
 

@@ -23,11 +23,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 DEFAULT = Path("headrace.toml")
 
 
-def exit_with(body: Callable[[], Coroutine[Any, Any, int] | int]) -> None:
+def exit_with(
+    body: Callable[[], Coroutine[Any, Any, int] | int],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     """Run a command body; its mistakes become one line and an exit code: 2 for settings, 1 for the rest."""
     try:
         result = body()
-        code = result if isinstance(result, int) else asyncio.run(result)
+        if isinstance(result, int):
+            code = result
+        else:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                code = runner.run(result)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # `headrace peek … | head` has seen enough

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from actors.gateway.config import GatewayConfig, Webhook, split_address
@@ -41,6 +42,15 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     return 0
 
 
+def loop_of(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop a role runs in; None for Python's own."""
+    if role != "serve":
+        return None
+    from actors.gateway.listen import new_loop
+
+    return new_loop
+
+
 async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     from actors.master import run_master
 
@@ -76,6 +86,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     folder = model_folder(settings)
     webhooks = webhooks_of(settings)
     from actors.engine import Engine
+    from actors.gateway.listen import forget_loaded
     from actors.gateway.serve import run_gateway
     from infra.bus.kafka import KafkaBus
     from infra.bus.log import Log
@@ -88,6 +99,11 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     tokenizer = await asyncio.to_thread(load_tokenizer, folder)
     use = config.engine or settings.engine
     engine: Engine = load(use.use, {"model": folder, **use.options}, "gateway.engine")
+
+    def listening(port: int) -> None:
+        forget_loaded()
+        print(f"serving http://{at_port(config.listen, port)}/v1", flush=True)
+
     try:
         await run_gateway(
             settings,
@@ -99,7 +115,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
             metrics=metrics,
             stop=stop,
             webhooks=webhooks,
-            listening=lambda port: print(f"serving http://{at_port(config.listen, port)}/v1", flush=True),
+            listening=listening,
         )
     finally:
         await log.bus.close()

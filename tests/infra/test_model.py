@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from infra.demo.char_model import build_char_model
 from infra.model import context_tokens, folder_tensors, load_into, load_model, load_tokenizer, model_tensors
@@ -166,6 +167,14 @@ def test_code_in_a_model_folder_is_never_run(folder: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="model"):
         load_model(tmp_path / "m")
     assert not (tmp_path / "ran").exists()
+
+
+def test_tokens_and_text_are_those_of_transformers(folder: Path) -> None:
+    tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("", "37+45=82", "<eos> and <bos>", "  ünïcödé\n"):
+        ids = tokenizer.encode(text)
+        assert ids == own.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == own.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def test_a_tokenizer_without_a_chat_template_says_so(folder: Path, tmp_path: Path) -> None:

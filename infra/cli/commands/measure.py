@@ -93,6 +93,17 @@ def bench_gateway(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("gateway", as_json))
 
 
+def bench_outage(
+    minutes: Annotated[float, typer.Option(help="How long the broker is away.")] = 10.0,
+    per_s: Annotated[float, typer.Option("--rate", help="Requests a second.")] = 20.0,
+    as_json: JsonOption = False,
+) -> None:
+    """A broker killed under a gateway and started again: what clients notice, and what becomes of their answers."""
+    from infra.cli.bench import run_outage
+
+    exit_with(lambda: run_outage(minutes, per_s, as_json))
+
+
 def bench_trace(as_json: JsonOption = False) -> None:
     """Questions to a log of 1,000,000 experiences: the first, which builds the index, and those after it. Minutes."""
     from infra.cli.bench import run_bench

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from actors.gateway.outbox import Outbox, Outgoing
 from actors.gateway.spool import Spool, SpoolFull
+from infra.bus.bus import Headers, Partition, Position
 from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
 from infra.metrics import Metrics
 from infra.store_memory import MemoryStore
 from schemas import Control, Received
@@ -119,9 +121,8 @@ def test_whatever_the_broker_does_nothing_is_lost_and_disk_keeps_the_order(
         await log.create_topics(partitions=1, keep_ms=1000)
         number = 0
 
-        def opened() -> tuple[Outbox, list[asyncio.Task[None]]]:
-            spool = Spool(folder, max_bytes=10_000_000)
-            outbox = Outbox(log, spool, Metrics("t"), queue_records=100, queue_bytes=10_000, send_s=1.0)
+        def begun() -> tuple[Outbox, list[asyncio.Task[None]]]:
+            outbox = opened(folder, log)
             return outbox, [asyncio.create_task(outbox.write()), asyncio.create_task(outbox.drain())]
 
         async def closed(outbox: Outbox, loops: list[asyncio.Task[None]]) -> None:
@@ -130,14 +131,14 @@ def test_whatever_the_broker_does_nothing_is_lost_and_disk_keeps_the_order(
             await asyncio.gather(*loops, return_exceptions=True)
             await outbox.flush()
 
-        outbox, loops = opened()
+        outbox, loops = begun()
         for move in [*moves, "back"]:
             if move == "offer":
                 assert outbox.offer(outgoing(number))
                 number += 1
             elif move == "restart":
                 await closed(outbox, loops)
-                outbox, loops = opened()
+                outbox, loops = begun()
             elif move == "rest":
                 await asyncio.sleep(0.01)
             else:
@@ -147,6 +148,78 @@ def test_whatever_the_broker_does_nothing_is_lost_and_disk_keeps_the_order(
         seen = [m.value.id async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
         first = list(dict.fromkeys(seen))
         assert first == [str(one) for one in range(number)]
+
+    asyncio.run(check())
+
+
+def opened(folder: Path, log: Log) -> Outbox:
+    return Outbox(log, Spool(folder, max_bytes=10**7), Metrics("t"), queue_records=100, queue_bytes=10_000, send_s=1.0)
+
+
+class SilentBus(AwayBus):
+    """Away, it answers no question either. num_questions, num_records: that it was asked and sent meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_questions = self.num_records = 0
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
+    ) -> Position:
+        self.num_records += self.away
+        return await super().send(topic, value, key=key, headers=headers, partition=partition)
+
+    async def end_offsets(self, topic: str) -> dict[Partition, int]:
+        self.num_questions += self.away
+        self._check()
+        return await super().end_offsets(topic)
+
+
+def test_a_broker_that_is_away_is_asked_without_a_record(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = SilentBus()
+        log = Log(bus, "test")
+        await log.create_topics(partitions=1, keep_ms=1000)
+        outbox = opened(tmp_path, log)
+        loops = [asyncio.create_task(outbox.write()), asyncio.create_task(outbox.drain())]
+        await until(lambda: outbox.direct)
+        bus.away = True
+        outbox.offer(outgoing(0))
+        await until(lambda: not outbox.direct)
+        await until(lambda: bus.num_questions >= 3, seconds=30)
+        assert bus.num_records == 1, "only the record that found it away was sent"
+        bus.away = False
+        await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+def test_answers_go_on_between_two_records_of_a_batch(tmp_path: Path) -> None:
+    async def check() -> None:
+        turns, at = 0, []
+
+        async def prepare() -> Control:
+            at.append(turns)
+            return received(len(at))
+
+        async def answers() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        log = Log(MemoryBus(), "test")
+        await log.create_topics(partitions=1, keep_ms=1000)
+        outbox = opened(tmp_path, log)
+        for _ in range(10):
+            outbox.offer(Outgoing(FEEDBACK, prepare, 10))
+        others = asyncio.create_task(answers())
+        await outbox.flush()
+        others.cancel()
+        assert len(set(at)) == 10
 
     asyncio.run(check())
 
