@@ -13,7 +13,7 @@ import pytest
 from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError
 from actors.gateway.hearing import check_signature, nth_answer, read_feedback
-from infra.seal import FOLDER, Keys, open_text
+from infra.seal import FOLDER, Keys, open_event, open_text
 from infra.store_memory import MemoryStore
 from schemas.errors import StoreError
 from schemas.ids import group_of, is_of_tenant, session_name
@@ -93,9 +93,10 @@ def test_signatures_in_hexadecimal_and_base64_open_and_forged_or_old_ones_do_not
         check_signature(STAMPED, {**good, "x-timestamp": str(int(now) + 1)}, body, now)
 
 
-def test_a_webhook_is_taken_as_it_came_and_a_forged_one_is_not(tmp_path: Path) -> None:
+def test_a_webhook_is_taken_redacted_and_sealed_and_a_forged_one_is_not(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, webhooks=(HOOK,)) as served:
+        store = MemoryStore()
+        async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
             body = json.dumps({"ticket": 7, "mail": "ada@x.example", "answer": ANSWER}).encode()
             async with served.http() as http:
                 headers = {"x-signature": signature(body).hex()}
@@ -105,8 +106,25 @@ def test_a_webhook_is_taken_as_it_came_and_a_forged_one_is_not(tmp_path: Path) -
                 broken = {"x-signature": signature(b"{").hex()}
                 assert (await http.post("/zendesk", content=b"{", headers=broken)).status_code == 400
             (received,) = await served.received()
-            assert received.path == "/zendesk"
-            assert json.loads(received.body) == {"ticket": 7, "mail": "[email]", "answer": ANSWER}
+            assert received.path == "/zendesk" and b"ticket" not in received.body
+            said = json.loads(open_event(received.body, Keys(store)))
+            assert said == {"ticket": 7, "mail": "[email]", "answer": ANSWER}
+
+    asyncio.run(check())
+
+
+def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_many_is_refused(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, webhooks=(HOOK,)) as served, served.http() as http:
+            for said in (
+                {"note": "nobody's"},
+                {f"{n}": f"hr-{session_name('acme', f's{n}')}.7-3.0-0-0" for n in range(17)},
+            ):
+                body = json.dumps(said).encode()
+                told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
+                assert told.status_code == (202 if "note" in said else 400)
+            assert served.metrics.counters()["feedback_unsealed{path=/zendesk}"] == 1
+            assert [json.loads(one.body) for one in await served.received()] == [{"note": "nobody's"}]
 
     asyncio.run(check())
 
