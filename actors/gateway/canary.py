@@ -7,7 +7,8 @@
 Guarantees: which sessions are inside depends on their names alone, so any number of gateways send one session the same
 way, and a larger share takes more sessions in and none out. Whatever becomes of the canary before it says a first word,
 the request is answered here; it is asked every second whether it is there, and what it has begun to say is broken off
-with an error event if it goes. It has to say that it is a canary, so gateways cannot send requests round in circles.
+with an error event if it goes. It has to say that it is a canary, so gateways cannot send requests round in circles. One
+that has been away for MISSING_S is an alarm (a warning, a metric, a line of `headrace status`).
 """
 
 import asyncio
@@ -20,11 +21,13 @@ import httpx
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
+from actors.absence import Absence
 from actors.gateway.ask import SESSION_HEADER
 from actors.gateway.config import CanaryShare
 from actors.gateway.errors import unavailable
 from actors.gateway.unless import unless
 from infra.metrics import Metrics
+from schemas.fields import CANARY_MISSING
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Canary:
         ask_every_s: float = ASK_EVERY_S,
     ) -> None:
         self._share = config.share
+        self._absence = Absence()
         self._metrics = metrics
         self._ask_every_s = ask_every_s
         self._away = asyncio.Event()
@@ -75,6 +79,9 @@ class Canary:
                 _log.info("canary_%s", "there" if there else "away")
             (self._away.clear if there else self._away.set)()
             self._metrics.gauge("canary_there").set(float(there))
+            if self._absence.look(asyncio.get_running_loop().time(), wanted=self._share > 0, there=there):
+                _log.warning("canary_missing url=%s share=%g", self._client.base_url, self._share)
+            self._metrics.gauge(CANARY_MISSING).set(self._absence.missing_s)
             await asyncio.sleep(self._ask_every_s)
 
     def takes(self, session: str) -> bool:
