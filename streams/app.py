@@ -22,7 +22,6 @@ from infra.bus.log import Log
 from infra.claimed import ClaimedFolder
 from infra.config import Floor
 from infra.metrics import Metrics
-from infra.redact import Redactor
 from infra.store import Store
 from schemas import Progress
 from schemas.topics import EXPERIENCES, EXPERTS, MAX_RECORD_BYTES, PROGRESS, TASKSET_RAW, VERIFIED, Topic
@@ -270,8 +269,7 @@ async def run_worker(
         build_verify(config),
         build_collect(config, floor.model_path),
     )
-    redact = config.verify.redact
-    sources = build_sources(config.feedback, floor.folder, Redactor(redact.kinds, redact.patterns))
+    sources = build_sources(config.feedback, floor.folder, config.verify.redact)
     folder = ClaimedFolder(state_folder or floor.folder / "state")
     bus = KafkaBus(bootstrap, deadline_s=floor.kafka.deadline_s)
     log = Log(bus, floor.app, store=store)

@@ -25,11 +25,12 @@ from infra.seal import Keys, open_event, open_text, seal_event, seal_text
 from schemas import DeadLetter, Feedback, ids
 from schemas.errors import BadFrame, ConfigError, Sealed
 from schemas.topics import DEAD_LETTERS, VERIFIED
-from streams.config import FeedbackConfig
+from streams.config import FeedbackConfig, RedactConfig
 from streams.stage import MAX_LETTER_BYTES, confirmed
 
 TIMEOUT_S = 10.0
 GIVE_UP_S = 120.0
+REDACT = RedactConfig()
 MAX_SESSIONS = 16  # of one event in a dead letter: each has a key
 EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
@@ -78,10 +79,11 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 def build_sources(
-    configs: Sequence[FeedbackConfig], folder: Path, redactor: Redactor | None = None
+    configs: Sequence[FeedbackConfig], folder: Path, redact: RedactConfig = REDACT
 ) -> tuple[EventSource, ...]:
     """The configured sources, their functions loaded; files are relative to `folder`. Raises ConfigError."""
     sources: list[EventSource] = []
+    redactor = Redactor(redact.kinds, redact.patterns)
     for index, config in enumerate(configs):
         where = f"feedback[{index}]"
         function: Any = load(config.use, config.options, where)
@@ -98,9 +100,9 @@ def build_sources(
             raise ConfigError(f'{where}.from.webhook: a source listens to "{webhook}" already')
         file = folder / config.from_.file if config.from_.file else None
         topic = config.from_.topic
-        source = EventSource(name=config.name, function=function, topic=topic, file=file, webhook=webhook)
-        source.redactor = redactor or source.redactor
-        sources.append(source)
+        sources.append(
+            EventSource(name=config.name, function=function, topic=topic, file=file, webhook=webhook, redactor=redactor)
+        )
     return tuple(sources)
 
 

@@ -31,8 +31,8 @@ from actors.gateway.keys import Key
 from actors.gateway.responses import Envelope
 from actors.gateway.serving import Gateway, Turns
 from actors.gateway.stream import Telling
-from actors.gateway.unless import unless
 from infra.metrics import Metrics
+from infra.unless import unless
 from schemas.ids import session_name
 
 _log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from actors.absence import Absence
 from actors.gateway.ask import SESSION_HEADER
 from actors.gateway.config import CanaryShare
 from actors.gateway.errors import unavailable
-from actors.gateway.unless import unless
 from infra.metrics import Metrics
+from infra.unless import unless
 from schemas.fields import CANARY_MISSING
 
 _log = logging.getLogger(__name__)
