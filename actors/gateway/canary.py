@@ -5,16 +5,17 @@
                                             └── anything else, nothing, or silence ──> this gateway's engine
 
 Guarantees: which sessions are inside depends on their names alone, so any number of gateways send one session the same
-way, and a larger share takes more sessions in and none out. Whatever becomes of the canary before it says a first word,
-the request is answered here; it is asked every second whether it is there, and what it has begun to say is broken off
-with an error event if it goes. It has to say that it is a canary, so gateways cannot send requests round in circles. One
-that has been away for MISSING_S is an alarm (a warning, a metric, a line of `headrace status`).
+way, and a larger share takes more sessions in and none out. Whatever becomes of the canary before it says a first word (in
+a stream: of the answer, not of its opening), the request is answered here; it is asked every second whether it is there,
+and what it has begun to say is broken off with an error event if it goes. It has to say that it is a canary, so gateways
+cannot send requests round in circles. One that has been away for MISSING_S is an alarm (a warning, a metric, a line of
+`headrace status`).
 """
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
 
 import httpx
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 ASK_EVERY_S = 1.0
 SILENT_S = 3.0  # one that does not say in so long that it is there is away
 CONNECT_S = 1.0
+EVENT_END, ERROR_EVENT = b"\n\n", b'data: {"error"'
 PASSED_ON = ("authorization", "content-type", SESSION_HEADER)
 T = TypeVar("T")
 
@@ -88,34 +90,62 @@ class Canary:
         """Whether a session is inside the share."""
         return place_of(session) < self._share
 
-    async def answer(self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool) -> Response | None:
-        """The canary's answer to a request, None where it gave none."""
+    async def answer(
+        self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool, openings: int = 0
+    ) -> Response | None:
+        """The canary's answer to a request, None where it gave none. openings: events of a stream before its first word."""
         if self._away.is_set():
-            self._metrics.counter("canary", outcome="away").inc()
-            return None
+            return self._none("away")
         try:
-            response = await self._unless_away(self._asked(path, headers, body, stream))
+            if not stream:
+                response = await self._unless_away(self._asked(path, headers, body, stream=False))
+            else:
+                response, pieces, begun = await self._unless_away(self._begun(path, headers, body, openings))
         except (Away, httpx.HTTPError) as error:
             _log.warning("canary_did_not_answer error=%s", type(error).__name__)
-            self._metrics.counter("canary", outcome="not answered").inc()
-            return None
+            return self._none("not answered")
         if response.status_code != 200:
-            await response.aclose()
-            self._metrics.counter("canary", outcome=f"status {response.status_code}").inc()
-            return None
+            return self._none(f"status {response.status_code}")
         self._metrics.counter("canary", outcome="answered").inc()
         if stream:
-            return StreamingResponse(self._pieces(response), media_type="text/event-stream")
+            return StreamingResponse(self._pieces(response, pieces, begun), media_type="text/event-stream")
         return Response(response.content, media_type="application/json")
 
-    async def _asked(self, path: str, headers: Mapping[str, str], body: bytes, stream: bool) -> httpx.Response:
+    def _none(self, outcome: str) -> None:
+        self._metrics.counter("canary", outcome=outcome).inc()
+
+    async def _asked(self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool) -> httpx.Response:
         kept = {name: headers[name] for name in PASSED_ON if name in headers}
         request = self._client.build_request("POST", path, headers=kept, content=body)
         return await self._client.send(request, stream=stream)
 
-    async def _pieces(self, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    async def _begun(
+        self, path: str, headers: Mapping[str, str], body: bytes, openings: int
+    ) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
+        """A stream up to its first word, or one that is none. Raises Away where it ends before, or begins with an error."""
+        response = await self._asked(path, headers, body, stream=True)
+        pieces, begun, first = response.aiter_bytes(), b"", b""
         try:
-            pieces = response.aiter_bytes()
+            while response.status_code == 200 and not first:
+                if not (piece := await anext(pieces, b"")):
+                    raise Away
+                begun += piece
+                *whole, _ = begun.split(EVENT_END)
+                first = b"".join(whole[openings : openings + 1])
+            if first.startswith(ERROR_EVENT):
+                raise Away
+        except BaseException:
+            await response.aclose()
+            raise
+        if response.status_code != 200:
+            await response.aclose()
+        return response, pieces, begun
+
+    async def _pieces(
+        self, response: httpx.Response, pieces: AsyncIterator[bytes], begun: bytes
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            yield begun
             while (piece := await self._unless_away(anext(pieces, b""))) != b"":
                 yield piece
         except (Away, httpx.HTTPError) as error:

@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -60,8 +61,8 @@ async def serve_on(server: Server, sock: socket.socket, listening: Callable[[int
         await serving
 
 
-def make_server(app: Starlette, drain_s: float) -> Server:
-    """A server of the application. drain_s: at an exit, for requests that run."""
+def make_server(app: Starlette, drain_s: float, connection: Any) -> Server:
+    """A server of the application. drain_s: at an exit, for requests that run. connection: see `bounded_heads`."""
     settings = uvicorn.Config(
         app,
         access_log=False,
@@ -71,6 +72,6 @@ def make_server(app: Starlette, drain_s: float) -> Server:
         server_header=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(drain_s)),
-        h11_max_incomplete_event_size=64 * 1024,
+        http=connection,
     )
     return Server(settings)

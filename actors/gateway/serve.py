@@ -25,6 +25,7 @@ from actors.gateway.app import Site
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.door import Door
+from actors.gateway.heads import bounded_heads
 from actors.gateway.hearing import Hearing
 from actors.gateway.keys import KeyBook
 from actors.gateway.listen import Server, bound, make_server, serve_on
@@ -121,7 +122,8 @@ async def run_gateway(
                 canary=canary,
             )  # fmt: skip
             loops = _Loops(log, store, gateway, follower, door.book, metrics, instance, canary)
-            await loops.run(make_server(site.app(), config.drain_s), sock, listening, stop)
+            server = make_server(site.app(), config.drain_s, bounded_heads(metrics, config.limits.body_s))
+            await loops.run(server, sock, listening, stop)
         finally:
             if canary is not None:
                 await canary.close()

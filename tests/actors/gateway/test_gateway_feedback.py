@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError
-from actors.gateway.hearing import check_signature, nth_answer, read_feedback
+from actors.gateway.grant import read as read_token
+from actors.gateway.hearing import check_signature, nth_answer, read_feedback, read_grant
 from infra.seal import FOLDER, Keys, open_event, open_text
 from infra.store_memory import MemoryStore
 from schemas.errors import StoreError
@@ -77,11 +80,11 @@ def test_ids_say_whose_an_answer_is() -> None:
 
 def test_signatures_in_hexadecimal_and_base64_open_and_forged_or_old_ones_do_not() -> None:
     body, now = b'{"x": 1}', 1_000_000.0
-    for given in (signature(body).hex(), f"sha256={signature(body).hex()}", base64.b64encode(signature(body)).decode()):
-        check_signature(HOOK, {"x-signature": given}, body, now)
-    for given in ("", "sha256=", signature(body, b"other").hex(), signature(b"{}").hex(), "zz"):
+    for shown in (signature(body).hex(), f"sha256={signature(body).hex()}", base64.b64encode(signature(body)).decode()):
+        check_signature(HOOK, {"x-signature": shown}, body, now)
+    for shown in ("", "sha256=", signature(body, b"other").hex(), signature(b"{}").hex(), "zz"):
         with pytest.raises(ApiError) as caught:
-            check_signature(HOOK, {"x-signature": given}, body, now)
+            check_signature(HOOK, {"x-signature": shown}, body, now)
         assert caught.value.status == 401
     stamp = str(int(now))
     good = {"x-timestamp": stamp, "x-signature": signature(stamp.encode() + body).hex()}
@@ -91,6 +94,34 @@ def test_signatures_in_hexadecimal_and_base64_open_and_forged_or_old_ones_do_not
             check_signature(STAMPED, good, body, later)
     with pytest.raises(ApiError):
         check_signature(STAMPED, {**good, "x-timestamp": str(int(now) + 1)}, body, now)
+    for stamp in ("nan", "inf", "", "yesterday"):
+        odd = {"x-timestamp": stamp, "x-signature": signature(stamp.encode() + body).hex()}
+        with pytest.raises(ApiError, match="not within"):
+            check_signature(STAMPED, odd, body, now)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | st.dictionaries(
+    st.sampled_from(["answer_id", "value", "label", "text", "correction", "retract", "kind", "choice", "rater", "expires_in"]),
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=8) | st.lists(st.text(max_size=3), max_size=2),
+).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_any_bytes_are_feedback_or_a_400(body: bytes) -> None:
+    for read in (read_feedback, read_grant):
+        try:
+            read(body)
+        except ApiError as error:
+            assert error.status == 400
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=80), st.text(max_size=80))
+def test_any_token_or_signature_that_is_not_ours_is_a_401(token: str, other: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_token(f"{token}.{other}", b"secret", 0.0)
+    assert caught.value.status == 401
+    with pytest.raises(ApiError) as forged:
+        check_signature(STAMPED, {"x-signature": token, "x-timestamp": other}, b"{}", 0.0)
+    assert forged.value.status == 401
 
 
 def test_a_webhook_is_taken_redacted_and_sealed_and_a_forged_one_is_not(tmp_path: Path) -> None:
