@@ -95,7 +95,8 @@ class Canary:
     ) -> Response | None:
         """The canary's answer to a request, None where it gave none. openings: events of a stream before its first word."""
         if self._away.is_set():
-            return self._none("away")
+            self._count("away")
+            return None
         try:
             if not stream:
                 response = await self._unless_away(self._asked(path, headers, body, stream=False))
@@ -103,15 +104,17 @@ class Canary:
                 response, pieces, begun = await self._unless_away(self._begun(path, headers, body, openings))
         except (Away, httpx.HTTPError) as error:
             _log.warning("canary_did_not_answer error=%s", type(error).__name__)
-            return self._none("not answered")
+            self._count("not answered")
+            return None
         if response.status_code != 200:
-            return self._none(f"status {response.status_code}")
-        self._metrics.counter("canary", outcome="answered").inc()
+            self._count(f"status {response.status_code}")
+            return None
+        self._count("answered")
         if stream:
             return StreamingResponse(self._pieces(response, pieces, begun), media_type="text/event-stream")
         return Response(response.content, media_type="application/json")
 
-    def _none(self, outcome: str) -> None:
+    def _count(self, outcome: str) -> None:
         self._metrics.counter("canary", outcome=outcome).inc()
 
     async def _asked(self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool) -> httpx.Response:
@@ -150,7 +153,7 @@ class Canary:
                 yield piece
         except (Away, httpx.HTTPError) as error:
             _log.warning("canary_broke_off error=%s", type(error).__name__)
-            self._metrics.counter("canary", outcome="broken off").inc()
+            self._count("broken off")
             yield b"data: " + unavailable("the answer was broken off; ask again").body() + b"\n\n"
         finally:
             await response.aclose()

@@ -144,8 +144,9 @@ class Hearing:
         """Hand on what a webhook sent. Raises ApiError."""
         try:
             value = msgspec.json.decode(body)
+            masked = msgspec.json.encode(self._recorder.mask_json(value))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise bad(f"the body is not valid JSON: {error}") from error
+            raise bad(f"the body is not valid JSON, or too deep: {error}") from error
         sessions = sessions_in(
             msgspec.json.encode(value).decode()
         )  # as it came: a pattern may take an id for something
@@ -155,9 +156,8 @@ class Hearing:
             )
         if not sessions:
             self._metrics.counter("feedback_unsealed", path=webhook.path).inc()
-        body = msgspec.json.encode(self._recorder.mask_json(value))
-        received = Received(path=webhook.path, body=body, id=secrets.token_hex(12))
-        await self._hand_on(received, (lambda: seal_event(body, self._keys, sessions)) if sessions else None)
+        received = Received(path=webhook.path, body=masked, id=secrets.token_hex(12))
+        await self._hand_on(received, (lambda: seal_event(masked, self._keys, sessions)) if sessions else None)
 
     async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:
         """Write it, its body sealed. seal: raises StoreError; then it is not kept, and told so."""
