@@ -42,6 +42,7 @@ MAX_KNOWN = 65_536
 FORGOTTEN = "forgotten"
 NO_KEY = "no key"
 EVENT = "event"  # what sealed events are bound to
+MAX_SESSIONS = 16  # that one event may be about: each has a key
 _KEY_ID = re.compile(r"[a-z]{1,64}-[0-9a-f]{16}")
 _SEALED_TEXT = re.compile(rf"sealed:({_KEY_ID.pattern}(?:,{_KEY_ID.pattern})*):([A-Za-z0-9+/=]+)")
 

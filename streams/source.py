@@ -21,7 +21,7 @@ from infra.metrics import Metrics
 from infra.plugin import load
 from infra.processor import mark_of
 from infra.redact import Redactor
-from infra.seal import Keys, open_event, open_text, seal_event, seal_text
+from infra.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
 from schemas import DeadLetter, Feedback, ids
 from schemas.errors import BadFrame, ConfigError, Sealed
 from schemas.topics import DEAD_LETTERS, VERIFIED
@@ -31,7 +31,6 @@ from streams.stage import MAX_LETTER_BYTES, confirmed
 TIMEOUT_S = 10.0
 GIVE_UP_S = 120.0
 REDACT = RedactConfig()
-MAX_SESSIONS = 16  # of one event in a dead letter: each has a key
 EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 

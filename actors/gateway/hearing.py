@@ -25,7 +25,7 @@ from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.outbox import Outbox, Outgoing
 from actors.gateway.record import Recorder
 from infra.metrics import Metrics
-from infra.seal import Keys, seal_event, seal_text
+from infra.seal import MAX_SESSIONS, Keys, seal_event, seal_text
 from schemas import Control, Received
 from schemas.ids import ANSWER_PREFIX, sessions_in, subject_of
 from schemas.topics import FEEDBACK
@@ -34,7 +34,6 @@ PATH = "/v1/feedback"
 WRITTEN = ("label", "text", "correction")  # fields of /v1/feedback that hold what people wrote
 KEPT_S = 10.0
 CLOCK_S = 300.0  # a signed timestamp may be off by so much
-MAX_SESSIONS = 16  # that one webhook event may be about: each has a key
 Short = Annotated[str, Meta(min_length=1, max_length=256)]
 Long = Annotated[str, Meta(min_length=1, max_length=100_000)]
 
@@ -85,14 +84,17 @@ def read_grant(body: bytes) -> GrantRequest:
 
 
 def nth_answer(answer: str, choice: int) -> str:
-    """Id of the choice beside an answer: they are numbered one after the other.
+    """Id of the choice beside an answer: they are numbered one after the other. Raises ApiError.
 
     >>> nth_answer("hr-a1b2.7-3-0", 2)
     'hr-a1b2.7-5-0'
     """
     head, _, tail = answer.rpartition(".")
-    epoch, sequence, part = tail.split("-")
-    return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+    try:
+        epoch, sequence, part = tail.split("-")
+        return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+    except ValueError as error:
+        raise bad("answer_id: not the id of an answer", "answer_id") from error
 
 
 def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, now_s: float) -> None:
@@ -103,7 +105,7 @@ def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, n
     signed = body
     if webhook.timestamp_header:
         stamp = headers.get(webhook.timestamp_header, "")
-        if not abs(_seconds(stamp) - now_s) <= CLOCK_S:  # said so for a stamp that is not a number
+        if not abs(_seconds(stamp) - now_s) <= CLOCK_S:  # so said, a stamp that is not a number is refused too
             raise ApiError(401, f"{webhook.timestamp_header}: not within {CLOCK_S:g} s of now", code="stale_signature")
         signed = stamp.encode() + body
     expected = hmac.new(webhook.secret, signed, hashlib.sha256).digest()
@@ -147,9 +149,7 @@ class Hearing:
             masked = msgspec.json.encode(self._recorder.mask_json(value))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
-        sessions = sessions_in(
-            msgspec.json.encode(value).decode()
-        )  # as it came: a pattern may take an id for something
+        sessions = sessions_in(msgspec.json.encode(value).decode())  # masked, an id may be gone
         if len(sessions) > MAX_SESSIONS:
             raise bad(
                 f"the body names answers of {len(sessions)} sessions, expected at most {MAX_SESSIONS}: send several"

@@ -161,6 +161,34 @@ def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_many_i
     asyncio.run(check())
 
 
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (ANSWER.replace("0-0-0", "a-b-c"), 400),
+        (ANSWER.replace("0-0-0", "0-0"), 400),
+        ("latest", 400),
+        ("hr-", 400),
+        ("hr-add-3745.2.0-7-0", 403),
+        (f"hr-{session_name('globex', 's')}.7-3.0-0-0", 403),
+        (f"hr-{session_name('acme', 'never')}.7-3.0-0-0", 202),
+    ],
+)
+def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_waits_for_its_answer(
+    tmp_path: Path, answer: str, status: int
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served:
+            key = served.key()
+            await served.keys_read()
+            async with served.http(key) as http:
+                told = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1})
+            assert told.status_code == status
+            assert status == 202 or told.json()["error"]["param"] == "answer_id"
+            assert len(await served.received()) == (status == 202)
+
+    asyncio.run(check())
+
+
 def test_accepted_means_kept_also_while_the_broker_is_away(tmp_path: Path) -> None:
     async def check() -> None:
         bus = AwayBus()
