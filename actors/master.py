@@ -29,6 +29,7 @@ from infra.config import Floor, Pacing, duration_s
 from infra.metrics import Metrics
 from schemas import Block, Closure, Directive, Drawn, EvalResult, PolicyEvent, Progress, Task
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange, StoreError, UnknownMajor
+from schemas.fields import CANARY_MISSING
 from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS, TASKSET
 
 _log = logging.getLogger(__name__)
@@ -160,6 +161,10 @@ async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instan
         metrics.gauge("max_outstanding_groups").set(admission.limits.max_outstanding)
         metrics.gauge("issued_groups").set(admission.next_sequence)
         metrics.gauge("stable_version").set(plan.gate.stable.version)
+        metrics.gauge("trial_version").set(plan.gate.stable.trial)
+        if plan.look_for_canary():
+            _log.warning("canary_missing trial=%d", plan.gate.stable.trial)
+        metrics.gauge(CANARY_MISSING).set(plan.canary.missing_s)
         metrics.gauge("drain_offset").set(plan.drain_offset)
         metrics.gauge("tasks").set(len(plan.book.tasks))
         metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))

@@ -8,6 +8,7 @@ recounted from the log at a restart, except how long groups have been waiting: t
 
 import logging
 
+from actors.absence import Absence
 from actors.admission import Admission, Limits
 from actors.config import MasterConfig
 from actors.curriculum import choose
@@ -19,12 +20,14 @@ from infra.config import Pacing, duration_s
 from infra.weights.policy_feed import PolicyFeed
 from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
+from schemas.fields import IS_CANARY
 from schemas.ids import task_of
 
 _log = logging.getLogger(__name__)
 
 SERVING = "serving"  # state an explorer reports once it takes tasks
 
+_SILENT_MS = 15_000  # gateways report every few seconds: a longer silence is absence
 _MAX_GAP_MS = 5_000  # explorers report every few seconds: a longer silence is absence
 _SETTLED_MS = 3_000  # nothing new for so long: a taskset is loaded, a drained trainer is through
 
@@ -65,6 +68,8 @@ class Plan:
         self.active_s = 0.0
         self.running_ms = 0
         self._explorer_ms: int | None = None
+        self._canary_ms: int | None = None
+        self.canary = Absence()
         self._task_ms = 0
         self._moved_ms = 0
         self._begun_any = False
@@ -121,6 +126,8 @@ class Plan:
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
         """A report of a role."""
         self.gate.progress(progress)
+        if progress.gauges.get(IS_CANARY):
+            self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
         if progress.role != "explore" or progress.state != SERVING:
             return
         if self._explorer_ms is not None:
@@ -133,6 +140,11 @@ class Plan:
         if self.feed.apply(event, offset):
             self._moved_ms = self.clock_ms
             self.feed.forget_below(self.feed.newest)
+
+    def look_for_canary(self) -> bool:
+        """Whether it is an alarm from now on that a version is on trial and nobody serves it; see `canary`."""
+        there = self._canary_ms is not None and self.clock_ms - self._canary_ms < _SILENT_MS
+        return self.canary.look(self.clock_ms / 1000, wanted=self.gate.stable.trial >= 0, there=there)
 
     def result(self, result: EvalResult) -> None:
         """An EvalResult of `evals`."""

@@ -6,8 +6,10 @@
     opened     decode(frame, keys.find)  the key is looked up here, the sections are opened on first use
     forgotten  Keys.destroy(subject)     an empty object in the key's place, for good
 
-What people write about an answer is sealed too, from the gateway's first write on, as a string that says under which key;
-since nobody there knows whose answer it was, under a key of the session, which is destroyed with the user's.
+What people write about an answer is sealed too, from our first write on, as a string that says under which key; since
+nobody there knows whose answer it was, under a key of the session, which is destroyed with the user's. An event from outside
+is sealed as a whole, under the keys of all sessions whose answers it names, so it goes with the first of them; one that names
+none is nobody's, and stays as it is. What lies in a topic or a file of somebody else's is theirs to delete.
 
 Guarantees: a key lies in the object store and in the memory of processes, nowhere else; a process that looks up a key
 learns within FRESH_S that it was destroyed; a subject that comes back gets a new key, and what was forgotten stays so.
@@ -15,12 +17,13 @@ While the store is away, what was known holds. A store that keeps old versions o
 """
 
 import base64
+import binascii
 import os
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -38,8 +41,10 @@ FRESH_S = 5.0
 MAX_KNOWN = 65_536
 FORGOTTEN = "forgotten"
 NO_KEY = "no key"
+EVENT = "event"  # what sealed events are bound to
+MAX_SESSIONS = 16  # that one event may be about: each has a key
 _KEY_ID = re.compile(r"[a-z]{1,64}-[0-9a-f]{16}")
-_SEALED_TEXT = re.compile(r"sealed:([a-z]{1,64}-[0-9a-f]{16}):([A-Za-z0-9+/=]+)")
+_SEALED_TEXT = re.compile(rf"sealed:({_KEY_ID.pattern}(?:,{_KEY_ID.pattern})*):([A-Za-z0-9+/=]+)")
 
 
 def sealed(block: Block, keys: "Keys", subject: str) -> Block:
@@ -59,8 +64,7 @@ def seal_text(text: str, keys: "Keys", answer: str) -> str:
     session = session_of(group_of(answer))
     if not session:
         return text
-    key = keys.of(session)
-    return f"sealed:{key.key_id}:{base64.b64encode(key.close(_about(answer), text.encode())).decode()}"
+    return _shut(text.encode(), keys, (session,), _about(answer))
 
 
 def open_text(text: str, keys: "Keys", answer: str) -> str:
@@ -68,7 +72,38 @@ def open_text(text: str, keys: "Keys", answer: str) -> str:
     BadFrame where it was altered or is about another answer.
     """
     found = _SEALED_TEXT.fullmatch(text)
-    return text if found is None else keys.find(found[1]).open(_about(answer), base64.b64decode(found[2])).decode()
+    return text if found is None else _opened(found, keys, _about(answer)).decode()
+
+
+def seal_event(body: bytes, keys: "Keys", sessions: Sequence[str]) -> bytes:
+    """An event as it may be kept: sealed under a key of each session, so that it is forgotten with the first of them; one
+    that names none stays as it is. Blocks; raises StoreError.
+    """
+    return msgspec.json.encode(_shut(body, keys, sessions, EVENT)) if sessions else body
+
+
+def open_event(body: bytes, keys: "Keys") -> bytes:
+    """The event again; one that was not sealed is as it was. Blocks; raises StoreError, Sealed, BadFrame."""
+    found = _SEALED_TEXT.fullmatch(body[1:-1].decode("latin-1"))
+    return body if found is None else _opened(found, keys, EVENT)
+
+
+def _shut(data: bytes, keys: "Keys", sessions: Sequence[str], about: str) -> str:
+    """Closed once for each session, one around the other."""
+    held = [keys.of(session) for session in sessions]
+    for key in held:
+        data = key.close(about, data)
+    return f"sealed:{','.join(key.key_id for key in held)}:{base64.b64encode(data).decode()}"
+
+
+def _opened(found: re.Match[str], keys: "Keys", about: str) -> bytes:
+    try:
+        data = base64.b64decode(found[2])
+    except binascii.Error as error:
+        raise BadFrame(f"sealed text under {found[1][:200]}: it is cut or damaged") from error
+    for key_id in reversed(found[1].split(",")):
+        data = keys.find(key_id).open(about, data)
+    return data
 
 
 def _about(answer: str) -> str:

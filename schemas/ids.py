@@ -11,6 +11,7 @@ has all turns of a conversation.
 """
 
 import hashlib
+import re
 
 ANSWER_PREFIX = "hr-"
 # Hexadecimal in letters that begin no known kind of secret and form no run of digits, so that redaction, which looks for
@@ -18,6 +19,7 @@ ANSWER_PREFIX = "hr-"
 _LETTERS = str.maketrans("0123456789abcdef", "bcdfhjklmnqrtvwz")
 _TAG_LETTERS = 8
 _SESSION_LETTERS = 16
+_REQUEST = re.compile(r"(?<![a-z])([bcdfhjklmnqrtvwz]{24})\.\d{1,20}-\d{1,20}(?!\d)")
 
 
 def group_id(task: str, round: int) -> str:
@@ -106,6 +108,15 @@ def session_of(group: str) -> str:
     """
     session, _, request = group.partition(".")
     return session if len(session) == _TAG_LETTERS + _SESSION_LETTERS and request.count("-") == 1 else ""
+
+
+def sessions_in(text: str) -> tuple[str, ...]:
+    """Sessions whose answers a text names, wherever in it their ids stand; each once.
+
+    >>> sessions_in('{"about": ["hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "add-3745.2.0-7-0"]}')
+    ('mddrffqvmjcncqrrjhvnrntq',)
+    """
+    return tuple(dict.fromkeys(_REQUEST.findall(text)))
 
 
 def partition_key(group: str) -> str:

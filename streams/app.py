@@ -269,7 +269,7 @@ async def run_worker(
         build_verify(config),
         build_collect(config, floor.model_path),
     )
-    sources = build_sources(config.feedback, floor.folder)
+    sources = build_sources(config.feedback, floor.folder, config.verify.redact)
     folder = ClaimedFolder(state_folder or floor.folder / "state")
     bus = KafkaBus(bootstrap, deadline_s=floor.kafka.deadline_s)
     log = Log(bus, floor.app, store=store)

@@ -113,7 +113,7 @@ class Switch(Section, frozen=True):
 class RedactConfig(Section, frozen=True):
     """[verify.redact]. kinds: built-in patterns (email, card, phone, key). patterns: your own, name to regular
     expression. action: drop the experience, or mask the text (its token ids stay as sampled, so what is learned does
-    not change).
+    not change). What feedback sources make of events is masked by kinds and patterns, on or not.
 
     Example: RedactConfig(on=True, patterns={"ticket": "T-[0-9]+"})
     """

@@ -2,8 +2,9 @@
 
 Delivery: at least once; what was published before a crash is published again with the same id, and collect absorbs it.
 Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
-dead-lettered and counted, and the next one goes on; one whose key was destroyed is counted as forgotten. Privacy: what
-people wrote about a production answer goes on sealed, and lies in dead letters as it came (see `infra.seal`).
+dead-lettered and counted, and the next one goes on; one whose key was destroyed is counted as forgotten. Privacy: what we
+write of an event, Feedback or dead letter, is redacted and sealed (see `infra.seal`), wherever it came from; what a topic or
+a file of somebody else's holds we only read.
 """
 
 import asyncio
@@ -19,20 +20,23 @@ from infra.chain import calls
 from infra.metrics import Metrics
 from infra.plugin import load
 from infra.processor import mark_of
-from infra.seal import Keys, open_text, seal_text
+from infra.redact import Redactor
+from infra.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
 from schemas import DeadLetter, Feedback, ids
 from schemas.errors import BadFrame, ConfigError, Sealed
 from schemas.topics import DEAD_LETTERS, VERIFIED
-from streams.config import FeedbackConfig
+from streams.config import FeedbackConfig, RedactConfig
 from streams.stage import MAX_LETTER_BYTES, confirmed
 
 TIMEOUT_S = 10.0
 GIVE_UP_S = 120.0
+REDACT = RedactConfig()
 EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 
 class EventSource(msgspec.Struct, kw_only=True):
     """One configured source. topic, file or webhook says where it listens. hung: threads of calls that were given up.
+    redactor: takes out of what is written what is nobody's business.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
@@ -44,10 +48,12 @@ class EventSource(msgspec.Struct, kw_only=True):
     webhook: str = ""
     timeout_s: float = TIMEOUT_S
     hung: list[Any] = []
+    redactor: Redactor = msgspec.field(default_factory=Redactor)
 
 
 class Event(msgspec.Struct, frozen=True):
     """One event as it came, and where it lay. sealed_for: the answer whose texts in it may be sealed, "" for no such event.
+    ours: the gateway wrote it, redacted and sealed.
 
     Example: Event(b'{"answer_id": "hr-a1b2.0-3-0", "csat": 4}', topic="zendesk.closed", partition=3, offset=77)
     """
@@ -57,19 +63,26 @@ class Event(msgspec.Struct, frozen=True):
     partition: int
     offset: int
     sealed_for: str = ""
+    ours: bool = False
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What became of one event. error: for invalid and failed ones, naming the field."""
+    """What became of one event. error: for invalid and failed ones, naming the field. brief: without the words of an
+    exception, which may be the event's.
+    """
 
     outcome: EventOutcome
     feedback: Feedback | None = None
     error: str = ""
+    brief: str = ""
 
 
-def build_sources(configs: Sequence[FeedbackConfig], folder: Path) -> tuple[EventSource, ...]:
+def build_sources(
+    configs: Sequence[FeedbackConfig], folder: Path, redact: RedactConfig = REDACT
+) -> tuple[EventSource, ...]:
     """The configured sources, their functions loaded; files are relative to `folder`. Raises ConfigError."""
     sources: list[EventSource] = []
+    redactor = Redactor(redact.kinds, redact.patterns)
     for index, config in enumerate(configs):
         where = f"feedback[{index}]"
         function: Any = load(config.use, config.options, where)
@@ -86,7 +99,9 @@ def build_sources(configs: Sequence[FeedbackConfig], folder: Path) -> tuple[Even
             raise ConfigError(f'{where}.from.webhook: a source listens to "{webhook}" already')
         file = folder / config.from_.file if config.from_.file else None
         topic = config.from_.topic
-        sources.append(EventSource(name=config.name, function=function, topic=topic, file=file, webhook=webhook))
+        sources.append(
+            EventSource(name=config.name, function=function, topic=topic, file=file, webhook=webhook, redactor=redactor)
+        )
     return tuple(sources)
 
 
@@ -115,7 +130,7 @@ async def publish_events(source: EventSource, events: Sequence[Event], log: Log,
         metrics.counter("feedback_events", source=source.name, outcome=reading.outcome).inc()
         if reading.feedback is not None:
             group = ids.group_of(reading.feedback.ref)
-            queues.setdefault(group, []).append(_publisher(log, reading.feedback))
+            queues.setdefault(group, []).append(_publisher(source, log, reading.feedback))
         elif reading.outcome in ("invalid", "failed"):
             queues.setdefault(f"dead {event.offset}", []).append(_letter_publisher(source, event, reading, log))
     async with asyncio.TaskGroup() as tasks:
@@ -129,20 +144,11 @@ async def read_events(source: EventSource, events: Sequence[Event], keys: Keys |
     tables: list[object] = []
     for event in events:
         try:
-            table = msgspec.json.decode(event.value)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            readings.append(Reading("invalid", error=f"not JSON: {error}"))
+            table = await _table(event, keys)
+        except BadFrame as error:
+            outcome: EventOutcome = "forgotten" if isinstance(error, Sealed) else "invalid"
+            readings.append(Reading(outcome, error=str(error), brief=str(error)))
             continue
-        if not isinstance(table, dict):
-            readings.append(Reading("invalid", error=f"got a JSON {type(table).__name__}, expected an object"))
-            continue
-        if event.sealed_for and keys is not None:
-            try:
-                table = await asyncio.to_thread(_opened, table, keys, event.sealed_for)
-            except BadFrame as error:
-                outcome: EventOutcome = "forgotten" if isinstance(error, Sealed) else "invalid"
-                readings.append(Reading(outcome, error=str(error)))
-                continue
         readings.append(None)
         tables.append(table)
     if asyncio.iscoroutinefunction(getattr(source.function, "func", source.function)):
@@ -151,6 +157,22 @@ async def read_events(source: EventSource, events: Sequence[Event], keys: Keys |
         answers = await calls.in_thread(source.function, tables, {}, source.timeout_s, source.hung)
     answered = iter(answers)
     return [_reading(source, next(answered)) if reading is None else reading for reading in readings]
+
+
+async def _table(event: Event, keys: Keys | None) -> dict[str, Any]:
+    """What an event holds. Raises BadFrame, Sealed where it is forgotten, StoreError."""
+    value = event.value
+    if event.ours and keys is not None:
+        value = await asyncio.to_thread(open_event, value, keys)
+    try:
+        table = msgspec.json.decode(value)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise BadFrame(f"got a JSON {type(table).__name__}, expected an object")
+    if event.sealed_for and keys is not None:
+        return await asyncio.to_thread(_opened, table, keys, event.sealed_for)
+    return table
 
 
 def _opened(table: dict[str, Any], keys: Keys, answer: str) -> dict[str, Any]:
@@ -181,39 +203,66 @@ def _reading(source: EventSource, answer: object) -> Reading:
     if answer is None:
         return Reading("ignored")
     if isinstance(answer, calls.Failure):
-        return Reading("failed", error=f"{source.name} {answer.kind}: {answer.detail}")
+        said = f"{source.name} {answer.kind}: "
+        return Reading("failed", error=said + answer.detail, brief=said + answer.detail.partition(":")[0])
     if not isinstance(answer, Feedback):
-        return Reading("invalid", error=f"{source.name} returned {type(answer).__name__}, expected Feedback or None")
-    fault = feedback_fault(answer)
-    if fault:
-        return Reading("invalid", error=f"{source.name}: {fault}")
+        fault = f"{source.name} returned {type(answer).__name__}, expected Feedback or None"
+        return Reading("invalid", error=fault, brief=fault)
+    if fault := feedback_fault(answer):
+        brief = "ref: not the id of an answer" if fault.startswith("ref: ") else fault
+        return Reading("invalid", error=f"{source.name}: {fault}", brief=f"{source.name}: {brief}")
     return Reading("accepted", msgspec.structs.replace(answer, source=source.name))
 
 
-def _publisher(log: Log, feedback: Feedback) -> Callable[[], Awaitable[object]]:
+def _publisher(source: EventSource, log: Log, feedback: Feedback) -> Callable[[], Awaitable[object]]:
+    text = source.redactor.mask(feedback.text)[0] if feedback.text else feedback.text
+    kept = msgspec.structs.replace(
+        feedback, text=text, id=_named(source, feedback.id), rater=_named(source, feedback.rater)
+    )
+
     async def publish() -> object:
-        kept = feedback
-        if feedback.text and log.keys is not None:
-            answer = feedback.ref.removeprefix(ids.ANSWER_PREFIX)
-            kept = msgspec.structs.replace(
-                feedback, text=await asyncio.to_thread(seal_text, feedback.text, log.keys, answer)
-            )
-        return await log.publish(VERIFIED, kept)
+        if not text or log.keys is None:
+            return await log.publish(VERIFIED, kept)
+        answer = kept.ref.removeprefix(ids.ANSWER_PREFIX)
+        shut = await asyncio.to_thread(seal_text, text, log.keys, answer)
+        return await log.publish(VERIFIED, msgspec.structs.replace(kept, text=shut))
 
     return lambda: confirmed(publish, "feedback", GIVE_UP_S)
 
 
+def _named(source: EventSource, name: str) -> str:
+    """A name as it may be written: where it is personal data itself, one that is as unique and says nothing."""
+    return ids.subject_of(source.name, name) if source.redactor.mask(name)[1] else name
+
+
 def _letter_publisher(source: EventSource, event: Event, reading: Reading, log: Log) -> Callable[[], Awaitable[object]]:
-    letter = DeadLetter(
-        topic=event.topic,
-        partition=event.partition,
-        offset=event.offset,
-        stage=f"feedback {source.name}",
-        reason=f"event {reading.outcome}",
-        error=reading.error,
-        value=event.value[:MAX_LETTER_BYTES],
-    )
-    return lambda: confirmed(lambda: log.publish(DEAD_LETTERS, letter), "dead letter", GIVE_UP_S)
+    async def publish() -> object:
+        sessions = ids.sessions_in(event.value.decode("utf-8", "replace"))
+        letter = DeadLetter(
+            topic=event.topic,
+            partition=event.partition,
+            offset=event.offset,
+            stage=f"feedback {source.name}",
+            reason=f"event {reading.outcome}",
+            error=reading.brief if event.ours or sessions else source.redactor.mask(reading.error)[0],
+            value=await asyncio.to_thread(_kept, source, event, sessions, log.keys),
+        )
+        return await log.publish(DEAD_LETTERS, letter)
+
+    return lambda: confirmed(publish, "dead letter", GIVE_UP_S)
+
+
+def _kept(source: EventSource, event: Event, sessions: Sequence[str], keys: Keys | None) -> bytes:
+    """An event as a dead letter may hold it: that of a topic or a file redacted, and sealed. Blocks; raises StoreError."""
+    if event.ours:
+        return event.value[:MAX_LETTER_BYTES]
+    try:
+        masked = msgspec.json.encode(source.redactor.mask_json(msgspec.json.decode(event.value)))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        masked = source.redactor.mask(event.value.decode("utf-8", "replace"))[0].encode()
+    if len(sessions) > MAX_SESSIONS:
+        return b""
+    return masked[:MAX_LETTER_BYTES] if keys is None else seal_event(masked[:MAX_LETTER_BYTES], keys, sessions)
 
 
 async def _in_order(queue: Sequence[Callable[[], Awaitable[object]]]) -> None:

@@ -31,8 +31,8 @@ from actors.gateway.keys import Key
 from actors.gateway.responses import Envelope
 from actors.gateway.serving import Gateway, Turns
 from actors.gateway.stream import Telling
-from actors.gateway.unless import unless
 from infra.metrics import Metrics
+from infra.unless import unless
 from schemas.ids import session_name
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Site:
         drawn = self._canary is None or not self._canary.takes(
             session_name(key.tenant, session or ask.user or token_hex())
         )
-        if not drawn and (told := await self._from_canary(request, body, ask)) is not None:
+        if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
             return told
         turns = await self._gateway.begin(ask, key, session, drawn=drawn)
         envelope = Envelope(
@@ -146,10 +146,11 @@ class Site:
             self._charge(key, turns)
         return _json(self._whole(turns, envelope))
 
-    async def _from_canary(self, request: Request, body: bytes, ask: Ask) -> Response | None:
+    async def _from_canary(self, request: Request, body: bytes, ask: Ask, chat: bool) -> Response | None:
         """What the canary answers, None where it does not. Raises ClientDisconnect."""
         assert self._canary is not None
-        work = self._canary.answer(request.url.path, request.headers, body, stream=ask.stream)
+        openings = ask.choices if chat else 0  # each begins with whose turn it is
+        work = self._canary.answer(request.url.path, request.headers, body, stream=ask.stream, openings=openings)
         return await _unless_gone(request, work)
 
     async def _streamed(self, turns: Turns, envelope: Envelope) -> AsyncGenerator[bytes, None]:

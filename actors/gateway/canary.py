@@ -5,32 +5,37 @@
                                             └── anything else, nothing, or silence ──> this gateway's engine
 
 Guarantees: which sessions are inside depends on their names alone, so any number of gateways send one session the same
-way, and a larger share takes more sessions in and none out. Whatever becomes of the canary before it says a first word,
-the request is answered here; it is asked every second whether it is there, and what it has begun to say is broken off
-with an error event if it goes. It has to say that it is a canary, so gateways cannot send requests round in circles.
+way, and a larger share takes more sessions in and none out. Whatever becomes of the canary before it says a first word (in
+a stream: of the answer, not of its opening), the request is answered here; it is asked every second whether it is there,
+and what it has begun to say is broken off with an error event if it goes. It has to say that it is a canary, so gateways
+cannot send requests round in circles. One that has been away for MISSING_S is an alarm (a warning, a metric, a line of
+`headrace status`).
 """
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
+from actors.absence import Absence
 from actors.gateway.ask import SESSION_HEADER
 from actors.gateway.config import CanaryShare
 from actors.gateway.errors import unavailable
-from actors.gateway.unless import unless
 from infra.metrics import Metrics
+from infra.unless import unless
+from schemas.fields import CANARY_MISSING
 
 _log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 1.0
 SILENT_S = 3.0  # one that does not say in so long that it is there is away
 CONNECT_S = 1.0
+EVENT_END, ERROR_EVENT = b"\n\n", b'data: {"error"'
 PASSED_ON = ("authorization", "content-type", SESSION_HEADER)
 T = TypeVar("T")
 
@@ -51,6 +56,7 @@ class Canary:
         ask_every_s: float = ASK_EVERY_S,
     ) -> None:
         self._share = config.share
+        self._absence = Absence()
         self._metrics = metrics
         self._ask_every_s = ask_every_s
         self._away = asyncio.Event()
@@ -75,45 +81,79 @@ class Canary:
                 _log.info("canary_%s", "there" if there else "away")
             (self._away.clear if there else self._away.set)()
             self._metrics.gauge("canary_there").set(float(there))
+            if self._absence.look(asyncio.get_running_loop().time(), wanted=self._share > 0, there=there):
+                _log.warning("canary_missing url=%s share=%g", self._client.base_url, self._share)
+            self._metrics.gauge(CANARY_MISSING).set(self._absence.missing_s)
             await asyncio.sleep(self._ask_every_s)
 
     def takes(self, session: str) -> bool:
         """Whether a session is inside the share."""
         return place_of(session) < self._share
 
-    async def answer(self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool) -> Response | None:
-        """The canary's answer to a request, None where it gave none."""
+    async def answer(
+        self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool, openings: int = 0
+    ) -> Response | None:
+        """The canary's answer to a request, None where it gave none. openings: events of a stream before its first word."""
         if self._away.is_set():
-            self._metrics.counter("canary", outcome="away").inc()
+            self._count("away")
             return None
         try:
-            response = await self._unless_away(self._asked(path, headers, body, stream))
+            if not stream:
+                response = await self._unless_away(self._asked(path, headers, body, stream=False))
+            else:
+                response, pieces, begun = await self._unless_away(self._begun(path, headers, body, openings))
         except (Away, httpx.HTTPError) as error:
             _log.warning("canary_did_not_answer error=%s", type(error).__name__)
-            self._metrics.counter("canary", outcome="not answered").inc()
+            self._count("not answered")
             return None
         if response.status_code != 200:
-            await response.aclose()
-            self._metrics.counter("canary", outcome=f"status {response.status_code}").inc()
+            self._count(f"status {response.status_code}")
             return None
-        self._metrics.counter("canary", outcome="answered").inc()
+        self._count("answered")
         if stream:
-            return StreamingResponse(self._pieces(response), media_type="text/event-stream")
+            return StreamingResponse(self._pieces(response, pieces, begun), media_type="text/event-stream")
         return Response(response.content, media_type="application/json")
 
-    async def _asked(self, path: str, headers: Mapping[str, str], body: bytes, stream: bool) -> httpx.Response:
+    def _count(self, outcome: str) -> None:
+        self._metrics.counter("canary", outcome=outcome).inc()
+
+    async def _asked(self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool) -> httpx.Response:
         kept = {name: headers[name] for name in PASSED_ON if name in headers}
         request = self._client.build_request("POST", path, headers=kept, content=body)
         return await self._client.send(request, stream=stream)
 
-    async def _pieces(self, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    async def _begun(
+        self, path: str, headers: Mapping[str, str], body: bytes, openings: int
+    ) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
+        """A stream up to its first word, or one that is none. Raises Away where it ends before, or begins with an error."""
+        response = await self._asked(path, headers, body, stream=True)
+        pieces, begun, first = response.aiter_bytes(), b"", b""
         try:
-            pieces = response.aiter_bytes()
+            while response.status_code == 200 and not first:
+                if not (piece := await anext(pieces, b"")):
+                    raise Away
+                begun += piece
+                *whole, _ = begun.split(EVENT_END)
+                first = b"".join(whole[openings : openings + 1])
+            if first.startswith(ERROR_EVENT):
+                raise Away
+        except BaseException:
+            await response.aclose()
+            raise
+        if response.status_code != 200:
+            await response.aclose()
+        return response, pieces, begun
+
+    async def _pieces(
+        self, response: httpx.Response, pieces: AsyncIterator[bytes], begun: bytes
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            yield begun
             while (piece := await self._unless_away(anext(pieces, b""))) != b"":
                 yield piece
         except (Away, httpx.HTTPError) as error:
             _log.warning("canary_broke_off error=%s", type(error).__name__)
-            self._metrics.counter("canary", outcome="broken off").inc()
+            self._count("broken off")
             yield b"data: " + unavailable("the answer was broken off; ask again").body() + b"\n\n"
         finally:
             await response.aclose()

@@ -18,7 +18,8 @@ class Limits(Section, frozen=True):
 
     body_bytes: of a request. prompt_tokens, messages: of a conversation. max_tokens: of an answer, and what a request
     that names none gets (less where the engine's sequences are shorter). choices: n. stops: stop strings.
-    concurrency: requests sampled at once; more are told to come back. body_s: a client may take so long to send.
+    concurrency: requests sampled at once; more are told to come back. body_s: a client may take so long to send a body,
+    and the head before it.
 
     Example: Limits(max_tokens=2048, concurrency=512)
     """

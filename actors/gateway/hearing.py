@@ -1,8 +1,9 @@
 """What people say about answers: /v1/feedback and webhooks, checked and handed to the outbox as they came.
 
-Guarantees: a client is told "accepted" once the log or the disk has it, with what people wrote sealed (`infra.seal`); a
-forged webhook is refused before it is read; nothing about an answer is written that its key may not have trained on. What
-it means is a feedback source's business.
+Guarantees: a client is told "accepted" once the log or the disk has it, redacted, with what people wrote sealed
+(`infra.seal`): of a webhook all of the body, where it names an answer (one that names none is counted); a forged webhook is
+refused before it is read; nothing about an answer is written that its key may not have trained on. What it means is a
+feedback source's business.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -24,9 +25,9 @@ from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.outbox import Outbox, Outgoing
 from actors.gateway.record import Recorder
 from infra.metrics import Metrics
-from infra.seal import Keys, seal_text
+from infra.seal import MAX_SESSIONS, Keys, seal_event, seal_text
 from schemas import Control, Received
-from schemas.ids import ANSWER_PREFIX, subject_of
+from schemas.ids import ANSWER_PREFIX, sessions_in, subject_of
 from schemas.topics import FEEDBACK
 
 PATH = "/v1/feedback"
@@ -83,14 +84,17 @@ def read_grant(body: bytes) -> GrantRequest:
 
 
 def nth_answer(answer: str, choice: int) -> str:
-    """Id of the choice beside an answer: they are numbered one after the other.
+    """Id of the choice beside an answer: they are numbered one after the other. Raises ApiError.
 
     >>> nth_answer("hr-a1b2.7-3-0", 2)
     'hr-a1b2.7-5-0'
     """
     head, _, tail = answer.rpartition(".")
-    epoch, sequence, part = tail.split("-")
-    return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+    try:
+        epoch, sequence, part = tail.split("-")
+        return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+    except ValueError as error:
+        raise bad("answer_id: not the id of an answer", "answer_id") from error
 
 
 def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, now_s: float) -> None:
@@ -101,7 +105,7 @@ def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, n
     signed = body
     if webhook.timestamp_header:
         stamp = headers.get(webhook.timestamp_header, "")
-        if abs(_seconds(stamp) - now_s) > CLOCK_S:
+        if not abs(_seconds(stamp) - now_s) <= CLOCK_S:  # so said, a stamp that is not a number is refused too
             raise ApiError(401, f"{webhook.timestamp_header}: not within {CLOCK_S:g} s of now", code="stale_signature")
         signed = stamp.encode() + body
     expected = hmac.new(webhook.secret, signed, hashlib.sha256).digest()
@@ -124,8 +128,14 @@ class Hearing:
         identity = self._named(tenant, request.id or secrets.token_hex(12))
         table = msgspec.to_builtins(request)
         table |= {"answer_id": answer, "id": identity, "rater": rater or self._named(tenant, request.rater or "")}
-        said = {name: value for name, value in table.items() if value is not None and name != "choice"}
-        await self._hand_on(PATH, said, ref=answer, tenant=tenant, rater=rater, identity=identity)
+        said: Any = self._recorder.mask_json({name: value for name, value in table.items() if value is not None})
+        del said["choice"]
+        said["answer_id"] = answer  # a custom pattern may take it for something else
+        written = [name for name in WRITTEN if isinstance(said.get(name), str)]
+        received = Received(
+            path=PATH, body=msgspec.json.encode(said), id=identity, ref=answer, tenant=tenant, rater=rater
+        )
+        await self._hand_on(received, (lambda: self._sealed(said, written, answer)) if written else None)
         return identity
 
     def _named(self, tenant: str, name: str) -> str:
@@ -136,25 +146,30 @@ class Hearing:
         """Hand on what a webhook sent. Raises ApiError."""
         try:
             value = msgspec.json.decode(body)
+            masked = msgspec.json.encode(self._recorder.mask_json(value))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise bad(f"the body is not valid JSON: {error}") from error
-        await self._hand_on(webhook.path, value, identity=secrets.token_hex(12))
+            raise bad(f"the body is not valid JSON, or too deep: {error}") from error
+        sessions = sessions_in(msgspec.json.encode(value).decode())  # masked, an id may be gone
+        if len(sessions) > MAX_SESSIONS:
+            raise bad(
+                f"the body names answers of {len(sessions)} sessions, expected at most {MAX_SESSIONS}: send several"
+            )
+        if not sessions:
+            self._metrics.counter("feedback_unsealed", path=webhook.path).inc()
+        received = Received(path=webhook.path, body=masked, id=secrets.token_hex(12))
+        await self._hand_on(received, (lambda: seal_event(masked, self._keys, sessions)) if sessions else None)
 
-    async def _hand_on(
-        self, path: str, value: object, *, identity: str, ref: str = "", tenant: str = "", rater: str = ""
-    ) -> None:
-        masked: Any = self._recorder.mask_json(value)
-        if ref and isinstance(masked, dict):
-            masked["answer_id"] = ref  # a custom pattern may take it for something else
-        body = msgspec.json.encode(masked)
-        written = [name for name in WRITTEN if ref and isinstance(masked, dict) and isinstance(masked.get(name), str)]
+    async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:
+        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and told so."""
 
         async def prepare() -> Control:
-            found = await asyncio.to_thread(self._sealed, masked, written, ref) if written else body
-            return Received(path=path, body=found, id=identity, ref=ref, tenant=tenant, rater=rater)
+            if seal is None:
+                return received
+            return msgspec.structs.replace(received, body=await asyncio.to_thread(seal))
 
+        path = received.path
         kept: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._outbox.offer(Outgoing(FEEDBACK, prepare, len(body), kept))
+        self._outbox.offer(Outgoing(FEEDBACK, prepare, len(received.body), kept))
         try:
             async with asyncio.timeout(KEPT_S):
                 stored = await kept
@@ -165,7 +180,7 @@ class Hearing:
             raise unavailable("the feedback could not be kept; send it again")
 
     def _sealed(self, said: dict[str, Any], written: Sequence[str], ref: str) -> bytes:
-        """The body with its texts sealed. Raises StoreError; then it is not kept, and told so."""
+        """The body with its texts sealed. Raises StoreError."""
         answer = ref.removeprefix(ANSWER_PREFIX)
         texts = {name: seal_text(said[name], self._keys, answer) for name in written}
         return msgspec.json.encode({**said, **texts})

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -78,8 +79,8 @@ async def serve_on(server: Server, sock: socket.socket, listening: Callable[[int
         await serving
 
 
-def make_server(app: Starlette, drain_s: float) -> Server:
-    """A server of the application. drain_s: at an exit, for requests that run."""
+def make_server(app: Starlette, drain_s: float, connection: Any) -> Server:
+    """A server of the application. drain_s: at an exit, for requests that run. connection: see `bounded_heads`."""
     settings = uvicorn.Config(
         app,
         access_log=False,
@@ -90,6 +91,6 @@ def make_server(app: Starlette, drain_s: float) -> Server:
         proxy_headers=False,  # nobody here asks where a client is
         timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(drain_s)),
-        h11_max_incomplete_event_size=64 * 1024,
+        http=connection,
     )
     return Server(settings)

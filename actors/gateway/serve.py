@@ -25,6 +25,7 @@ from actors.gateway.app import Site
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.door import Door
+from actors.gateway.heads import bounded_heads
 from actors.gateway.hearing import Hearing
 from actors.gateway.keys import KeyBook
 from actors.gateway.listen import Server, bound, make_server, serve_on
@@ -45,6 +46,7 @@ from infra.seal import Keys
 from infra.store import Store
 from schemas import PolicyEvent, Progress
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
+from schemas.fields import IS_CANARY
 from schemas.topics import PROGRESS
 
 _log = logging.getLogger(__name__)
@@ -120,7 +122,8 @@ async def run_gateway(
                 canary=canary,
             )  # fmt: skip
             loops = _Loops(log, store, gateway, follower, door.book, metrics, instance, canary)
-            await loops.run(make_server(site.app(), config.drain_s), sock, listening, stop)
+            server = make_server(site.app(), config.drain_s, bounded_heads(metrics, config.limits.body_s))
+            await loops.run(server, sock, listening, stop)
         finally:
             if canary is not None:
                 await canary.close()
@@ -177,6 +180,7 @@ class _Loops(msgspec.Struct, frozen=True):
         metrics.gauge("answers_running").set(gateway.num_running)
         metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
         metrics.gauge("policy_version").set(gateway.engine.version)
+        metrics.gauge(IS_CANARY).set(float(gateway.config.channel == "canary"))
         for name, value in self.follower.times.gauges().items():
             metrics.gauge(name).set(value)
         progress = Progress(

@@ -196,7 +196,7 @@ class Gateway:
                 rendered = await asyncio.to_thread(render, ask.prompt, self.tokenizer)
             else:
                 rendered = render(ask.prompt, self.tokenizer)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad(f"messages: {error}", "messages") from error
         if not rendered:
             raise bad("prompt: has no tokens, expected at least one", "prompt")

@@ -22,7 +22,7 @@ from schemas.frame import MAX_TOTAL_BYTES
 MAGIC = b"HC"
 FORMAT = 1
 PREFIX = "blobs/"
-_DATED = re.compile(r"blobs/(\d{6})-[0-9a-f]{64}")
+_KEY = re.compile(r"blobs/(?:(\d{6})-)?([0-9a-f]{64})")
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True):
@@ -45,8 +45,8 @@ def day_of(seconds: float) -> int:
 
 def day_of_key(key: str) -> int | None:
     """When the frame under a key was deposited; None for images and for frames of before there were days."""
-    match = _DATED.fullmatch(key)
-    return int(match[1]) if match else None
+    match = _KEY.fullmatch(key)
+    return int(match[1]) if match and match[1] else None
 
 
 def deposit(store: Store, frame: bytes, *, day: int | None = None) -> bytes:
@@ -71,13 +71,8 @@ def read_claim(value: bytes) -> Claim:
         claim = msgspec.msgpack.decode(value[3:], type=Claim)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadFrame(f"claim: {error}") from error
-    keyed = claim.key == PREFIX + claim.sha256 or day_of_key(claim.key) is not None
-    if (
-        not keyed
-        or not claim.key.endswith(claim.sha256)
-        or len(claim.sha256) != 64
-        or not 0 <= claim.size <= MAX_TOTAL_BYTES
-    ):
+    match = _KEY.fullmatch(claim.key)
+    if match is None or match[2] != claim.sha256 or not 0 <= claim.size <= MAX_TOTAL_BYTES:
         raise BadFrame(
             f"claim: got key {claim.key!r} of {claim.size} bytes, expected {PREFIX}<day>-<sha256>, at most 128 MiB"
         )

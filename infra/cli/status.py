@@ -14,6 +14,7 @@ from infra.cli.connect import reading
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
+from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
 
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
@@ -202,6 +203,7 @@ def alarms(state: State, max_lag: int) -> list[str]:
             found += [
                 f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
             ]
+            found += canary_alarm(role)
     lags: Mapping[str, int | None] = state["lags"]
     for name, waiting in lags.items():
         if waiting is not None and waiting > max_lag:
@@ -209,6 +211,19 @@ def alarms(state: State, max_lag: int) -> list[str]:
     if state["policies"]["newest_refused"]:
         found.append(f"policy v{state['policies']['published']} was refused: {state['policies']['refused'][-1]}")
     return found
+
+
+def canary_alarm(role: State) -> list[str]:
+    """The line of a role that waits for a canary, with what to do about it; none where it has one or wants none."""
+    missing_s, trial = role["gauges"].get(CANARY_MISSING, 0.0), role["gauges"].get("trial_version", -1.0)
+    if not missing_s:
+        return []
+    why = f"version {trial:.0f} is on trial" if role["role"] == "master" else "a share of sessions is meant for one"
+    end = "headrace promote or rollback" if role["role"] == "master" else "gateway.canary.share = 0"
+    return [
+        f"{role['instance']}: {why} and no canary has been heard of for {missing_s:.0f} s: "
+        f"start headrace serve --channel canary (or see its log), or end it with {end}"
+    ]
 
 
 def show(console: Console, state: State) -> None:

@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_cli
 from infra.cli.settings import Settings, load_settings
 from infra.config import duration_s
 from infra.local.supervisor import Child, ChildEvent, Supervisor
+from infra.unless import unless
 from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
@@ -21,6 +23,10 @@ CANARY = "canary"
 COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
 CONFIG_ERROR = 2  # an exit code that a restart cannot mend
+
+
+class Stopped(Exception):
+    """Somebody asked for the end of it all first."""
 
 
 def broker_child(settings: Settings) -> Child | None:
@@ -125,7 +131,9 @@ async def run_up(config: Path, sets: list[str]) -> int:
 
     broker = broker_child(settings)
     async with Supervisor([broker] if broker else [], tell) as first:
-        if not await finished_before(stop, wait_for_broker(settings, first, _patience_s(settings))):
+        try:
+            await unless(stop.wait(), wait_for_broker(settings, first, _patience_s(settings)), Stopped)
+        except Stopped:
             return 130
         console.print(
             f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
@@ -133,7 +141,8 @@ async def run_up(config: Path, sets: list[str]) -> int:
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
         async with Supervisor([*children, index_child(settings, file, sets)], tell) as roles:
-            await finished_before(stop, roles.wait(*roles_of(settings)))
+            with suppress(Stopped):
+                await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)
         failed = [state.name for state in roles.states.values() if state.given_up or state.exit_code == CONFIG_ERROR]
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
@@ -162,16 +171,3 @@ def say_door(settings: Settings, console: Console) -> None:
 def _patience_s(settings: Settings) -> float:
     """How long the broker may take: a configured one is there or not, an embedded one may have to fetch its jars first."""
     return settings.kafka.deadline_s if settings.kafka.bootstrap_servers else max(120.0, settings.kafka.deadline_s)
-
-
-async def finished_before(stop: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Wait for the work; False, with the work cancelled, if the stop came first. Raises what the work raises."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if task.done():
-        task.result()
-        return True
-    task.cancel()
-    await asyncio.wait([task])
-    return False

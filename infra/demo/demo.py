@@ -19,7 +19,7 @@ from rich.console import Console
 
 from infra.cli.connect import connected
 from infra.cli.settings import Settings, load_settings
-from infra.cli.up import broker_child, child_environment, finished_before, role_child, roles_of, wait_for_broker
+from infra.cli.up import Stopped, broker_child, child_environment, role_child, roles_of, wait_for_broker
 from infra.demo.demo_task import DemoTask
 from infra.demo.report import finish_report
 from infra.demo.screen import Screen
@@ -27,6 +27,7 @@ from infra.demo.settings import DemoOptions, demo_toml, task_of
 from infra.demo.traffic import door_sets, users_child
 from infra.demo.watch import Watch, follow_log
 from infra.local.supervisor import Child, Supervisor
+from infra.unless import unless
 from schemas.errors import ConfigError
 
 
@@ -48,7 +49,9 @@ async def run_demo(options: DemoOptions) -> int:
     async with Supervisor([broker], watch.child_event) as first:
         with screen:
             watch.phase = "starting the broker, building the model"
-            if not await finished_before(stop, prepare(settings, first, task_of(options.task))):
+            try:
+                await unless(stop.wait(), prepare(settings, first, task_of(options.task)), Stopped)
+            except Stopped:
                 return 130
             processes = children(settings, config, sets)
             if options.traffic:
@@ -57,7 +60,8 @@ async def run_demo(options: DemoOptions) -> int:
                 watch.children = (first.states, roles.states)
                 follower = asyncio.create_task(follow_log(log, watch))
                 try:
-                    await finished_before(stop, until_done(watch, follower, settings))
+                    with contextlib.suppress(Stopped):
+                        await unless(stop.wait(), until_done(watch, follower, settings), Stopped)
                 finally:
                     watch.phase = "stopping the roles"
                     await roles.stop()

@@ -7,6 +7,7 @@ leaves the letter where it was, marked and not sent, and the report of a send th
 handled like any other delivery: the answer to a group that has closed meanwhile is counted as late.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
@@ -15,6 +16,7 @@ import msgspec
 from infra.bus.blobs import is_claim
 from infra.bus.bus import Partition, Record
 from infra.bus.log import DEAD_LETTER_BYTES, Log, Message
+from infra.seal import open_event
 from schemas import DeadLetter, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import DEAD_LETTERS, by_name
@@ -97,15 +99,25 @@ def _partition(letter: DeadLetter, topic: str, log: Log) -> int | None:
 
 async def _value(log: Log, letter: DeadLetter, topic: str, is_event: bool) -> Value:
     """Key and bytes to send: the letter's own, or where these are cut the record they were taken from. Raises BadFrame."""
-    check = _check_event if is_event else _check_frame
+    if is_event:
+        return await _event(log, letter, topic)
     if len(letter.value) < DEAD_LETTER_BYTES:
-        check(log, letter.value)
+        _check_frame(log, letter.value)
         return letter.key, letter.value
     original = await _original(log, topic, letter)
     if original is None or original.value[:DEAD_LETTER_BYTES] != letter.value:
         raise BadFrame(f"the letter was cut at {DEAD_LETTER_BYTES} bytes, and the log no longer holds the record")
-    check(log, original.value)
+    _check_frame(log, original.value)
     return original.key, original.value
+
+
+async def _event(log: Log, letter: DeadLetter, topic: str) -> Value:
+    """An event as its topic holds it, or else as the letter does, redacted. Raises BadFrame, Sealed where it is forgotten."""
+    held = letter.value if log.keys is None else await asyncio.to_thread(open_event, letter.value, log.keys)
+    original = await _original(log, topic, letter)
+    value = held if original is None else original.value
+    _check_event(value)
+    return letter.key, value
 
 
 def _check_frame(log: Log, value: bytes) -> None:
@@ -117,7 +129,7 @@ def _check_frame(log: Log, value: bytes) -> None:
         decode(value)
 
 
-def _check_event(log: Log, value: bytes) -> None:
+def _check_event(value: bytes) -> None:
     try:
         event = msgspec.json.decode(value)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

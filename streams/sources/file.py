@@ -1,7 +1,8 @@
 """Feedback from a JSONL file that grows: one JSON object per line.
 
-Delivery: at least once; the position is saved after what it covers is published. A line counts once its line end is
-there. A file that was replaced or cut is read from its beginning. One process per file: the others wait for its lock.
+Delivery: at least once; the position is saved after what it covers is published. On a full disk it is not, which is
+counted, and reading goes on; a restart then publishes again, and ids absorb it. A line counts once its line end is there.
+A file that was replaced or cut is read from its beginning. One process per file: the others wait for its lock.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ async def run_file(source: EventSource, log: Log, metrics: Metrics, state: Path)
 async def take_once(
     source: EventSource, position: FilePosition, log: Log, metrics: Metrics, state: Path
 ) -> FilePosition:
-    """Publish the lines that are new and save the position behind them, which is returned."""
+    """Publish the lines that are new and save the position behind them, if there is room; it is returned."""
     assert source.file is not None
     moved, lines = await asyncio.to_thread(read_lines, source.file, position)
     if moved == position:
@@ -60,7 +61,11 @@ async def take_once(
     events = [Event(line, f"file:{source.file.name}", 0, offset) for offset, line in lines if line.strip()]
     if events:
         await publish_events(source, events, log, metrics)
-    await asyncio.to_thread(save_position, state.with_suffix(".json"), moved)
+    try:
+        await asyncio.to_thread(save_position, state.with_suffix(".json"), moved)
+    except OSError as error:
+        metrics.counter("feedback_position_not_saved", source=source.name).inc()
+        logger.warning("feedback_position_not_saved source=%s error=%s", source.name, error.strerror)
     return moved
 
 

@@ -64,10 +64,10 @@ async def take_once(by_path: Mapping[str, EventSource], reader: Reader, log: Log
         if not isinstance(received, Received) or received.path not in by_path:
             await _unheard(message, log, metrics)
             continue
-        # Only the gateway's own texts are opened: a webhook's body is as somebody outside wrote it.
+        # Texts within are sealed by the gateway in what clients say; a webhook's body is sealed as a whole.
         answer = received.ref.removeprefix(ANSWER_PREFIX) if received.path == FEEDBACK_PATH else ""
         events.setdefault(received.path, []).append(
-            Event(received.body, FEEDBACK.name, message.partition, message.offset, answer)
+            Event(received.body, FEEDBACK.name, message.partition, message.offset, answer, ours=True)
         )
     for path, came in events.items():
         await publish_events(by_path[path], came, log, metrics)

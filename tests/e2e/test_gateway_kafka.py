@@ -22,6 +22,8 @@ from actors.gateway.outbox import Spooled
 from actors.gateway.spool import entries_in
 from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
+from infra.cli.settings import load_settings
+from infra.cli.up import child_environment
 from infra.demo.char_model import build_char_model
 from infra.local.address import choose_address
 from infra.model import load_tokenizer
@@ -61,9 +63,12 @@ def headrace(folder: Path, *arguments: str) -> list[str]:
 
 @contextmanager
 def running(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A role for the length of a block, ended like a person would."""
+    """A role for the length of a block, in the environment `up` gives it, ended like a person would."""
+    environment = os.environ | child_environment(load_settings(folder / "headrace.toml"))
     with (folder / f"{arguments[0]}.log").open("ab") as output:
-        process = subprocess.Popen(headrace(folder, *arguments), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            headrace(folder, *arguments), stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             yield process
         finally:

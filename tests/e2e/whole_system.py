@@ -1,10 +1,8 @@
 """One app with every box of the flow switched on: its settings, its plugin, and the services it asks."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from infra.model import Tokenizer, build_classifier, model_tensors
 from infra.store import Store
 from infra.weights.publish import publish
 from schemas import PolicyEvent, Span
+from tests.http_endpoint import http_endpoint
 
 VOCABULARY = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template=TURNS_TEMPLATE)
 TESTS = json.dumps({"function": "double", "calls": [{"args": [4], "equals": 8}]})
@@ -240,35 +239,8 @@ def services() -> Iterator[str]:
         reply = {"/judge/chat/completions": {"grade": 8}, "/rubric/chat/completions": {"met": [True, False]}}[path]
         return {"choices": [{"message": {"role": "assistant", "content": json.dumps(reply)}}]}
 
-    with serving(answered) as address:
+    with http_endpoint(lambda path, _, body: (200, json.dumps(answered(path, json.loads(body))).encode())) as address:
         yield address
-
-
-@contextmanager
-def serving(answered: Callable[[str, Any], object]) -> Iterator[str]:
-    """JSON over HTTP until the block ends."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            data = json.dumps(answered(self.path, asked)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class Reciting(TorchEngine):

@@ -27,7 +27,7 @@ MUST_BE_SEEN = {
 def test_no_promise_is_broken(seed: int) -> None:
     outcome = run_seed(seed)
     assert not outcome.violations, outcome.words()
-    assert outcome.num_trained > 0
+    assert outcome.num_trained > 0 or "Rollback" in outcome.seen, "all that was trained was taken back"
 
 
 def test_without_faults_everything_is_trained_or_dropped_for_a_reason() -> None:

@@ -12,6 +12,7 @@ from infra.bus.memory import MemoryBus
 from infra.config import decode
 from infra.metrics import Metrics
 from infra.processor import feedback
+from infra.store_memory import MemoryStore
 from schemas import DeadLetter, Feedback, Received
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
@@ -34,7 +35,7 @@ def said(**fields: Any) -> Received:
 
 
 async def read(records: list[Received], *sources: EventSource) -> tuple[list[Feedback], list[DeadLetter]]:
-    log = Log(MemoryBus(), "bot")
+    log = Log(MemoryBus(), "bot", store=MemoryStore())
     await log.create_topics(partitions=2, keep_ms=3_600_000)
     for record in records:
         await log.publish(FEEDBACK, record)
@@ -71,6 +72,17 @@ def test_a_webhook_is_read_by_the_function_of_its_source() -> None:
     body = msgspec.json.encode({"answer_id": REF, "id": "t-1", "csat": 4})
     found, dead = asyncio.run(read([Received(path="/zendesk", body=body, id="x")], USER, source))
     assert found == [Feedback(ref=REF, id="t-1", value=0.8, source="csat")] and not dead
+
+
+@pytest.mark.parametrize("forged", ["sealed:a-0123456789abcdef:AAA", "sealed:a-0123456789abcdef:AAAA"])
+def test_what_only_looks_like_a_seal_harms_nobody_but_who_sent_it(forged: str) -> None:
+    path = {"path": "/zendesk", "id": "x"}
+    source = EventSource(name="csat", function=csat, webhook="/zendesk")
+    whole = Received(body=msgspec.json.encode(forged), **path)
+    found, dead = asyncio.run(
+        read([said(value=1, kind="value", rater=forged), whole, said(value=0, kind="value")], USER, source)
+    )
+    assert [one.value for one in found] == [0.0] and len(dead) <= 2
 
 
 def test_what_no_source_listens_to_is_a_dead_letter_that_can_be_read_again() -> None:

@@ -14,7 +14,7 @@ from infra.chain.chain import make_step
 from infra.ledger.trace import legible
 from infra.metrics import Metrics
 from infra.processor import feedback
-from infra.seal import Keys, open_text, seal_text
+from infra.seal import Keys, open_event, open_text, seal_event, seal_text
 from infra.store_memory import MemoryStore
 from schemas import BadFrame, Block, Feedback, Received
 from schemas.errors import Sealed
@@ -51,6 +51,27 @@ def test_a_text_is_opened_by_its_sessions_key_for_its_own_answer_only_and_never_
     with pytest.raises(Sealed):
         open_text(shut, keys, ANSWER)
     assert open_text(seal_text(WRITTEN, keys, ANSWER), keys, ANSWER) == WRITTEN, "who comes back has a new key"
+
+
+def test_an_event_about_several_sessions_is_forgotten_with_the_first_of_them() -> None:
+    keys = Keys(MemoryStore())
+    sessions = [session_name("acme", f"chat-{number}") for number in range(3)]
+    body = b'{"note": "WILHELMINA"}'
+    for destroyed in sessions:
+        shut = seal_event(body, keys, sessions)
+        assert b"WILHELMINA" not in shut and open_event(shut, keys) == body
+        keys.destroy(destroyed)
+        with pytest.raises(Sealed):
+            open_event(shut, keys)
+    assert seal_event(body, keys, ()) == open_event(body, keys) == body, "one about nobody's answers"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_seal_that_was_cut_or_altered_is_one_error(cut: int) -> None:
+    keys = Keys(MemoryStore())
+    shut = seal_text(WRITTEN, keys, ANSWER)
+    with pytest.raises(BadFrame):
+        open_text(shut[:-cut], keys, ANSWER)
 
 
 def test_what_was_never_sealed_stays_as_it_is() -> None:

@@ -21,6 +21,7 @@ from streams.config import StreamsConfig
 from streams.source import Event, EventSource, build_sources, publish_events, read_events, run_sources
 from streams.sources.file import FilePosition, load_position, read_lines
 from streams.sources.file import take_once as take_from_file
+from tests.actors.gateway.test_gateway_clock_and_disk import full_disk
 
 HERE = "tests.streams.test_source"
 REF = "hr-a1b2.0-3-0"
@@ -187,6 +188,26 @@ def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: Path) 
         await until(log, ["1", "2"])
         assert (await stored(log))[1][0].offset == len(ticket(id="1")) + 2 + len(ticket(id="2")) + 1
         assert await take_from_file(mine, position, log, metrics, state) == position
+
+    asyncio.run(scene())
+
+
+def test_a_file_source_on_a_full_disk_goes_on_and_counts_what_it_could_not_remember(tmp_path: Path) -> None:
+    path, state = tmp_path / "events.jsonl", tmp_path / "feedback-csat"
+
+    async def scene() -> None:
+        log, metrics = await opened(), Metrics("process")
+        mine = source(topic="", file=path)
+        path.write_bytes(ticket(id="1") + b"\n")
+        before = await take_from_file(mine, FilePosition(), log, metrics, state)
+        with path.open("ab") as file:
+            file.write(ticket(id="2") + b"\n")
+        with full_disk():
+            after = await take_from_file(mine, before, log, metrics, state)
+        await until(log, ["1", "2"])
+        assert metrics.counters()["feedback_position_not_saved{source=csat}"] == 1
+        assert load_position(state.with_suffix(".json")) == before != after
+        assert await take_from_file(mine, after, log, metrics, state) == after
 
     asyncio.run(scene())
 

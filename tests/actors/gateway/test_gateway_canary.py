@@ -9,6 +9,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 from openai import AsyncOpenAI
+from starlette.responses import StreamingResponse
 
 from actors.config import CanaryConfig, GateConfig
 from actors.gateway.canary import Canary, place_of
@@ -160,6 +161,60 @@ def test_anything_but_an_answer_is_no_answer(status: int) -> None:
             assert await canary.answer("/v1/completions", {}, b"{}", stream=True) is None
             watching.cancel()
         assert [value for name, value in metrics.counters().items() if f"status {status}" in name] == [2.0]
+        await canary.close()
+
+    asyncio.run(check())
+
+
+OPENING, WORD, FAULT = b'data: {"role": 1}\n\n', b'data: {"content": 1}\n\n', b'data: {"error": {}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole"),
+    [
+        ([OPENING, WORD, WORD], True),
+        ([OPENING[:9], OPENING[9:] + WORD[:5], WORD[5:]], True),
+        ([OPENING], False),
+        ([OPENING, WORD[:-1]], False),
+        ([OPENING, FAULT], False),
+        ([FAULT], False),
+        ([], False),
+    ],
+    ids=["whole", "in pieces", "opening only", "half a word", "fault after the opening", "fault", "nothing"],
+)
+@pytest.mark.parametrize("ends", ["closes", "breaks", "hangs"])
+def test_a_stream_that_breaks_before_its_first_word_is_answered_by_this_gateway(
+    pieces: list[bytes], whole: bool, ends: str
+) -> None:
+    alive = True
+
+    async def said() -> AsyncIterator[bytes]:
+        nonlocal alive
+        for piece in pieces:
+            yield piece
+        alive = ends != "hangs"
+        if ends == "breaks":
+            raise httpx.ReadError("gone")
+        if ends == "hangs":
+            await asyncio.Event().wait()
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/healthz":
+            return httpx.Response(200, content=said())
+        return httpx.Response(200 if alive else 503, json={"channel": "canary"})
+
+    async def check() -> None:
+        metrics = Metrics("serve")
+        transport = httpx.MockTransport(handle)
+        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
+        watching = asyncio.create_task(canary.watch())
+        await until(lambda: metrics.gauges().get("canary_there") == 1.0)
+        response = await canary.answer("/v1/chat/completions", {}, b"{}", stream=True, openings=1)
+        assert (response is not None) == whole
+        if isinstance(response, StreamingResponse):
+            told = [bytes(piece) async for piece in response.body_iterator if not isinstance(piece, str)]
+            assert b"".join(told).startswith(b"".join(pieces))
+        watching.cancel()
         await canary.close()
 
     asyncio.run(check())

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError
-from actors.gateway.hearing import check_signature, nth_answer, read_feedback
-from infra.seal import FOLDER, Keys, open_text
+from actors.gateway.grant import read as read_token
+from actors.gateway.hearing import check_signature, nth_answer, read_feedback, read_grant
+from infra.seal import FOLDER, Keys, open_event, open_text
 from infra.store_memory import MemoryStore
 from schemas.errors import StoreError
 from schemas.ids import group_of, is_of_tenant, session_name
@@ -77,11 +80,11 @@ def test_ids_say_whose_an_answer_is() -> None:
 
 def test_signatures_in_hexadecimal_and_base64_open_and_forged_or_old_ones_do_not() -> None:
     body, now = b'{"x": 1}', 1_000_000.0
-    for given in (signature(body).hex(), f"sha256={signature(body).hex()}", base64.b64encode(signature(body)).decode()):
-        check_signature(HOOK, {"x-signature": given}, body, now)
-    for given in ("", "sha256=", signature(body, b"other").hex(), signature(b"{}").hex(), "zz"):
+    for shown in (signature(body).hex(), f"sha256={signature(body).hex()}", base64.b64encode(signature(body)).decode()):
+        check_signature(HOOK, {"x-signature": shown}, body, now)
+    for shown in ("", "sha256=", signature(body, b"other").hex(), signature(b"{}").hex(), "zz"):
         with pytest.raises(ApiError) as caught:
-            check_signature(HOOK, {"x-signature": given}, body, now)
+            check_signature(HOOK, {"x-signature": shown}, body, now)
         assert caught.value.status == 401
     stamp = str(int(now))
     good = {"x-timestamp": stamp, "x-signature": signature(stamp.encode() + body).hex()}
@@ -91,22 +94,97 @@ def test_signatures_in_hexadecimal_and_base64_open_and_forged_or_old_ones_do_not
             check_signature(STAMPED, good, body, later)
     with pytest.raises(ApiError):
         check_signature(STAMPED, {**good, "x-timestamp": str(int(now) + 1)}, body, now)
+    for stamp in ("nan", "inf", "", "yesterday"):
+        odd = {"x-timestamp": stamp, "x-signature": signature(stamp.encode() + body).hex()}
+        with pytest.raises(ApiError, match="not within"):
+            check_signature(STAMPED, odd, body, now)
 
 
-def test_a_webhook_is_taken_as_it_came_and_a_forged_one_is_not(tmp_path: Path) -> None:
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | st.dictionaries(
+    st.sampled_from(["answer_id", "value", "label", "text", "correction", "retract", "kind", "choice", "rater", "expires_in"]),
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=8) | st.lists(st.text(max_size=3), max_size=2),
+).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_any_bytes_are_feedback_or_a_400(body: bytes) -> None:
+    for read in (read_feedback, read_grant):
+        try:
+            read(body)
+        except ApiError as error:
+            assert error.status == 400
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=80), st.text(max_size=80))
+def test_any_token_or_signature_that_is_not_ours_is_a_401(token: str, other: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_token(f"{token}.{other}", b"secret", 0.0)
+    assert caught.value.status == 401
+    with pytest.raises(ApiError) as forged:
+        check_signature(STAMPED, {"x-signature": token, "x-timestamp": other}, b"{}", 0.0)
+    assert forged.value.status == 401
+
+
+def test_a_webhook_is_taken_redacted_and_sealed_and_a_forged_one_is_not(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, webhooks=(HOOK,)) as served:
+        store = MemoryStore()
+        async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
             body = json.dumps({"ticket": 7, "mail": "ada@x.example", "answer": ANSWER}).encode()
             async with served.http() as http:
                 headers = {"x-signature": signature(body).hex()}
                 assert (await http.post("/zendesk", content=body, headers=headers)).status_code == 202
                 assert (await http.post("/zendesk", content=body)).status_code == 401
                 assert (await http.post("/zendesk", content=body + b" ", headers=headers)).status_code == 401
-                broken = {"x-signature": signature(b"{").hex()}
-                assert (await http.post("/zendesk", content=b"{", headers=broken)).status_code == 400
+                for broken in (b"{", b"\xff", b'{"a":' * 700 + b"1" + b"}" * 700, b"[" * 100_000):
+                    signed = {"x-signature": signature(broken).hex()}
+                    assert (await http.post("/zendesk", content=broken, headers=signed)).status_code == 400
             (received,) = await served.received()
-            assert received.path == "/zendesk"
-            assert json.loads(received.body) == {"ticket": 7, "mail": "[email]", "answer": ANSWER}
+            assert received.path == "/zendesk" and b"ticket" not in received.body
+            said = json.loads(open_event(received.body, Keys(store)))
+            assert said == {"ticket": 7, "mail": "[email]", "answer": ANSWER}
+
+    asyncio.run(check())
+
+
+def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_many_is_refused(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, webhooks=(HOOK,)) as served, served.http() as http:
+            for said in (
+                {"note": "nobody's"},
+                {f"{n}": f"hr-{session_name('acme', f's{n}')}.7-3.0-0-0" for n in range(17)},
+            ):
+                body = json.dumps(said).encode()
+                told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
+                assert told.status_code == (202 if "note" in said else 400)
+            assert served.metrics.counters()["feedback_unsealed{path=/zendesk}"] == 1
+            assert [json.loads(one.body) for one in await served.received()] == [{"note": "nobody's"}]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (ANSWER.replace("0-0-0", "a-b-c"), 400),
+        (ANSWER.replace("0-0-0", "0-0"), 400),
+        ("latest", 400),
+        ("hr-", 400),
+        ("hr-add-3745.2.0-7-0", 403),
+        (f"hr-{session_name('globex', 's')}.7-3.0-0-0", 403),
+        (f"hr-{session_name('acme', 'never')}.7-3.0-0-0", 202),
+    ],
+)
+def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_waits_for_its_answer(
+    tmp_path: Path, answer: str, status: int
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served:
+            key = served.key()
+            await served.keys_read()
+            async with served.http(key) as http:
+                told = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1})
+            assert told.status_code == status
+            assert status == 202 or told.json()["error"]["param"] == "answer_id"
+            assert len(await served.received()) == (status == 202)
 
     asyncio.run(check())
 

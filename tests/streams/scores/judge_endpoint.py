@@ -2,10 +2,11 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.http_endpoint import Reply, http_endpoint
 
 
 class FakeJudge:
@@ -28,32 +29,19 @@ def fake_judge() -> Iterator[FakeJudge]:
     """The endpoint, serving until the block ends."""
     judge = FakeJudge()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            judge.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            judge.headers.append(dict(self.headers))
-            reply = judge.next_reply()
-            if reply is None:
-                judge.released.wait(60)
-                return
-            completion = {"choices": [{"message": {"role": "assistant", "content": reply}}], "usage": judge.usage}
-            data = b"{}" if isinstance(reply, int) else json.dumps(completion).encode()
-            self.send_response(reply if isinstance(reply, int) else 200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(path: str, headers: Mapping[str, str], body: bytes) -> Reply | None:
+        judge.asked.append(json.loads(body))
+        judge.headers.append(dict(headers))
+        reply = judge.next_reply()
+        if reply is None:
+            judge.released.wait(60)
+            return None
+        completion = {"choices": [{"message": {"role": "assistant", "content": reply}}], "usage": judge.usage}
+        return (reply, b"{}") if isinstance(reply, int) else (200, json.dumps(completion).encode())
 
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    judge.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield judge
-    finally:
-        judge.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_endpoint(answer) as address:
+        judge.url = f"{address}/v1"
+        try:
+            yield judge
+        finally:
+            judge.released.set()

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 async def unless(happens: Coroutine[Any, Any, object], work: Awaitable[T], error: type[Exception]) -> T:
-    """The result of the work; raises `error`, with the work cancelled, where `happens` ends first."""
+    """The result of the work; raises `error` where `happens` ends first. Then, or cancelled, it waits until the work has let
+    go, whatever that ends with.
+    """
     task, other = asyncio.ensure_future(work), asyncio.create_task(happens)
     try:
         await asyncio.wait((task, other), return_when=asyncio.FIRST_COMPLETED)
@@ -20,5 +21,6 @@ async def unless(happens: Coroutine[Any, Any, object], work: Awaitable[T], error
         other.cancel()
         if not task.done():
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait((task,))
+            if not task.cancelled():
+                task.exception()  # looked at, so that nobody is told it was not

@@ -1,0 +1,107 @@
+"""Heads of requests that never end, are too long or are none: an error object, a counter, and nobody else notices."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.gateway.config import Limits
+from actors.gateway.heads import MAX_HEAD_BYTES
+from tests.actors.gateway.gateway_rig import Served, engine, says, serving
+from tests.actors.rig import until
+
+LONG = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * (MAX_HEAD_BYTES + 1)
+HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@asynccontextmanager
+async def connection(served: Served) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    try:
+        async with asyncio.timeout(60):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def told(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """Status and body of one answer."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    size = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+    return int(head.split()[1]), json.loads(await reader.readexactly(size))
+
+
+TOLD = [
+    (LONG, 431, "request_too_large"),
+    (HEALTH[:-4], 408, "timeout"),
+    (b"\x16\x03\x01 hello\r\n\r\n", 400, "not_http"),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "sent", "status", "code"),
+    [*((before, *one) for before in (0, 1) for one in TOLD), (0, b"", 408, "timeout")],
+    ids=[
+        *(f"{what}, {when}" for when in ("at first", "on a kept connection") for what in ("too long", "slow", "odd")),
+        "none",
+    ],
+)
+def test_a_head_that_cannot_be_read_is_an_error_object_and_a_counter_and_the_connection_is_let_go(
+    tmp_path: Path, before: int, sent: bytes, status: int, code: str
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, limits=Limits(body_s=0.3)) as served, connection(served) as (reader, writer):
+            for _ in range(before):
+                writer.write(HEALTH)
+                assert (await told(reader))[0] == 200
+            writer.write(sent)
+            found, answer = await told(reader)
+            assert (found, answer["error"]["code"], answer["error"]["type"]) == (status, code, "invalid_request_error")
+            assert await reader.read() == b""
+            assert served.metrics.counters()[f"refused{{reason={code},route=}}"] == 1
+            async with served.http() as http:
+                assert (await http.get("/healthz")).status_code == 200
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("behind", [LONG, HEALTH[:-4]], ids=["too long", "never whole"])
+def test_no_answer_is_cut_off_for_the_head_behind_it(tmp_path: Path, behind: bytes) -> None:
+    async def check() -> None:
+        sampler = engine(says("x" * 60), token_s=0.02)
+        async with (
+            serving(tmp_path, sampler, limits=Limits(body_s=0.3)) as served,
+            connection(served) as (reader, writer),
+        ):
+            key = served.key()
+            await served.keys_read()
+            body = json.dumps({"model": "m", "prompt": "Hi"}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            await until(lambda: sampler.num_running == 1)
+            writer.write(behind)
+            status, answer = await told(reader)
+            assert status == 200 and answer["choices"][0]["text"] == "x" * 60
+
+    asyncio.run(check())
+
+
+def test_a_body_in_chunks_that_grows_beyond_its_bound_is_refused_as_one_that_says_so(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, limits=Limits(body_bytes=2000)) as served:
+            key = served.key()
+            await served.keys_read()
+
+            async def chunks() -> AsyncIterator[bytes]:
+                for _ in range(30):
+                    yield b"x" * 100
+
+            async with served.http(key) as http:
+                answer = await http.post("/v1/completions", content=chunks())
+                assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+    asyncio.run(check())

@@ -1,0 +1,280 @@
+"""A stable and a canary `headrace serve` on a real broker: people's words end two trials, and a kill costs no answer."""
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import openai
+import pytest
+
+from actors.engines.scripted import TENSOR
+from actors.gateway.canary import place_of
+from actors.gateway.keys import create_key
+from infra.bus.kafka import KafkaBus
+from infra.bus.log import Log
+from infra.cli.channel import run_channel
+from infra.local.address import choose_address
+from infra.store_directory import DirectoryStore
+from infra.weights.publish import publish
+from infra.weights.tensors import from_numpy
+from schemas import PolicyEvent
+from schemas.fields import Channel
+from schemas.ids import session_name
+from schemas.topics import POLICIES
+from tests.e2e.test_gateway_kafka import ASK, running, table_in
+
+pytestmark = pytest.mark.slow
+
+SHARE = 0.5
+TENANT = "acme"
+TOML = """
+app = "{app}"
+[kafka]
+bootstrap_servers = "{bootstrap}"
+partitions = 2
+[policy]
+model = "model"
+[engine]
+use = "actors.engines.scripted:ScriptedEngine"
+options = {{ max_model_len = 512, token_s = 0.02 }}
+[gateway]
+listen = "127.0.0.1:{port}"
+train_on = "consented"
+[gateway.limits]
+max_tokens = 12
+[gateway.canary]
+url = "http://127.0.0.1:{canary}"
+share = {share}
+[master]
+report_s = 0.2
+[master.gate.canary]
+[[feedback]]
+name = "user"
+use = "streams.sources.received:rating"
+from = {{ webhook = "/v1/feedback" }}
+window = "60s"
+[reward]
+require = ["user"]
+"""
+Likes = Callable[[int], bool]
+
+
+class Visit(msgspec.Struct, frozen=True):
+    """One session of one customer: the versions that answered its two turns."""
+
+    session: str
+    versions: tuple[int, int]
+
+
+class Site(msgspec.Struct, frozen=True):
+    """Two gateways, and the log behind them."""
+
+    log: Log
+    store: DirectoryStore
+    client: openai.AsyncOpenAI
+    stable: str
+    canary: str
+
+    async def move(self, version: int, channel: Channel) -> None:
+        """As `headrace promote` does."""
+        move = PolicyEvent(event="promoted", policy="main", version=version, channel=channel, owner="ann")
+        await self.log.publish(POLICIES, move)
+
+    async def serve(self, url: str, version: int) -> None:
+        """Until a gateway serves it."""
+        async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as http:
+            while True:
+                if (await http.get(f"{url}/healthz")).json()["version"] == version:
+                    return
+                await asyncio.sleep(0.05)
+
+    async def decision(self, version: int) -> PolicyEvent | None:
+        """What the trial of a version came to, None while it goes on."""
+        events = [message.value async for message in self.log.read_all(POLICIES)]
+        own = [one for one in events if isinstance(one, PolicyEvent) and one.version == version]
+        return next((one for one in own if one.owner == "canary"), None)
+
+
+@asynccontextmanager
+async def site_of(folder: Path, app: str, bootstrap: str, urls: tuple[str, str], key: str) -> AsyncIterator[Site]:
+    bus = KafkaBus(bootstrap)
+    await bus.start()
+    client = openai.AsyncOpenAI(api_key=key, base_url=f"{urls[0]}/v1", max_retries=0, timeout=60)
+    store = DirectoryStore(folder / "store")
+    try:
+        yield Site(Log(bus, app, store=store), store, client, *urls)
+    finally:
+        await client.close()
+        await bus.close()
+
+
+async def topics_of(bootstrap: str, app: str) -> None:
+    bus = KafkaBus(bootstrap)
+    await bus.start()
+    await Log(bus, app).create_topics(partitions=2, keep_ms=3_600_000)
+    await bus.close()
+
+
+async def published(site: Site, version: int) -> None:
+    """As a trainer does: an anchor in the store, an event in the log."""
+    table = np.random.default_rng(version).normal(size=(128, 128)).astype(np.float32)
+    event = await asyncio.to_thread(
+        publish, site.store, policy="main", token=0, version=version, parent=version - 1,
+        tensors={TENSOR: from_numpy(table)}, previous=None, probe=None, step=version,
+    )  # fmt: skip
+    await site.log.publish(POLICIES, event)
+
+
+def inside(session: str) -> bool:
+    return place_of(session_name(TENANT, session)) < SHARE
+
+
+def drawn(name: str, count: int, *, within: bool) -> list[str]:
+    """Names of so many sessions on one side of the lot."""
+    named = (f"{name}{number}" for number in range(100 * count))
+    return [session for session in named if inside(session) is within][:count]
+
+
+async def ask(site: Site, session: str) -> tuple[str, int]:
+    """Id of an answer and the version that gave it; raises whatever a client would see."""
+    header = {"x-session-id": session}
+    done = await site.client.chat.completions.create(model="m", messages=ASK, extra_headers=header)
+    assert done.choices[0].finish_reason in ("stop", "length") and done.system_fingerprint is not None
+    return done.id, int(done.system_fingerprint.removeprefix("v"))
+
+
+async def streamed(site: Site, session: str) -> int:
+    """The version that streamed a whole answer."""
+    header = {"x-session-id": session}
+    stream = await site.client.chat.completions.create(model="m", messages=ASK, extra_headers=header, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    return int(str(chunks[0].system_fingerprint).removeprefix("v"))
+
+
+async def visit(site: Site, session: str, likes: Likes) -> Visit:
+    """A customer of two turns, who says what the first was worth."""
+    answer, version = await ask(site, session)
+    said = {"answer_id": answer, "value": likes(version), "rater": session}
+    await site.client.post("/feedback", cast_to=object, body=said)
+    return Visit(session, (version, await streamed(site, session)))
+
+
+async def tried(site: Site, version: int, likes: Likes) -> tuple[PolicyEvent, Sequence[Visit]]:
+    """Customers come until the trial has ended; all that came before it had."""
+    visits: list[Visit] = []
+    async with asyncio.timeout(120):
+        while True:
+            came = [f"{version}-{len(visits) + number}" for number in range(16)]
+            found = await asyncio.gather(*(visit(site, session, likes) for session in came))
+            if (decision := await site.decision(version)) is not None:
+                return decision, visits
+            visits += found
+
+
+async def reached(site: Site, version: int) -> None:
+    """Until the stable gateway, which asks every second, has found its canary."""
+    (session,) = drawn("first", 1, within=True)
+    async with asyncio.timeout(60):
+        while True:
+            if (await ask(site, session))[1] == version:
+                return
+
+
+def check_share(visits: Sequence[Visit], *, stable: int, trial: int) -> None:
+    """Nobody outside the share met the trial; inside it did, but where the canary was slow to say that it is there."""
+    assert {one.versions for one in visits if not inside(one.session)} == {(stable, stable)}
+    assert (trial, trial) in {one.versions for one in visits if inside(one.session)}
+
+
+async def check_trials(site: Site) -> None:
+    """What is liked better becomes the stable version; what is liked less is taken back."""
+    for version in (1, 2, 3):
+        await published(site, version)
+    await site.move(1, "stable")
+    await site.serve(site.stable, 1)
+
+    await site.move(2, "canary")
+    await site.serve(site.canary, 2)
+    await reached(site, 2)
+    passed, visits = await tried(site, 2, likes=lambda version: version == 2)
+    assert (passed.event, passed.channel) == ("promoted", "stable")
+    assert passed.stats["pairs/better"] >= 8 and passed.stats["pairs/worse"] == 0, "log 0.05 / log 2/3 = 7.4"
+    assert passed.reason.startswith("rated down 0 of ") and ", version 1 " in passed.reason
+    check_share(visits, stable=1, trial=2)
+    await site.serve(site.stable, 2)
+
+    await site.move(3, "canary")
+    await site.serve(site.canary, 3)
+    held, visits = await tried(site, 3, likes=lambda version: version == 2)
+    assert (held.event, held.channel) == ("held", "stable")
+    assert held.stats["pairs/worse"] >= 20 and held.stats["pairs/better"] == 0, "log 300 / log 4/3 = 19.8"
+    check_share(visits, stable=2, trial=3)
+    await site.serve(site.canary, 2)
+
+
+async def check_kill(site: Site, canary: "subprocess.Popen[bytes]") -> None:
+    """A canary killed while it answers: whoever it had answered nothing yet is answered by the stable gateway."""
+    await published(site, 4)
+    await site.move(4, "canary")
+    await site.serve(site.canary, 4)
+    sessions = drawn("kill", 16, within=True)
+    first = asyncio.create_task(ask(site, sessions[0]))
+    others = [asyncio.create_task(ask(site, session)) for session in sessions[1:]]
+    await first  # twelve tokens: the others are sampled beside it
+    more = [asyncio.create_task(ask(site, session)) for session in sessions for _ in range(4)]
+    await asyncio.wait(more, return_when=asyncio.FIRST_COMPLETED)
+    canary.kill()
+    answered = [(await one)[1] for one in (*others, *more)]
+    assert set(answered) == {2, 4}, "some were with the canary, and the stable version answers for it"
+    assert {await streamed(site, session) for session in sessions} == {2}, "the share is the stable gateway's now"
+
+
+def test_a_trial_through_kafka_is_decided_by_what_people_say_and_a_killed_canary_costs_no_answer(
+    kafka: str, app_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table_in(tmp_path)
+    ports = choose_address().port, choose_address().port
+    settings = TOML.format(app=app_name, bootstrap=kafka, port=ports[0], canary=ports[1], share=SHARE)
+    (tmp_path / "headrace.toml").write_text(settings)
+    store = DirectoryStore(tmp_path / "store")
+    key = create_key(store, tenant=TENANT, scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)[1]
+    asyncio.run(topics_of(kafka, app_name))
+    urls = f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
+
+    async def check(canary: "subprocess.Popen[bytes]") -> None:
+        async with site_of(tmp_path, app_name, kafka, urls, key) as site:
+            await until_up(tmp_path, urls)
+            await check_trials(site)
+            await check_kill(site, canary)
+
+    with ExitStack() as stack:
+        for role in ("process", "master"):
+            stack.enter_context(running(tmp_path, role))
+        canary = stack.enter_context(running(tmp_path, "serve", "--channel", "canary"))
+        stack.enter_context(running(tmp_path, "serve"))
+        asyncio.run(check(canary))
+    assert asyncio.run(run_channel(tmp_path / "headrace.toml", [], as_json=True)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["stable"], told["trial"]) == (2, 4)
+    by_people = [(one["event"], one["version"]) for one in told["decisions"] if one["by"] == "canary"]
+    assert by_people == [("promoted", 2), ("held", 3)]
+    assert all("pairs/log_ratio" in one["numbers"] for one in told["decisions"] if one["by"] == "canary")
+
+
+async def until_up(folder: Path, urls: Sequence[str]) -> None:
+    """Until both gateways answer."""
+    async with asyncio.timeout(120), httpx.AsyncClient(trust_env=False) as http:
+        for url in urls:
+            while True:
+                try:
+                    assert (await http.get(f"{url}/healthz")).status_code == 200
+                    break
+                except httpx.TransportError:
+                    await asyncio.sleep(0.1)

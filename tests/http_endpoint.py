@@ -1,0 +1,38 @@
+"""A small HTTP endpoint in this process, for what asks others over HTTP."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Reply = tuple[int, bytes]
+
+
+@contextmanager
+def http_endpoint(answer: Callable[[str, Mapping[str, str], bytes], Reply | None]) -> Iterator[str]:
+    """Its address until the block ends. answer: status and body for a path, headers and a body; None says nothing at all."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            reply = answer(self.path, dict(self.headers), body)
+            if reply is None:
+                return
+            status, data = reply
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
