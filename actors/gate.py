@@ -18,9 +18,11 @@ from actors.guard import Breach, breach
 from actors.ratings import Ratings
 from actors.replies import Replies
 from actors.trial import outcome
-from infra.weights.channel import Stable, moved
+from infra.weights.channel import Stable, is_overtaken, moved
 from schemas import Closure, EvalResult, Experience, PolicyEvent, Progress
 from schemas.fields import Channel
+
+REMEMBERED = 1000  # decided versions whose results are kept: somebody may go back to one
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -41,9 +43,10 @@ class Verdict(msgspec.Struct, frozen=True):
 class Gate:
     """What is known of candidates and of the stable channel."""
 
-    def __init__(self, config: GateConfig, *, policy: str) -> None:
+    def __init__(self, config: GateConfig, *, policy: str, token: int = 0) -> None:
         self._config = config
         self._policy = policy
+        self._token = token
         self._results: dict[int, dict[str, float]] = {}
         self._decided = -1
         self._replies = None if config.replies is None else Replies(config.replies)
@@ -63,6 +66,8 @@ class Gate:
 
     def event(self, event: PolicyEvent) -> None:
         """A record of `policies`: what the channel is at, and what was decided before."""
+        if is_overtaken(self.stable, event):
+            return
         was, self.stable = self.stable, moved(self.stable, event, self._policy)
         if self.stable.version != was.version:
             self._before = was.version if event.event == "promoted" else -1
@@ -101,7 +106,7 @@ class Gate:
         found = breach(self._config.guard, version, new, before, old)
         if found is None:
             return []
-        self.event(breach_event(found, self._policy))
+        self.event(breach_event(found, self._policy, self._token))
         return [found]
 
     def verdicts(self) -> list[Verdict]:
@@ -118,7 +123,7 @@ class Gate:
     def _told(self, verdict: Verdict | None) -> list[Verdict]:
         if verdict is None:
             return []
-        self.event(verdict_event(verdict, self._policy))
+        self.event(verdict_event(verdict, self._policy, self._token))
         return [verdict]
 
     def _tried(self, version: int) -> Verdict | None:
@@ -160,19 +165,21 @@ class Gate:
         """Drop what nothing is compared with any more."""
         kept = (self.stable.version, self._before, self.stable.trial)
         self._ratings.forget(set(kept))
-        for old in [version for version in self._results if version < self._decided and version not in kept]:
-            del self._results[old]
+        old = sorted(version for version in self._results if version < self._decided and version not in kept)
+        for version in old[:-REMEMBERED]:
+            del self._results[version]
         if self._replies is not None:
             self._replies.forget(
                 [version for version in self._replies.versions() if version < self._decided and version not in kept]
             )
 
 
-def verdict_event(verdict: Verdict, policy: str) -> PolicyEvent:
-    """The decision as a record of `policies`."""
+def verdict_event(verdict: Verdict, policy: str, token: int) -> PolicyEvent:
+    """The decision as a record of `policies`. token: of the master's lease."""
     return PolicyEvent(
         event="promoted" if verdict.passed else "held",
         policy=policy,
+        token=token,
         version=verdict.version,
         channel=verdict.channel,
         reason=verdict.reason,
@@ -181,11 +188,12 @@ def verdict_event(verdict: Verdict, policy: str) -> PolicyEvent:
     )
 
 
-def breach_event(breach: Breach, policy: str) -> PolicyEvent:
-    """A rollback by the guard as a record of `policies`."""
+def breach_event(breach: Breach, policy: str, token: int) -> PolicyEvent:
+    """A rollback by the guard as a record of `policies`. token: of the master's lease."""
     return PolicyEvent(
         event="rolled_back",
         policy=policy,
+        token=token,
         version=breach.before,
         channel="stable",
         reason=breach.reason,

@@ -55,7 +55,7 @@ class Plan:
         self.book = TaskBook()
         self.feed = PolicyFeed(policy)
         self.evals = EvalBook(config.evals, policy=policy)
-        self.gate = Gate(config.gate, policy=policy)
+        self.gate = Gate(config.gate, policy=policy, token=token)
         self.admission = Admission(
             Limits(
                 groups_per_step=pacing.groups_per_step,

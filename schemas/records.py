@@ -235,7 +235,7 @@ class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
     event: promoted, held (by the gate), pinned and rolled_back are of the stable channel, promoted also of the canary
     one, the rest of the candidate one.
     version: content, never reused. parent: the version it was trained from. manifest: store key, verified by
-    manifest_sha256. token: of the trainer that published, 0 on the lease itself.
+    manifest_sha256. token: of the trainer that published or the master that decided, 0 on a lease itself.
     owner: who speaks (trainer or engine instance). stats: small numbers worth showing.
 
     Example: PolicyEvent(event="published", policy="main", version=12, parent=11, token=17,

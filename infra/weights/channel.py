@@ -6,6 +6,9 @@ the newest promoted one; `rolled_back` moves it to an older version and ends a p
 before count for nothing from then on. `promoted` in the canary channel begins a trial of that version; every move of the
 stable channel ends it, and so does `held` with its version. Without a trial a canary serves the stable version. Events of
 the candidate channel (all that a trainer publishes) change nothing.
+
+Guarantee: what a master decides that was overtaken and has not noticed yet moves nothing once a later master has decided
+anything. People's words always hold.
 """
 
 import msgspec
@@ -13,10 +16,12 @@ import msgspec
 from schemas import PolicyEvent
 from schemas.fields import Channel
 
+MASTERS = frozenset({"gate", "canary", "guard"})  # owners of what a master decides; any other is a person
+
 
 class Stable(msgspec.Struct, frozen=True):
     """version: what is served, -1 before the first promotion. pinned: promotions wait. promoted: newest one that counts.
-    trial: the version that canaries serve, -1 where none is on trial.
+    trial: the version that canaries serve, -1 where none is on trial. lease: newest token of a master that decided anything.
 
     Example: Stable(version=40, promoted=40, trial=44)
     """
@@ -25,6 +30,7 @@ class Stable(msgspec.Struct, frozen=True):
     promoted: int = -1
     pinned: bool = False
     trial: int = -1
+    lease: int = -1
 
     def served(self, channel: Channel) -> int:
         """The version a gateway of that channel serves; -1 for the newest published one."""
@@ -37,18 +43,31 @@ def moved(stable: Stable, event: PolicyEvent, policy: str) -> Stable:
     """The channel after an event of any policy."""
     if event.policy != policy or event.channel == "candidate":
         return stable
+    if event.owner not in MASTERS:
+        return _after(stable, event)
+    return stable if is_overtaken(stable, event) else msgspec.structs.replace(_after(stable, event), lease=event.token)
+
+
+def is_overtaken(stable: Stable, event: PolicyEvent) -> bool:
+    """Whether the master that decided this was overtaken by one that decided before."""
+    return event.owner in MASTERS and event.token < stable.lease
+
+
+def _after(stable: Stable, event: PolicyEvent) -> Stable:
+    replace = msgspec.structs.replace
     if event.channel == "canary":
-        return msgspec.structs.replace(stable, trial=event.version) if event.event == "promoted" else stable
+        return replace(stable, trial=event.version) if event.event == "promoted" else stable
     match event.event:
         case "promoted":
-            return Stable(stable.version if stable.pinned else event.version, event.version, stable.pinned)
+            version = stable.version if stable.pinned else event.version
+            return replace(stable, version=version, promoted=event.version, trial=-1)
         case "pinned" if event.version >= 0:
-            return Stable(event.version, stable.promoted, pinned=True)
+            return replace(stable, version=event.version, pinned=True, trial=-1)
         case "pinned":
             version = stable.promoted if stable.promoted >= 0 else stable.version
-            return Stable(version, stable.promoted)
+            return replace(stable, version=version, pinned=False, trial=-1)
         case "rolled_back":
-            return Stable(event.version, event.version)
+            return replace(stable, version=event.version, promoted=event.version, pinned=False, trial=-1)
         case "held" if event.version == stable.trial:
-            return msgspec.structs.replace(stable, trial=-1)
+            return replace(stable, trial=-1)
     return stable

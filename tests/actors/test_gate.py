@@ -63,7 +63,7 @@ def test_a_restart_decides_nothing_twice_in_whatever_order_the_topics_are_read()
     one.result(result(3, "dev", 0.8))
     one.result(result(3, "safety", 1.0))
     (verdict,) = one.verdicts()
-    event = verdict_event(verdict, "main")
+    event = verdict_event(verdict, "main", 0)
     for events_first in (True, False):
         again = gate()
         if events_first:
@@ -81,6 +81,15 @@ def test_a_version_somebody_promoted_by_hand_is_the_one_to_compare_with() -> Non
     assert judged(one, 5, 0.7) == [False]
     one.event(PolicyEvent(event="rolled_back", policy="main", version=2, channel="stable"))
     assert judged(one, 7, 0.7) == [True], "of version 2 nothing is known but the bar"
+
+
+def test_a_version_is_compared_with_the_older_one_that_somebody_went_back_to() -> None:
+    one = gate()
+    for version, dev in ((3, 0.7), (5, 0.8), (7, 0.9)):
+        assert judged(one, version, dev) == [True]
+    one.event(PolicyEvent(event="pinned", policy="main", version=3, channel="stable"))
+    assert judged(one, 9, 0.6) == [False]
+    assert judged(one, 11, 0.7) == [True]
 
 
 def test_without_suites_the_gate_decides_nothing() -> None:

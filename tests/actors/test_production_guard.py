@@ -74,7 +74,7 @@ def passed(one: Gate, version: int) -> PolicyEvent:
     one.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
     (verdict,) = one.verdicts()
     assert verdict.passed
-    return verdict_event(verdict, "main")
+    return verdict_event(verdict, "main", 0)
 
 
 def complaints(one: Gate) -> list[Closure]:
@@ -89,7 +89,7 @@ def test_customers_go_back_to_the_version_before_with_the_numbers_in_the_event()
     passed(one, 3), passed(one, 5)
     complaints(one)
     (found,) = one.breaches()
-    event = breach_event(found, "main")
+    event = breach_event(found, "main", 0)
     assert (event.event, event.version, event.owner, one.stable.version) == ("rolled_back", 3, "guard", 3)
     assert event.reason == "rated down 20 of 20 times, version 3 0 of 100"
     assert event.stats["guard/bad"] == 20.0 and event.stats["guard/log_ratio"] >= 4.6
@@ -104,7 +104,7 @@ def test_a_restart_takes_back_nothing_twice_in_whatever_order_the_topics_are_rea
     one = gate()
     events = [passed(one, 3), passed(one, 5)]
     said = complaints(one)
-    events += [breach_event(found, "main") for found in one.breaches()]
+    events += [breach_event(found, "main", 0) for found in one.breaches()]
     for closures_first in (True, False):
         again = gate()
         for closure in said if closures_first else ():

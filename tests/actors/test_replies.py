@@ -99,7 +99,7 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
         one.reply(reply)
     one.result(result(3, "production")), one.result(result(3, "dev"))
     (verdict,) = one.verdicts()
-    event = verdict_event(verdict, "main")
+    event = verdict_event(verdict, "main", 0)
     for events_first in (True, False):
         again = gate()
         if events_first:

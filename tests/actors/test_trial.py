@@ -94,7 +94,7 @@ def test_what_passes_the_suites_is_tried_first_and_then_served_with_the_numbers_
     assert weighed(one, 7) == [], "one trial at a time"
     say(one, CONFIG.enough, 0)
     (passed,) = one.verdicts()
-    event = verdict_event(passed, "main")
+    event = verdict_event(passed, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("promoted", TRIAL, "stable", "canary")
     assert event.reason == "rated down 0 of 400 times, version 3 0 of 400" and event.stats["pairs/worse"] == 0.0
     assert (one.stable.version, one.stable.trial) == (TRIAL, -1)
@@ -106,7 +106,7 @@ def test_a_canary_people_like_less_is_taken_back_and_not_tried_again() -> None:
     weighed(one, STABLE), weighed(one, TRIAL)
     say(one, 60, 40)
     (held,) = one.verdicts()
-    event = verdict_event(held, "main")
+    event = verdict_event(held, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("held", TRIAL, "stable", "canary")
     assert event.reason == "rated down 40 of 60 times, version 3 0 of 60"
     assert event.stats["pairs/worse"] == 40.0 and event.stats["pairs/log_ratio"] > math.log(3 / CONFIG.alpha)
@@ -144,7 +144,7 @@ def test_a_version_the_canary_cannot_load_is_not_waited_for() -> None:
 
 def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read() -> None:
     one = gate()
-    events = [verdict_event(verdict, "main") for version in (STABLE, TRIAL) for verdict in weighed(one, version)]
+    events = [verdict_event(verdict, "main", 0) for version in (STABLE, TRIAL) for verdict in weighed(one, version)]
     said = say(one, 30, 12)
     for closures_first in (True, False):
         again = gate()

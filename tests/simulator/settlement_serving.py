@@ -35,6 +35,17 @@ def step(channel: Channel, event: PolicyEvent) -> Channel:
     return Channel(event.version, event.version) if event.event == "rolled_back" else channel
 
 
+def heard(log: Logged) -> list[PolicyEvent]:
+    """What policies say, without what masters decided after a later one had."""
+    found, newest = [], -1
+    for _, event in log[topics.POLICIES.name]:
+        if not isinstance(event, PolicyEvent) or (event.owner == "gate" and event.token < newest):
+            continue
+        newest = max(newest, event.token) if event.owner == "gate" else newest
+        found.append(event)
+    return found
+
+
 def settle_serving(world: World, log: Logged) -> None:
     """Complain about everything that does not hold."""
     check_results(world, log)
@@ -70,9 +81,7 @@ def check_verdicts(world: World, log: Logged) -> None:
     """The gate promotes what its results allow and holds the rest; nothing is decided without a result."""
     accuracy = {one.version: one.accuracy for _, one in log[topics.EVALS.name] if isinstance(one, EvalResult)}
     channel, recent = Channel(), [Channel()]
-    for _, event in log[topics.POLICIES.name]:
-        if not isinstance(event, PolicyEvent):
-            continue
+    for event in heard(log):
         if event.owner == "gate":
             own, before = event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
             allowed = own is not None and (before is None or own >= before - MAX_DROP)
@@ -88,9 +97,8 @@ def check_verdicts(world: World, log: Logged) -> None:
 def check_served(world: World, log: Logged) -> None:
     """Every gateway that is there serves what the stable channel says, once everything has been read."""
     channel = Channel()
-    for _, event in log[topics.POLICIES.name]:
-        if isinstance(event, PolicyEvent):
-            channel = step(channel, event)
+    for event in heard(log):
+        channel = step(channel, event)
     for name, version in world.served().items():
         if channel.version >= 0 and version != channel.version:
             world.watch.complain("customers get what is stable", f"{name} serves {version}, {channel} is stable")
