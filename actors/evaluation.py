@@ -10,7 +10,7 @@ number.
 """
 
 from collections.abc import Iterable, Sequence
-from math import comb, sqrt
+from math import comb, fsum, sqrt
 
 import msgspec
 
@@ -110,8 +110,8 @@ class EvalBook:
             self._close(request, missed=True)
             return
         if experience.last:  # of an episode in several parts the last one carries the verdict
-            value = experience.score(self.suites[request.suite].score)
-            request.answers.setdefault(index, {}).setdefault(experience.episode, 0.0 if value is None else value)
+            value = verdict(experience, self.suites[request.suite].score)
+            request.answers.setdefault(index, {}).setdefault(experience.episode, value)
 
     def closed(self, closure: Closure) -> None:
         """A task ended without an answer: its explorer was past the version, or it was dropped (which counts as 0)."""
@@ -218,6 +218,13 @@ def pass_at(k: int, right: Sequence[int], num_samples: int) -> float:
     right: right answers of each task. Unbiased: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1).
     """
     return sum(1.0 - comb(num_samples - count, k) / comb(num_samples, k) for count in right) / len(right)
+
+
+def verdict(experience: Experience, name: str) -> float:
+    """The newest score of that name on the whole answer; else those given turn by turn, added up, as [reward] does."""
+    values = [(score.at, score.value) for score in experience.scores if score.name == name]
+    whole = [value for at, value in values if at is None]
+    return whole[-1] if whole else fsum(value for _, value in values)
 
 
 def interval(right: Sequence[int], num_samples: int, z: float = 1.96) -> tuple[float, float]:

@@ -56,7 +56,7 @@ class Guess:
         said = self._invalid
         if guess == self._secret:
             self._least = self._most = self._secret
-            return Outcome(reward=1.0 + self._potential() - before, end="terminal")
+            return Outcome(reward=1.0 + (self._potential() - before), end="terminal")
         if guess is not None and self._low <= guess < self._secret:
             said, self._least = self._higher, max(self._least, guess + 1)
         elif guess is not None and self._secret < guess <= self._high:

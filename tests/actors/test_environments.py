@@ -66,6 +66,7 @@ def test_a_shaped_guess_is_worth_what_it_rules_out_and_all_of_them_together_the_
     share = [math.log(15 / 7), math.log(7 / 3), 0.0, math.log(3), 0.0]
     assert rewards == pytest.approx([0.5 * one / math.log(15) for one in share[:4]] + [1.0])
     assert sum(rewards) == pytest.approx(1.5)
+    assert rewards[-1] >= 1.0, "a sure last guess is a whole hit, to the last bit"
     assert sum(one.reward or 0.0 for one in played(Guess(high=15, shaped=0.5), ["11"], issued("11"))) == 1.5
 
 

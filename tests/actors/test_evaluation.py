@@ -3,9 +3,10 @@
 from itertools import combinations
 
 import pytest
+from msgspec.structs import replace
 
 from actors.config import EvalSuite
-from actors.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, parse_eval_group, pass_at
+from actors.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, parse_eval_group, pass_at, verdict
 from schemas import Closure, EvalResult, Experience, Issued, Message, Score, Span, make_experience
 from schemas.ids import experience_id, group_of
 
@@ -53,6 +54,13 @@ def test_group_ids_of_evals_are_parsed_back(suite: str) -> None:
 @pytest.mark.parametrize("group", ["add-3745.2", "eval-.1", "eval-x.1", "eval-x-y.1", "eval-x-1.z", "eval--1.0", ""])
 def test_other_groups_are_no_evals(group: str) -> None:
     assert parse_eval_group(group) is None
+
+
+def test_an_episode_whose_environment_gave_rewards_turn_by_turn_is_right_by_their_sum() -> None:
+    turns = (Score(name="exact", value=0.4, at=1), Score(name="exact", value=0.7, at=2), Score(name="odd", value=-5.0))
+    assert verdict(replace(answer(10, 0), scores=turns), "exact") == pytest.approx(1.1)
+    assert verdict(replace(answer(10, 0), scores=(*turns, Score(name="exact", value=0.0))), "exact") == 0.0
+    assert verdict(answer(10, 0, None), "exact") == 0.0
 
 
 def test_a_result_counts_correct_answers_of_all_tasks() -> None:
