@@ -22,9 +22,9 @@ CONVERSE = "actors.workflows.converse:converse"
 class EvalSuite(Section, frozen=True):
     """[[master.evals]]: a suite answered by versions 0, `first_version`, each `every`-th, and the last.
 
-    suite: the split of its tasks. tasks: at most so many, in order of their ids. score: which verdict counts, one given turn by
-    turn by its sum; 1.0 is correct. samples: answers per task; with several, pass@k is told for k = 1, 2, 4, … up to it, and temperature must
-    be above 0, since greedy answers are all the same.
+    suite: the split of its tasks. tasks: at most so many, in order of their ids. score: which verdict counts, one given
+    turn by turn by its sum; 1.0 is correct. samples: answers per task; with several, pass@k is told for k = 1, 2, 4, … up
+    to it, and temperature must be above 0, since greedy answers are all the same.
 
     Example: EvalSuite(suite="held-out", every=10, tasks=500)
     """
