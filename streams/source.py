@@ -164,14 +164,20 @@ async def _table(event: Event, keys: Keys | None) -> dict[str, Any]:
     value = event.value
     if event.ours and keys is not None:
         value = await asyncio.to_thread(open_event, value, keys)
+    table = event_table(value)
+    if event.sealed_for and keys is not None:
+        return await asyncio.to_thread(_opened, table, keys, event.sealed_for)
+    return table
+
+
+def event_table(value: bytes) -> dict[str, Any]:
+    """The JSON object an event is. Raises BadFrame."""
     try:
         table = msgspec.json.decode(value)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadFrame(f"not JSON: {error}") from error
     if not isinstance(table, dict):
         raise BadFrame(f"got a JSON {type(table).__name__}, expected an object")
-    if event.sealed_for and keys is not None:
-        return await asyncio.to_thread(_opened, table, keys, event.sealed_for)
     return table
 
 

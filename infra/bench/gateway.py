@@ -67,7 +67,9 @@ def run() -> dict[str, float]:
                 alone, through, free = [], [], []
     figures: dict[str, float] = {}
     for share in (50, 99):
-        engine, gateway = (_percentile([s for one in rounds for s in one.took_s], share) for rounds in (alone, through))
+        engine, gateway = (
+            percentile_ms([s for one in rounds for s in one.took_s], share) for rounds in (alone, through)
+        )
         figures |= {
             f"engine_ms_p{share}": engine,
             f"gateway_ms_p{share}": gateway,
@@ -148,7 +150,8 @@ async def _round(asks: list[Ask], spread_s: float) -> Timed:
     return Timed(took_s, time.perf_counter() - begin)
 
 
-def _percentile(seconds: list[float], share: int) -> float:
+def percentile_ms(seconds: list[float], share: int) -> float:
+    """Milliseconds that `share` percent of the times do not exceed."""
     return sorted(seconds)[min(len(seconds) - 1, len(seconds) * share // 100)] * 1000
 
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from infra.bench.gateway import percentile_ms
+
 if TYPE_CHECKING:
     from infra.bus.log import Log
     from infra.cli.settings import Settings
@@ -222,8 +224,8 @@ def _figures(traffic: Traffic, drain_s: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     for phase in ("before", "away", "back"):
         ones = [one for one in traffic.asked if one.phase == phase]
-        figures |= {f"{phase}_ms_p{share}": _percentile([one.took_s for one in ones], share) for share in (50, 99)}
-        figures[f"{phase}_client_late_ms_p99"] = _percentile([one.late_s for one in ones], 99)
+        figures |= {f"{phase}_ms_p{share}": percentile_ms([one.took_s for one in ones], share) for share in (50, 99)}
+        figures[f"{phase}_client_late_ms_p99"] = percentile_ms([one.late_s for one in ones], 99)
     return figures | {
         "p99_away_over_before": figures["away_ms_p99"] / figures["before_ms_p99"],
         "p99_back_over_before": figures["back_ms_p99"] / figures["before_ms_p99"],
@@ -233,10 +235,6 @@ def _figures(traffic: Traffic, drain_s: float) -> dict[str, float]:
         "spool_peak_mb": traffic.spool_bytes / 1e6,
         "drain_s": drain_s,
     }
-
-
-def _percentile(seconds: list[float], share: int) -> float:
-    return sorted(seconds)[len(seconds) * share // 100] * 1000
 
 
 async def _counted(settings: "Settings", traffic: Traffic) -> dict[str, float]:

@@ -21,6 +21,7 @@ from schemas import DeadLetter, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import DEAD_LETTERS, by_name
 from streams.reprocess.ranges import Range, messages_of
+from streams.source import event_table
 from streams.verify import REDELIVERED
 
 MARK = "re-delivered"
@@ -116,7 +117,7 @@ async def _event(log: Log, letter: DeadLetter, topic: str) -> Value:
     held = letter.value if log.keys is None else await asyncio.to_thread(open_event, letter.value, log.keys)
     original = await _original(log, topic, letter)
     value = held if original is None else original.value
-    _check_event(value)
+    event_table(value)
     return letter.key, value
 
 
@@ -127,15 +128,6 @@ def _check_frame(log: Log, value: bytes) -> None:
             raise found.error
     else:
         decode(value)
-
-
-def _check_event(value: bytes) -> None:
-    try:
-        event = msgspec.json.decode(value)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"not JSON: {error}") from error
-    if not isinstance(event, dict):
-        raise BadFrame(f"got a JSON {type(event).__name__}, expected an object")
 
 
 async def _original(log: Log, topic: str, letter: DeadLetter) -> Record | None:

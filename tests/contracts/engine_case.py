@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,7 +18,25 @@ Tensors = dict[str, Tensor]
 Reference = Callable[[Tensors, Sequence[int], float], list[float]]
 
 
-class Case:
+class Started:
+    """An engine under test, started for the length of a block, with an event loop of its own."""
+
+    engine: Engine
+
+    def run(self, call: Callable[[Any], Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(call(self), 120))
+
+    def __enter__(self) -> Self:
+        self.runner = asyncio.Runner()
+        self.runner.run(self.engine.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.runner.run(self.engine.close())
+        self.runner.close()
+
+
+class Case(Started):
     """An engine under test, the tensors it serves, and an independent way to compute logprobs from tensors."""
 
     def __init__(
@@ -29,18 +47,6 @@ class Case:
         self.reference = reference
         self.by_version = {0: tensors}
         self.newest = 0  # a refused version is not used again
-
-    def run(self, call: Callable[["Case"], Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(call(self), 120))
-
-    def __enter__(self) -> "Case":
-        self.runner = asyncio.Runner()
-        self.runner.run(self.engine.start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.runner.run(self.engine.close())
-        self.runner.close()
 
     @property
     def tensors(self) -> Tensors:

@@ -1,7 +1,7 @@
 """What every engine that takes pictures guarantees; the reference is a transformers forward over the same pixels."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from infra.weights.policy import Policy, Probe
 from infra.weights.tensors import Tensor, from_numpy, to_numpy
 from schemas import Message
 from schemas.errors import PolicyRefused
+from tests.contracts.engine_case import Started
 from tests.eye_model import NUM_PLACES, build_eye_model, drawings
 from trainer.learners.forward import PackedModel
 
@@ -27,7 +28,7 @@ BLOCK = 32  # tokens that a prefix cache keeps together, the fewest on a CPU
 Tensors = dict[str, Tensor]
 
 
-class Case:
+class Case(Started):
     """An engine under test, the policies it served, and a forward that shares no code with it."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
@@ -43,18 +44,6 @@ class Case:
         self.images = [decode_image(one.image, one.picture) for one in found]
         message = Message(role="user", content="count", images=(found[0].image,))
         self.prompt = load_tokenizer(folder).encode_chat([message])
-
-    def run(self, call: Callable[["Case"], Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(call(self), 120))
-
-    def __enter__(self) -> "Case":
-        self.runner = asyncio.Runner()
-        self.runner.run(self.engine.start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.runner.run(self.engine.close())
-        self.runner.close()
 
     def policy(self, name: str, *, probe: Probe | None = None, scale: float = 1.2) -> Policy:
         """The served tensors with those of one part scaled."""
