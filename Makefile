@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 LOCK   := infra/requirements/all.lock
 EXTRAS := --extra streams --extra actors --extra trainer --extra dev
 
+# Every role is a process that imports torch: without bytecode files each would compile it anew, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast check lint types lock extras-check clean
 

@@ -31,25 +31,25 @@ def check_promises(report: dict, ledger: OwnLedger) -> None:
 
 @pytest.fixture(scope="module")
 def unkilled(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The report of a run in peace, its promises checked."""
+    """The report of a run in peace, through vLLM, its promises checked."""
     folder = tmp_path_factory.mktemp("unkilled") / "run"
-    report = run_demo(folder, "--engine", "torch", "--minutes", "0.3", "--seed", "2")
+    report = run_demo(folder, "--minutes", "0.4", "--seed", "2")
     check_promises(report, OwnLedger(folder))
     return report | {"folder": str(folder)}
 
 
-def test_a_model_learns_through_the_torch_engine(unkilled: dict) -> None:
+def test_a_model_learns_through_vllm(unkilled: dict) -> None:
     assert unkilled["requests_failed"] == 0 and unkilled["restarts"] == {}
+
+
+def test_the_run_is_done_again_to_the_bit_from_an_archive_of_it(unkilled: dict) -> None:
+    """From its folder it is done again where all roles were killed."""
     folder = Path(unkilled["folder"])
-    check_replay(unkilled, folder, folder.parent / "run.headrace")
-
-
-def check_replay(report: dict, folder: Path, archive: Path) -> None:
-    """The run is done again to the bit from an archive of it; from its folder it is where all roles were killed."""
+    archive = folder.parent / "run.headrace"
     headrace("export", folder, archive)
     whole = headrace("replay", archive, "--verify")
     assert whole["equal"] and whole["bits_promised"] and not whole["faults"]
-    assert whole["from_step"] == -1 and whole["steps"] == report["steps"] + report["warmup_steps"]
+    assert whole["from_step"] == -1 and whole["steps"] == unkilled["steps"] + unkilled["warmup_steps"]
     checkpoints = {one["step"] for one in whole["checkpoints"]}
     assert len(checkpoints) >= 3 and whole["to_step"] in checkpoints
 
@@ -74,12 +74,6 @@ def test_episodes_of_several_turns_go_round_the_loop_and_are_accounted_for(tmp_p
     assert report["requests_failed"] == 0 and report["restarts"] == {}
     assert report["accuracy_final"] is not None
     assert max(ledger.num_spans.values()) >= 3, "no episode went through its three turns in one experience"
-
-
-def test_a_model_learns_through_vllm(tmp_path: Path) -> None:
-    report = run_demo(tmp_path / "run", "--minutes", "0.4", "--seed", "2")
-    check_promises(report, OwnLedger(tmp_path / "run"))
-    assert report["requests_failed"] == 0 and report["restarts"] == {}
 
 
 def test_every_role_and_the_broker_may_be_killed_at_any_moment(tmp_path: Path, unkilled: dict) -> None:
