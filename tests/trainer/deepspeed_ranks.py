@@ -191,8 +191,8 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
 
 def serve() -> None:
     """A line in is the output's file, the number of ranks and the arguments of `check`; a line out is 0, or 1 for failed."""
-    # The ranks find these imported.
-    import deepspeed  # noqa: F401
+    # The ranks find these imported, with what DeepSpeed imports late.
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     for line in sys.stdin:

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -177,20 +178,28 @@ def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCa
                 key = served.key()
                 await served.keys_read()
                 async with served.http(key) as http:
-                    for index, secret in enumerate(questions):
-                        bus.away = index % 20 > 10  # some of it goes by way of the disk
-                        call = {"name": "f", "arguments": f'{{"x": "{arguments[index % 200]}"}}'}
+
+                    async def ask(index: int) -> httpx.Response:
+                        secret, argument = questions[index], arguments[index % 200]
+                        call = {"name": "f", "arguments": f'{{"x": "{argument}"}}'}
                         messages = [
                             {"role": "user", "content": f"My secret is {secret} !", "name": "n"},
                             {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
-                            {"role": "tool", "tool_call_id": "1", "content": f"got {arguments[index % 200]} there"},
+                            {"role": "tool", "tool_call_id": "1", "content": f"got {argument} there"},
                         ]
                         asked = {"model": secret, "messages": messages, "user": secret, "metadata": {"m": secret}}
-                        answer = await http.post("/v1/chat/completions", json=asked)
-                        assert answer.status_code == 200
-                    for secret in said:
-                        body = {"answer_id": answer.json()["id"], "correction": f"no, {secret} it is", "id": secret}
-                        assert (await http.post("/v1/feedback", json=body)).status_code == 202
+                        return await http.post("/v1/chat/completions", json=asked)
+
+                    for first in range(0, len(questions), 10):
+                        bus.away = first % 20 == 10  # half of it goes by way of the disk
+                        given = await asyncio.gather(*(ask(index) for index in range(first, first + 10)))
+                        assert {answer.status_code for answer in given} == {200}
+
+                    async def say(secret: str) -> int:
+                        body = {"answer_id": given[-1].json()["id"], "correction": f"no, {secret} it is", "id": secret}
+                        return (await http.post("/v1/feedback", json=body)).status_code
+
+                    assert set(await asyncio.gather(*map(say, said))) == {202}
                 bus.away = False
                 await until(lambda: not list(tmp_path.glob("spool/*/*.spool")), seconds=60)
                 if action == "mask":
