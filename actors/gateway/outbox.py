@@ -6,10 +6,11 @@
             shed, counted              spool (disk, bounded) ────────> drain, when it answers again
                                            │ full: shed, counted
 
-Delivery: at least once from the queue on; a send that timed out may have been stored, and ids absorb it. Order: of
-what waits on disk, as it was offered; nothing overtakes it. Loss: what a kill finds in the memory queue (told to nobody
-as kept), and what is shed, with a reason and a counter. Answers go first: the event loop is given back before each record,
-of a batch and of what is drained.
+Delivery: at least once from the queue on; a send that timed out may have been stored, and a kill forgets what of the oldest
+segment was sent: ids absorb it. What the broker confirmed is not sent again. Order: of what waits on disk, as it was offered,
+and nothing overtakes it; of the 32 that go out together, those that a broker took come before those it refused meanwhile.
+Loss: what a kill finds in the memory queue (told to nobody as kept), and what is shed, with a reason and a counter. Answers
+go first: the event loop is given back before each record, of a batch and of what is drained.
 """
 
 import asyncio
@@ -90,6 +91,7 @@ class Outbox:
         self._offered = asyncio.Event()
         self._disk = asyncio.Lock()
         self._to_drain = asyncio.Event()
+        self._confirmed: set[int] = set()  # entries of the oldest segment, by their place in it
         self.direct = False  # until the first drain has found a broker and nothing on disk
         self._to_drain.set()
         self._say_spooled()
@@ -240,24 +242,29 @@ class Outbox:
         begin = time.monotonic()
         if not await self._answers():
             return False
-        for start in range(0, len(payloads), DRAIN_BATCH):
-            if not await self._send_spooled(payloads[start : start + DRAIN_BATCH]):
+        left = [place for place in range(len(payloads)) if place not in self._confirmed]
+        for start in range(0, len(left), DRAIN_BATCH):
+            if not await self._send_spooled(payloads, left[start : start + DRAIN_BATCH]):
                 return False
         async with self._disk:
             await asyncio.to_thread(self._spool.remove, number)
+        self._confirmed.clear()
         self._say_spooled()
         _log.info("spool_segment_sent records=%d seconds=%.2f", len(payloads), time.monotonic() - begin)
         return True
 
-    async def _send_spooled(self, payloads: Sequence[bytes]) -> bool:
-        """Publish entries of the spool; False where the broker did not confirm them all."""
-        sending: list[asyncio.Task[bool]] = []
+    async def _send_spooled(self, payloads: Sequence[bytes], places: Sequence[int]) -> bool:
+        """Publish entries of the oldest segment; False where the broker did not confirm them all."""
         async with asyncio.TaskGroup() as group:
-            for payload in payloads:
+            for place in places:
                 await asyncio.sleep(0)  # answers first, here too
-                if (found := self._unpacked(payload)) is not None:
-                    sending.append(group.create_task(self._publish(*found)))
-        return all(task.result() for task in sending)
+                group.create_task(self._send_one(payloads[place], place))
+        return self._confirmed.issuperset(places)
+
+    async def _send_one(self, payload: bytes, place: int) -> None:
+        found = self._unpacked(payload)
+        if found is None or await self._publish(*found):
+            self._confirmed.add(place)
 
     def _unpacked(self, payload: bytes) -> tuple[Topic, Control | Block] | None:
         try:

@@ -20,6 +20,7 @@ from infra.bus.memory import MemoryBus
 from infra.metrics import Metrics
 from infra.store_memory import MemoryStore
 from schemas import Control, Received
+from schemas.errors import BrokerUnavailable
 from schemas.topics import FEEDBACK
 from tests.actors.gateway.gateway_rig import AwayBus, Served, engine, says, serving
 from tests.actors.rig import until
@@ -193,6 +194,42 @@ def test_a_broker_that_is_away_is_asked_without_a_record(tmp_path: Path) -> None
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+class RefusingBus(AwayBus):
+    """Refuses so many records more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_refused = 0
+
+    def _check(self) -> None:
+        if self.num_refused > 0:
+            self.num_refused -= 1
+            raise BrokerUnavailable("the broker comes back just now")
+        super()._check()
+
+
+def test_what_a_broker_took_of_a_batch_is_not_sent_again_for_what_it_refused(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = RefusingBus()
+        log = Log(bus, "test")
+        await log.create_topics(partitions=1, keep_ms=1000)
+        before = opened(tmp_path, log)
+        for number in range(40):
+            before.offer(outgoing(number))
+        await before.flush()
+        assert before.num_waiting == 40, "until the first drain everything goes by way of the disk"
+        bus.num_refused = 3
+        outbox = opened(tmp_path, log)
+        draining = asyncio.create_task(outbox.drain())
+        await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        seen = [int(m.value.id) async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+        assert seen == [*range(3, 32), *range(3), *range(32, 40)]
 
     asyncio.run(check())
 
