@@ -26,7 +26,7 @@ install:         ## create .venv and install the hash-locked packages
 	  && echo "$$sum" > $(VENV)/.installed; \
 	fi
 
-demo: install    ## train a small model through Kafka, Faust and vLLM (three to five minutes)
+demo: install    ## train a small model through Kafka, Faust and vLLM (four to six minutes)
 	@$(BIN)/headrace demo $(ARGS)
 
 # Many tests run real processes, brokers and kills: one that fails is tried once more, and the summary names it (R), as in
