@@ -120,7 +120,17 @@ class Canary:
     async def _asked(self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool) -> httpx.Response:
         kept = {name: headers[name] for name in PASSED_ON if name in headers}
         request = self._client.build_request("POST", path, headers=kept, content=body)
-        return await self._client.send(request, stream=stream)
+        return await self._sent(request, stream=stream)
+
+    async def _sent(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
+        """What the client is answered. Raises httpx.HTTPError for whatever becomes of the connection."""
+        try:
+            return await self._client.send(request, stream=stream)
+        except (
+            AttributeError,
+            OSError,
+        ) as error:  # anyio on uvloop: it is closed just as it is made, and has no socket
+            raise httpx.ConnectError(str(error), request=request) from error
 
     async def _begun(
         self, path: str, headers: Mapping[str, str], body: bytes, openings: int
@@ -165,7 +175,7 @@ class Canary:
     async def _is_there(self) -> bool:
         try:
             async with asyncio.timeout(SILENT_S):
-                response = await self._client.get("/healthz")
+                response = await self._sent(self._client.build_request("GET", "/healthz"))
             told = msgspec.json.decode(response.content, type=dict[str, Any])
         except (TimeoutError, httpx.HTTPError, msgspec.DecodeError, msgspec.ValidationError):
             return False

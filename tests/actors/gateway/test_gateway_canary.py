@@ -166,6 +166,32 @@ def test_anything_but_an_answer_is_no_answer(status: int) -> None:
     asyncio.run(check())
 
 
+def test_a_connection_that_is_closed_as_it_is_made_costs_nobody_an_answer_and_ends_no_gateway() -> None:
+    closing = False
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if closing or request.url.path != "/healthz":
+            raise AttributeError("'NoneType' object has no attribute 'getpeername'")  # anyio on uvloop
+        return httpx.Response(200, json={"channel": "canary"})
+
+    async def check() -> None:
+        nonlocal closing
+        metrics = Metrics("serve")
+        transport = httpx.MockTransport(handle)
+        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
+        watching = asyncio.create_task(canary.watch())
+        await until(lambda: metrics.gauges().get("canary_there") == 1.0)
+        assert await canary.answer("/v1/completions", {}, b"{}", stream=False) is None
+        assert await canary.answer("/v1/completions", {}, b"{}", stream=True) is None
+        closing = True
+        await until(lambda: watching.done() or metrics.gauges().get("canary_there") == 0.0)
+        assert not watching.done()
+        watching.cancel()
+        await canary.close()
+
+    asyncio.run(check())
+
+
 OPENING, WORD, FAULT = b'data: {"role": 1}\n\n', b'data: {"content": 1}\n\n', b'data: {"error": {}}\n\n'
 
 
