@@ -106,7 +106,7 @@ class Gate:
         found = breach(self._config.guard, version, new, before, old)
         if found is None:
             return []
-        self.event(breach_event(found, self._policy, self._token))
+        self.event(self.record(found))
         return [found]
 
     def verdicts(self) -> list[Verdict]:
@@ -120,10 +120,16 @@ class Gate:
         )
         return self._told(self._weigh(ready[-1])) if ready else []
 
+    def record(self, decision: Verdict | Breach) -> PolicyEvent:
+        """A decision as this master publishes it, under its lease."""
+        if isinstance(decision, Breach):
+            return breach_event(decision, self._policy, self._token)
+        return verdict_event(decision, self._policy, self._token)
+
     def _told(self, verdict: Verdict | None) -> list[Verdict]:
         if verdict is None:
             return []
-        self.event(verdict_event(verdict, self._policy, self._token))
+        self.event(self.record(verdict))
         return [verdict]
 
     def _tried(self, version: int) -> Verdict | None:

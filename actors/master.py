@@ -19,7 +19,6 @@ import time
 
 from actors.config import MasterConfig
 from actors.follow import follow, readable
-from actors.gate import breach_event, verdict_event
 from actors.plan import Plan
 from actors.role import run_until
 from infra.bus.blob_prune import prune_frames
@@ -128,11 +127,11 @@ async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
         correct = f"{result.num_correct}/{result.num_tasks * result.num_samples}"
         _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
     for verdict in plan.gate.verdicts():
-        await log.publish(POLICIES, verdict_event(verdict, plan.policy_name, plan.token))
+        await log.publish(POLICIES, plan.gate.record(verdict))
         metrics.counter("gate_verdicts", passed=str(verdict.passed).lower()).inc()
         _log.info("gate version=%d passed=%s reason=%s", verdict.version, verdict.passed, verdict.reason)
     for breach in plan.gate.breaches():
-        await log.publish(POLICIES, breach_event(breach, plan.policy_name, plan.token))
+        await log.publish(POLICIES, plan.gate.record(breach))
         metrics.counter("guard_rollbacks").inc()
         _log.warning("rolled_back version=%d to=%d reason=%s", breach.version, breach.before, breach.reason)
     for kind, tasks in (("rollout", plan.rollouts()), ("reissue", plan.reissues()), ("eval", plan.eval_tasks())):

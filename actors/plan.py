@@ -46,7 +46,6 @@ class Plan:
 
     def __init__(self, config: MasterConfig, pacing: Pacing, *, policy: str, token: int = 0) -> None:
         self.config = config
-        self.policy_name = policy
         self.pacing = pacing
         self.token = token
         self.drained_by = ""

@@ -126,10 +126,8 @@ class Canary:
         """What the client is answered. Raises httpx.HTTPError for whatever becomes of the connection."""
         try:
             return await self._client.send(request, stream=stream)
-        except (
-            AttributeError,
-            OSError,
-        ) as error:  # anyio on uvloop: it is closed just as it is made, and has no socket
+        # Closed just as it was made, it has no socket that anyio on uvloop could ask.
+        except (AttributeError, OSError) as error:
             raise httpx.ConnectError(str(error), request=request) from error
 
     async def _begun(
