@@ -153,13 +153,30 @@ class Tick(Struct, frozen=True, tag_field="kind", tag="tick"):
     due_ms: int
 
 
+class Rating(Struct, frozen=True):
+    """What one rater thinks of one answer, as it stands: revised ones are replaced, those taken back are not there.
+
+    source: the feedback source. rater: a pseudonym, "" where nobody is named. value: 0 to 1, of this answer alone: what is
+    credited to it for later turns is no rating. time_ms: log-append time of the feedback.
+
+    Example: Rating(source="csat", rater="kq7m", value=0.0, time_ms=1763715600000)
+    """
+
+    source: str
+    value: Finite
+    rater: str = ""
+    time_ms: int = 0
+
+
 class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
     """How one attempt's group ended in collect; exactly one per (group, attempt, revision).
 
     outcome: buffered, dropped (with reason) or superseded (another attempt completed first). experiences: how many went
     on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason to count of members.
     version: oldest policy that sampled any of it, -1 where nothing was sampled or nobody said. trial: the version that
-    was on trial in the canary channel when the gateway drew which of the two would answer, -1 where none was.
+    was on trial in the canary channel when the gateway drew which of the two would answer, -1 where none was. ratings: what
+    people said of the answers themselves, at most 64, the newest; () where nobody did, None in logs written before there
+    were ratings. answered_ms: log-append time of the answer, -1 where it is not of production.
 
     Example: Closure(group="add-3745.2", outcome="dropped", reason="all rewards equal", sequence=412, mean_reward=1.0)
     """
@@ -176,6 +193,8 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
     drops: Counts = {}
     version: Number = -1
     trial: Number = -1
+    ratings: Annotated[tuple[Rating, ...], Bounds(max_length=64)] | None = None
+    answered_ms: int = -1
 
 
 class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
