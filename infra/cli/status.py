@@ -21,7 +21,6 @@ RECENT = 2000  # records looked at in each topic: minutes of a busy system
 NEWEST = 64  # records of experiences looked at for the newest answer
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
 GONE_S = 15.0  # a role that has not spoken for so long is silent
-ENDED = ("stopped", "done")  # what a role says that ended in order
 # Which group reads which topic; its lag is what waits to be done.
 CONSUMERS = (
     (topics.TASKSET_RAW, "tasks"),
@@ -92,7 +91,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "state": new.state,
         "version": new.version,
         "age_s": age_s,
-        "silent": age_s >= GONE_S and new.state not in ENDED,
+        "silent": age_s >= GONE_S and new.life != "ended",
         "per_s": {
             name: round(more / span_s, 2) for name, more in sorted(grown.items()) if more > 0 and "{" not in name
         },
