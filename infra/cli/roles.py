@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from actors.gateway.config import GatewayConfig, Webhook, split_address
@@ -12,6 +13,7 @@ from infra import failpoint
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
+from infra.deadline import ends_within
 from infra.local.ranks import rank_of
 from infra.metrics import Metrics
 from infra.plugin import add_plugin_folders
@@ -19,6 +21,8 @@ from schemas.errors import ConfigError
 from streams.config import FEEDBACK_PATH
 
 logger = logging.getLogger(__name__)
+
+STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever wants it sooner sends SIGKILL
 
 
 async def run_role(role: str, config: Path, sets: list[str]) -> int:
@@ -28,11 +32,21 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     failpoint.check()
     add_plugin_folders(settings.folder, settings.plugins)
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
-        return await train_on_ranks(settings, config, sets, stop)
+    with ExitStack() as ending:
+
+        def told_to_stop() -> None:
+            if not stop.is_set():
+                stop.set()
+                ending.enter_context(ends_within(f"the stop of {role}", STOP_S))
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+        if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
+            return await train_on_ranks(settings, config, sets, stop)
+        return await _run(role, settings, stop)
+
+
+async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
     metrics = Metrics(role)
     port = metrics.serve(int(os.environ.get("HEADRACE_METRICS_PORT", "0")))
     logger.info("started role=%s pid=%d metrics_port=%s", role, os.getpid(), port)
