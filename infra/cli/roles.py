@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,11 +18,15 @@ from infra.deadline import ends_within
 from infra.local.ranks import rank_of
 from infra.metrics import Metrics
 from infra.plugin import add_plugin_folders
-from schemas.errors import ConfigError
+from schemas import Progress
+from schemas.errors import ConfigError, HeadraceError
+from schemas.topics import PROGRESS
 from streams.config import FEEDBACK_PATH
 
 logger = logging.getLogger(__name__)
 
+SAY_S = 5.0
+MAX_REASON = 1000  # characters
 STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever wants it sooner sends SIGKILL
 
 
@@ -43,7 +48,23 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
             asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
         if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
             return await train_on_ranks(settings, config, sets, stop)
-        return await _run(role, settings, stop)
+        try:
+            return await _run(role, settings, stop)
+        except HeadraceError as error:
+            await say_failed(role, settings, str(error))
+            raise
+
+
+async def say_failed(role: str, settings: Settings, reason: str) -> None:
+    """Tell the log why this role ends, for `headrace status`; a log that cannot be reached is told nothing."""
+    ended = Progress(
+        role=role, instance=f"{role}/{socket.gethostname()}/{os.getpid()}", state="failed", reason=reason[:MAX_REASON]
+    )
+    try:
+        async with connected(settings, deadline_s=SAY_S, create=True) as log:
+            await log.publish(PROGRESS, ended)
+    except (HeadraceError, ValueError) as error:
+        logger.warning("end_not_told error=%s", error)
 
 
 async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
