@@ -9,14 +9,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from actors.gateway.config import GatewayConfig, Webhook, split_address
+from actors.gateway.config import GatewayConfig, Webhook
 from infra import failpoint
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
+from infra.config import split_address
 from infra.deadline import ends_within
 from infra.local.ranks import rank_of
-from infra.metrics import Metrics
+from infra.metrics import LISTEN_VARIABLE, Metrics
 from infra.plugin import add_plugin_folders
 from schemas import Progress
 from schemas.errors import ConfigError, HeadraceError
@@ -69,12 +70,22 @@ async def say_failed(role: str, settings: Settings, reason: str) -> None:
 
 async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
     metrics = Metrics(role)
-    port = metrics.serve(int(os.environ.get("HEADRACE_METRICS_PORT", "0")))
+    host, wanted = metrics_address(settings)
+    port = metrics.serve(wanted, host)
     logger.info("started role=%s pid=%d metrics_port=%s", role, os.getpid(), port)
     run = {"master": _master, "explore": _explore, "process": _process, "train": _train, "serve": _serve}[role]
     await run(settings, metrics, stop)
     logger.info("stopped role=%s", role)
     return 0
+
+
+def metrics_address(settings: Settings) -> tuple[str, int]:
+    """Where this process serves its metrics: the environment's word, else the file's. Raises ConfigError."""
+    try:
+        host, port = split_address(os.environ.get(LISTEN_VARIABLE) or settings.metrics.listen, LISTEN_VARIABLE)
+        return host, port if not rank_of(os.environ) else 0  # the first rank speaks for all
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def loop_of(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -12,15 +12,18 @@ import msgspec
 from rich.console import Console
 
 from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_client, store_of
+from infra.cli.roles import metrics_address
 from infra.cli.settings import Settings, load_settings
 from infra.config import duration_s
 from infra.local.folder_lock import lock_folder
 from infra.local.supervisor import Child, ChildEvent, Supervisor
+from infra.metrics import LISTEN_VARIABLE
 from infra.unless import unless
 from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
 CANARY = "canary"
+METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # ports from the first that is named
 COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
 TAIL_BYTES = 4096
@@ -61,7 +64,7 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
             *overrides,
         ),
         log=settings.folder / "logs" / f"{role}.log",
-        env=child_environment(settings),
+        env=child_environment(settings) | metrics_environment(settings, role),
         mistakes=(CONFIG_ERROR,),
         tier=2 if role == "master" else 1,
     )
@@ -82,6 +85,14 @@ def child_environment(settings: Settings) -> dict[str, str]:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headrace" / "pycache"
         environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache)}
     return environment
+
+
+def metrics_environment(settings: Settings, role: str) -> dict[str, str]:
+    """A port of its own for each role, where the settings (or the environment) name a first one."""
+    host, first = metrics_address(settings)
+    if not first or role not in METRICS_ORDER:
+        return {LISTEN_VARIABLE: f"{host}:0"}
+    return {LISTEN_VARIABLE: f"{host}:{first + METRICS_ORDER.index(role)}"}
 
 
 async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s: float = 120.0) -> None:

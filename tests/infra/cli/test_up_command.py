@@ -9,6 +9,7 @@ from infra.cli.roles import gateway_of
 from infra.cli.settings import load_settings
 from infra.cli.up import ROLES, broker_child, index_child, last_words, role_child, roles_of
 from infra.local.folder_lock import lock_folder
+from infra.metrics import LISTEN_VARIABLE
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -77,3 +78,12 @@ def test_the_last_words_of_a_role_are_printed_without_what_moves_the_cursor(tmp_
     assert last_words(log) == ""
     log.write_bytes(b"x" * 10_000 + b"\nheadrace: cannot \x1b[2Jlisten\n\n")
     assert last_words(log) == "headrace: cannot  [2Jlisten"
+
+
+def test_every_role_of_a_machine_serves_its_metrics_on_a_port_of_its_own(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    settings = load_settings(file, ["metrics.listen=0.0.0.0:9200"])
+    told = {role: role_child(settings, file, (), role).env[LISTEN_VARIABLE] for role in ROLES}
+    assert told["master"] == "0.0.0.0:9200" and len(set(told.values())) == len(ROLES)
+    free = load_settings(file)
+    assert {role_child(free, file, (), role).env[LISTEN_VARIABLE] for role in ROLES} == {"127.0.0.1:0"}
