@@ -28,7 +28,6 @@ from actors.gateway.sessions import Held, Sessions
 from actors.gateway.tallies import Tallies
 from infra.metrics import Metrics
 from schemas import Message
-from schemas.fields import TRIAL
 from schemas.ids import answer_id, experience_id, request_group, session_name, subject_of
 from schemas.topics import EXPERIENCES
 
@@ -323,12 +322,9 @@ class Gateway:
             answers=turns.answers,
             sampling=turns.sampling,
             prefix=turns.ask.force,
-            turn=turns.turn,
-            meta={
-                "session": bool(turns.session),
-                "messages": len(turns.ask.prompt.plain),
-                **({TRIAL: turns.trial} if turns.trial >= 0 else {}),
-            },
+            turn=len(turns.ask.prompt.plain) if turns.session else -1,
+            carried=turns.turn,
+            trial=turns.trial,
         )
         num_bytes = 8 * (len(turns.tokens) + turns.num_sampled) + sum(len(one.content) for one in served.prompt.plain)
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))
