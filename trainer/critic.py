@@ -115,8 +115,8 @@ class Critic:
             ]
         return [Estimate(*(array.astype(np.float32) for array in one)) for one in found]
 
-    def loss(self, one: Microbatch, estimate: Estimate, chosen: np.ndarray, num_tokens: int) -> torch.Tensor:
-        """What the chosen tokens add to the mean over the step's `num_tokens` of them."""
+    def loss(self, one: Microbatch, estimate: Estimate, chosen: np.ndarray, num_tokens: float) -> torch.Tensor:
+        """What the chosen tokens add to the sum over `num_tokens`, their number in a step of one minibatch."""
         value = self.values(one)
         old, target = (torch.from_numpy(array).to(value.device) for array in (estimate.value, estimate.target))
         terms = value_loss(value, old, target, self._config.value_clip)
