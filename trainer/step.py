@@ -88,7 +88,7 @@ async def execute(
         max_tokens=run.config.max_tokens_per_microbatch,
         version=batch.version,
         exact=steps_done % run.floor.pacing.steps_per_version == 0,
-        bootstrap=run.config.critic is not None,
+        bootstrap=run.config.critic is not None and run.config.critic.truncated == "bootstrap",
     )
     with Stopwatch(run.report, "learner_seconds") as watch:
         reach("learner.before_step")
