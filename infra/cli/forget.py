@@ -15,7 +15,7 @@ from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from infra.cli.trace import index_of
 from infra.config import duration_s
-from infra.ledger.forget import Report, checkpointed, destroy, destroy_texts, report, tell
+from infra.ledger.forget import Report, checkpointed, complete, destroy, tell
 from infra.seal import FRESH_S, Keys
 from schemas import Batch, Progress, Saved
 from schemas.errors import ConfigError
@@ -45,9 +45,7 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
     try:
         async with reading(settings) as log:
             about = await tell(log, tenant, user, secret=secret, owner=getpass.getuser())
-            await index.refresh(log)
-            texts = await asyncio.to_thread(destroy_texts, index, keys, key_ids)
-            found = report(index, about, key_ids, texts)
+            found = await complete(log, index, keys, about, key_ids)
             if not as_json:
                 show(Console(highlight=False, soft_wrap=True), found)
             saved = await first_checkpoint(log, settings.run or settings.app, wait_s)

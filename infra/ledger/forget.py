@@ -10,8 +10,10 @@ collect and the trainer drop what they still hold, with the reason "forgotten" a
 completes one that was cut short. The weights stay what they are: the report says which versions have learned from it.
 """
 
+import asyncio
 import hashlib
 import hmac
+from collections.abc import Sequence
 
 import msgspec
 
@@ -49,6 +51,14 @@ def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
     return keys.destroy(subject_of(tenant, user))
 
 
+async def complete(log: Log, index: Index, keys: Keys, about: str, key_ids: tuple[str, ...]) -> Report:
+    """Bring the index up to date, destroy the keys of the user's sessions too, and report. Raises StoreError."""
+    await index.refresh(log)
+    sessions = index.sessions_under(key_ids)  # here: SQLite takes questions in the thread that opened it alone
+    texts = await asyncio.to_thread(destroy_texts, keys, sessions)
+    return report(index, about, key_ids, texts)
+
+
 async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -> str:
     """Append the event; returns whom it is about: a hash that only who holds the gateways' secret can compare."""
     about = hmac.new(secret, f"forget\x00{subject_of(tenant, user)}".encode(), hashlib.sha256).hexdigest()[:24]
@@ -56,11 +66,11 @@ async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -
     return about
 
 
-def destroy_texts(index: Index, keys: Keys, key_ids: tuple[str, ...]) -> int:
-    """Destroy what feedback about a user's answers is sealed under; of how many sessions there was any. The index is up to
-    date. Blocks; raises StoreError; then it is to be done again.
+def destroy_texts(keys: Keys, sessions: Sequence[str]) -> int:
+    """Destroy what feedback about answers in these sessions is sealed under; in how many there was any. Blocks; raises
+    StoreError; then it is to be done again.
     """
-    return sum(bool(keys.destroy(session)) for session in index.sessions_under(key_ids))
+    return sum(bool(keys.destroy(session)) for session in sessions)
 
 
 async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:
