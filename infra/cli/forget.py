@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from actors.gateway.keys import server_secret
 from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.cli.connect import reading, store_of
@@ -32,15 +31,14 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
     """
     wait_s = duration_of(wait)
     settings = load_settings(config, sets)
-    store = store_of(settings)
-    keys = Keys(store)
+    keys = Keys(store_of(settings))
     key_ids = await asyncio.to_thread(destroy, keys, tenant, user)
     if not key_ids:
         raise ConfigError(
             f"forget: nothing was written of this user of tenant {tenant!r}, expected the user as requests named them"
             " and the tenant of the API key they came with (`headrace keys list`)"
         )
-    secret = await asyncio.to_thread(server_secret, store)
+    secret = await asyncio.to_thread(keys.app_secret)
     index = index_of(settings)
     try:
         async with reading(settings) as log:
@@ -106,7 +104,9 @@ def show(console: Console, found: Report) -> None:
         f"forgotten as {found.about}: {len(found.keys)} keys destroyed, {found.groups} groups cannot be opened"
     )
     if found.texts:
-        console.print(f"what was written about their answers in {found.texts} sessions cannot be read any more")
+        console.print(
+            f"what was written in {found.texts} sessions about their answers, or without their name, cannot be read any more"
+        )
     console.print(f"roles that looked a key up drop what they hold within {FRESH_S:g} s, counted as forgotten")
     if not found.steps:
         console.print(
