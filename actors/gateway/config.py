@@ -128,7 +128,7 @@ class GatewayConfig(Section, frozen=True):
 class Webhook(msgspec.Struct, frozen=True):
     """A path that takes feedback from outside. secret: of its signature. header: where that stands.
 
-    timestamp_header: part of what is signed, "" for none.
+    timestamp_header: part of what is signed, "" for none. tenant: whose answers alone it may speak of, "" for everybody's.
 
     Example: Webhook(path="/zendesk", secret=b"…", header="x-signature")
     """
@@ -137,3 +137,4 @@ class Webhook(msgspec.Struct, frozen=True):
     secret: bytes
     header: str
     timestamp_header: str = ""
+    tenant: str = ""

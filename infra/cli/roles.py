@@ -246,7 +246,7 @@ def webhooks_of(settings: Settings) -> tuple[Webhook, ...]:
                 f"secret that {one.from_.webhook} is signed with"
             )
         header, stamp = one.from_.signature_header.lower(), one.from_.timestamp_header.lower()
-        found.append(Webhook(one.from_.webhook, secret.encode(), header, stamp))
+        found.append(Webhook(one.from_.webhook, secret.encode(), header, stamp, one.from_.tenant))
     return tuple(found)
 
 

@@ -12,12 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
 from infra.cli.main import app
+from infra.seal import Keys, open_text, seal_text, sealed
+from infra.store import Store
+from infra.store_directory import DirectoryStore
 from schemas import Block, Closure, Control, EvalResult, PolicyEvent, Progress, Stub, Tick, topics
+from schemas.errors import Sealed
+from schemas.ids import experience_id, group_of, request_group, session_name, subject_of
 from tests.infra.ledger.ledger_records import batch, block
 from tests.schemas.record_samples import CONTROL_KINDS, example_of, group_block
 
@@ -37,11 +43,13 @@ def printed(config: Path, *arguments: str, code: int = 0) -> str:
     return result.stdout
 
 
-def publish(bootstrap: str, app_name: str, records: list[tuple[topics.Topic, Control | Block]]) -> None:
+def publish(
+    bootstrap: str, app_name: str, records: list[tuple[topics.Topic, Control | Block]], store: Store | None = None
+) -> None:
     async def main() -> None:
         bus = KafkaBus(bootstrap, deadline_s=30)
         await bus.start()
-        log = Log(bus, app_name)
+        log = Log(bus, app_name, store=store)
         for topic, record in records:
             await log.publish(topic, record)
         await bus.close()
@@ -89,6 +97,31 @@ def test_every_kind_of_record_can_be_peeked_at(kafka: str, app_name: str, config
     (line,) = printed(config, "peek", "buffer", "--json").splitlines()
     assert [one["response"] for one in json.loads(line)["record"]] == ["0", "1", "2"]
     assert printed(config, "peek", "policies", "-n", "0") == ""
+
+
+def test_forget_forgets_a_user_says_so_as_text_and_as_json_and_may_be_repeated(
+    kafka: str, app_name: str, config: Path
+) -> None:
+    keys = Keys(DirectoryStore(config.parent / "store"))
+    names = {user: experience_id(request_group(session_name("acme", user), 7, 3), 0, 0) for user in ("ann", "bob")}
+    answers = []
+    for user, name in names.items():
+        one = structs.replace(group_block(1).experiences[0], id=name, group=group_of(name), subject="")
+        answers.append(
+            sealed(Block((structs.replace(one, subject=subject_of("acme", user)),)), keys, subject_of("acme", user))
+        )
+    said = {user: seal_text("a fine name", keys, name) for user, name in names.items()}
+    store = DirectoryStore(config.parent / "store")
+    publish(kafka, app_name, [(topics.EXPERIENCES, one) for one in answers], store)
+    told = printed(config, "forget", "--user", "ann", "--tenant", "acme")
+    assert "1 keys destroyed, 1 groups cannot be opened" in told and "in 1 sessions cannot be read any more" in told
+    again = json.loads(printed(config, "forget", "--user", "ann", "--tenant", "acme", "--json"))
+    assert (again["groups"], again["texts"], len(again["keys"]), again["checkpoint"]) == (1, 1, 1, None)
+    with pytest.raises(Sealed, match="forgotten"):
+        open_text(said["ann"], Keys(store), names["ann"])
+    assert open_text(said["bob"], Keys(store), names["bob"]) == "a fine name"
+    unknown = call(config, "forget", "--user", "carol", "--tenant", "acme")
+    assert unknown.exit_code == 2 and "nothing was written of this user" in unknown.stderr
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
