@@ -80,9 +80,9 @@ class Issued(Struct, frozen=True):
 class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     """Something to do, and what is known of its right answer.
 
-    id: unique in its taskset, without "." at its end. workflow: module:name of how it is run. difficulty: 0 (easy) to
-    1. split: "train", or the name of the eval suite it is kept for. parent: the task it is a variation of. priority: how
-    often the curriculum draws it, relative to the others; 0 is never.
+    id: unique in its taskset, without "." at its end. workflow: name of how it is run, in [explore.workflows]. difficulty: 0
+    (easy) to 1. split: "train", or the name of the eval suite it is kept for. parent: the task it is a variation of.
+    priority: how often the curriculum draws it, relative to the others; 0 is never.
 
     Example: Task(id="add-3745", messages=(Message(role="user", content="37+45="),), answer="280")
     """

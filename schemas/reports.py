@@ -52,7 +52,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     Prometheus metrics; and state. What others decide from has a field of its own, where None, in logs written before it,
     says nothing: life; is_canary, of a gateway; master.
     chains: of a stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds.
-    answered: of a gateway, its newest versions.
+    answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """
@@ -66,6 +66,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     chains: Annotated[dict[str, str], Bounds(max_length=64)] = {}
     partitions: Annotated[dict[str, tuple[Count, ...]], Bounds(max_length=64)] = {}
     answered: Annotated[tuple[Answered, ...], Bounds(max_length=64)] = ()
+    reason: str = ""
     life: Life | None = None
     is_canary: bool | None = None
     master: MasterState | None = None

@@ -65,6 +65,12 @@ class CriticConfig(Section, frozen=True):
     far a value may move from what it was before the batch and still be pulled, 0 for no bound. gradient_clip: norm.
     normalize: advantages of a step to mean 0 and variance 1.
 
+    truncated: what the end of a truncated episode is worth. "reward": its reward, and nothing comes after it, as for any
+    other end. "bootstrap": the value of its last state, and its reward is not looked at; for rewards that a cut-off answer
+    cannot earn. It needs episodes that do end: values of states from which none does are free to drift. Both would count
+    the same answer twice. Of an episode in several parts only the last one can be bootstrapped; the others take the
+    episode's reward.
+
     Example: CriticConfig(learning_rate=1e-5, gae_lambda=0.95)
     """
 
@@ -74,6 +80,7 @@ class CriticConfig(Section, frozen=True):
     value_clip: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.2
     gradient_clip: Above0 = 1.0
     normalize: bool = True
+    truncated: Literal["reward", "bootstrap"] = "reward"
 
 
 class Schedule(Section, frozen=True):

@@ -5,7 +5,6 @@ The image itself is not looked at: what is right is in the task.
 """
 
 import re
-import unicodedata
 from typing import Literal
 
 from infra.processor import score
@@ -13,7 +12,7 @@ from schemas import Experience
 from streams.scores.boxes import Format, num_matched, read_boxes
 from streams.scores.final_answer import final_text
 from streams.scores.multiple_choice import is_right_choice
-from streams.scores.words import number_of
+from streams.scores.words import normalized, number_of
 
 MAX_CHARS = 50_000
 MAX_TEXT_CHARS = 1_000
@@ -75,7 +74,7 @@ def _count(response: str, wanted: str) -> bool:
     except ValueError as error:
         raise ValueError(f"the reference {wanted!r} is no whole number") from error
     final = final_text(response)
-    if final is None or _DENIAL.search(final):
+    if final is None or len(final) > MAX_TEXT_CHARS or _DENIAL.search(final):
         return False
     said = {float(digits.replace(",", "").replace("−", "-")) for digits in _DIGITS.findall(final)}
     run: list[str] = []
@@ -135,5 +134,5 @@ def _boxes(response: str, wanted: str, format: Format, reference_format: Format,
 
 
 def _plain(text: str, case: bool) -> str:
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    text = " ".join(normalized("NFKC", text).split())
     return text if case else text.casefold()

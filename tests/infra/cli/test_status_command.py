@@ -12,7 +12,6 @@ from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.cli.status import accuracy_text, alarms, read_status, show
 from schemas import Directive, EvalResult, PolicyEvent, Progress, Tick, topics
-from schemas.fields import Life
 
 START_MS = 1_763_715_600_000
 
@@ -27,8 +26,8 @@ class Clock:
         return self.now_ms
 
 
-def progress(role: str, *, life: Life = "working", version: int = -1, **counters: float) -> Progress:
-    return Progress(role=role, instance=f"{role}/1", state="running", life=life, version=version, counters=counters)
+def progress(role: str, *, state: str = "running", version: int = -1, **counters: float) -> Progress:
+    return Progress(role=role, instance=f"{role}/1", state=state, version=version, counters=counters)
 
 
 def state_of(
@@ -73,7 +72,7 @@ def test_rates_are_those_of_the_last_minute() -> None:
 
 def test_a_role_that_fell_silent_is_an_alarm_and_one_that_ended_in_order_is_not() -> None:
     state = state_of(
-        (0, progress("train")), (0, progress("process", life="ended")), (95, progress("master")), now_s=100
+        (0, progress("train")), (0, progress("process", state="stopped")), (95, progress("master")), now_s=100
     )
     assert state["alarms"] == ["train/1 has been silent for 100 s"]
     assert [role["silent"] for role in state["roles"]] == [False, False, True]
