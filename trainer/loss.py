@@ -168,7 +168,7 @@ def open_objectives(lanes: Mapping[Lane, LaneConfig]) -> dict[Lane, Objective]:
 
 
 def lane_loss(
-    objective: Objective, inputs: LossInputs, weight: torch.Tensor, denominator: int
+    objective: Objective, inputs: LossInputs, weight: torch.Tensor, denominator: float
 ) -> tuple[torch.Tensor, LossOutput]:
     """What this lane's tokens add to the step's loss.
 
