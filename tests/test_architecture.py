@@ -22,8 +22,8 @@ ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
 # A heavy library and the one door (path prefix) it comes in by.
 DOORS = {
-    "faust": ("streams/app.py",),
-    "mode": ("streams/app.py",),
+    "faust": ("streams/hosted.py",),
+    "mode": ("streams/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py",),
     "deepspeed": ("trainer/learners/deepspeed.py",),

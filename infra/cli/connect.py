@@ -48,6 +48,7 @@ async def connected(
     Raises BrokerUnavailable naming the address after the deadline (that of the settings, if it is shorter), ConfigError
     for topics that are missing.
     """
+    from infra.bus.access import access_of
     from infra.bus.kafka import LINGER_MS, KafkaBus
 
     quieten_client()
@@ -56,6 +57,7 @@ async def connected(
         bootstrap_of(settings),
         deadline_s=min(deadline_s or limit_s, limit_s),
         linger_ms=LINGER_MS if linger_ms is None else linger_ms,
+        access=access_of(settings),
     )
     try:
         await bus.start()

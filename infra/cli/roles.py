@@ -134,6 +134,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from actors.engine import Engine
     from actors.gateway.listen import forget_loaded
     from actors.gateway.serve import run_gateway
+    from infra.bus.access import access_of
     from infra.bus.kafka import KafkaBus
     from infra.bus.log import Log
     from infra.model import load_tokenizer
@@ -141,7 +142,8 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 
     store = store_of(settings)
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
-    log = Log(KafkaBus(bootstrap_of(settings), deadline_s=config.send_s), settings.app, store=store)
+    bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
+    log = Log(bus, settings.app, store=store)
     tokenizer = await asyncio.to_thread(load_tokenizer, folder)
     use = config.engine or settings.engine
     engine: Engine = load(use.use, {"model": folder, **use.options}, "gateway.engine")
