@@ -46,7 +46,7 @@ from streams.worker import (
 logger = logging.getLogger(__name__)
 
 ALL_STAGES: tuple[StageName, ...] = ("tasks", "verify", "collect")
-STOPPED = "stopped"
+RUNNING, STOPPED = "running", "stopped"
 END_S = 60.0  # of all stages together, whatever Faust does
 STUCK_S = 180.0
 
@@ -120,7 +120,7 @@ async def _host(
 ) -> None:
     """Start, watch, stop."""
     state = ["starting"]
-    metrics.check("worker", lambda: "" if state[0] == "running" else state[0])
+    metrics.check("worker", lambda: "" if state[0] == RUNNING else state[0])
     async with asyncio.TaskGroup() as around:
         watchers = [around.create_task(report(log, lambda: _progress(hosts, metrics, instance, state[0])))]
         try:
@@ -129,7 +129,7 @@ async def _host(
                     starting.create_task(host.start())
             watchers += [around.create_task(host.guard()) for host in hosts]
             watchers.append(around.create_task(watch(log, lambda: _held(hosts), metrics, stuck_s)))
-            state[0] = "running"
+            state[0] = RUNNING
             logger.info("worker_ready instance=%s stages=%s", instance, ",".join(host.stage for host in hosts))
             await stop.wait()
         finally:
@@ -159,6 +159,7 @@ def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, sta
         counters=metrics.counters(),
         gauges=metrics.gauges(),
         state=state,
+        life="ended" if state == STOPPED else "working" if state == RUNNING else "starting",
         chains={host.stage: host.chain for host in hosts},
         partitions={} if state == STOPPED else {host.stage: host.partitions() for host in hosts},
     )

@@ -59,7 +59,11 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
 async def say_failed(role: str, settings: Settings, reason: str) -> None:
     """Tell the log why this role ends, for `headrace status`; a log that cannot be reached is told nothing."""
     ended = Progress(
-        role=role, instance=f"{role}/{socket.gethostname()}/{os.getpid()}", state="failed", reason=reason[:MAX_REASON]
+        role=role,
+        instance=f"{role}/{socket.gethostname()}/{os.getpid()}",
+        state="failed",
+        life="ended",
+        reason=reason[:MAX_REASON],
     )
     try:
         async with connected(settings, deadline_s=SAY_S, create=True) as log:
