@@ -30,7 +30,6 @@ from actors.gateway.tallies import Tallies
 from actors.gateway.users import Users
 from infra.metrics import Metrics
 from schemas import Message
-from schemas.fields import TRIAL
 from schemas.ids import answer_id, experience_id, request_group
 from schemas.names import keyed_session, keyed_subject
 from schemas.topics import EXPERIENCES
@@ -342,12 +341,9 @@ class Gateway:
             answers=turns.answers,
             sampling=turns.sampling,
             prefix=turns.ask.force,
-            turn=turns.turn,
-            meta={
-                "session": bool(turns.session),
-                "messages": len(turns.ask.prompt.plain),
-                **({TRIAL: turns.trial} if turns.trial >= 0 else {}),
-            },
+            turn=len(turns.ask.prompt.plain) if turns.session else -1,
+            carried=turns.turn,
+            trial=turns.trial,
         )
         num_bytes = 8 * (len(turns.tokens) + turns.num_sampled) + sum(len(one.content) for one in served.prompt.plain)
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))

@@ -29,6 +29,7 @@ from tests.schemas.record_samples import CONTROL_KINDS, example_of, group_block
 
 pytestmark = pytest.mark.slow
 
+ALL_ROLES = ("train", "explore", "process", "master")
 TASKS = [{"id": f"add-{at}", "prompt": f"{at}+1=", "answer": str(at + 1)} for at in range(3)]
 
 
@@ -167,7 +168,7 @@ def test_a_reader_that_has_seen_enough_ends_peek_quietly(kafka: str, app_name: s
 def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str, app_name: str, config: Path) -> None:
     assert "nothing yet" in printed(config, "status"), "plain status always exits with 0"
     assert printed(config, "status", "--check", code=1).count("no role has reported") == 1
-    told = [Progress(role=role, instance=f"{role}/1", state="running", version=4) for role in ("train", "explore")]
+    told = [Progress(role=role, instance=f"{role}/1", state="running", version=4) for role in ALL_ROLES]
     publish(
         kafka,
         app_name,
@@ -332,3 +333,10 @@ def test_a_role_whose_broker_is_away_names_the_address_and_gives_up_after_its_de
     retries = [line for line in before if "kafka.retry" in line]
     assert retries and all("127.0.0.1:1" in line for line in retries)
     assert len(before) < 12, "an outage is not a flood"
+
+
+def test_a_role_that_cannot_start_is_an_alarm_with_its_reason(config: Path) -> None:
+    assert "policy.model" in call(config, "explore", "--set", "policy.model=").output
+    shown = json.loads(printed(config, "status", "--check", "--json", code=1))
+    (line,) = [alarm for alarm in shown["alarms"] if alarm.startswith("no explore runs")]
+    assert "policy.model" in line
