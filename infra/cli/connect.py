@@ -9,6 +9,7 @@ from pathlib import Path
 
 from infra.bus.log import Log
 from infra.cli.settings import Settings
+from infra.cli.terminal import LineFormatter
 from infra.store import Store, open_store
 from schemas.errors import ConfigError
 
@@ -89,9 +90,9 @@ async def reading(settings: Settings) -> AsyncIterator[Log]:
 
 def log_to_stderr(level: int = logging.INFO) -> None:
     """Plain lines on stderr: the supervisor sends them to a file per role."""
-    logging.basicConfig(
-        stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(handlers=[handler], level=level, force=True)
     for noisy in ("faust", "mode", "urllib3", "vllm"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     quieten_client()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import traceback
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,13 +48,15 @@ def exit_with(
 
 def _tell(error: Exception) -> int:
     """Print what we raise on purpose as one line each and return the exit code; any other error deserves its traceback."""
+    from infra.cli.terminal import printable
     from schemas.errors import ConfigError, HeadraceError
 
     told = _leaves(error)
     if not all(isinstance(one, HeadraceError) for one in told):
-        raise error
+        print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+        return 1
     for line in dict.fromkeys(f"headrace: {one}" for one in told):
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     return 2 if all(isinstance(one, ConfigError) for one in told) else 1
 
 
