@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.bus.log import Log
 from infra.cli.settings import Settings
 from infra.cli.terminal import LineFormatter
-from infra.store import Store, open_store
+from infra.store import DividedStore, Store, open_store
 from schemas.errors import ConfigError
 
 
@@ -35,8 +35,11 @@ def bootstrap_of(settings: Settings) -> str:
 
 
 def store_of(settings: Settings) -> Store:
-    """The configured object store."""
-    return open_store(settings.store.url, base=settings.folder)
+    """The configured object store, secrets where they are meant to lie."""
+    store = open_store(settings.store.url, base=settings.folder)
+    if not settings.store.keys:
+        return store
+    return DividedStore(store, open_store(settings.store.keys, base=settings.folder))
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,16 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 DEFAULT = Path("headrace.toml")
+UMASK = "HEADRACE_UMASK"
+OWNERS_ALONE = 0o077
+
+
+def umask_of(environment: Mapping[str, str]) -> int:
+    """What others may not do with what headrace makes: nothing at all, unless HEADRACE_UMASK says less (027 lets a group read).
+    Secrets are their owner's alone whatever it says.
+    """
+    told = environment.get(UMASK, "")
+    return int(told, 8) if told and len(told) <= 4 and set(told) <= set("01234567") else OWNERS_ALONE
 
 
 def exit_with(

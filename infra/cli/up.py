@@ -171,6 +171,8 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         console.print(
             f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
         )
+        if broker is not None:
+            console.print("the embedded broker takes and gives the log to every account of this machine", style="dim")
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
         async with Supervisor([*children, index_child(settings, file, sets)], tell) as roles:
