@@ -100,12 +100,17 @@ class Kafka(Section, frozen=True):
 
 
 class StoreConfig(Section, frozen=True):
-    """[store]. url: a folder (relative to the TOML) or s3://bucket/prefix; credentials come from the environment.
+    """[store]. url: a folder (relative to the TOML) or s3://bucket/prefix; credentials come from the environment. keys: the
+    same, for what signs and seals (objects below `keys/` and `gateway/`), "" for the same place. Apart, weights and checkpoints
+    can be shared with whoever must not read customers: gateways, stream workers, `forget` and `keys` need to write there,
+    trainer, explorers, `trace` and `replay` to read. Neither place may keep old versions of these objects. To move them,
+    stop the app and copy both folders.
 
-    Example: StoreConfig(url="s3://ml/support-bot")
+    Example: StoreConfig(url="s3://ml/support-bot", keys="s3://ml-secrets/support-bot")
     """
 
     url: str = "store"
+    keys: str = ""
 
 
 class Keep(Section, frozen=True):

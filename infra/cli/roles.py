@@ -12,6 +12,7 @@ from pathlib import Path
 from actors.gateway.config import GatewayConfig, Webhook
 from infra import failpoint
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
+from infra.cli.private import open_to_others
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
 from infra.config import split_address
@@ -35,6 +36,8 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud."""
     settings = load_settings(config, sets)
     log_to_stderr()
+    for line in open_to_others(settings):
+        logger.warning("open_to_others %s", line)
     failpoint.check()
     add_plugin_folders(settings.folder, settings.plugins)
     stop = asyncio.Event()

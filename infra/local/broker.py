@@ -4,6 +4,9 @@ Guarantees: `start` returns once the broker answers a metadata request; one brok
 process itself holds); the broker ends when the process that started it does, by whatever signal; a restart keeps the
 address while its ports are free. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
 
+Its files are its owner's alone; its port is not: it listens on 127.0.0.1, asks for no password, and whoever has an account on
+this machine may read and write the log. Where that is not only you, use a broker of your own.
+
     python -m infra.local.broker FOLDER      runs one in the foreground until SIGTERM
 """
 
@@ -137,7 +140,7 @@ class EmbeddedKafka:
         if self.pid is not None:
             return self.bootstrap
         java = self._java()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = lock_folder(self.folder / "broker.lock", f"Kafka's folder {self.folder}")
         try:
             for attempt in range(NUM_ADDRESSES):
