@@ -126,7 +126,10 @@ def _experiences(
         suite=issued.suite,
         origin=origin,
         scores=() if failure else scores,
-        meta={**task.meta, "answer": task.answer, "task": task.id},
+        task=task.id,
+        answer=task.answer,
+        held_out=bool(issued.suite),
+        meta=task.meta,
     )
 
 
@@ -147,8 +150,8 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, rig: Rig, reason: st
     for experience in experiences:
         if experience.last:
             metrics.counter("episode_ends", end=experience.end).inc()
-        if reason := experience.meta.get("part_reason"):
-            metrics.counter("episodes_split", reason=str(reason)).inc()
+        if experience.part_reason:
+            metrics.counter("episodes_split", reason=experience.part_reason).inc()
     metrics.counter("tokens").inc(sum(experience.num_sampled for experience in experiences))
     if empty:
         metrics.counter("stubs", reason=reason).inc(len(empty))

@@ -30,7 +30,8 @@ LEARNERS: Mapping[str, tuple[str, ...]] = {
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did. finite False: nothing was changed. values: those of `trainer.diagnostics`, by name.
 
-    loss: of the whole step (of its last minibatch where there are several). grad_norm: before clipping, the largest.
+    loss: of the whole step (the mean over its minibatches where there are several). grad_norm: before clipping, the
+    largest.
     """
 
     finite: bool

@@ -9,12 +9,12 @@ MAX_PARTS = 4  # into which normal form C takes a character apart at most: a lon
 
 @score(version=1, inline=True)
 def exact(experience: Experience, *, strip: bool = True, case: bool = True, answer: str = "answer") -> float | None:
-    """1.0 where the response equals meta[answer], else 0.0; None without a reference answer.
+    """1.0 where the response equals the reference answer, else 0.0; None without one.
 
-    strip: ignore white space at both ends. case: upper and lower case differ. Text is compared in Unicode normal form
-    C, so that one letter written two ways is one letter.
+    strip: ignore white space at both ends. case: upper and lower case differ. answer: see `Experience.reference`. Text is
+    compared in Unicode normal form C, so that one letter written two ways is one letter.
     """
-    expected = experience.meta.get(answer)
+    expected = experience.reference(answer)
     if expected is None:
         return None
     response, wanted = experience.response, str(expected)

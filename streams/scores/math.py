@@ -29,11 +29,11 @@ _FORMULA = re.compile(r"[\^_=+*<>\\{}]")
 
 @score(version=1)
 class Math:
-    """1.0 where the last answer equals meta[answer], 0.0 where not or where there is none; None without a reference.
+    """1.0 where the last answer equals the reference, 0.0 where not or where there is none; None without a reference.
 
     The answer is the last \\boxed{…}; else, in the last line, what follows "answer is" or "answer:"; else that line if
-    it is a bare expression, or its only number (a sentence with a formula has none). boxed: only \\boxed{…} counts.
-    timeout_s: of one comparison.
+    it is a bare expression, or its only number (a sentence with a formula has none). answer: see
+    `Experience.reference`. boxed: only \\boxed{…} counts. timeout_s: of one comparison.
     """
 
     def __init__(self, *, answer: str = "answer", boxed: bool = False, timeout_s: float = 5.0) -> None:
@@ -46,7 +46,7 @@ class Math:
 
     def __call__(self, experience: Experience) -> float | None:
         """Compare one answer; raises TimeoutError, and ValueError for a reference that cannot be read."""
-        expected = experience.meta.get(self.answer)
+        expected = experience.reference(self.answer)
         if expected is None:
             return None
         candidate = final_answer(experience.response, boxed=self.boxed)

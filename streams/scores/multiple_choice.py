@@ -33,7 +33,7 @@ def is_right_choice(response: str, wanted: str, listed: object) -> bool:
     named = _options(listed)
     right = [letter for letter, text in named.items() if letter == wanted.upper().strip("().") or text == wanted]
     if len(right) != 1:
-        raise ValueError(f"meta: the reference {wanted!r} is {len(right)} of the options {sorted(named)}, expected one")
+        raise ValueError(f"the reference {wanted!r} is {len(right)} of the options {sorted(named)}, expected one")
     return chosen(response, named) == right[0]
 
 

@@ -36,17 +36,18 @@ def vision(
     case: bool = False,
     partial: bool = False,
 ) -> float | None:
-    """1.0 where the answer is right, else 0.0; None without a reference in meta[answer], or where no kind is asked for.
+    """1.0 where the answer is right, else 0.0; None without a reference, or where no kind is asked for.
 
+    answer: see `Experience.reference`.
     kind: "" takes meta["kind"]; a task that says none, or one of another score, asks nothing of an image. count: one
     number, in digits or words. read: at most max_error edits per character of the reference; case: upper and lower case
     differ; white space runs are one space. choose: see `k12`, with meta[options].
-    box: every box of the JSON in meta[answer] is met by one of the answer's, and none is left over, where met means
+    box: every box of the JSON in the reference is met by one of the answer's, and none is left over, where met means
     intersection over union of `threshold` or more; format: of the answer's boxes: left, top and right, bottom or width,
     height; reference_format: of the reference's.
     partial: for read 1 − edits per character; for boxes 2 · met / (given + wanted), the F1.
     """
-    reference = experience.meta.get(answer)
+    reference = experience.reference(answer)
     if reference is None:
         return None
     wanted, response = str(reference), experience.response
@@ -71,7 +72,7 @@ def _count(response: str, wanted: str) -> bool:
     try:
         expected = int(wanted)
     except ValueError as error:
-        raise ValueError(f"meta: the reference {wanted!r} is no whole number") from error
+        raise ValueError(f"the reference {wanted!r} is no whole number") from error
     final = final_text(response)
     if final is None or len(final) > MAX_TEXT_CHARS or _DENIAL.search(final):
         return False
@@ -93,7 +94,7 @@ def _read(response: str, wanted: str, case: bool) -> float:
     expected = _plain(wanted, case)
     final = final_text(response)
     if not expected:
-        raise ValueError("meta: the reference is empty, expected the text to be read")
+        raise ValueError("the reference is empty, expected the text to be read")
     if final is None:
         return 0.0
     last = response.strip().splitlines()[-1]
@@ -123,7 +124,7 @@ def _boxes(response: str, wanted: str, format: Format, reference_format: Format,
     """F1 of the boxes."""
     reference = read_boxes(wanted, reference_format)
     if reference is None:
-        raise ValueError(f"meta: the reference {wanted[:60]!r} holds no boxes, expected JSON such as [[0, 0, 10, 10]]")
+        raise ValueError(f"the reference {wanted[:60]!r} holds no boxes, expected JSON such as [[0, 0, 10, 10]]")
     given = read_boxes(response, format)
     if given is None:
         return 0.0

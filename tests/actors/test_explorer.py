@@ -91,7 +91,7 @@ def test_a_group_becomes_experiences_with_all_that_later_stages_need(tmp_path: P
     for one in experiences:
         assert (one.group, one.attempt, one.sequence, one.group_size) == ("add.0", 2, 7, 3)
         assert (one.lane, one.suite, one.origin, one.last) == ("usual", "", "explore/test", True)
-        assert one.meta == {"answer": "yes", "task": "add", "hidden": 1}
+        assert (one.meta, one.answer, one.task, one.held_out) == ({"hidden": 1}, "yes", "add", False)
         assert one.messages[0].content == "add?"
         assert 1 <= one.num_sampled <= 4
         assert one.spans[0].start == len("add?")
@@ -127,7 +127,7 @@ def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> No
 
     for one in asyncio.run(run()):
         assert one.end == "failed"
-        assert "fell over" in str(one.meta["failure"])
+        assert "fell over" in one.failure
 
 
 def test_an_episode_that_sampled_nothing_still_completes_its_group(tmp_path: Path) -> None:

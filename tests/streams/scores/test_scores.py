@@ -4,6 +4,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
@@ -16,7 +17,7 @@ def matched(text: str, pattern: str) -> float:
         return score(answer(text))
 
 
-def answer(text: str, expected: str | int | None = "280") -> Experience:
+def answer(text: str, expected: str | None = "280") -> Experience:
     return make_experience(
         tokens=[1, 2],
         logprobs=[-0.1],
@@ -30,7 +31,7 @@ def answer(text: str, expected: str | int | None = "280") -> Experience:
         episode=0,
         group_size=1,
         spans=(Span(1, 2, 3),),
-        meta={} if expected is None else {"answer": expected},
+        answer=expected,
     )
 
 
@@ -40,7 +41,6 @@ def answer(text: str, expected: str | int | None = "280") -> Experience:
         ("280", "280", {}, 1.0),
         (" 280\n", "280", {}, 1.0),
         (" 280\n", "280", {"strip": False}, 0.0),
-        ("280", 280, {}, 1.0),
         ("2800", "280", {}, 0.0),
         ("1280", "280", {}, 0.0),
         ("280 281", "280", {}, 0.0),
@@ -53,12 +53,14 @@ def answer(text: str, expected: str | int | None = "280") -> Experience:
         ("280", None, {}, None),
     ],
 )
-def test_exact(text: str, expected: str | int | None, options: dict[str, Any], value: float | None) -> None:
+def test_exact(text: str, expected: str | None, options: dict[str, Any], value: float | None) -> None:
     assert exact(answer(text, expected), **options) == value
 
 
 def test_exact_reads_the_reference_from_the_key_it_is_told() -> None:
-    assert exact(answer("280"), answer="other") is None
+    assert exact(answer("280", "280"), answer="other") is None
+    assert exact(replace(answer("280", None), meta={"answer": "280"})) is None, "meta is no reference unasked"
+    assert exact(replace(answer("280", "281"), meta={"other": 280}), answer="other") == 1.0
 
 
 THINK = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"
