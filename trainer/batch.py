@@ -15,9 +15,8 @@ import msgspec
 import numpy as np
 
 from schemas import BatchItem, Experience
-from schemas.experience import CHOSEN
 from schemas.fields import Lane
-from schemas.pairs import pair_side
+from schemas.pairs import CHOSEN, pair_side
 from schemas.teacher import teacher_logprobs
 from trainer.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
 

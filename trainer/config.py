@@ -45,9 +45,9 @@ class LaneConfig(Section, frozen=True):
 class WarmupConfig(Section, frozen=True):
     """[trainer.warmup]: supervised steps before anything else. lane: whose experiences, under that lane's loss.
 
-    stop_at: greedy accuracy on experiences with meta split "validation" that ends it, looked at `every` steps from
-    `min_steps` on. max_steps: ends it in any case. batch: sequences per step. min_experiences: it begins when so many
-    have arrived in the lane.
+    stop_at: greedy accuracy on demonstrations that are held out ends it, looked at `every` steps from `min_steps` on.
+    max_steps: ends it in any case. batch: sequences per step. min_experiences: it begins when so many have arrived in the
+    lane.
 
     Example: WarmupConfig(stop_at=0.3, every=5, max_steps=400)
     """

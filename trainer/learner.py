@@ -19,6 +19,13 @@ from trainer.config import TrainerConfig
 
 Phase = Literal["warmup", "train"]
 
+# Learners that ship, and the options of each that settings which came with data may set: no path, no address.
+LEARNERS: Mapping[str, tuple[str, ...]] = {
+    "trainer.learners.torch:TorchLearner": ("device",),
+    "trainer.learners.deepspeed:DeepSpeedLearner": ("stage", "offload"),
+    "trainer.learners.scripted:ScriptedLearner": ("fail_at", "device", "drift"),
+}
+
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did. finite False: nothing was changed. values: those of `trainer.diagnostics`, by name.
