@@ -63,7 +63,8 @@ class WarmupConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """[trainer.critic]: values for a loss that wants them (ppo). A backbone of its own, begun as a copy of the model.
+    """[trainer.critic]: values for a loss that wants them (ppo). A backbone of its own, begun as a copy of the policy that
+    training begins from (the warmed-up one where there is a warm-up; policy.model where it joins a run that has started).
 
     gamma, gae_lambda: of the advantages; they count sampled tokens, not what was observed between turns. value_clip: how
     far a value may move from what it was before the batch and still be pulled, 0 for no bound. gradient_clip: norm.

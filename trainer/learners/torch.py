@@ -65,9 +65,13 @@ class TorchLearner:
         self._optimizer = self._fresh_optimizer()
 
     def begin_phase(self, phase: Phase) -> None:
-        """Start a fresh optimizer; the reference, where a loss wants one, becomes the policy as it is now."""
+        """Start a fresh optimizer; the reference, where a loss wants one, becomes the policy as it is now, and the critic's
+        body what a warm-up made of it.
+        """
         if phase not in PHASES:
             raise ValueError(f"phase: got {phase!r}, expected one of {', '.join(PHASES)}")
+        if self._critic is not None and (self._phase, phase) == ("warmup", "train"):
+            self._critic.begin_as(self._masters)
         self._phase = phase
         self._optimizer = self._fresh_optimizer()
         if self._reference is not None:
