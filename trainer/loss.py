@@ -79,7 +79,8 @@ Loss = Callable[..., LossOutput]
 class Needs(msgspec.Struct, frozen=True):
     """What a loss wants beside its options. ratio: μ is the policy's own. mean: what its value is a mean over.
 
-    reference, teacher: their logprobs. critic: token advantages from values. bound: function of log w [M] of the whole
+    reference, teacher: their logprobs. critic: token advantages from values. advantage: it teaches nothing where all
+    advantages are 0. bound: function of log w [M] of the whole
     step (and of those of the loss's options it names) to the number that comes back as `LossInputs.bound`.
     """
 
@@ -89,6 +90,7 @@ class Needs(msgspec.Struct, frozen=True):
     teacher: bool = False
     critic: bool = False
     bound: Bound | None = None
+    advantage: bool = True
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -108,6 +110,7 @@ class Objective(msgspec.Struct, frozen=True):
     teacher: bool = False
     critic: bool = False
     bound: Callable[[np.ndarray], float] | None = None
+    advantage: bool = True
 
 
 def needs(
@@ -118,11 +121,12 @@ def needs(
     teacher: bool = False,
     critic: bool = False,
     bound: Bound | None = None,
+    advantage: bool = True,
 ) -> Marked:
     """Mark a loss with what it wants: see Needs."""
 
     def attach(function: Loss) -> Loss:
-        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound))
+        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound, advantage))
         return function
 
     return attach
@@ -159,6 +163,7 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
         teacher=wanted.teacher,
         critic=wanted.critic,
         bound=_with_options(wanted.bound, settings),
+        advantage=wanted.advantage,
     )
 
 

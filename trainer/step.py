@@ -189,6 +189,7 @@ async def publish_now(run: Run, version: int, tensors: Mapping[str, Tensor] | No
             version, tensors, probe, parent=run.position.version if version else -1, step=run.position.step, stats=stats
         )
     run.advance(version=got)
+    run.published_s = run.intake.clock()
     run.published_probe = probe
     run.report.add("policy_versions")
 
