@@ -62,7 +62,9 @@ class Buffer:
             return WITHDRAWN
         if fault := pair_fault(block.experiences):
             return fault
-        if first.meta.get("split") == "validation":
+        if first.held_out:
+            if first.sequence >= 0:  # the master waits to hear of it, and nobody looks at it here
+                return "held out"
             self._validation[offset] = (frame, block)
             return ""
         used = self.uses.of_group(block.group, first.revision, first.retrained, first.lane, offset)
