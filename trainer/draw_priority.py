@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from trainer.draw import Candidate, Draw
-from trainer.draw_share import NO_LIMITS, Limits, fill, stratum
+from trainer.draw_share import NO_LIMITS, Filled, Limits, Party, fill, first, is_open, stratum
 
 FAIR = 0.1
 
@@ -50,33 +50,41 @@ def draw_by_priority(
     usable = [one for one in candidates if one.uses < max_uses]
     if not usable:
         return Draw(wait=True)
-    priority = blended(np.fromiter((one.priority for one in usable), np.float64, len(usable)))
-    keys = priority / (1.0 - np.random.default_rng(seed).random(len(usable)))
-    order = np.argsort(-keys, kind="stable")
-    ordered = [usable[at] for at in order.tolist()]
-    filled = fill(ordered, num_experiences, limits)
-    taken = [ordered[place] for place in filled.taken]
+    num = len(usable)
+    priority_N = blended(np.fromiter((one.priority for one in usable), np.float64, num))
+    key_N = priority_N / (1.0 - np.random.default_rng(seed).random(num))
+    order_N = np.argsort(-key_N)
+    ordered = (usable[at] for at in order_N.tolist())
+    filled = (
+        first(ordered, num_experiences) if is_open(usable, limits) else fill(list(ordered), num_experiences, limits)
+    )
+    place_K = np.array(filled.taken)
+    weight_N, taken_N = np.ones(num), np.zeros(num, bool)
+    taken_N[place_K] = True
     if correction > 0:
-        pools: dict[tuple[str, ...], list[int]] = {}
-        for place, one in enumerate(ordered):
-            pools.setdefault(stratum(one, filled.full) if filled.full else (), []).append(place)
-        drawn = frozenset(filled.taken)
-        weights: dict[int, float] = {}
-        for pool in pools.values():
-            at = np.array(pool)
-            mine = np.array([place in drawn for place in pool])
-            pooled = [ordered[place] for place in pool]
-            size = np.array([one.num_experiences for one in pooled])
-            wanted = num_experiences if len(pools) == 1 else _reached(size[mine])
-            inverse = inverse_chances(keys[order[at]], priority[order[at]], size, wanted)
-            units = np.array([one.num_tokens for one in pooled]) if by_tokens else size
-            scale = units[mine].sum() / max(1, units.sum())
-            found = (inverse[mine] * scale) ** correction
-            weights |= dict(zip(at[mine].tolist(), found.tolist(), strict=True))
-        taken = [
-            msgspec.structs.replace(one, weight=weights[place]) for place, one in zip(filled.taken, taken, strict=True)
-        ]
+        size_N = np.fromiter((one.num_experiences for one in usable), np.int64, num)
+        unit_N = np.fromiter((one.num_tokens for one in usable), np.int64, num) if by_tokens else size_N
+        for pool in _pools(usable, order_N, filled):
+            at, drawn = order_N[pool], taken_N[pool]
+            wanted = num_experiences if len(pool) == num else _reached(size_N[at[drawn]])
+            inverse = inverse_chances(key_N[at], priority_N[at], size_N[at], wanted)[drawn]
+            scale = unit_N[at[drawn]].sum() / max(1, unit_N[at].sum())
+            weight_N[pool[drawn]] = (inverse * scale) ** correction
+    taken = [
+        msgspec.structs.replace(usable[at], weight=weight)
+        for at, weight in zip(order_N[place_K].tolist(), weight_N[place_K].tolist(), strict=True)
+    ]
     return Draw(taken=tuple(taken), held_back=filled.held_back)
+
+
+def _pools(usable: Sequence[Candidate], order_N: np.ndarray, filled: Filled) -> list[np.ndarray]:
+    """Places in the order, by whom they are drawn among."""
+    if not filled.full:
+        return [np.arange(len(order_N))]
+    pools: dict[Party, list[int]] = {}
+    for place, at in enumerate(order_N.tolist()):
+        pools.setdefault(stratum(usable[at], filled.full), []).append(place)
+    return [np.array(pool) for pool in pools.values()]
 
 
 def blended(priority_N: np.ndarray) -> np.ndarray:

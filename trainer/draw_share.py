@@ -42,8 +42,8 @@ class Filled(msgspec.Struct, frozen=True):
 
 def fill(order: Sequence[Candidate], num_experiences: int, limits: Limits = NO_LIMITS) -> Filled:
     """Whole groups in order, worth at least `num_experiences` or all there are, within the shares."""
-    if limits.tenant >= 1.0 and limits.subject >= 1.0:
-        return Filled(_first(order, num_experiences))
+    if is_open(order, limits):
+        return first(order, num_experiences)
     room, allowed, must_fill = _room(order, num_experiences, limits)
     sums: dict[Party, int] = {}
     taken: list[int] = []
@@ -63,7 +63,7 @@ def fill(order: Sequence[Candidate], num_experiences: int, limits: Limits = NO_L
         taken.append(place)
         total += one.num_experiences
     if must_fill and total < room:
-        more = _first([order[place] for place in passed], room - total)
+        more = first((order[place] for place in passed), room - total).taken
         taken = sorted([*taken, *(passed[at] for at in more)])
         passed = passed[len(more) :]
     return Filled(tuple(taken), frozenset(full), sum(order[place].num_experiences for place in passed))
@@ -74,14 +74,21 @@ def stratum(one: Candidate, full: frozenset[Party]) -> Party:
     return next((party for party in reversed(_parties(one)) if party in full), ())
 
 
-def _first(order: Iterable[Candidate], num_experiences: int) -> tuple[int, ...]:
+def is_open(order: Sequence[Candidate], limits: Limits) -> bool:
+    """Whether no share can be reached: nothing is limited, or all is of the same."""
+    tenants = limits.tenant < 1.0 and len({one.tenant for one in order}) > 1
+    return not tenants and (limits.subject >= 1.0 or len({(one.tenant, one.subject) for one in order}) <= 1)
+
+
+def first(order: Iterable[Candidate], num_experiences: int) -> Filled:
+    """Whole groups in order, worth at least `num_experiences` or all there are."""
     taken = []
     for place, one in enumerate(order):
         if num_experiences <= 0:
             break
         taken.append(place)
         num_experiences -= one.num_experiences
-    return tuple(taken)
+    return Filled(tuple(taken))
 
 
 def _parties(one: Candidate) -> tuple[Party, ...]:
