@@ -15,7 +15,7 @@ WINGS = ("streams", "actors", "trainer")
 PACKAGES = ("schemas", "infra", *WINGS)
 # Modules and packages of infra that everyone may import; the rest of infra is the roof.
 FLOOR = {
-    "bus", "chain", "claimed", "config", "deadline", "failpoint", "images", "metrics", "model", "outside", "plugin",
+    "bus", "chain", "claimed", "config", "deadline", "failpoint", "identity", "images", "metrics", "model", "outside", "plugin",
     "processor", "redact", "sandbox", "seal", "spelling", "store", "store_directory", "store_memory", "store_s3", "unless",
     "vision", "weights",
 }  # fmt: skip

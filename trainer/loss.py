@@ -81,8 +81,9 @@ Loss = Callable[..., LossOutput]
 class Needs(msgspec.Struct, frozen=True):
     """What a loss wants beside its options. ratio: μ is the policy's own. mean: what its value is a mean over.
 
-    reference, teacher: their logprobs. critic: token advantages from values. bound: function of log w [M] and A [M] of the
-    whole step (and of those of the loss's options it names) to the number that comes back as `LossInputs.bound`.
+    reference, teacher: their logprobs. critic: token advantages from values. advantage: it teaches nothing where all
+    advantages are 0. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it names)
+    to the number that comes back as `LossInputs.bound`.
     """
 
     ratio: bool = True
@@ -91,6 +92,7 @@ class Needs(msgspec.Struct, frozen=True):
     teacher: bool = False
     critic: bool = False
     bound: Bound | None = None
+    advantage: bool = True
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -112,6 +114,7 @@ class Objective(msgspec.Struct, frozen=True):
     bound: Callable[[np.ndarray, np.ndarray], float] | None = None
     kl: float = 0.0
     entropy: float = 0.0
+    advantage: bool = True
 
 
 def needs(
@@ -122,11 +125,12 @@ def needs(
     teacher: bool = False,
     critic: bool = False,
     bound: Bound | None = None,
+    advantage: bool = True,
 ) -> Marked:
     """Mark a loss with what it wants: see Needs."""
 
     def attach(function: Loss) -> Loss:
-        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound))
+        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound, advantage))
         return function
 
     return attach
@@ -167,6 +171,7 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
         bound=_with_options(wanted.bound, settings),
         kl=lane.kl,
         entropy=lane.entropy,
+        advantage=wanted.advantage,
     )
 
 
