@@ -10,10 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from schemas import Experience, Score
+from schemas import Edit, Experience, Score
 from schemas.ids import ANSWER_PREFIX
 from streams.collect.group import Echo, Said
-from streams.processors.correct import CORRECTION, EDITS
 
 Late = Literal["drop", "amend", "retrain"]
 OpenText = Callable[[str, str], str | None]
@@ -135,7 +134,7 @@ def with_edit(experience: Experience, said: Iterable[Said], open_text: OpenText 
     edit, edits = edit_of(said, open_text)
     if not edits:
         return experience
-    return msgspec.structs.replace(experience, meta={**experience.meta, CORRECTION: edit, EDITS: edits})
+    return msgspec.structs.replace(experience, edit=Edit(text=edit, count=edits))
 
 
 def is_labelled(said: Iterable[Said], sources: Mapping[str, Source], echoes: Iterable[Echo] = ()) -> bool:
