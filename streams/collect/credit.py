@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas import Experience, Score
+from schemas import Experience, Rating, Score
 from schemas.ids import ANSWER_PREFIX
 from streams.collect.group import Echo, Said
 from streams.processors.correct import CORRECTION, EDITS
@@ -18,6 +18,7 @@ from streams.processors.correct import CORRECTION, EDITS
 Late = Literal["drop", "amend", "retrain"]
 OpenText = Callable[[str, str], str | None]
 DEFAULT_VERSION = "default"
+MAX_RATINGS = 64
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -80,6 +81,22 @@ def returns(said: Iterable[Said], echoes: Iterable[Echo], sources: Mapping[str, 
             if name in sources:
                 values[name] = values.get(name, 0.0) + sources[name].discount ** turns * value
     return values
+
+
+def ratings(said: Iterable[Said]) -> tuple[Rating, ...]:
+    """What people say of answers as it stands, one for each (answer, source, rater), the newest, in log order."""
+    standing: dict[tuple[str, str, str], Rating] = {}
+    for item in sorted(said, key=lambda item: item.offset):
+        feedback = item.feedback
+        key = (answer_of(feedback.ref), feedback.source, feedback.rater)
+        if feedback.type == "retraction":
+            standing.pop(key, None)
+        elif feedback.value is not None:
+            standing.pop(key, None)
+            standing[key] = Rating(
+                source=feedback.source, value=feedback.value, rater=feedback.rater, time_ms=item.time_ms
+            )
+    return tuple(standing.values())[-MAX_RATINGS:]
 
 
 def as_it_is(text: str, answer: str) -> str | None:

@@ -18,7 +18,17 @@ from infra.chain.chain import Context, Outcome, Step, run_chain
 from schemas import Block, Closure, Control, DeadLetter, Experience, Feedback, Lane, Stub, Tick, encode
 from schemas.ids import group_of
 from schemas.withdrawal import withdrawal_of
-from streams.collect.credit import OpenText, Source, answer_of, as_it_is, credited, is_labelled, is_repeat, with_edit
+from streams.collect.credit import (
+    OpenText,
+    Source,
+    answer_of,
+    as_it_is,
+    credited,
+    is_labelled,
+    is_repeat,
+    ratings,
+    with_edit,
+)
 from streams.collect.decision import Decision, Folded, blocks_of, mean_reward, trial_of
 from streams.collect.group import Attempt, Group, Place, Said, fullest, take_in
 from streams.collect.held import held_back
@@ -360,6 +370,8 @@ class _Fold:
             drops=drops,
             version=min((member.min_version for member in given), default=-1),
             trial=trial_of(given),
+            ratings=ratings(said for member in members for said in group.said.get(member.id, ())),
+            answered_ms=attempt.first_ms if attempt.lane == "live" else -1,
         )
         self.folded.decisions.append(Decision(closure, blocks_of(sent), outcome.dropped))
 
