@@ -2,10 +2,11 @@
 
 from schemas.block import Block
 from schemas.errors import BadFrame, UnknownMajor
-from schemas.experience import Experience, Score, Span, make_experience
-from schemas.fields import End, Lane, Meta
+from schemas.experience import Experience, make_experience
+from schemas.fields import End, Kind, Lane, Meta
 from schemas.frame import decode, encode, kafka_headers, kind_of
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
+from schemas.parts import Edit, Score, Span
 from schemas.records import (
     MAJOR,
     Answered,
@@ -40,6 +41,7 @@ __all__ = [
     "DeadLetter",
     "Directive",
     "Drawn",
+    "Edit",
     "End",
     "EvalResult",
     "Experience",
@@ -47,6 +49,7 @@ __all__ = [
     "Fence",
     "Image",
     "Issued",
+    "Kind",
     "Lane",
     "Message",
     "Meta",

@@ -31,6 +31,7 @@ from schemas.experience import (
     encoder,
     with_field,
 )
+from schemas.marks import with_fields_of_marks
 from schemas.sections import (
     LOGPROBS,
     MAX_SECTION_BYTES,
@@ -88,9 +89,14 @@ _LENGTHS = [struct.Struct(f"<{count}I") for count in range(MAX_SECTIONS + 1)]
 
 
 def decode_block(
-    header: bytes | memoryview, tail: memoryview, *, sealed: bool = False, find: FindSeal | None = None
+    header: bytes | memoryview,
+    tail: memoryview,
+    *,
+    sealed: bool = False,
+    find: FindSeal | None = None,
+    marked: bool = False,
 ) -> Block:
-    """A block from its header and what follows it; raises BadFrame, and what `find` raises."""
+    """A block from its header and what follows it; raises BadFrame, and what `find` raises. marked: see `schemas.marks`."""
     try:
         decoded = _header_decoder.decode(header)
     except msgspec.ValidationError as error:
@@ -98,6 +104,8 @@ def decode_block(
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
         raise BadFrame(f"header: {error}") from error
     columns, experiences = decoded.columns, decoded.experiences
+    if marked:
+        experiences = tuple([with_fields_of_marks(experience) for experience in experiences])
     key_id = _only_key(experiences) if sealed else ""
     if sealed and not key_id:
         raise BadFrame("header: a sealed block whose members do not name one key, expected one key_id")

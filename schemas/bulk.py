@@ -4,6 +4,7 @@ Guarantee: bulk from a frame is decoded on first use, once; what is wrong with i
 experience and the field. Arrays are read-only.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -20,6 +21,8 @@ MAX_MESSAGES = 16_384
 
 Tokens = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
+TokenValues = Sequence[int] | npt.NDArray[np.integer[Any]]
+LogprobValues = Sequence[float] | npt.NDArray[np.floating[Any]]
 
 _messages_decoder = msgspec.msgpack.Decoder(Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)])
 
@@ -161,3 +164,31 @@ def logprobs_fault(logprobs: Logprobs) -> str | None:
         return None
     position = int(np.argmax(~((logprobs <= 0) & (logprobs > -np.inf))))
     return f"got {logprobs[position]} at {position}, expected finite values of at most 0"
+
+
+def token_array(tokens: TokenValues) -> Tokens:
+    """A copy as uint32, never wrapped around."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, expected integers of one dimension")
+        if tokens.dtype != np.uint32 and tokens.size and not 0 <= tokens.min() <= tokens.max() <= 0xFFFFFFFF:
+            raise ValueError(f"tokens: got {tokens.min()} to {tokens.max()}, expected 0 to 2**32 - 1")
+        ids: Tokens = tokens.astype(np.uint32)
+    else:
+        try:
+            ids = np.frombuffer(struct.pack(f"={len(tokens)}I", *tokens), np.uint32)  # three times faster than numpy
+        except struct.error as error:
+            raise ValueError(f"tokens: {error}") from error
+    return ids
+
+
+def logprob_array(logprobs: LogprobValues) -> Logprobs:
+    """A copy as float32."""
+    if not isinstance(logprobs, np.ndarray):
+        try:
+            return np.frombuffer(struct.pack(f"={len(logprobs)}f", *logprobs), np.float32)
+        except (struct.error, OverflowError) as error:
+            raise ValueError(f"logprobs: {error}") from error
+    if logprobs.ndim != 1 or logprobs.dtype.kind != "f":
+        raise ValueError(f"logprobs: got {logprobs.dtype} {logprobs.shape}, expected floats of one dimension")
+    return logprobs.astype(np.float32)

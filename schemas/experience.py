@@ -4,19 +4,28 @@ Guarantee: editing header fields (`msgspec.structs.replace`) never touches, deco
 """
 
 import re
-import struct
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Annotated, TypedDict, Unpack
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta as Bounds
 from msgspec import structs
 
-from schemas.bulk import MAX_MESSAGES, Bulk, Logprobs, Tokens, logprobs_fault
+from schemas.bulk import (
+    MAX_MESSAGES,
+    Bulk,
+    Logprobs,
+    LogprobValues,
+    Tokens,
+    TokenValues,
+    logprob_array,
+    logprobs_fault,
+    token_array,
+)
 from schemas.errors import BadFrame
-from schemas.fields import Count, End, Finite, Id, Lane, Meta, Number
+from schemas.fields import Count, End, Finite, Id, Kind, Lane, Meta, Number, Weight
+from schemas.parts import Edit, Score, Span, num_sampled
 from schemas.records import Message
 
 MAX_TOKENS = 4 * 1024 * 1024
@@ -26,43 +35,6 @@ PAIR = "pair"  # key in meta of the two sides of a preference pair, see `schemas
 CHOSEN = "chosen"
 REJECTED = "rejected"
 
-TokenValues = Sequence[int] | npt.NDArray[np.integer[Any]]
-LogprobValues = Sequence[float] | npt.NDArray[np.floating[Any]]
-
-Version = Annotated[int, Bounds(ge=-1)]
-
-
-class Span(msgspec.Struct, array_like=True, frozen=True):
-    """A run of sampled tokens, start to stop (exclusive) in `Experience.tokens`, by one policy at one temperature.
-
-    version: -1 where no policy of ours sampled them (demonstrations). ratio: the recorded logprobs are the policy's own
-    at that temperature, so an importance ratio exists.
-
-    Example: Span(start=6, stop=11, version=12)
-    """
-
-    start: Count
-    stop: Count
-    version: Version
-    temperature: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
-    ratio: bool = True
-
-
-class Score(msgspec.Struct, array_like=True, frozen=True):
-    """One named verdict. at: index of the token it judges, None for the whole. version: of what judged, with the model
-    behind "+" where there was one. input: hash of what was judged, "" where it is not kept. cost_usd: None where nothing
-    is charged.
-
-    Example: Score(name="exact", value=1.0)
-    """
-
-    name: Annotated[str, Bounds(min_length=1, max_length=256)]
-    value: Finite
-    at: Count | None = None
-    version: str = ""
-    input: str = ""
-    cost_usd: Finite | None = None
-
 
 class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """One token sequence of an episode.
@@ -70,11 +42,24 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     id: see `schemas.ids`. group_size: episodes of the group. part, last: its place in the episode. origin: who made it.
     subject: whose data, key_id: the key it is sealed under; derivatives inherit both. sequence: issue order of the
     group, -1 unpaced. suite: name of the eval set, "" for rollouts. spans: what was sampled, sorted. stamps:
-    "processor@version" of all that ran. meta: "answer" is the task's reference answer, "failure" why an episode failed.
+    "processor@version" of all that ran. meta: the user's own, from task to batch; nothing of headrace reads it.
     A read of tokens, logprobs or messages raises BadFrame where the frame's bulk is bad.
 
-    Example: Experience(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, num_tokens=11,
-                        spans=(Span(start=6, stop=11, version=12),), reward=1.0, meta={"answer": "280"})
+    kind: an answer is scored and compared; a demonstration, and the chosen and the rejected side of a preference pair
+    (`schemas.pairs`), are taken as they are; a withdrawal takes an older revision back (`schemas.withdrawal`).
+    task, answer: id of the task and its reference answer, "" and None where there is none.
+    held_out: never trained on.
+    turn: messages before the answer, in a session of the gateway; -1 for anything else. carried: how many earlier answers
+    of the session its prompt goes on from token by token. trial: see `Closure.trial`.
+    parent: id of the experience it was made from.
+    failure: why the episode failed. truncated: what cut it short. part_reason: why this part does not go on in the one
+    before.
+    edit: what people made of the answer, only while collect has it.
+    weight: its loss terms are multiplied by it, within the batch chain alone.
+    retrained: how often a late verdict sent it to be trained again.
+
+    Example: Experience(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, num_tokens=11, answer="280",
+                        spans=(Span(start=6, stop=11, version=12),), reward=1.0, meta={"level": "easy"})
     """
 
     id: Id
@@ -103,6 +88,20 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     meta: Meta = {}
     # Not on the wire (nil in its place): the decoder attaches it, so that an edit of the header carries it along.
     bulk: Bulk | None = None
+    kind: Kind = "answer"
+    task: str = ""
+    answer: str | None = None
+    held_out: bool = False
+    turn: Number = -1
+    carried: Count = 0
+    trial: Number = -1
+    parent: str = ""
+    failure: str = ""
+    truncated: str = ""
+    part_reason: str = ""
+    edit: Edit | None = None
+    weight: Weight = 1.0
+    retrained: Count = 0
 
     @property
     def tokens(self) -> Tokens:
@@ -291,6 +290,20 @@ class Header(TypedDict, total=False):
     revision: int
     stamps: tuple[str, ...]
     meta: Meta
+    kind: Kind
+    task: str
+    answer: str | None
+    held_out: bool
+    turn: int
+    carried: int
+    trial: int
+    parent: str
+    failure: str
+    truncated: str
+    part_reason: str
+    edit: Edit | None
+    weight: float
+    retrained: int
 
 
 def make_experience(
@@ -311,10 +324,12 @@ def _made_bulk(
 ) -> tuple[Bulk, int]:
     """Checked bulk, and its number of tokens."""
     try:
-        ids, values = _token_array(tokens), _logprob_array(logprobs)
-        num_sampled = _num_sampled(spans, len(ids))
-        if len(values) != num_sampled:
-            raise ValueError(f"logprobs: got {len(values)}, expected {num_sampled} as in spans")
+        ids, values = token_array(tokens), logprob_array(logprobs)
+        if len(ids) > MAX_TOKENS:
+            raise ValueError(f"tokens: got {len(ids)}, expected at most {MAX_TOKENS}")
+        expected = num_sampled(spans, len(ids))
+        if len(values) != expected:
+            raise ValueError(f"logprobs: got {len(values)}, expected {expected} as in spans")
         if (fault := logprobs_fault(values)) is not None:
             raise ValueError(f"logprobs: {fault}")
         conversation = tuple(messages)
@@ -325,57 +340,12 @@ def _made_bulk(
     return Bulk.made(ids, values, conversation, owner), len(ids)
 
 
-def _token_array(tokens: TokenValues) -> Tokens:
-    """A copy as uint32, never wrapped around."""
-    if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, expected integers of one dimension")
-        if tokens.dtype != np.uint32 and tokens.size and not 0 <= tokens.min() <= tokens.max() <= 0xFFFFFFFF:
-            raise ValueError(f"tokens: got {tokens.min()} to {tokens.max()}, expected 0 to 2**32 - 1")
-        ids: Tokens = tokens.astype(np.uint32)
-    else:
-        try:
-            ids = np.frombuffer(struct.pack(f"={len(tokens)}I", *tokens), np.uint32)  # three times faster than numpy
-        except struct.error as error:
-            raise ValueError(f"tokens: {error}") from error
-    if len(ids) > MAX_TOKENS:
-        raise ValueError(f"tokens: got {len(ids)}, expected at most {MAX_TOKENS}")
-    return ids
-
-
-def _logprob_array(logprobs: LogprobValues) -> Logprobs:
-    """A copy as float32."""
-    if not isinstance(logprobs, np.ndarray):
-        try:
-            return np.frombuffer(struct.pack(f"={len(logprobs)}f", *logprobs), np.float32)
-        except (struct.error, OverflowError) as error:
-            raise ValueError(f"logprobs: {error}") from error
-    if logprobs.ndim != 1 or logprobs.dtype.kind != "f":
-        raise ValueError(f"logprobs: got {logprobs.dtype} {logprobs.shape}, expected floats of one dimension")
-    return logprobs.astype(np.float32)
-
-
-def _num_sampled(spans: Sequence[Span], num_tokens: int) -> int:
-    """Tokens in spans, once these are known to be sorted, not empty, not overlapping and within the tokens."""
-    end = sampled = 0
-    for span in spans:
-        start, stop = span.start, span.stop
-        if not end <= start < stop <= num_tokens:
-            raise ValueError(
-                f"spans: got {start} to {stop}, expected a non-empty run within {end} and {num_tokens} (sorted, without"
-                " overlap, inside the tokens)"
-            )
-        end = stop
-        sampled += stop - start
-    return sampled
-
-
 def checked_num_sampled(experience: Experience) -> int:
     """Sampled tokens; ValueError names the header field that contradicts another, which types alone cannot tell."""
     try:
         for score in experience.scores:
             if score.at is not None and score.at >= experience.num_tokens:
                 raise ValueError(f"scores: {score.name} is at token {score.at} of {experience.num_tokens}")
-        return _num_sampled(experience.spans, experience.num_tokens)
+        return num_sampled(experience.spans, experience.num_tokens)
     except ValueError as error:
         raise ValueError(f"experience {experience.id}: {error}") from error

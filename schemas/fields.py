@@ -8,6 +8,7 @@ from msgspec import Meta as Bounds
 # Every list has a bound, since a decoder makes room for as many items as a frame of five bytes may announce.
 _MAX_FLOAT = 1.7976931348623157e308
 Finite = Annotated[float, Bounds(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
+Weight = Annotated[float, Bounds(ge=0, le=_MAX_FLOAT)]
 Id = Annotated[str, Bounds(min_length=1, max_length=1024)]
 Count = Annotated[int, Bounds(ge=0)]
 Number = Annotated[int, Bounds(ge=-1)]  # -1 stands for none
@@ -16,6 +17,7 @@ Counts = Annotated[dict[str, Count], Bounds(max_length=65_536)]
 Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: infinite where what they measure is
 
 Lane = Literal["usual", "live", "expert", "synthetic", "human"]
+Kind = Literal["answer", "demonstration", "chosen", "rejected", "withdrawal"]
 End = Literal["terminal", "truncated", "failed"]
 Outcome = Literal["buffered", "dropped", "superseded"]
 Channel = Literal["candidate", "canary", "stable"]

@@ -2,8 +2,11 @@
 
     frame    magic "HR" · format u8 · flags u8 · body_len u32 LE · body
     control  flag bit 7: the body is the msgpack map of the record, and nothing follows
-    block    the body is the header of `schemas.block`; section lengths and sections follow
-    sealed   format 2, flag bit 0: a block whose sections are sealed under the key_id in its header
+    block    format 3: the body is the header of `schemas.block`; section lengths and sections follow
+    sealed   format 4, flag bit 0: a block whose sections are sealed under the key_id in its header
+
+Blocks of formats 1 and 2 (sealed) are read, and never written: their experiences said in `meta` what has fields now, see
+`schemas.marks`.
 
 A flag that readers must know comes with a higher format, so that older ones stop before the ack. A flag they do not know
 in a format they do is damage, and dead-lettered as such: one flipped bit must not stop a partition.
@@ -24,10 +27,13 @@ from schemas.sections import FindSeal
 MAGIC = b"HR"
 CONTROL = 0x80
 SEALED = 0x01
-SEALED_FORMAT = 2
+BLOCK_FORMAT, SEALED_FORMAT = 3, 4
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TOTAL_BYTES = 128 * 1024 * 1024
 
+_MARKED_BLOCKS = ((MAJOR, 0), (2, SEALED))  # format and flags, as those below
+_BLOCKS = ((BLOCK_FORMAT, 0), (SEALED_FORMAT, SEALED))
+_SEALED_STARTS = (MAGIC + bytes((2, SEALED)), MAGIC + bytes((SEALED_FORMAT, SEALED)))
 _PREFIX = struct.Struct("<2sBBI")
 _control_decoder = msgspec.msgpack.Decoder(Control)
 
@@ -40,7 +46,7 @@ def encode(record: Control | Block, find: FindSeal | None = None) -> bytes:
     """
     if isinstance(record, Block):
         header, rest, sealed = encode_block(record, find)
-        major, flags = (SEALED_FORMAT, SEALED) if sealed else (MAJOR, 0)
+        major, flags = _BLOCKS[sealed]
         return b"".join((_PREFIX.pack(MAGIC, major, flags, len(header)), header, rest))
     try:
         body = encoder.encode(record)
@@ -52,7 +58,7 @@ def encode(record: Control | Block, find: FindSeal | None = None) -> bytes:
 
 def is_sealed(data: bytes) -> bool:
     """Whether a frame announces sealed sections."""
-    return data[:4] == MAGIC + bytes((SEALED_FORMAT, SEALED))
+    return data[:4] in _SEALED_STARTS
 
 
 def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -> Control | Block:
@@ -67,18 +73,19 @@ def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -
     magic, major, flags, length = _PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise BadFrame(f"frame: got magic {magic!r}, expected {MAGIC!r}")
-    sealed = (major, flags) == (SEALED_FORMAT, SEALED)
-    if major > MAJOR and not sealed:
-        raise UnknownMajor(f"frame of format {major}, flags {flags:#x}; this reader knows {MAJOR}: upgrade it first")
-    if major < 1 or (flags & ~CONTROL and not sealed):
-        raise BadFrame(
-            f"frame: got format {major} with flags {flags:#x}, expected format 1 to {MAJOR}, flags 0 or 0x80"
+    kind = (major, flags)
+    is_marked, is_block = kind in _MARKED_BLOCKS, kind in _BLOCKS or kind in _MARKED_BLOCKS
+    if not is_block and (major > SEALED_FORMAT or major == 2):
+        raise UnknownMajor(
+            f"frame of format {major}, flags {flags:#x}; this reader knows {SEALED_FORMAT}: upgrade it first"
         )
+    if not is_block and kind != (MAJOR, CONTROL):
+        raise BadFrame(f"frame: got format {major} with flags {flags:#x}, expected a format with its own flags")
     if len(view) > MAX_TOTAL_BYTES or length > MAX_HEADER_BYTES or length > len(view) - _PREFIX.size:
         raise BadFrame(f"frame: got {len(view)} bytes with a header of {length}, expected a header that fits")
     body, rest = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
-    if not flags & CONTROL:
-        return decode_block(body, rest, sealed=sealed, find=find)
+    if is_block:
+        return decode_block(body, rest, sealed=bool(flags & SEALED), find=find, marked=is_marked)
     if len(rest):
         raise BadFrame(f"frame: {len(rest)} bytes after the record, expected none")
     try:

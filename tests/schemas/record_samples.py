@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import inspect as inspection
 
 import schemas
-from schemas import Block, Control, Experience, Message, Score, Span, journal, make_experience, records
+from schemas import Block, Control, Edit, Experience, Kind, Message, Score, Span, journal, make_experience, records
 
 CONTROL_KINDS: tuple[type[Any], ...] = get_args(Control)
 
@@ -101,6 +101,20 @@ def experiences(draw: st.DrawFn, group: str, prompt: tuple[int, ...] = ()) -> Ex
         revision=draw(counts),
         stamps=tuple(draw(st.lists(texts, max_size=3))),
         meta=draw(metas),
+        kind=draw(st.sampled_from(get_args(Kind))),
+        task=draw(texts),
+        answer=draw(st.none() | texts),
+        held_out=draw(st.booleans()),
+        turn=draw(st.integers(-1, 2**40)),
+        carried=draw(counts),
+        trial=draw(st.integers(-1, 2**40)),
+        parent=draw(texts),
+        failure=draw(texts),
+        truncated=draw(texts),
+        part_reason=draw(texts),
+        edit=draw(st.none() | st.builds(Edit, text=st.none() | texts, count=counts)),
+        weight=draw(st.floats(0, 1e300)),
+        retrained=draw(counts),
     )
 
 

@@ -31,7 +31,7 @@ def parts(frame: bytes) -> tuple[list[Any], bytes]:
 
 def assembled(header: Any, tail: bytes) -> bytes:
     body = msgspec.msgpack.encode(header)
-    return b"HR\x01\x00" + struct.pack("<I", len(body)) + body + tail
+    return b"HR\x03\x00" + struct.pack("<I", len(body)) + body + tail
 
 
 def tail_of(*raws: bytes) -> bytes:

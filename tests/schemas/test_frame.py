@@ -38,7 +38,7 @@ def test_every_block_survives_the_wire(block: Block) -> None:
 
 
 @quick
-@given(st.binary(max_size=300), st.sampled_from([b"", b"HR\x01\x00", b"HR\x01\x80"]))
+@given(st.binary(max_size=300), st.sampled_from([b"", b"HR\x01\x00", b"HR\x03\x00", b"HR\x01\x80"]))
 def test_arbitrary_bytes_raise_only_the_two_errors(data: bytes, start: bytes) -> None:
     with contextlib.suppress(BadFrame, UnknownMajor):
         use(start + data)

@@ -1,0 +1,69 @@
+"""What an experience holds besides tokens and text: spans, scores, and what people made of the answer."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta as Bounds
+
+from schemas.fields import Count, Finite
+
+Version = Annotated[int, Bounds(ge=-1)]
+
+
+class Span(msgspec.Struct, array_like=True, frozen=True):
+    """A run of sampled tokens, start to stop (exclusive) in `Experience.tokens`, by one policy at one temperature.
+
+    version: -1 where no policy of ours sampled them (demonstrations). ratio: the recorded logprobs are the policy's own
+    at that temperature, so an importance ratio exists.
+
+    Example: Span(start=6, stop=11, version=12)
+    """
+
+    start: Count
+    stop: Count
+    version: Version
+    temperature: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
+    ratio: bool = True
+
+
+class Score(msgspec.Struct, array_like=True, frozen=True):
+    """One named verdict. at: index of the token it judges, None for the whole. version: of what judged, with the model
+    behind "+" where there was one. input: hash of what was judged, "" where it is not kept. cost_usd: None where nothing
+    is charged.
+
+    Example: Score(name="exact", value=1.0)
+    """
+
+    name: Annotated[str, Bounds(min_length=1, max_length=256)]
+    value: Finite
+    at: Count | None = None
+    version: str = ""
+    input: str = ""
+    cost_usd: Finite | None = None
+
+
+class Edit(msgspec.Struct, array_like=True, frozen=True):
+    """What people made of an answer. text: the correction that stands, None where all were taken back. count: how often
+    one was made or taken back.
+
+    Example: Edit(text="281", count=1)
+    """
+
+    text: str | None = None
+    count: Count = 0
+
+
+def num_sampled(spans: Sequence[Span], num_tokens: int) -> int:
+    """Tokens in spans, once these are known to be sorted, not empty, not overlapping and within the tokens."""
+    end = sampled = 0
+    for span in spans:
+        start, stop = span.start, span.stop
+        if not end <= start < stop <= num_tokens:
+            raise ValueError(
+                f"spans: got {start} to {stop}, expected a non-empty run within {end} and {num_tokens} (sorted, without"
+                " overlap, inside the tokens)"
+            )
+        end = stop
+        sampled += stop - start
+    return sampled
