@@ -110,6 +110,15 @@ def session_of(group: str) -> str:
     return session if len(session) == _TAG_LETTERS + _SESSION_LETTERS and request.count("-") == 1 else ""
 
 
+def tenant_of(group: str) -> str:
+    """How the tenant is written in the group of a gateway's request, "" for a group of any other kind.
+
+    >>> tenant_of("mddrffqvmjcncqrrjhvnrntq.7-3")
+    'mddrffqv'
+    """
+    return session_of(group)[:_TAG_LETTERS]
+
+
 def sessions_in(text: str) -> tuple[str, ...]:
     """Sessions whose answers a text names, wherever in it their ids stand; each once.
 

@@ -50,11 +50,13 @@ class FeedbackConfig(Section, frozen=True):
     """[[feedback]]. Its values become `scores.<name>`.
 
     use: a @feedback function. window: how long collect waits for it after the answer. default: value where none came;
-    "unlabelled" leaves the score absent. late: what feedback after the window does: drop it, amend copies that were not
-    drawn yet, or retrain (again, in the human lane). discount: γ, what a turn of a session gets of what is said about the
-    turn after it; 0 credits the named answer alone. per_rater: how many words of one rater count `within` a time; alike: how
-    many that say nearly the same, whoever says them; the rest is held back and counted. 0 is no limit; both are counted on
-    each partition.
+    "unlabelled" leaves the score absent. late: what feedback after the window does where it changes the verdict: drop it,
+    amend copies that were not drawn yet (a trained one is left as it is), or retrain (again, in lane human, once for each
+    verdict; not where that lane's loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a
+    turn of a session gets of how much better than usual the turn after it was rated; that is for learning alone and is
+    counted by nobody. 0 credits the named answer alone. per_rater: how many words of one rater count `within` a time;
+    alike: how many that say nearly the same, whoever says them; the rest is held back and counted. 0 is no limit; both are
+    counted on each partition.
 
     Example: FeedbackConfig(name="csat", use="support:csat", from_=From(topic="zendesk.closed"), window="24h")
     """
@@ -162,14 +164,16 @@ class VerifyConfig(Section, frozen=True):
 
 
 class AdvantageConfig(Section, frozen=True):
-    """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; leave_one_out:
-    reward minus the mean of the others. Lone answers take a running baseline per tenant and origin either way.
+    """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; mean: reward - mean;
+    leave_one_out: reward minus the mean of the others. Lone answers, and the only choice of several that was rated, take a
+    running baseline per tenant and origin either way, shrunk while few are known and cut to ±5
+    (`streams.processors.baseline` says what it assumes).
 
     Example: AdvantageConfig(kind="leave_one_out")
     """
 
     on: bool = True
-    kind: Literal["group", "leave_one_out"] = "group"
+    kind: Literal["group", "mean", "leave_one_out"] = "group"
     epsilon: Annotated[float, msgspec.Meta(gt=0, description="a small number above 0")] = 1e-4
 
 
@@ -197,13 +201,18 @@ class CorrectConfig(Section, frozen=True):
 class CollectConfig(Section, frozen=True):
     """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
 
-    deadline_s: a group is closed so long after its first record, whoever is missing. difficulty: drop groups of two and
-    more episodes with all rewards equal, from which no advantage can be taken.
+    deadline_s: a group is closed so long after its first record, whoever is missing. revisions: how often late words may
+    close a group anew; later ones are counted as "revised often enough", but what is taken back always is. retrainings:
+    how often of these, under late = "retrain", an answer is trained again; later verdicts are counted as "retrained often
+    enough" and change the copy that was not drawn yet. difficulty: drop groups of two and more episodes with all rewards
+    equal, from which no advantage can be taken.
 
     Example: CollectConfig(deadline_s=120)
     """
 
     deadline_s: Seconds = 300.0
+    revisions: Positive = 16
+    retrainings: NonNegative = 2
     correct: CorrectConfig = CorrectConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()
     advantage: AdvantageConfig = AdvantageConfig()

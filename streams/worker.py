@@ -81,6 +81,8 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
         keep_ms=int(duration_s(floor.keep.replay) * 1000),
         sources=sources,
         corrects=config.collect.correct.on,
+        revisions=config.collect.revisions,
+        retrainings=config.collect.retrainings,
     )
 
 
