@@ -192,8 +192,9 @@ class ExploreConfig(Section, frozen=True):
     """[explore]: how an explorer runs what it takes.
 
     workflow, options: for tasks that name none. workflows: others, by the name that a task's `workflow` gives them, each
-    with its options; a task may also give module:name. episodes_in_flight: sampled at once. max_held: tasks taken and not yet
-    started; past it nothing more is read. linger_s: finished episodes wait at most so long for the rest of their group.
+    with its options; a task that names another one is dropped as "unknown workflow". episodes_in_flight: sampled at once.
+    max_held: tasks taken and not yet started; past it nothing more is read. linger_s: finished episodes wait at most so
+    long for the rest of their group.
     episode_timeout_s: then the episode has failed. eval_hold_s: the longest a reload waits for evals of the version it
     would replace. drain_s: at a stop, how long running groups may take to finish.
 

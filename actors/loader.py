@@ -115,7 +115,11 @@ def expert(row: Demonstration, tokenizer: Tokenizer) -> Experience:
         origin=ORIGIN,
         subject=row.subject,
         spans=(Span(start=len(prompt), stop=len(tokens), version=-1, ratio=False),),
-        meta={**row.meta, "answer": row.answer, "task": row.id, "split": row.split},
+        kind="demonstration",
+        task=row.id,
+        answer=row.answer,
+        held_out=row.split == "validation",
+        meta=row.meta,
     )
 
 

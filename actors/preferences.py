@@ -7,8 +7,8 @@ from typing import Protocol
 from actors.taskset import Preference
 from actors.tasksets.files import Broken, OnBroken
 from schemas import Block, Message, Span, make_experience
-from schemas.experience import CHOSEN, PAIR, REJECTED
 from schemas.ids import experience_id, group_id
+from schemas.pairs import CHOSEN, REJECTED
 
 ORIGIN = "load"
 
@@ -45,7 +45,9 @@ def pair_block(row: Preference, tokenizer: Tokenizer) -> Block:
                 origin=ORIGIN,
                 subject=row.subject,
                 spans=(Span(start=len(prompt), stop=len(tokens), version=-1, ratio=False),),
-                meta={**row.meta, "task": row.id, PAIR: side},
+                kind=side,
+                task=row.id,
+                meta=row.meta,
             )
             for episode, (side, text) in enumerate(((CHOSEN, row.chosen), (REJECTED, row.rejected)))
         )

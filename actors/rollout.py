@@ -1,7 +1,8 @@
 """Runs one issued task: its episodes at once, each published as soon as it is worth a block.
 
 Guarantees: every episode ends as an experience, or, where nothing was sampled, as a stub that lets its group complete
-(for an eval, a closure); one episode's failure is its own; a straggler holds back finished ones for at most `linger_s`.
+(for an eval, a closure), and so does a task whose workflow no setting names; one episode's failure is its own; a
+straggler holds back finished ones for at most `linger_s`.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
 _log = logging.getLogger(__name__)
 
 FAILED = "episode failed"
+REFUSED = "unknown workflow"
 STAGE = "explore"
 _MAX_FAILURE_CHARS = 500
 
@@ -62,9 +64,10 @@ async def run_group(task: Task, rig: Rig) -> None:
     try:
         workflow = rig.workflows.get(task.workflow)
     except ConfigError as error:
-        _log.warning("workflow_missing group=%s error=%s", issued.group, error)
-        rig.metrics.counter("requests_failed").inc(issued.num_episodes)
-        await _publish([_Ended(episode, [], str(error)) for episode in range(issued.num_episodes)], issued, rig)
+        _log.warning("task_refused group=%s error=%s", issued.group, error)
+        rig.metrics.counter("tasks_refused", reason=REFUSED).inc()
+        ended = [_Ended(episode, [], str(error)) for episode in range(issued.num_episodes)]
+        await _publish(ended, issued, rig, REFUSED)
         return
     sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=rig.stop)
     async with asyncio.TaskGroup() as group:
@@ -123,11 +126,14 @@ def _experiences(
         suite=issued.suite,
         origin=origin,
         scores=() if failure else scores,
-        meta={**task.meta, "answer": task.answer, "task": task.id},
+        task=task.id,
+        answer=task.answer,
+        held_out=bool(issued.suite),
+        meta=task.meta,
     )
 
 
-async def _publish(ended: Sequence[_Ended], issued: Issued, rig: Rig) -> None:
+async def _publish(ended: Sequence[_Ended], issued: Issued, rig: Rig, reason: str = FAILED) -> None:
     """Blocks of what was recorded, stubs (or an eval's closure) for what was not."""
     ended = sorted(ended, key=lambda episode: episode.episode)
     experiences = [experience for episode in ended for experience in episode.experiences]
@@ -135,23 +141,23 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, rig: Rig) -> None:
     for start in range(0, len(experiences), MAX_MEMBERS):
         await rig.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
     if empty and issued.suite:
-        await rig.log.publish(PROGRESS, _closure(issued, FAILED))
+        await rig.log.publish(PROGRESS, _closure(issued, reason))
     elif empty:
-        await rig.log.publish_all(VERIFIED, [_stub(episode.episode, issued) for episode in empty])
+        await rig.log.publish_all(VERIFIED, [_stub(episode.episode, issued, reason) for episode in empty])
     metrics = rig.metrics
     metrics.counter("episodes").inc(len(ended))
     metrics.counter("experiences").inc(len(experiences))
     for experience in experiences:
         if experience.last:
             metrics.counter("episode_ends", end=experience.end).inc()
-        if reason := experience.meta.get("part_reason"):
-            metrics.counter("episodes_split", reason=str(reason)).inc()
+        if experience.part_reason:
+            metrics.counter("episodes_split", reason=experience.part_reason).inc()
     metrics.counter("tokens").inc(sum(experience.num_sampled for experience in experiences))
     if empty:
-        metrics.counter("stubs", reason=FAILED).inc(len(empty))
+        metrics.counter("stubs", reason=reason).inc(len(empty))
 
 
-def _stub(episode: int, issued: Issued) -> Stub:
+def _stub(episode: int, issued: Issued, reason: str) -> Stub:
     return Stub(
         id=experience_id(issued.group, issued.attempt, episode),
         group=issued.group,
@@ -159,7 +165,7 @@ def _stub(episode: int, issued: Issued) -> Stub:
         group_size=issued.num_episodes,
         attempt=issued.attempt,
         sequence=issued.sequence,
-        reason=FAILED,
+        reason=reason,
         stage=STAGE,
     )
 

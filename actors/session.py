@@ -8,7 +8,7 @@
 Guarantees: token-in token-out (the next turn's prompt is the exact earlier tokens, sampled ones included, plus what the
 chat template adds after them; nothing sampled is ever tokenized again); a hot reload in the middle begins a new span; a
 conversation that no longer extends what was sampled (rewritten or branched history, a template that drops text) begins a
-new part instead of inventing tokens, and `meta` says why; what was sampled before an error is still returned.
+new part instead of inventing tokens, and `part_reason` says why; what was sampled before an error is still returned.
 """
 
 import asyncio
@@ -53,6 +53,9 @@ class Header(TypedDict, total=False):
     suite: str
     scores: tuple[Score, ...]
     priority: float
+    task: str
+    answer: str | None
+    held_out: bool
     meta: Meta
 
 
@@ -115,11 +118,11 @@ class Session:
         last.scores.append(Score(name=name, value=value, at=len(last.tokens) - 1))
 
     def note(self, name: str, value: int | float | str) -> None:
-        """Record something worth knowing of the episode that is no verdict; it goes into `meta`."""
+        """Record something worth knowing of the episode that is no verdict; it goes into `notes`."""
         self._notes = {**self._notes, name: value}
 
     def finish(self, end: End, reason: str = "") -> None:
-        """Say how the episode ended, where the last turn's own end does not. reason: goes into `meta`."""
+        """Say how the episode ended, where the last turn's own end does not. reason: of a truncation."""
         self._end = (end, reason)
 
     def experiences(
@@ -127,7 +130,7 @@ class Session:
     ) -> list[Experience]:
         """What was recorded, as the parts of one episode, the last flagged.
 
-        failure: why the episode failed; recorded in `meta`, and every part's `end` is "failed". Otherwise `end` is what
+        failure: why the episode failed; recorded, and every part's `end` is "failed". Otherwise `end` is what
         `finish` said, or "terminal", or "truncated" where the last turn ran into max_tokens. Verdicts on the whole
         (`scores`) go to the last part. A session that sampled nothing gives one empty experience, so that its group can
         still complete.
@@ -135,11 +138,9 @@ class Session:
         own: End = "terminal" if self.stopped or not self._parts else "truncated"
         failed: tuple[End, str] | None = ("failed", "") if failure else None
         end, reason = failed or self._end or (own, "")
-        meta: Meta = {**header.get("meta", {}), **self._notes}
-        meta |= {"failure": failure} if failure else {"truncated": reason} if reason else {}
         parts = self._parts or [_Part()]
         whole = header.get("scores", ())
-        fields: Header = {"group_size": 1, **header, "meta": meta}
+        fields: Header = {"group_size": 1, **header}
         return [
             make_experience(
                 tokens=part.tokens,
@@ -152,6 +153,10 @@ class Session:
                 part=index,
                 last=index == len(parts) - 1,
                 end=end,
+                failure=failure,
+                truncated=reason,
+                part_reason=part.reason,
+                notes=self._notes,
                 spans=tuple(part.spans),
                 **_header(fields, part, scores=whole if index == len(parts) - 1 else ()),
             )
@@ -240,6 +245,5 @@ class _Part(msgspec.Struct):
 
 
 def _header(fields: Header, part: _Part, *, scores: tuple[Score, ...]) -> Header:
-    """Header fields of one part: its own verdicts, and why it does not go on in the part before."""
-    meta = {**fields["meta"], "part_reason": part.reason} if part.reason else fields["meta"]
-    return {**fields, "scores": (*part.scores, *scores), "meta": meta}
+    """Header fields of one part, which has verdicts of its own."""
+    return {**fields, "scores": (*part.scores, *scores)}

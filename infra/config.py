@@ -84,6 +84,32 @@ class Keep(Section, frozen=True):
     replay: Duration = "30d"
 
 
+class MetricsConfig(Section, frozen=True):
+    """[metrics]. listen: host:port where a role serves /metrics and /healthz; port 0 is any free one. Nothing there asks who
+    one is: name an address that only the scraper reaches. Under `headrace up` the roles of the machine take ports in a row
+    from this one (see `infra.cli.up.METRICS_ORDER`); HEADRACE_METRICS_LISTEN in the environment of one role comes before it.
+
+    Example: MetricsConfig(listen="0.0.0.0:9200")
+    """
+
+    listen: str = "127.0.0.1:0"
+
+    def __post_init__(self) -> None:
+        split_address(self.listen, "metrics.listen")
+
+
+def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
+    """Host and port of `host:port`; ValueError says what was expected. name: of the setting.
+
+    >>> split_address("0.0.0.0:8000")
+    ('0.0.0.0', 8000)
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f'got {name} = "{listen}", expected host:port, such as "127.0.0.1:8000"')
+    return host.strip("[]"), int(port)
+
+
 class PolicyConfig(Section, frozen=True):
     """[policy]. model: a folder (relative to the TOML) or a Hugging Face name. name: of the policy in topics and store.
 
@@ -127,6 +153,7 @@ class Floor(Section, frozen=True):
     keep: Keep = Keep()
     policy: PolicyConfig = PolicyConfig()
     pacing: Pacing = Pacing()
+    metrics: MetricsConfig = MetricsConfig()
     folder: Path = Path()
 
     @property

@@ -11,7 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from schemas.errors import ConfigError
+
 PREFIX = "headrace_"
+LISTEN_VARIABLE = (
+    "HEADRACE_METRICS_LISTEN"  # in the environment of one role: host:port, before metrics.listen of the file
+)
 DEFAULT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0)
 
 
@@ -84,10 +89,15 @@ class Metrics:
         return exposed
 
     def serve(self, port: int = 0, host: str = "127.0.0.1") -> int:
-        """Serve /metrics and /healthz from a daemon thread; returns the port (0 picks a free one)."""
+        """Serve /metrics and /healthz from a daemon thread; returns the port (0 picks a free one). Raises ConfigError."""
         if self._server is not None:
             raise ValueError(f"already served on port {self._server.server_port}")
-        self._server = ThreadingHTTPServer((host, port), _handler(self))
+        try:
+            self._server = ThreadingHTTPServer((host, port), _handler(self))
+        except OSError as error:
+            raise ConfigError(
+                f"metrics.listen ({LISTEN_VARIABLE}): cannot listen on {host}:{port}: {error.strerror}"
+            ) from error
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="headrace-metrics", daemon=True).start()
         return self._server.server_port

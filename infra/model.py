@@ -117,6 +117,17 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder))
 
 
+def save_settings(model: str, folder: Path) -> None:
+    """Configuration and tokenizer of a model in the local Hugging Face cache, as files of `folder`. Raises ConfigError."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        for kind in (AutoConfig, AutoTokenizer):
+            kind.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("model", model, "config.json and tokenizer.json", error) from error
+
+
 def context_tokens(folder: str | Path) -> int:
     """Tokens of the longest sequence a model takes, 0 where its configuration does not say. Raises ConfigError."""
     from transformers import AutoConfig

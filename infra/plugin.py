@@ -1,7 +1,8 @@
 """Plugins: `use = "module:name"` plus options becomes the thing itself, with its options checked and bound.
 
-Guarantee: a missing module or name, an unknown option and a wrong type are one ConfigError each; an error raised inside
-the plugin's own module is passed on with its cause.
+Guarantee: a missing module or name, an unknown option and a wrong type are one ConfigError each; whatever is raised inside
+the plugin's own module, SystemExit too, is one with its cause. Only Ctrl-C passes.
+Names come from an operator's settings or flags. What came with data is looked at first: see `trainer.shipped`.
 """
 
 import difflib
@@ -43,8 +44,10 @@ def find(use: str, where: str = "use") -> object:
             hint = "is its folder in `plugins`, or its package installed?"
             raise ConfigError(f'{where}: no module "{error.name}" ({use}); {hint}') from error
         raise ConfigError(f'{where}: {use} needs the module "{error.name}", which is not installed') from error
-    except Exception as error:
-        raise ConfigError(f"{where}: importing {use} raised {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{where}: importing {use} raised {describe(error)}") from error
     if not hasattr(module, name):
         raise ConfigError(f'{where}: module "{module_name}" has no "{name}"{_nearest(name, dir(module))}')
     return typing.cast(object, getattr(module, name))
@@ -62,9 +65,9 @@ def load(use: str, options: Mapping[str, Any], where: str = "use") -> Any:
             return _instance(found, options, where)
         if callable(found):
             return _bound(found, options, where)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise ConfigError(f"{where}: {use} with options {dict(options)} raised {describe(error)}") from error
     if options:
         raise ConfigError(f"{where}: {use} takes no options: it is of type {type(found).__name__}")

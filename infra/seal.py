@@ -1,6 +1,6 @@
 """Sealing: what is written of a named user lies in the log under a key of their own, and is forgotten with that key.
 
-    made       Keys.of(subject)          keys/<subject>-<random> in the object store, before the first record is made
+    made       Keys.of(subject)          keys/<subject>/<random> in the object store, before the first record is made
     sealed     encode(block, keys.find)  each compressed section body: nonce, 12 bytes · AES-256-GCM, bound to its name
     carried    header edits re-emit sealed sections as they came; what is made from one names its key, and is sealed too
     opened     decode(frame, keys.find)  the key is looked up here, the sections are opened on first use
@@ -13,7 +13,9 @@ none is nobody's, and stays as it is. What lies in a topic or a file of somebody
 
 Guarantees: a key lies in the object store and in the memory of processes, nowhere else; a process that looks up a key
 learns within FRESH_S that it was destroyed; a subject that comes back gets a new key, and what was forgotten stays so.
-While the store is away, what was known holds. A store that keeps old versions of objects must not do so below keys/.
+While the store is away, what was known holds; a gateway keeps what it makes meanwhile (`actors.gateway.held`). Looking for the
+keys of one subject costs the same whatever the number of others. A store that keeps old versions of objects must not do so
+below keys/, nor below gateway/, where the app's secret lies: names in the log are keyed with it, and feedback tokens signed.
 """
 
 import base64
@@ -32,9 +34,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from infra.store import Store
 from schemas import Block, decode, encode
 from schemas.errors import BadFrame, NotInStore, Sealed, StoreError
-from schemas.ids import group_of, session_of
+from schemas.ids import OLD_LETTERS, group_of, session_of
 
 FOLDER = "keys/"
+SECRET = "gateway/secret"
 KEY_BYTES = 32
 NONCE_BYTES = 12
 FRESH_S = 5.0
@@ -45,6 +48,23 @@ EVENT = "event"  # what sealed events are bound to
 MAX_SESSIONS = 16  # that one event may be about: each has a key
 _KEY_ID = re.compile(r"[a-z]{1,64}-[0-9a-f]{16}")
 _SEALED_TEXT = re.compile(rf"sealed:({_KEY_ID.pattern}(?:,{_KEY_ID.pattern})*):([A-Za-z0-9+/=]+)")
+
+
+def app_secret(store: Store) -> bytes:
+    """The app's secret, made by whoever is first: `headrace keys create` is, before a gateway has anybody to serve. All that is
+    named in the log is named with it (`schemas.names`): one that is lost leaves `forget` nobody to find. Raises StoreError.
+    """
+    try:
+        return store.get(SECRET)
+    except NotInStore:
+        store.put(SECRET, os.urandom(KEY_BYTES))
+        return store.get(SECRET)
+
+
+def place_of(key_id: str) -> str:
+    """Where a key lies in the store: in a folder of its subject; those of the first release's subjects lie side by side."""
+    subject, _, number = key_id.rpartition("-")
+    return f"{FOLDER}{key_id}" if len(subject) == OLD_LETTERS else f"{FOLDER}{subject}/{number}"
 
 
 def sealed(block: Block, keys: "Keys", subject: str) -> Block:
@@ -133,12 +153,19 @@ class Key:
 
     def _held(self) -> AESGCM:
         if self._cipher is None:
-            why = "was destroyed" if self.fault == FORGOTTEN else f"is not in this store ({FOLDER}{self.key_id})"
+            why = "was destroyed" if self.fault == FORGOTTEN else f"is not in this store ({place_of(self.key_id)})"
             raise Sealed(f"{self.fault}: the key {self.key_id} {why}")
         return self._cipher
 
     def _bound(self, name: str) -> bytes:
         return f"{self.key_id}/{name}".encode()
+
+
+def new_key(subject: str) -> tuple[str, bytes]:
+    """Id and secret of a subject's next key."""
+    key_id = f"{subject}-{os.urandom(8).hex()}"
+    assert _KEY_ID.fullmatch(key_id), f"subject {subject!r}: expected one of schemas.names"
+    return key_id, os.urandom(KEY_BYTES)
 
 
 class Keys:
@@ -150,6 +177,12 @@ class Keys:
         self._known: OrderedDict[str, tuple[Key, float]] = OrderedDict()  # by key id, with when it was looked up
         self._current: OrderedDict[str, str] = OrderedDict()  # subject → key id
         self._lock = threading.Lock()
+        self._secret = b""
+
+    def app_secret(self) -> bytes:
+        """The secret names are keyed with, as first read. Raises StoreError."""
+        self._secret = self._secret or app_secret(self._store)
+        return self._secret
 
     def of(self, subject: str) -> Key:
         """The key that a subject's next record is sealed under, made where there is none. Raises StoreError."""
@@ -161,9 +194,8 @@ class Keys:
             if not (key := self.find(key_id)).fault:
                 break
         else:
-            key_id, secret = f"{subject}-{os.urandom(8).hex()}", os.urandom(KEY_BYTES)
-            assert _KEY_ID.fullmatch(key_id), f"subject {subject!r}: expected one of schemas.ids.subject_of"
-            self._store.put(FOLDER + key_id, secret)
+            key_id, secret = new_key(subject)
+            self._store.put(place_of(key_id), secret)
             key = self._remember(Key(key_id, secret))
         with self._lock:
             self._current[subject] = key.key_id
@@ -181,7 +213,7 @@ class Keys:
         if not _KEY_ID.fullmatch(key_id):
             return Key(key_id, b"", NO_KEY)
         try:
-            secret = self._store.get(FOLDER + key_id)
+            secret = self._store.get(place_of(key_id))
         except NotInStore:
             return self._remember(Key(key_id, b"", NO_KEY))
         except StoreError:
@@ -192,13 +224,16 @@ class Keys:
 
     def named(self, subject: str) -> Iterator[str]:
         """Ids of all keys a subject ever had. Raises StoreError."""
-        return (name.removeprefix(FOLDER) for name in self._store.keys(f"{FOLDER}{subject}-"))
+        if len(subject) == OLD_LETTERS:
+            return (name.removeprefix(FOLDER) for name in self._store.keys(f"{FOLDER}{subject}-"))
+        folder = f"{FOLDER}{subject}/"
+        return (f"{subject}-{name.removeprefix(folder)}" for name in self._store.keys(folder))
 
     def destroy(self, subject: str) -> tuple[str, ...]:
         """Destroy every key of a subject; the ids of all it ever had. Raises StoreError; then it is to be done again."""
         key_ids = tuple(self.named(subject))
         for key_id in key_ids:
-            self._store.put(FOLDER + key_id, b"")
+            self._store.put(place_of(key_id), b"")
             self._remember(Key(key_id, b"", FORGOTTEN))
         return key_ids
 

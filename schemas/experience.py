@@ -31,9 +31,6 @@ from schemas.records import Message
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_SPANS = 16_384
 MAX_MEMBERS = 64
-PAIR = "pair"  # key in meta of the two sides of a preference pair, see `schemas.pairs`
-CHOSEN = "chosen"
-REJECTED = "rejected"
 
 
 class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -57,6 +54,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     edit: what people made of the answer, only while collect has it.
     weight: its loss terms are multiplied by it, within the batch chain alone.
     retrained: how often a late verdict sent it to be trained again.
+    notes: what the workflow noted of the episode (`Session.note`).
 
     Example: Experience(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, num_tokens=11, answer="280",
                         spans=(Span(start=6, stop=11, version=12),), reward=1.0, meta={"level": "easy"})
@@ -102,6 +100,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     edit: Edit | None = None
     weight: Weight = 1.0
     retrained: Count = 0
+    notes: Meta = {}
 
     @property
     def tokens(self) -> Tokens:
@@ -161,7 +160,11 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     @property
     def is_given(self) -> bool:
         """A demonstration or a side of a preference pair: taken as it is, neither scored nor compared."""
-        return self.lane == "expert" or self.meta.get(PAIR) in (CHOSEN, REJECTED)
+        return self.lane == "expert" or self.kind in ("demonstration", "chosen", "rejected")
+
+    def reference(self, name: str = "answer") -> str | int | float | bool | None:
+        """What a right answer is compared with: the task's under "answer", else what the user's `meta` has of that name."""
+        return self.answer if name == "answer" else self.meta.get(name)
 
     def score(self, name: str) -> float | None:
         """Value of the newest score called `name`, None if nothing scored it so."""
@@ -304,6 +307,7 @@ class Header(TypedDict, total=False):
     edit: Edit | None
     weight: float
     retrained: int
+    notes: Meta
 
 
 def make_experience(

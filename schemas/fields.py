@@ -24,7 +24,6 @@ Channel = Literal["candidate", "canary", "stable"]
 PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "refused", "held"]
 DirectiveKind = Literal["lease", "drain", "pause", "continue", "eval", "forget"]
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
-TRIAL = "trial"  # in the meta of a gateway's answer: see Closure.trial
 # Gauges of Progress: 1 of a gateway that is a canary; for how long none was heard of, 0 where that is no alarm.
 IS_CANARY, CANARY_MISSING = "is_canary", "canary_missing_s"
 Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]

@@ -96,20 +96,18 @@ def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -
 
 
 def kafka_headers(record: Control | Block) -> tuple[tuple[str, bytes], ...]:
-    """What routing, tracing and the answer to a poisoned frame need, so that none of them opens the value."""
+    """What routing and the answer to a poisoned frame need, so that none of them opens the value."""
     found: dict[str, object] = {"schema": MAJOR, "kind": kind_of(record)}
     if isinstance(record, Block):
         first = record.experiences[0]
         versions = [span.version for experience in record.experiences for span in experience.spans]
         found |= {"id": first.id, "group": record.group, "min_version": min(versions, default=-1)}
-        found |= {"max_version": max(versions, default=-1), "traceparent": first.meta.get("traceparent")}
-        found["key"] = first.key_id or None
+        found |= {"max_version": max(versions, default=-1), "key": first.key_id or None}
     else:
         issued = getattr(record, "issued", None)
         for name in ("id", "group", "run"):
             found[name] = getattr(record, name, None)
         found["group"] = found["group"] or getattr(issued, "group", None)
-        found["traceparent"] = getattr(record, "meta", {}).get("traceparent")
         if (version := getattr(record, "version", None)) is not None:
             found |= {"min_version": version, "max_version": version}
     return tuple((name, str(value).encode()) for name, value in found.items() if value is not None)

@@ -5,9 +5,9 @@ experience   <group>.<attempt>-<episode>-<part>   unique; a redelivery repeats i
 answer       hr-<experience>                      what a client of the gateway sees
 
 The gateway has no tasks and no rounds: its group is one request, <session>.<producer epoch>-<sequence>, where <session> is
-<tenant tag><session hash>, 8 and 16 letters; the request's choices are its episodes. So replicas that know nothing of each
-other never mint one id twice, and two turns of one session are two groups. Their key is the session, so that one partition
-has all turns of a conversation.
+64 letters (see `schemas.names`; 24 in logs of the first release); the request's choices are its episodes. So replicas that
+know nothing of each other never mint one id twice, and two turns of one session are two groups. Their key is the session, so
+that one partition has all turns of a conversation.
 """
 
 import hashlib
@@ -17,9 +17,14 @@ ANSWER_PREFIX = "hr-"
 # Hexadecimal in letters that begin no known kind of secret and form no run of digits, so that redaction, which looks for
 # both, leaves ids alone.
 _LETTERS = str.maketrans("0123456789abcdef", "bcdfhjklmnqrtvwz")
-_TAG_LETTERS = 8
-_SESSION_LETTERS = 16
-_REQUEST = re.compile(r"(?<![a-z])([bcdfhjklmnqrtvwz]{24})\.\d{1,20}-\d{1,20}(?!\d)")
+SESSION_LETTERS = 64
+OLD_LETTERS = (
+    24  # of sessions and subjects in logs of the first release: unkeyed hashes, a session's with the tenant's first
+)
+OLD_TAG_LETTERS = 8
+_REQUEST = re.compile(
+    rf"(?<![a-z])([bcdfhjklmnqrtvwz]{{{OLD_LETTERS}}}|[bcdfhjklmnqrtvwz]{{{SESSION_LETTERS}}})\.\d{{1,20}}-\d{{1,20}}(?!\d)"
+)
 
 
 def group_id(task: str, round: int) -> str:
@@ -73,12 +78,12 @@ def synthetic_group(parents: tuple[str, ...], processor: str, index: int) -> str
 
 
 def session_name(tenant: str, session: str) -> str:
-    """A production session in ids: which tenant's it is can be read off it, which session's cannot.
+    """A production session in ids of the first release; those of today are `schemas.names.keyed_session`.
 
     >>> session_name("acme", "chat-81")
     'mddrffqvmjcncqrrjhvnrntq'
     """
-    return _tag(tenant) + _letters(f"{tenant}\x00{session}", _SESSION_LETTERS)
+    return old_tag(tenant) + _letters(f"{tenant}\x00{session}", OLD_LETTERS - OLD_TAG_LETTERS)
 
 
 def request_group(session: str, epoch: int, sequence: int) -> str:
@@ -90,16 +95,6 @@ def request_group(session: str, epoch: int, sequence: int) -> str:
     return f"{session}.{epoch}-{sequence}"
 
 
-def is_of_tenant(ref: str, tenant: str) -> bool:
-    """Whether an answer id names an answer given to `tenant`; raises ValueError for what is no id.
-
-    >>> is_of_tenant("hr-" + request_group(session_name("acme", "chat-81"), 7, 0) + ".0-0-0", "acme")
-    True
-    """
-    session = session_of(group_of(ref))
-    return bool(session) and session.startswith(_tag(tenant))
-
-
 def session_of(group: str) -> str:
     """Session that a group is one request of, "" for a group of any other kind.
 
@@ -107,16 +102,7 @@ def session_of(group: str) -> str:
     'mddrffqvmjcncqrrjhvnrntq'
     """
     session, _, request = group.partition(".")
-    return session if len(session) == _TAG_LETTERS + _SESSION_LETTERS and request.count("-") == 1 else ""
-
-
-def tenant_of(group: str) -> str:
-    """How the tenant is written in the group of a gateway's request, "" for a group of any other kind.
-
-    >>> tenant_of("mddrffqvmjcncqrrjhvnrntq.7-3")
-    'mddrffqv'
-    """
-    return session_of(group)[:_TAG_LETTERS]
+    return session if len(session) in (OLD_LETTERS, SESSION_LETTERS) and request.count("-") == 1 else ""
 
 
 def sessions_in(text: str) -> tuple[str, ...]:
@@ -138,17 +124,23 @@ def partition_key(group: str) -> str:
 
 
 def subject_of(tenant: str, user: str) -> str:
-    """How the person behind a request is written in the log: the same again for the same user, and not the user's name.
+    """A person in logs of the first release; today's is `schemas.names.keyed_subject`.
 
     >>> subject_of("acme", "")
     ''
     """
-    return _letters(f"{tenant}\x01{user}", 24) if user else ""
+    return _letters(f"{tenant}\x01{user}", OLD_LETTERS) if user else ""
 
 
-def _tag(tenant: str) -> str:
-    return _letters(tenant, _TAG_LETTERS)
+def old_tag(tenant: str) -> str:
+    """What sessions of a tenant begin with in logs of the first release."""
+    return _letters(tenant, OLD_TAG_LETTERS)
+
+
+def spelled(hexadecimal: str) -> str:
+    """Hexadecimal digits as letters that redaction leaves alone."""
+    return hexadecimal.translate(_LETTERS)
 
 
 def _letters(text: str, count: int) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:count].translate(_LETTERS)
+    return spelled(hashlib.sha256(text.encode()).hexdigest()[:count])

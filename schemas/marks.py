@@ -32,7 +32,7 @@ def with_fields_of_marks(experience: Experience) -> Experience:
         experience,
         kind=kind,
         held_out=meta.get("split") == "validation",
-        turn=_count(meta, "messages", -1) if meta.get("session") is True and experience.group_size == 1 else -1,
+        turn=_count(meta, "messages", -1) if meta.get("session") is True else -1,
         carried=_count(meta, "turn", 0) if experience.lane == "live" else 0,
         trial=_count(meta, "trial", -1),
         **fields,

@@ -1,25 +1,30 @@
-"""Preference pairs: two answers to one prompt in one group, one marked as chosen, the other as rejected.
+"""Preference pairs: two answers to one prompt in one group, one the chosen, the other the rejected side.
 
-The marks lie in `meta`, so a pair is a block like any other: it is complete when both sides are there, drawn whole, and
-readers that know nothing of pairs see two experiences. A pair is taken as it is given: nobody scores it.
+A pair is a block like any other: it is complete when both sides are there, and drawn whole. It is taken as it is given:
+nobody scores it.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
-from schemas.experience import CHOSEN, PAIR, REJECTED, Experience
+from schemas.experience import Experience
+
+Side = Literal["chosen", "rejected"]
+CHOSEN: Side = "chosen"
+REJECTED: Side = "rejected"
 
 
-def pair_side(experience: Experience) -> str:
-    """CHOSEN, REJECTED, or "" for what is no side of a pair."""
-    side = experience.meta.get(PAIR)
-    return side if isinstance(side, str) and side in (CHOSEN, REJECTED) else ""
+def pair_side(experience: Experience) -> Side | None:
+    """CHOSEN, REJECTED, or None for what is no side of a pair."""
+    kind = experience.kind
+    return kind if kind in (CHOSEN, REJECTED) else None
 
 
 def pair_fault(experiences: Sequence[Experience]) -> str:
-    """Why these members of a group are no pair that could be learned from, "" if they are one, or none is marked."""
-    sides = sorted(pair_side(one) for one in experiences)
+    """Why these members of a group are no pair that could be learned from, "" if they are one, or none is a side."""
+    sides = sorted(pair_side(one) or "" for one in experiences)
     if not any(sides):
         return ""
     if sides != [CHOSEN, REJECTED]:

@@ -79,9 +79,9 @@ class Issued(Struct, frozen=True):
 class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     """Something to do, and what is known of its right answer.
 
-    id: unique in its taskset, without "." at its end. workflow: module:name of how it is run. difficulty: 0 (easy) to
-    1. split: "train", or the name of the eval suite it is kept for. parent: the task it is a variation of. priority: how
-    often the curriculum draws it, relative to the others; 0 is never.
+    id: unique in its taskset, without "." at its end. workflow: name of how it is run, in [explore.workflows]. difficulty: 0
+    (easy) to 1. split: "train", or the name of the eval suite it is kept for. parent: the task it is a variation of.
+    priority: how often the curriculum draws it, relative to the others; 0 is never.
 
     Example: Task(id="add-3745", messages=(Message(role="user", content="37+45="),), answer="280")
     """
@@ -232,7 +232,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
 
     counters only grow within one `instance`; gauges are of now. Names are those of the Prometheus metrics. chains: of a
     stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds. answered: of a
-    gateway, its newest versions.
+    gateway, its newest versions. reason: why a role that says "failed" has ended.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """
@@ -246,6 +246,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     chains: Annotated[dict[str, str], Bounds(max_length=64)] = {}
     partitions: Annotated[dict[str, tuple[Count, ...]], Bounds(max_length=64)] = {}
     answered: Annotated[tuple[Answered, ...], Bounds(max_length=64)] = ()
+    reason: str = ""
 
 
 class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):

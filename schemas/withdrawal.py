@@ -1,6 +1,6 @@
 """Withdrawals: a revision that only takes back what an older one put into `buffer`, in the same total order.
 
-The mark lies in `meta` of an experience without tokens, so a withdrawal is a block like any other. It is never trained; a
+It is a block like any other, of one experience without tokens. It is never trained; a
 copy of its group and lane that was not drawn yet goes, and a trained one stays trained.
 """
 
@@ -9,7 +9,7 @@ from msgspec import structs
 from schemas.experience import Experience
 from schemas.fields import Lane
 
-WITHDRAWN = "withdrawn"
+WITHDRAWN = "withdrawn"  # the reason it is refused with
 
 
 def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Experience:
@@ -23,10 +23,14 @@ def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Exper
         scores=(),
         reward=None,
         advantage=None,
-        meta={WITHDRAWN: True},
+        kind="withdrawal",
+        answer=None,
+        edit=None,
+        notes={},
+        meta={},
     )
 
 
 def is_withdrawal(experience: Experience) -> bool:
     """Whether this takes back, and holds nothing itself."""
-    return experience.meta.get(WITHDRAWN) is True
+    return experience.kind == "withdrawal"

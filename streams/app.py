@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import faust
+from faust.exceptions import ConsumerNotStarted
 
 from infra.bus.bus import Partition, Record
 from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
 from infra.claimed import ClaimedFolder
 from infra.config import Floor
+from infra.deadline import ends_within
 from infra.metrics import Metrics
 from infra.store import Store
 from schemas import Progress
@@ -32,7 +34,7 @@ from streams.companion import companions
 from streams.config import StreamsConfig
 from streams.driver import WindowDriver
 from streams.source import build_sources, run_sources
-from streams.stage import EXIT_BUG, Delivery, causes, end_for, end_process
+from streams.stage import Delivery, causes, end_crashed, end_for
 from streams.tasks_stage import TaskStage
 from streams.verify import Verifier
 from streams.worker import (
@@ -51,6 +53,7 @@ ALL_STAGES: tuple[StageName, ...] = ("tasks", "verify", "collect")
 STOPPED = "stopped"
 START_S = 120.0
 STOP_S = 30.0
+END_S = 60.0  # of all stages together, whatever Faust does
 DRAIN_S = 5.0
 POLL_S = 0.1
 STUCK_S = 180.0
@@ -187,15 +190,18 @@ class HostedStage:
         while True:
             await asyncio.sleep(POLL_S)
             if self.app.crashed or self.app.should_stop:
-                error = self.app.crash_reason
-                end_process(f"{self.stage}: Faust stopped: {type(error).__name__}: {error}", EXIT_BUG)
+                end_crashed(self.stage, self.app.crash_reason)
             if self._is_revoking():
                 await self._let_go()
 
     def assignment(self) -> dict[str, set[int]]:
         """Partitions this worker holds, by topic."""
         found: dict[str, set[int]] = {name: set() for name in self.drivers}
-        for partition in self.app.consumer.assignment():
+        try:
+            assigned = self.app.consumer.assignment()
+        except ConsumerNotStarted:  # Faust says "started" before the thread of its consumer has begun
+            assigned = ()
+        for partition in assigned:
             found.setdefault(partition.topic, set()).add(partition.partition)
         return found
 
@@ -327,12 +333,14 @@ async def _host(
             await stop.wait()
         finally:
             state[0] = STOPPED
-            for watcher in watchers:
-                watcher.cancel()
-            for host in hosts:
-                await host.stop()
-                for driver in host.drivers.values():
-                    await driver.finish()
+            # A broker that has gone leaves Faust waiting for acknowledgements that never come, deaf to cancellation.
+            with ends_within("the stop of the stages", END_S):
+                for watcher in watchers:
+                    watcher.cancel()
+                for host in hosts:
+                    await host.stop()
+                    for driver in host.drivers.values():
+                        await driver.finish()
     await log.publish(PROGRESS, _progress(hosts, metrics, instance, state[0]))
 
 

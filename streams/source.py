@@ -24,6 +24,7 @@ from infra.redact import Redactor
 from infra.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
 from schemas import DeadLetter, Feedback, ids
 from schemas.errors import BadFrame, ConfigError, Sealed
+from schemas.names import pseudonym
 from schemas.topics import DEAD_LETTERS, VERIFIED
 from streams.config import FeedbackConfig, RedactConfig
 from streams.stage import MAX_LETTER_BYTES, confirmed
@@ -222,11 +223,13 @@ def _reading(source: EventSource, answer: object) -> Reading:
 
 def _publisher(source: EventSource, log: Log, feedback: Feedback) -> Callable[[], Awaitable[object]]:
     text = source.redactor.mask(feedback.text)[0] if feedback.text else feedback.text
-    kept = msgspec.structs.replace(
-        feedback, text=text, id=_named(source, feedback.id), rater=_named(source, feedback.rater)
-    )
 
     async def publish() -> object:
+        names = [name for name in ("id", "rater") if source.redactor.mask(getattr(feedback, name))[1]]
+        secret = await asyncio.to_thread(log.keys.app_secret) if names and log.keys is not None else b""
+        # Where it is personal data itself, a name that is as unique and says nothing.
+        named = {name: pseudonym(secret, "source", source.name, getattr(feedback, name)) for name in names}
+        kept = msgspec.structs.replace(feedback, text=text, **named)
         if not text or log.keys is None:
             return await log.publish(VERIFIED, kept)
         answer = kept.ref.removeprefix(ids.ANSWER_PREFIX)
@@ -234,11 +237,6 @@ def _publisher(source: EventSource, log: Log, feedback: Feedback) -> Callable[[]
         return await log.publish(VERIFIED, msgspec.structs.replace(kept, text=shut))
 
     return lambda: confirmed(publish, "feedback", GIVE_UP_S)
-
-
-def _named(source: EventSource, name: str) -> str:
-    """A name as it may be written: where it is personal data itself, one that is as unique and says nothing."""
-    return ids.subject_of(source.name, name) if source.redactor.mask(name)[1] else name
 
 
 def _letter_publisher(source: EventSource, event: Event, reading: Reading, log: Log) -> Callable[[], Awaitable[object]]:

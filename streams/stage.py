@@ -25,6 +25,7 @@ from schemas.topics import DEAD_LETTERS, Topic
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+EXIT_OPERATOR = 2  # as for a mistake in the settings: somebody has to do something
 EXIT_UNKNOWN_MAJOR = 65  # EX_DATAERR
 EXIT_BROKER = 69  # EX_UNAVAILABLE
 EXIT_BUG = 70  # EX_SOFTWARE
@@ -160,6 +161,15 @@ def end_for(error: BaseException, doing: str) -> NoReturn:
             end_process(str(cause), EXIT_BROKER)
     logger.error("stage_failed doing=%s", doing, exc_info=error)
     end_process(f"{doing}: {type(error).__name__}: {error}; stopped before the acknowledgement", EXIT_BUG)
+
+
+def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
+    """End the process after Faust has ended. What a restart would only meet again ends it with the way out, for good."""
+    told = f"{type(error).__name__}: {error}"
+    if type(error).__name__ == "OffsetOutOfRangeError":
+        way_out = f"`headrace skip {stage}` goes on at the oldest records that are kept, and says what is lost"
+        end_process(f"{stage}: records were deleted before they were read ({told}); {way_out}", EXIT_OPERATOR)
+    end_process(f"{stage}: Faust stopped: {told}", EXIT_BUG)
 
 
 def causes(error: BaseException) -> list[BaseException]:

@@ -5,7 +5,7 @@ its group can complete (a duplicate has none: its original stands there); eval a
 never dropped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -144,6 +144,4 @@ def stub_of(drop: Dropped) -> Stub:
 
 def failed_eval(drop: Dropped) -> Experience:
     """An eval answer that the chain dropped, still to be counted as wrong."""
-    experience = drop.experience
-    meta: Mapping[str, str | int | float | bool | None] = {**experience.meta, "failure": drop.reason}
-    return msgspec.structs.replace(experience, scores=(), meta=dict(meta))
+    return msgspec.structs.replace(drop.experience, scores=(), failure=drop.reason)

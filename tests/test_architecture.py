@@ -1,6 +1,7 @@
 """The house rules, read from the source itself: who imports whom, where heavy libraries come in, and how long things are."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ WINGS = ("streams", "actors", "trainer")
 PACKAGES = ("schemas", "infra", *WINGS)
 # Modules and packages of infra that everyone may import; the rest of infra is the roof.
 FLOOR = {
-    "bus", "chain", "claimed", "config", "failpoint", "images", "metrics", "model", "plugin", "processor", "redact",
+    "bus", "chain", "claimed", "config", "deadline", "failpoint", "images", "metrics", "model", "plugin", "processor", "redact",
     "sandbox", "seal", "spelling", "store", "store_directory", "store_memory", "store_s3", "unless", "vision", "weights",
 }  # fmt: skip
 ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
@@ -259,3 +260,41 @@ def test_roles_load_only_what_they_need() -> None:
         loaded, words = process.communicate(timeout=120)
         assert process.returncode == 0, words
         assert not loaded.split(), f"{module} loads {loaded}"
+
+
+# Who calls the plugin loader, and which setting of the operator's own file (or which flag) names what it loads.
+LOADS = {
+    "actors/environment.py": "[explore] options: environment",
+    "actors/gateway/serve.py": "[[gateway.processor]]",
+    "actors/tool.py": "[explore] options: tools",
+    "actors/workflow.py": "[explore] workflow, [explore.workflows]",
+    "actors/workflows/interact.py": "[explore] options: environment, agent",
+    "infra/bench/reload.py": "a flag",
+    "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
+    "infra/cli/check.py": "what the roles load",
+    "infra/cli/load.py": "--use",
+    "infra/cli/ranks.py": "[trainer] learner",
+    "infra/cli/roles.py": "[engine], [gateway] engine",
+    "infra/demo/demo.py": "its own",
+    "streams/source.py": "[[feedback]]",
+    "trainer/learner.py": "[trainer] learner, of an archive after trainer.shipped",
+    "trainer/loss.py": "[trainer.lanes], of an archive after trainer.shipped",
+}
+
+
+def test_code_is_imported_by_name_only_where_an_operator_wrote_the_name() -> None:
+    """A new caller belongs into the table, with who names what it loads; a record, a row or an object never may."""
+    callers = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"from infra\.plugin import [^\n]*\b(load|find)\b", path.read_text())
+    }
+    assert callers == set(LOADS)
+    importers = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"import_module\(|__import__\(", path.read_text())
+    }
+    assert importers == {"infra/plugin.py", "infra/cli/bench.py", "streams/scores/code_child.py"}

@@ -15,9 +15,8 @@ import msgspec
 import numpy as np
 
 from schemas import BatchItem, Experience
-from schemas.experience import CHOSEN
 from schemas.fields import Lane
-from schemas.pairs import pair_side
+from schemas.pairs import CHOSEN, pair_side
 from schemas.teacher import teacher_logprobs
 from trainer.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
 
@@ -45,9 +44,10 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     temperature_N float32. version_N int64: behaviour version. ratio_N bool: μ is the policy's own. lane_N int64: index
     into LANES. sequence_N int64: index into the packed items. pair_N int64: 2p for the chosen, 2p + 1 for the rejected
     side of the step's pair p, -1 for none. teacher_N float32: the teacher's logprob, NaN for none. reward_N float32: the
-    sequence's reward at its last sampled token (NaN where it has none), 0 elsewhere. bootstrap_N int64: index into B*T
-    where what follows the last sampled token of a truncated sequence is valued, -1 elsewhere. pixels_I3HW float32: its
-    pictures. places_P int64: indexes into B*T where they stand, picture after picture, equally many each.
+    sequence's reward at its last sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped.
+    bootstrap_N int64: index into B*T where what follows the last sampled token of such a sequence is valued, -1
+    elsewhere. pixels_I3HW float32: its pictures. places_P int64: indexes into B*T where they stand, picture after
+    picture, equally many each.
     """
 
     tokens_BT: np.ndarray
@@ -103,7 +103,7 @@ class _Flat(NamedTuple):
     tokens: np.ndarray
     start_S: np.ndarray
     num_inputs_S: np.ndarray  # all but the last token, which only a bootstrapped value is read at
-    bootstrap_S: np.ndarray
+    bootstrap_S: np.ndarray  # bool: its end is valued
     num_sampled_S: np.ndarray
     at_N: np.ndarray  # index within its own sequence
     per_token: dict[str, np.ndarray]
@@ -131,8 +131,8 @@ def pack(
     """Pack whole groups into rows and rows into microbatches of at most `max_tokens` positions, padding included.
 
     A group whose tree is larger is cut between sequences, a pair never; one sequence that is larger goes alone.
-    bootstrap: truncated sequences have a place where what would follow is valued. ValueError names an experience that
-    cannot be trained (no sampled token, or nothing before the first one).
+    bootstrap: the last part of a truncated episode has, in place of its reward, a place where what would follow is valued.
+    ValueError names an experience that cannot be trained (no sampled token, or nothing before the first one).
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens}, expected 1 or more")
@@ -169,6 +169,7 @@ def _flatten(items: Sequence[TrainItem], bootstrap: bool) -> _Flat:
     behaviour_N = np.concatenate([one.experience.logprobs for one in items]).astype(np.float32)
     if len(behaviour_N) != len(at_N):
         raise ValueError(f"logprobs: got {len(behaviour_N)} in all, expected {len(at_N)} as the spans say")
+    bootstrap_S = np.array([bootstrap and one.experience.end == "truncated" and one.experience.last for one in items])
     temperatures = np.array([span.temperature if span.temperature > 0 else 1.0 for _, span in spans], np.float32)
     per_token = {
         "target_N": tokens[start_S[sequence_N] + at_N],
@@ -182,10 +183,9 @@ def _flatten(items: Sequence[TrainItem], bootstrap: bool) -> _Flat:
         "sequence_N": sequence_N,
         "pair_N": _pairs(items)[sequence_N],
         "teacher_N": np.concatenate([_teacher(one.experience) for one in items]),
-        "reward_N": _rewards(items, sequence_N),
+        "reward_N": _rewards(items, sequence_N, bootstrap_S),
     }
     num_sampled_S = np.bincount(sequence_N, minlength=len(items))
-    bootstrap_S = np.array([bootstrap and one.experience.end == "truncated" for one in items])
     gallery = hang([one.pictures for one in items], start_S, len(tokens))
     return _Flat(tokens, start_S, stop_S - 1 + bootstrap_S, bootstrap_S, num_sampled_S, at_N, per_token, gallery)
 
@@ -206,11 +206,11 @@ def _teacher(experience: Experience) -> np.ndarray:
     return np.full(experience.num_sampled, np.nan, np.float32) if found is None else found
 
 
-def _rewards(items: Sequence[TrainItem], sequence_N: np.ndarray) -> np.ndarray:
+def _rewards(items: Sequence[TrainItem], sequence_N: np.ndarray, bootstrap_S: np.ndarray) -> np.ndarray:
     rewards_N = np.zeros(len(sequence_N), np.float32)
     last_S = np.flatnonzero(np.append(sequence_N[1:] != sequence_N[:-1], True))
     rewards = [one.experience.reward for one in items]
-    rewards_N[last_S] = [np.nan if reward is None else reward for reward in rewards]
+    rewards_N[last_S] = np.where(bootstrap_S, 0.0, [np.nan if reward is None else reward for reward in rewards])
     return rewards_N
 
 

@@ -6,7 +6,6 @@ goes whole; a step never trains on what only rides along with the paced lane.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -18,7 +17,7 @@ from schemas import Batch, BatchItem, Experience
 from schemas.fields import Lane
 from schemas.pairs import pair_side
 from trainer.batch import TrainItem
-from trainer.weight import weight_of, without_weight
+from trainer.weight import without_weight
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +60,7 @@ def _settled(one: TrainItem, before: Experience, after: Experience | None, reaso
         before.bulk is not after.bulk
     ):
         return one, "changed beyond advantage and weight"
-    weight = weight_of(after)
-    if math.isnan(weight):
-        return one, "weight is no number"
-    item = msgspec.structs.replace(one.item, advantage=after.advantage or 0.0, weight=one.item.weight * weight)
+    item = msgspec.structs.replace(one.item, advantage=after.advantage or 0.0, weight=one.item.weight * after.weight)
     return TrainItem(experience=one.experience, item=item), ""
 
 

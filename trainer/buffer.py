@@ -66,7 +66,9 @@ class Buffer:
             return WITHDRAWN
         if fault := pair_fault(block.experiences):
             return fault
-        if first.meta.get("split") == "validation":
+        if first.held_out:
+            if first.sequence >= 0:  # the master waits to hear of it, and nobody looks at it here
+                return "held out"
             self._validation[offset] = (frame, block)
             return ""
         used = self.uses.get(use_key(block.group, first.revision, first.lane), 0)

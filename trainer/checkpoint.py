@@ -7,6 +7,7 @@ safetensors and JSON.
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -21,9 +22,11 @@ from trainer.guard import GuardState
 
 logger = logging.getLogger(__name__)
 
+POLICY = "model/"
 USES_KEYS = "buffer/uses_keys"
 USES_COUNTS = "buffer/uses_counts"
 REFERENCES = "buffer/references"
+_PART = re.compile(r"(?:adam/\w+/)?(reference|critic)/")
 
 
 class Place(NamedTuple):
@@ -72,7 +75,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What makes a checkpoint valid: the position, and size and sha256 of its state object.
 
     learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 where there is none.
-    oldest_offset: of `buffer`, see Checkpoint.
+    oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `parts_of`; None where
+    neither was written down.
     """
 
     position: Position
@@ -84,11 +88,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     made_with: dict[str, str] = {}
     time_ms: int = 0
     oldest_offset: int = 0
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts: tuple[str, ...] | None = None
 
     @property
     def place(self) -> Place:
         """Where it lies."""
         return Place(self.position.step, self.token)
+
+
+def part_of(name: str) -> str:
+    """What a tensor of a learner's state belongs to besides the policy: a reference or a critic; "" for the policy itself.
+
+    >>> part_of("adam/exp_avg/critic/head.bias"), part_of("model/lm_head.weight")
+    ('critic', '')
+    """
+    found = _PART.match(name)
+    return found[1] if found else ""
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    """What a learner's state holds besides the policy."""
+    return {part_of(name) for name in names} - {""}
 
 
 def state_sha256(state: Mapping[str, Tensor]) -> str:
@@ -130,6 +151,10 @@ def save(
         made_with=dict(made_with),
         time_ms=time_ms,
         oldest_offset=checkpoint.oldest_offset,
+        shapes={
+            name.removeprefix(POLICY): one.shape for name, one in checkpoint.learner.items() if name.startswith(POLICY)
+        },
+        parts=tuple(sorted(parts_of(checkpoint.learner))),
     )
     reach("checkpoint.before_state")
     store.put(manifest.state, body)

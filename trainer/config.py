@@ -41,9 +41,9 @@ class LaneConfig(Section, frozen=True):
 class WarmupConfig(Section, frozen=True):
     """[trainer.warmup]: supervised steps before anything else. lane: whose experiences, under that lane's loss.
 
-    stop_at: greedy accuracy on experiences with meta split "validation" that ends it, looked at `every` steps from
-    `min_steps` on. max_steps: ends it in any case. batch: sequences per step. min_experiences: it begins when so many
-    have arrived in the lane.
+    stop_at: greedy accuracy on demonstrations that are held out ends it, looked at `every` steps from `min_steps` on.
+    max_steps: ends it in any case. batch: sequences per step. min_experiences: it begins when so many have arrived in the
+    lane.
 
     Example: WarmupConfig(stop_at=0.3, every=5, max_steps=400)
     """
@@ -65,6 +65,12 @@ class CriticConfig(Section, frozen=True):
     far a value may move from what it was before the batch and still be pulled, 0 for no bound. gradient_clip: norm.
     normalize: advantages of a step to mean 0 and variance 1.
 
+    truncated: what the end of a truncated episode is worth. "reward": its reward, and nothing comes after it, as for any
+    other end. "bootstrap": the value of its last state, and its reward is not looked at; for rewards that a cut-off answer
+    cannot earn. It needs episodes that do end: values of states from which none does are free to drift. Both would count
+    the same answer twice. Of an episode in several parts only the last one can be bootstrapped; the others take the
+    episode's reward.
+
     Example: CriticConfig(learning_rate=1e-5, gae_lambda=0.95)
     """
 
@@ -74,6 +80,7 @@ class CriticConfig(Section, frozen=True):
     value_clip: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.2
     gradient_clip: Above0 = 1.0
     normalize: bool = True
+    truncated: Literal["reward", "bootstrap"] = "reward"
 
 
 class Schedule(Section, frozen=True):

@@ -1,8 +1,8 @@
 """The critic: what a state is worth, and by how much a token did better than that.
 
 Guarantees: values are those of the critic as it is when a batch is consumed, never recorded ones; only sampled tokens are
-steps, so what was observed between turns neither discounts nor decays; a truncated sequence is worth what its last state
-is worth, any other ends with nothing to come.
+steps, so what was observed between turns neither discounts nor decays; a sequence is worth its reward or, where the
+batch was packed so, what its last state is worth, never both.
 """
 
 from collections.abc import Sequence
@@ -54,6 +54,20 @@ def gae(
     return advantage
 
 
+def advantages(
+    one: Microbatch, every: np.ndarray, mine: np.ndarray, config: CriticConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """V of the state each sampled token was chosen in, and its advantage; both [N]. every: V of all positions, [B*T].
+
+    mine: [N] bool, tokens whose rewards count.
+    """
+    value = every[one.predecessor_N]
+    bootstrap = np.where(one.bootstrap_N >= 0, every[one.bootstrap_N], 0.0)
+    reward = np.where(mine, one.reward_N, 0.0).astype(np.float64)
+    found = gae(reward, value, bootstrap, one.sequence_N, gamma=config.gamma, gae_lambda=config.gae_lambda)
+    return value, found
+
+
 def value_loss(value: torch.Tensor, old: torch.Tensor, target: torch.Tensor, clip: float) -> torch.Tensor:
     """½·max((V - R)², (V_old + clip(V - V_old, ±clip) - R)²), [N]; clip 0 is ½(V - R)². See arXiv 2005.12729."""
     plain = (value - target).square()
@@ -95,18 +109,7 @@ class Critic:
         """Values and advantages of the chosen tokens ([N] bool each) of a whole step; 0 elsewhere."""
         found = []
         for one, mine in zip(parts, chosen, strict=True):
-            every = self._values(one).double().cpu().numpy()
-            value = every[one.predecessor_N]
-            bootstrap = np.where(one.bootstrap_N >= 0, every[one.bootstrap_N], 0.0)
-            reward = np.where(mine, one.reward_N, 0.0).astype(np.float64)
-            advantage = gae(
-                reward,
-                value,
-                bootstrap,
-                one.sequence_N,
-                gamma=self._config.gamma,
-                gae_lambda=self._config.gae_lambda,
-            )
+            value, advantage = advantages(one, self._values(one).double().cpu().numpy(), mine, self._config)
             found.append((value, value + advantage, np.where(mine, advantage, 0.0)))
         if self._config.normalize:
             found = [
@@ -115,8 +118,8 @@ class Critic:
             ]
         return [Estimate(*(array.astype(np.float32) for array in one)) for one in found]
 
-    def loss(self, one: Microbatch, estimate: Estimate, chosen: np.ndarray, num_tokens: int) -> torch.Tensor:
-        """What the chosen tokens add to the mean over the step's `num_tokens` of them."""
+    def loss(self, one: Microbatch, estimate: Estimate, chosen: np.ndarray, num_tokens: float) -> torch.Tensor:
+        """What the chosen tokens add to the sum over `num_tokens`, their number in a step of one minibatch."""
         value = self.values(one)
         old, target = (torch.from_numpy(array).to(value.device) for array in (estimate.value, estimate.target))
         terms = value_loss(value, old, target, self._config.value_clip)

@@ -19,11 +19,19 @@ from trainer.config import TrainerConfig
 
 Phase = Literal["warmup", "train"]
 
+# Learners that ship, and the options of each that settings which came with data may set: no path, no address.
+LEARNERS: Mapping[str, tuple[str, ...]] = {
+    "trainer.learners.torch:TorchLearner": ("device",),
+    "trainer.learners.deepspeed:DeepSpeedLearner": ("stage", "offload"),
+    "trainer.learners.scripted:ScriptedLearner": ("fail_at", "device", "drift"),
+}
+
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did. finite False: nothing was changed. values: those of `trainer.diagnostics`, by name.
 
-    loss: of the whole step (of its last minibatch where there are several). grad_norm: before clipping, the largest.
+    loss: of the whole step (the mean over its minibatches where there are several). grad_norm: before clipping, the
+    largest.
     """
 
     finite: bool

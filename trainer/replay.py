@@ -24,6 +24,7 @@ from trainer import checkpoint
 from trainer.batch import TrainItem
 from trainer.blocks import Stored, items_of, ranges, stored
 from trainer.checkpoint import Checkpoint, Manifest
+from trainer.fit import first_weights, restore_learner
 from trainer.journal import Entry, JournalRecord, Pending, effective, is_quarantined, pending, read_records
 from trainer.repeat import repeat
 from trainer.state import Learning
@@ -257,7 +258,7 @@ async def replay(
     on_step: Callable[[int], None] = lambda step: None,
 ) -> AsyncGenerator[Compared, None]:
     """Execute what the survey found, yielding at each checkpoint the run told. run: a fresh learner."""
-    await run.in_thread(run.learner.restore, start.state.learner)
+    await restore_learner(run, start.state, partial(first_weights, log, store, run.floor.policy.name))
     run.position = start.manifest.position
     journal = JournalTape(log, name, run.position.journal_next)
     buffer = BufferTape(log, start.survey.last_use)

@@ -16,12 +16,12 @@ from infra.config import Floor
 from infra.seal import FORGOTTEN
 from infra.store import Store
 from schemas import PolicyEvent, Rollback, topics
-from schemas.errors import ConfigError
 from trainer import checkpoint
 from trainer.batch import TrainItem
 from trainer.blocks import items_of, read_blocks
 from trainer.buffer import Buffer, candidate_of
 from trainer.config import TrainerConfig
+from trainer.fit import first_weights, restore_learner
 from trainer.intake import Intake
 from trainer.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
 from trainer.learner import Learner
@@ -29,7 +29,7 @@ from trainer.publication import Publisher, published
 from trainer.repeat import repeat
 from trainer.report import Report
 from trainer.sight import Sight
-from trainer.state import Learning, Run, Unread
+from trainer.state import Run, Unread
 from trainer.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due
 from trainer.warmup import finish_warm_up
 
@@ -76,7 +76,7 @@ async def resume(
         sight=sight,
     )
     if state is not None:
-        await restore_learner(run, state)
+        await restore_learner(run, state, partial(first_weights, log, store, floor.policy.name))
         await restore_buffer(run, state.references)
         run.saved_step = position.step
     elif config.warmup is not None:
@@ -104,16 +104,6 @@ async def find_start(log: Log, store: Store, lease: Lease) -> tuple[checkpoint.C
         logger.warning("checkpoint passed over run=%s step=%d: rolled back later", lease.run, position.step)
         before = checkpoint.Place(position.step, 0)
     return None, await read_journal(log, lease)
-
-
-async def restore_learner(run: Learning, state: checkpoint.Checkpoint) -> None:
-    """Put a checkpoint's state into the learner. Raises ConfigError where it does not fit the configured model."""
-    try:
-        await run.in_thread(run.learner.restore, state.learner)
-    except ValueError as error:
-        raise ConfigError(
-            f"checkpoint of step {state.position.step} does not fit the configured model: {error}"
-        ) from error
 
 
 async def read_policies(log: Log) -> list[tuple[int, int, PolicyEvent]]:

@@ -17,6 +17,7 @@ from trainer.batch import TrainItem, pack
 from trainer.batch_chain import PACED, apply_chain
 from trainer.diagnostics import alarms
 from trainer.draw import Candidate, Draw
+from trainer.fit import restore_learner
 from trainer.guard import ANY_FINITE, GuardState, collapses, judge, norm_limit, passed, refused, rolled_back, unhealthy
 from trainer.learner import StepStats
 from trainer.publication import PROBE_TOKENS, probe_sequences
@@ -88,7 +89,7 @@ async def execute(
         max_tokens=run.config.max_tokens_per_microbatch,
         version=batch.version,
         exact=steps_done % run.floor.pacing.steps_per_version == 0,
-        bootstrap=run.config.critic is not None,
+        bootstrap=run.config.critic is not None and run.config.critic.truncated == "bootstrap",
     )
     with Stopwatch(run.report, "learner_seconds") as watch:
         reach("learner.before_step")
@@ -203,7 +204,7 @@ async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None
         raise RuntimeError(f"step {batch.step}: {reason}, and there is no checkpoint to go back to")
     logger.error("rolling back from step=%d to step=%d reason=%s", batch.step, state.position.step, reason)
     run.report.add("rollbacks")
-    await run.in_thread(run.learner.restore, state.learner)
+    await restore_learner(run, state)
     run.advance(guard=state.position.guard)
     record = Rollback(
         run=run.name,

@@ -23,7 +23,7 @@ from actors.gateway import responses
 from actors.gateway.ask import SESSION_HEADER, Ask, read_chat, read_text
 from actors.gateway.canary import Canary
 from actors.gateway.config import Limits, Webhook
-from actors.gateway.door import Door
+from actors.gateway.door import SCOPE_OF, Door
 from actors.gateway.errors import ApiError, bad
 from actors.gateway.grant import MAX_LIFE_S, Grant, sign
 from actors.gateway.hearing import PATH, Hearing, check_signature, nth_answer, read_feedback, read_grant
@@ -33,7 +33,7 @@ from actors.gateway.serving import Gateway, Turns
 from actors.gateway.stream import Telling
 from infra.metrics import Metrics
 from infra.unless import unless
-from schemas.ids import session_name
+from schemas.ids import group_of
 
 _log = logging.getLogger(__name__)
 
@@ -89,10 +89,12 @@ class Site:
         return Starlette(routes=routes, middleware=[cors] if origins else [], exception_handlers=handlers)
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
-        """The handler with its errors as error objects, counted."""
+        """The handler behind the door, with its errors as error objects, counted. A token is looked at with what it is for."""
 
         async def handle(request: Request) -> Response:
             try:
+                if path in SCOPE_OF and not (path == PATH and request.headers.get(TOKEN_HEADER)):
+                    request.state.key = self._door.enter(path, request.headers.get("authorization", ""))
                 response = await handler(request)
             except ApiError as error:
                 self._metrics.counter("refused", route=path, reason=error.reason).inc()
@@ -114,7 +116,7 @@ class Site:
         return await self._answer(request, read_text, chat=False)
 
     async def _answer(self, request: Request, read: Callable[[bytes, Limits], Ask], *, chat: bool) -> Response:
-        key = self._door.enter(request.headers.get("authorization", ""), "serve")
+        key: Key = request.state.key
         self._door.admit(key)
         body = await self._body(request)
         ask = read(body, self._limits)
@@ -124,7 +126,7 @@ class Site:
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
         drawn = self._canary is None or not self._canary.takes(
-            session_name(key.tenant, session or ask.user or token_hex())
+            self._gateway.session_of(key, session or ask.user or token_hex())
         )
         if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
             return told
@@ -181,11 +183,9 @@ class Site:
         return envelope.whole(choices, responses.usage(len(turns.tokens), turns.num_sampled))
 
     async def _list_models(self, request: Request) -> Response:
-        self._door.enter(request.headers.get("authorization", ""), "serve")
         return _json(msgspec.json.encode({"object": "list", "data": [self._model(name) for name in self._models]}))
 
     async def _show_model(self, request: Request) -> Response:
-        self._door.enter(request.headers.get("authorization", ""), "serve")
         name = str(request.path_params["model"])
         if name not in self._models:
             raise ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
@@ -202,31 +202,34 @@ class Site:
 
     async def _feedback(self, request: Request) -> Response:
         token = request.headers.get(TOKEN_HEADER, "")
-        key = None if token else self._door.enter(request.headers.get("authorization", ""), "feedback")
-        if key is not None:
-            self._door.admit(key)
+        if not token:
+            self._door.admit(request.state.key)
         said = read_feedback(await self._body(request))
-        rater = ""
-        if key is None:
-            grant, key = self._door.granted(token, said.answer_id)
-            rater = f"browser {grant.key}"
-        self._door.check_answer(key, said.answer_id)
         answer = nth_answer(said.answer_id, said.choice)
-        identity, recorded = said.id or "", self._gateway.may_record(key)
+        key: Key = self._door.granted(token, answer) if token else request.state.key
+        if token:
+            self._door.admit(key)
+        train = self._door.check_answer(key, answer)
+        identity, recorded = said.id or "", self._gateway.may_record(key.train) and self._gateway.may_record(train)
         if recorded:
-            identity = await self._hearing.feedback(said, answer=answer, tenant=key.tenant, rater=rater)
+            identity = await self._hearing.feedback(said, answer=answer, key=key, by_token=bool(token))
         else:
             self._metrics.counter("feedback_received", path=PATH, outcome="no consent").inc()
         told = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": recorded}
+        if group_of(answer) not in self._gateway.served:  # another gateway's, of long ago, or never given
+            self._metrics.counter("feedback_not_known_here").inc()
+            told["note"] = "this answer is not known here (yet); what was said waits for it until its window ends"
         return _json(msgspec.json.encode(told), status=202)
 
     async def _grant(self, request: Request) -> Response:
-        key = self._door.enter(request.headers.get("authorization", ""), "serve", "feedback")
+        key: Key = request.state.key
+        self._door.admit(key)
         asked = read_grant(await self._body(request))
-        self._door.check_answer(key, asked.answer_id)
+        answer = nth_answer(asked.answer_id, asked.choice)
+        self._door.check_answer(key, answer)
         expires_s = self._door.now_s() + min(asked.expires_in, MAX_LIFE_S)
-        token = sign(Grant(asked.answer_id, key.id, expires_s), self._door.book.secret)
-        told = {"object": "feedback.token", "token": token, "answer_id": asked.answer_id, "expires_at": int(expires_s)}
+        token = sign(Grant(answer, key.id, expires_s), self._door.book.secret)
+        told = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": int(expires_s)}
         return _json(msgspec.json.encode(told))
 
     async def _webhook(self, request: Request) -> Response:
@@ -246,7 +249,6 @@ class Site:
         return _json(msgspec.json.encode(told), status=503 if state else 200)
 
     async def _measure(self, request: Request) -> Response:
-        self._door.enter(request.headers.get("authorization", ""), "admin")
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request) -> bytes:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from actors.config import REFUSALS, Share, check_patterns
-from infra.config import NonNegative, Positive, Seconds, Section, Use
+from infra.config import NonNegative, Positive, Seconds, Section, Use, split_address
 from infra.redact import KINDS, Kind
 from schemas.fields import Channel
 
@@ -128,7 +128,7 @@ class GatewayConfig(Section, frozen=True):
 class Webhook(msgspec.Struct, frozen=True):
     """A path that takes feedback from outside. secret: of its signature. header: where that stands.
 
-    timestamp_header: part of what is signed, "" for none.
+    timestamp_header: part of what is signed, "" for none. tenant: whose answers alone it may speak of, "" for everybody's.
 
     Example: Webhook(path="/zendesk", secret=b"…", header="x-signature")
     """
@@ -137,15 +137,4 @@ class Webhook(msgspec.Struct, frozen=True):
     secret: bytes
     header: str
     timestamp_header: str = ""
-
-
-def split_address(listen: str) -> tuple[str, int]:
-    """Host and port of `host:port`; ValueError says what was expected.
-
-    >>> split_address("0.0.0.0:8000")
-    ('0.0.0.0', 8000)
-    """
-    host, colon, port = listen.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65_535:
-        raise ValueError(f'got listen = "{listen}", expected host:port, such as "127.0.0.1:8000"')
-    return host.strip("[]"), int(port)
+    tenant: str = ""

@@ -2,8 +2,10 @@
 
 Guarantees: a client is told "accepted" once the log or the disk has it, redacted, with what people wrote sealed
 (`infra.seal`): of a webhook all of the body, where it names an answer (one that names none is counted); a forged webhook is
-refused before it is read; nothing about an answer is written that its key may not have trained on. What it means is a
-feedback source's business.
+refused before it is read, one that comes again is one record; nothing about an answer is written that its key may not have
+trained on, nor anything sealed for an answer that never was. What it means is a feedback source's business.
+
+Who says it is a pseudonym of the rater a key names; "key <id>" where it names none; "answer <id>" of a browser's token.
 """
 
 import asyncio
@@ -22,12 +24,15 @@ from msgspec import Meta
 
 from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError, bad, unavailable
+from actors.gateway.keys import TRAINS, Key, Train
 from actors.gateway.outbox import Outbox, Outgoing
+from actors.gateway.recent import Recent
 from actors.gateway.record import Recorder
 from infra.metrics import Metrics
 from infra.seal import MAX_SESSIONS, Keys, seal_event, seal_text
 from schemas import Control, Received
-from schemas.ids import ANSWER_PREFIX, sessions_in, subject_of
+from schemas.ids import ANSWER_PREFIX, SESSION_LETTERS, group_of, session_of, sessions_in
+from schemas.names import consent_of, is_of, pseudonym
 from schemas.topics import FEEDBACK
 
 PATH = "/v1/feedback"
@@ -57,9 +62,10 @@ class FeedbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class GrantRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/feedback/tokens. expires_in: seconds."""
+    """Body of /v1/feedback/tokens. choice: as in feedback. expires_in: seconds."""
 
     answer_id: Short
+    choice: Annotated[int, Meta(ge=0, le=1024)] = 0
     expires_in: Annotated[int, Meta(ge=1)] = 3600
 
 
@@ -115,32 +121,54 @@ def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, n
 
 
 class Hearing:
-    """Takes feedback in."""
+    """Takes feedback in. secret: what names are keyed with. may_record: whether what a key with this `--train` was answered may
+    be written about.
+    """
 
-    def __init__(self, recorder: Recorder, outbox: Outbox, metrics: Metrics, keys: Keys) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        outbox: Outbox,
+        metrics: Metrics,
+        keys: Keys,
+        *,
+        secret: Callable[[], bytes],
+        may_record: Callable[[Train], bool],
+    ) -> None:
         self._keys = keys
         self._recorder = recorder
         self._outbox = outbox
         self._metrics = metrics
+        self._secret = secret
+        self._may_record = may_record
+        self._taken = Recent()
 
-    async def feedback(self, request: FeedbackRequest, *, answer: str, tenant: str, rater: str) -> str:
+    async def feedback(self, request: FeedbackRequest, *, answer: str, key: Key, by_token: bool) -> str:
         """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
-        identity = self._named(tenant, request.id or secrets.token_hex(12))
-        table = msgspec.to_builtins(request)
-        table |= {"answer_id": answer, "id": identity, "rater": rater or self._named(tenant, request.rater or "")}
+        secret, said_by = self._secret(), f"answer {answer}" if by_token else f"key {key.id}"
+        if request.rater and not by_token:
+            said_by = pseudonym(secret, "rater", key.tenant, request.rater)
+        # A browser's ids are its answer's alone, so none is taken that a server will use.
+        place = answer if by_token else ""
+        identity = secrets.token_hex(12)
+        if request.id:
+            identity = pseudonym(secret, "feedback", key.tenant, place, request.id)
+        table = msgspec.to_builtins(request) | {"rater": said_by, "id": identity}
         said: Any = self._recorder.mask_json({name: value for name, value in table.items() if value is not None})
         del said["choice"]
-        said["answer_id"] = answer  # a custom pattern may take it for something else
+        said |= {
+            "answer_id": answer,
+            "rater": said_by,
+            "id": identity,
+        }  # a custom pattern may take them for something else
         written = [name for name in WRITTEN if isinstance(said.get(name), str)]
+        if written and len(session_of(group_of(answer))) != SESSION_LETTERS:
+            raise bad("answer_id: an answer of the release before takes a value, not a text", "answer_id")
         received = Received(
-            path=PATH, body=msgspec.json.encode(said), id=identity, ref=answer, tenant=tenant, rater=rater
+            path=PATH, body=msgspec.json.encode(said), id=identity, ref=answer, tenant=key.tenant, rater=said_by
         )
         await self._hand_on(received, (lambda: self._sealed(said, written, answer)) if written else None)
         return identity
-
-    def _named(self, tenant: str, name: str) -> str:
-        """A name as it may be written: where it is personal data itself, one that is as unique and says nothing."""
-        return name if self._recorder.mask_json(name) == name else subject_of(tenant, name)
 
     async def webhook(self, webhook: Webhook, body: bytes) -> None:
         """Hand on what a webhook sent. Raises ApiError."""
@@ -149,15 +177,39 @@ class Hearing:
             masked = msgspec.json.encode(self._recorder.mask_json(value))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
-        sessions = sessions_in(msgspec.json.encode(value).decode())  # masked, an id may be gone
-        if len(sessions) > MAX_SESSIONS:
-            raise bad(
-                f"the body names answers of {len(sessions)} sessions, expected at most {MAX_SESSIONS}: send several"
-            )
+        identity = hmac.new(webhook.secret, b"event\x00" + body, hashlib.sha256).hexdigest()[:24]
+        if identity in self._taken:
+            self._metrics.counter("feedback_received", path=webhook.path, outcome="repeated").inc()
+            return
+        sessions, consented = self._named_in(webhook, msgspec.json.encode(value).decode())  # masked, an id may be gone
+        if not consented:
+            self._metrics.counter("feedback_received", path=webhook.path, outcome="no consent").inc()
+            return
         if not sessions:
             self._metrics.counter("feedback_unsealed", path=webhook.path).inc()
-        received = Received(path=webhook.path, body=masked, id=secrets.token_hex(12))
+        received = Received(path=webhook.path, body=masked, id=identity)
         await self._hand_on(received, (lambda: seal_event(masked, self._keys, sessions)) if sessions else None)
+        self._taken.add(identity)
+
+    def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
+        """Sessions whose answers a webhook names, and whether all of them may be written about. Raises ApiError.
+
+        What looks like an answer's id and was never minted names nobody; whether one of an old log may be trained on is not
+        known, so it is taken.
+        """
+        found, consented = [], True
+        for session in sessions_in(text):
+            train = consent_of(session, self._secret(), TRAINS)
+            if train is None and len(session) == SESSION_LETTERS:
+                continue
+            if webhook.tenant and not is_of(session, webhook.tenant, self._secret()):
+                message = f"the body names an answer that tenant {webhook.tenant!r} was not given"
+                raise ApiError(403, message, kind="permission_error", code="other_tenant")
+            found.append(session)
+            consented = consented and (train is None or self._may_record(next(one for one in TRAINS if one == train)))
+        if len(found) > MAX_SESSIONS:
+            raise bad(f"the body names answers of {len(found)} sessions, expected at most {MAX_SESSIONS}: send several")
+        return found, consented
 
     async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:
         """Write it, its body sealed. seal: raises StoreError; then it is not kept, and told so."""

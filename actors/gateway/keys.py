@@ -2,7 +2,7 @@
 
     gateway/keys/<id>           who the key is for and what it may do; never changes
     gateway/keys/<id>.revoked   it is over
-    gateway/secret              what browser tokens are signed with
+    gateway/secret              what browser tokens are signed with, and names in the log keyed
 
 Guarantees: a secret is shown when it is made and stored nowhere; a wrong one takes as long as a right one; one listing
 of the store tells every revocation, so they take effect within a reload; while the store is away, what was known holds.
@@ -17,15 +17,15 @@ from typing import Literal
 
 import msgspec
 
+from infra.seal import app_secret
 from infra.store import Store
-from schemas.errors import NotInStore
 
 FOLDER = "gateway/keys/"
-SECRET = "gateway/secret"
 REVOKED = ".revoked"
 PREFIX = "hr"
 Scope = Literal["serve", "feedback", "admin"]
 Train = Literal["yes", "no", "unset"]
+TRAINS: tuple[Train, ...] = ("yes", "no", "unset")
 SCOPES: tuple[Scope, ...] = ("serve", "feedback", "admin")
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -91,6 +91,7 @@ class KeyBook:
 
     def refresh(self, store: Store) -> None:
         """Read what is new in the store. Raises StoreError. Blocking."""
+        self.secret = app_secret(store)  # first: a key opens nothing before names are keyed as everywhere
         names = [name.removeprefix(FOLDER) for name in store.keys(FOLDER)]
         self._revoked = {name.removesuffix(REVOKED) for name in names if name.endswith(REVOKED)}
         ids = {name for name in names if not name.endswith(REVOKED)}
@@ -98,13 +99,13 @@ class KeyBook:
             self._keys[new] = msgspec.json.decode(store.get(FOLDER + new), type=Key)
         for gone in self._keys.keys() - ids:
             del self._keys[gone]
-        self.secret = server_secret(store)
 
 
 def create_key(
     store: Store, *, tenant: str, scopes: tuple[Scope, ...], train: Train, rpm: int, tpm: int, lives_s: float = 0.0
 ) -> tuple[Key, str]:
     """A new key in the store, and the text a client presents: nobody can show it again. Raises StoreError."""
+    app_secret(store)  # there before anybody can be served
     secret = secrets.token_urlsafe(32)
     now_s = time.time()
     key = Key(
@@ -135,12 +136,3 @@ def revoke_key(store: Store, key_id: str) -> bool:
         return False
     store.put(FOLDER + key_id + REVOKED, b"{}")
     return True
-
-
-def server_secret(store: Store) -> bytes:
-    """The secret that signs browser tokens, made by whoever is first. Raises StoreError."""
-    try:
-        return store.get(SECRET)
-    except NotInStore:
-        store.put(SECRET, secrets.token_bytes(32))
-        return store.get(SECRET)

@@ -12,7 +12,7 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from actors.gateway.config import split_address
+from infra.config import split_address
 from schemas.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@
 
 Delivery: at least once from the queue on; a send that timed out may have been stored, and a kill forgets what of the oldest
 segment was sent: ids absorb it. What the broker confirmed is not sent again. Order: of what waits on disk, as it was offered,
-and nothing overtakes it; of the 32 that go out together, those that a broker took come before those it refused meanwhile.
+and nothing overtakes it; of the 32 that go out together, those that a broker took come before those it refused meanwhile. A
+record sealed under a key that the object store does not have yet waits on disk, too, and all behind it.
 Loss: what a kill finds in the memory queue (told to nobody as kept), and what is shed, with a reason and a counter. Answers
 go first: the event loop is given back before each record, of a batch and of what is drained.
 """
@@ -47,6 +48,17 @@ class Publisher(Protocol):
         """Store one record; returns once confirmed."""
 
 
+class Held(Protocol):
+    """Keys that records are sealed under and the object store does not have yet: `actors.gateway.held`."""
+
+    @property
+    def num_held(self) -> int:
+        """How many."""
+
+    def deposit(self) -> None:
+        """Hand them over. Blocks; raises StoreError."""
+
+
 class Outgoing(msgspec.Struct):
     """Something to write. prepare: makes the record, None where nothing is to be written. num_bytes: about its size.
 
@@ -75,6 +87,7 @@ class Outbox:
         spool: Spool,
         metrics: Metrics,
         *,
+        held: Held,
         queue_records: int,
         queue_bytes: int,
         send_s: float,
@@ -82,6 +95,7 @@ class Outbox:
         self._log = log
         self._spool = spool
         self._metrics = metrics
+        self._held = held
         self._queue: deque[Outgoing] = deque()
         self._queued_bytes = 0
         self._in_hand = 0
@@ -155,9 +169,10 @@ class Outbox:
                 record = await self._prepared(one)
                 if record is not None:
                     ready.append((one, record))
+                    direct = direct and not self._held.num_held  # from here on all go by way of the disk
                     if direct:
                         sending.append(group.create_task(self._publish(one.topic, record)))
-        unsent = self._unsent(ready, [task.result() for task in sending]) if direct else ready
+        unsent = self._unsent(ready[: len(sending)], [task.result() for task in sending]) + ready[len(sending) :]
         if unsent:
             await self._to_disk(unsent)
         self._in_hand = 0
@@ -207,13 +222,25 @@ class Outbox:
             return False
         return True
 
+    async def _deposited(self) -> bool:
+        """Whether the store has all keys that what waits was sealed under."""
+        self._metrics.gauge("keys_held").set(self._held.num_held)
+        try:
+            await asyncio.to_thread(self._held.deposit)
+        except (StoreError, OSError) as error:
+            _log.warning("keys_held count=%d error=%s", self._held.num_held, error)
+            return False
+        self._metrics.gauge("keys_held").set(self._held.num_held)
+        return True
+
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
         ones = [one for one, _ in unsent]
         async with self._disk:
             # Under the lock: a drain that finds the disk empty just now would say that all may go direct.
             if self.direct:
                 self.direct = False
-                _log.warning("broker_away records=%d go to the spool", len(unsent))
+                why = "store_away" if self._held.num_held else "broker_away"
+                _log.warning("%s records=%d go to the spool", why, len(unsent))
             try:
                 await asyncio.to_thread(self._append, unsent)
             except SpoolFull as error:
@@ -240,7 +267,7 @@ class Outbox:
                 return True
         number, payloads = oldest
         begin = time.monotonic()
-        if not await self._answers():
+        if not await self._answers() or not await self._deposited():
             return False
         left = [place for place in range(len(payloads)) if place not in self._confirmed]
         for start in range(0, len(left), DRAIN_BATCH):

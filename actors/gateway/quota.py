@@ -1,12 +1,16 @@
 """Quotas of keys: so many requests and tokens a minute, at each gateway. Pure: time is passed in.
 
 A bucket holds one minute's worth and fills evenly. Tokens of an answer are known only afterwards, so a bucket may go
-below zero, and the next request waits until it is above.
+below zero, and the next request waits until it is above. Of the buckets used longest ago some are forgotten, once there are
+MAX_BUCKETS: they are full again.
 """
+
+from collections import OrderedDict
 
 import msgspec
 
 MINUTE_S = 60.0
+MAX_BUCKETS = 65_536
 
 
 class Bucket(msgspec.Struct):
@@ -40,7 +44,7 @@ class Quotas:
     """Buckets by key and kind."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
 
     def take(self, key: str, kind: str, per_minute: int, amount: float, now_s: float) -> float:
         """Seconds to wait, 0 if it was taken. per_minute 0 is no limit."""
@@ -55,4 +59,7 @@ class Quotas:
         found = self._buckets.get((key, kind))
         if found is None:
             found = self._buckets[(key, kind)] = Bucket(per_minute, per_minute, now_s)
+            if len(self._buckets) > MAX_BUCKETS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end((key, kind))
         return found

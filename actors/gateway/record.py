@@ -23,11 +23,11 @@ from infra.redact import Redactor
 from infra.seal import Keys, sealed
 from schemas import Block, Experience, Message, make_experience
 from schemas.errors import Sealed, StoreError
-from schemas.fields import Meta
 from schemas.ids import experience_id
 
 _log = logging.getLogger(__name__)
 
+BROKEN_OFF = "broken off"  # by a client that went away, or an engine that failed
 THREAD_TOKENS = 4096  # more take milliseconds, so they leave the event loop
 
 
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 class Served(msgspec.Struct, frozen=True, kw_only=True):
     """A request that was answered. tokens: of the prompt, as sampled from. prefix: text the answers begin with.
 
-    group: of this request. turn: how many turns before it the tokens go on from.
+    group: of this request. turn, carried, trial: as in an experience.
     """
 
     group: str
@@ -68,8 +68,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     answers: Sequence[Answer]
     sampling: Sampling
     prefix: str = ""
-    turn: int = 0
-    meta: Meta = {}
+    turn: int = -1
+    carried: int = 0
+    trial: int = -1
 
 
 def render(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
@@ -156,7 +157,10 @@ class Recorder:
             tenant=served.tenant,
             subject=served.subject,
             spans=spans,
-            meta={**served.meta, "finish": answer.finish, "turn": served.turn},
+            turn=served.turn,
+            carried=served.carried,
+            trial=served.trial,
+            truncated="" if answer.finish == "stop" else answer.finish or BROKEN_OFF,
         )
 
     def _redacted(self, served: Served, experience: Experience) -> Experience | None:

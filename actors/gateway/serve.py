@@ -27,6 +27,7 @@ from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.door import Door
 from actors.gateway.heads import bounded_heads
 from actors.gateway.hearing import Hearing
+from actors.gateway.held import HeldKeys
 from actors.gateway.keys import KeyBook
 from actors.gateway.listen import Server, bound, make_server, serve_on
 from actors.gateway.outbox import Outbox
@@ -42,7 +43,6 @@ from infra.config import Floor
 from infra.metrics import Metrics
 from infra.plugin import load
 from infra.processor import mark_of
-from infra.seal import Keys
 from infra.store import Store
 from schemas import PolicyEvent, Progress
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
@@ -106,7 +106,7 @@ async def run_gateway(
             channel=config.channel,
             loaded=lambda event: _remember(memory, event, metrics),
         )
-        outbox, recorder, gateway, door = await _assembled(
+        gateway, door, hearing = await _assembled(
             config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, minter,
             _trial_of(config, follower),
         )  # fmt: skip
@@ -115,7 +115,7 @@ async def run_gateway(
         try:
             await _bring_last(follower, memory, engine)
             site = Site(
-                gateway, door, Hearing(recorder, outbox, metrics, Keys(store)), metrics,
+                gateway, door, hearing, metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
                 state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
@@ -209,30 +209,42 @@ async def _assembled(
     instance: str,
     minter: Minter,
     trial: Callable[[], int],
-) -> tuple[Outbox, Recorder, Gateway, Door]:
+) -> tuple[Gateway, Door, Hearing]:
     spool = await asyncio.to_thread(lambda: Spool(folder, max_bytes=config.spool_mb * _MB))
     if spool.torn_bytes or spool.damaged:
         _log.warning("spool_recovered torn_bytes=%d damaged_segments=%d", spool.torn_bytes, spool.damaged)
         metrics.counter("spool_torn_bytes").inc(spool.torn_bytes)
         metrics.counter("shed", reason="spool damaged").inc(spool.damaged)
+    keys = await asyncio.to_thread(HeldKeys, store, folder / "keys")
     outbox = Outbox(
         log,
         spool,
         metrics,
+        held=keys,
         queue_records=config.queue_records,
         queue_bytes=config.queue_mb * _MB,
         send_s=config.send_s,
     )
-    recorder = Recorder(tokenizer, config.redact, steps, metrics, instance, Keys(store))
-    gateway = Gateway(
-        config, engine, tokenizer, recorder, outbox, metrics, minter=minter, stop_tokens=tokenizer.eos_ids, trial=trial
-    )
+    recorder = Recorder(tokenizer, config.redact, steps, metrics, instance, keys)
     book = KeyBook()
+    gateway = Gateway(
+        config,
+        engine,
+        tokenizer,
+        recorder,
+        outbox,
+        metrics,
+        minter=minter,
+        stop_tokens=tokenizer.eos_ids,
+        trial=trial,
+        secret=lambda: book.secret,
+    )
     try:
         await asyncio.to_thread(book.refresh, store)
     except StoreError as error:
         _log.warning("keys_not_read error=%s", error)
-    return outbox, recorder, gateway, Door(book, metrics)
+    hearing = Hearing(recorder, outbox, metrics, keys, secret=lambda: book.secret, may_record=gateway.may_record)
+    return gateway, Door(book, metrics), hearing
 
 
 def _trial_of(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:

@@ -20,16 +20,18 @@ from actors.gateway.ask import Ask
 from actors.gateway.config import GatewayConfig
 from actors.gateway.conversation import Called, read_calls, written
 from actors.gateway.errors import ApiError, bad, overloaded, unavailable
-from actors.gateway.keys import Key
+from actors.gateway.keys import Key, Train
 from actors.gateway.outbox import Outbox, Outgoing
+from actors.gateway.recent import Recent
 from actors.gateway.record import Recorder, Served, Tokenizer, render
 from actors.gateway.sample import Answer, Growing, OnText, sample, sample_whole
 from actors.gateway.sessions import Held, Sessions
 from actors.gateway.tallies import Tallies
+from actors.gateway.users import Users
 from infra.metrics import Metrics
 from schemas import Message
-from schemas.fields import TRIAL
-from schemas.ids import answer_id, experience_id, request_group, session_name, subject_of
+from schemas.ids import answer_id, experience_id, request_group
+from schemas.names import keyed_session, keyed_subject
 from schemas.topics import EXPERIENCES
 
 _THREAD_CHARS = 16_384  # a longer conversation takes milliseconds to tokenize
@@ -54,7 +56,8 @@ class Minter:
 
 class Turns(msgspec.Struct, kw_only=True):
     """One request while it is served. reserved: of the answers that may be sampled at once. session: "" where the client
-    named none. trial: the version on trial, -1 where none is or the request was not drawn for it. failed: by the engine.
+    named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: whose key it is
+    sealed under, "" for nobody's. failed: by the engine.
     """
 
     reserved: int
@@ -69,6 +72,7 @@ class Turns(msgspec.Struct, kw_only=True):
     turn: int
     sampling: Sampling
     trial: int
+    subject: str
     growing: list[Growing | None] = []
     answers: list[Answer] = []
     failed: bool = False
@@ -99,8 +103,9 @@ class Gateway:
         minter: Minter,
         stop_tokens: tuple[int, ...],
         trial: Callable[[], int],
+        secret: Callable[[], bytes],
     ) -> None:
-        """trial: the version on trial, -1 for none."""
+        """trial: the version on trial, -1 for none. secret: what names in the log are keyed with."""
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
@@ -114,6 +119,9 @@ class Gateway:
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
         self.tallies = Tallies(config.refusals)
         self._trial = trial
+        self._secret = secret
+        self._users = Users()
+        self.served = Recent()  # groups of the newest requests
         self._minter = minter
         self._stop_tokens = stop_tokens
         self._sessions = Sessions(config.sessions)
@@ -127,7 +135,7 @@ class Gateway:
             raise overloaded(f"{self.num_running} answers are being sampled, at most {self.config.limits.concurrency}")
         if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
             raise bad("tools: this model's chat template knows no tools", "tools")
-        name = session_name(key.tenant, session or secrets.token_hex(16))
+        name = self.session_of(key, session or secrets.token_hex(16))
         rendered = await self._rendered(ask)
         tokens, turn = list(rendered), 0
         if session:
@@ -138,6 +146,7 @@ class Gateway:
         sampling = self._sampling(ask, tokens)
         if ask.json_schema:
             await self._prepared(ask.json_schema)
+        self.served.add(group)
         self.num_running += ask.choices
         self.idle.clear()
         return Turns(
@@ -153,6 +162,7 @@ class Gateway:
             turn=turn,
             sampling=sampling,
             trial=self._trial() if drawn else -1,
+            subject=self._subject(ask, key, name if session else ""),
         )
 
     async def answer(self, turns: Turns, watch: Callable[[int], OnText] | None = None) -> None:
@@ -184,10 +194,18 @@ class Gateway:
         if not self.num_running:
             self.idle.set()
 
-    def may_record(self, key: Key) -> bool:
-        """Whether anything this key sends may be written."""
+    def session_of(self, key: Key, session: str) -> str:
+        """What a session of a key's tenant is called in ids."""
+        return keyed_session(self._secret(), key.tenant, session, key.train)
+
+    def may_record(self, train: Train) -> bool:
+        """Whether anything that a key made with this `--train` sends, or is answered, may be written."""
         allowed = {"nothing": (), "consented": ("yes",), "all": ("yes", "unset")}[self.config.train_on]
-        return key.train in allowed
+        return train in allowed
+
+    def _subject(self, ask: Ask, key: Key, session: str) -> str:
+        goes_on = any(message.role == "assistant" for message in ask.prompt.plain)
+        return self._users.subject(session, keyed_subject(self._secret(), key.tenant, ask.user), goes_on=goes_on)
 
     async def _rendered(self, ask: Ask) -> list[int]:
         size = sum(len(message.content) for message in ask.prompt.plain)
@@ -281,7 +299,7 @@ class Gateway:
         self._tally(turns, whole)
         if turns.session:
             self._remember(turns, whole)
-        if not (self.may_record(turns.key) and turns.ask.store):
+        if not (self.may_record(turns.key.train) and turns.ask.store):
             metrics.counter("not_recorded", reason="no consent").inc(len(turns.answers))
             return
         if turns.num_sampled:
@@ -317,18 +335,15 @@ class Gateway:
         served = Served(
             group=turns.group,
             tenant=turns.key.tenant,
-            subject=subject_of(turns.key.tenant, turns.ask.user),
+            subject=turns.subject,
             prompt=turns.ask.prompt,
             tokens=turns.tokens,
             answers=turns.answers,
             sampling=turns.sampling,
             prefix=turns.ask.force,
-            turn=turns.turn,
-            meta={
-                "session": bool(turns.session),
-                "messages": len(turns.ask.prompt.plain),
-                **({TRIAL: turns.trial} if turns.trial >= 0 else {}),
-            },
+            turn=len(turns.ask.prompt.plain) if turns.session else -1,
+            carried=turns.turn,
+            trial=turns.trial,
         )
         num_bytes = 8 * (len(turns.tokens) + turns.num_sampled) + sum(len(one.content) for one in served.prompt.plain)
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))

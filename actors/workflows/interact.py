@@ -2,8 +2,8 @@
 
     reset ─> [agent: session.reply] ─> action ─> step ─> reward at the turn's last token ─> observation ─> again
 
-Ends: terminal (the environment's result), truncated (its limit, `max_turns`, or a full context; `meta.truncated` says
-which), failed (whatever is raised; `meta.failure` says what).
+Ends: terminal (the environment's result), truncated (its limit, `max_turns`, or a full context; `truncated` says
+which), failed (whatever is raised; `failure` says what).
 """
 
 from typing import cast

@@ -53,7 +53,7 @@ class ToolsOptions(Section, frozen=True):
 
 
 class Tools:
-    """Takes the fields of ToolsOptions. How many calls were made, and failed, is noted in `meta`."""
+    """Takes the fields of ToolsOptions. How many calls were made, and failed, is noted in `notes`."""
 
     def __init__(self, **options: object) -> None:
         self._options = decode(options, ToolsOptions, "tools")

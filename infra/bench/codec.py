@@ -56,7 +56,7 @@ class Listed(msgspec.Struct, frozen=True, array_like=True):
     advantage: float | None
     priority: float
     stamps: tuple[str, ...]
-    meta: dict[str, str]
+    answer: str
 
 
 def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0) -> list[Sample]:
@@ -117,7 +117,7 @@ def _header(sample: Sample, episode: int, size: int) -> dict[str, object]:
         "spans": (Span(start, start + len(sample.response), 12),),
         "scores": (Score("exact", 1.0),),
         "stamps": ("validate@1", "dedupe@1", "filter@1"),
-        "meta": {"answer": "280"},
+        "answer": "280",
     }
 
 

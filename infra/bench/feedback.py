@@ -107,6 +107,6 @@ def _answer(group: str, random: np.random.Generator) -> Block:
         logprobs=-random.random(RESPONSE_TOKENS),
         messages=said,
         spans=(Span(PROMPT_TOKENS, stop, 7),),
-        meta={"finish": "stop", "turn": 0, "session": True, "messages": 1},
+        turn=1,
     )
     return Block((one,))

@@ -83,7 +83,7 @@ def _group(group: str, random: np.random.Generator) -> Block:
                 logprobs=-random.random(RESPONSE_TOKENS),
                 messages=(question, Message(role="assistant", content=str(int(random.integers(0, 3))))),
                 spans=(Span(PROMPT_TOKENS, PROMPT_TOKENS + RESPONSE_TOKENS, 7),),
-                meta={"answer": "1"},
+                answer="1",
             )
             for episode in range(GROUP_SIZE)
         )

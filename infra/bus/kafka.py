@@ -22,7 +22,7 @@ from aiokafka.errors import (
 )
 
 from infra.bus.bus import Headers, Partition, Position, Reader, check_size
-from infra.bus.kafka_reader import KafkaReader, stop
+from infra.bus.kafka_reader import KafkaReader, may_pass, stop
 from infra.bus.memory import changed_count
 from infra.bus.partitioner import partition_for
 from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
@@ -325,7 +325,7 @@ class KafkaBus:
                     try:
                         return await attempt()
                     except (KafkaError, OSError, _TryAgain) as error:
-                        if isinstance(error, KafkaError) and not error.retriable:
+                        if not may_pass(error):
                             raise
                         if backoff_s == MAX_BACKOFF_S or last is None:
                             level = logging.INFO if last is None else logging.WARNING

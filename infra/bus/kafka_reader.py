@@ -12,6 +12,7 @@ from aiokafka.errors import (
     CommitFailedError,
     IllegalStateError,
     KafkaError,
+    KafkaTimeoutError,
     NoOffsetForPartitionError,
     OffsetOutOfRangeError,
 )
@@ -29,6 +30,14 @@ CLOSE_S = 5.0
 MIN_INTERVAL_S = 0.01
 
 logger = logging.getLogger(__name__)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same call may succeed once the broker is well again.
+
+    aiokafka does not mark its own timeout so: a broker that keeps silent past a request answers the next one.
+    """
+    return not isinstance(error, KafkaError) or error.retriable or isinstance(error, KafkaTimeoutError)
 
 
 async def stop(client: AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient) -> None:
@@ -81,7 +90,7 @@ class KafkaReader:
             await self._first_commit(error.args[0])
             return []
         except KafkaError as error:
-            if not error.retriable:
+            if not may_pass(error):
                 raise
             logger.warning("kafka.read address=%s error=%r", self._bus.bootstrap_servers, error)
             await asyncio.sleep(min(timeout_s, 0.2))
@@ -134,6 +143,8 @@ class KafkaReader:
             raise CommitRefused(f"group {self._group}: {error}") from error
         except CommitFailedError as error:
             raise CommitRefused(f"group {self._group}: {error}") from error
+        except KafkaTimeoutError as error:
+            raise self._bus.unavailable(f"commit for {self._group}", error) from error
 
     async def close(self) -> None:
         """See Reader."""

@@ -248,13 +248,20 @@ class Log:
                 raise ConfigError(f"app: {error}; `headrace check --create` creates the topics") from error
 
     async def create_topics(self, *, partitions: int, keep_ms: int) -> list[str]:
-        """Create the topics that are missing; returns their names. ConfigError where a partition count has changed."""
-        created = []
+        """Create the topics that are missing; returns their names. ConfigError where a partition count has changed, once all
+        that can be created are.
+        """
+        created, refused = [], []
         for topic in ALL:
-            if await self.bus.create_topic(
-                self.name(topic), topic.partitions or partitions, topic_config(topic, keep_ms)
-            ):
-                created.append(self.name(topic))
+            try:
+                if await self.bus.create_topic(
+                    self.name(topic), topic.partitions or partitions, topic_config(topic, keep_ms)
+                ):
+                    created.append(self.name(topic))
+            except ConfigError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
         return created
 
     async def _resolve(self, record: Record) -> Message:

@@ -18,13 +18,16 @@ from schemas.withdrawal import is_withdrawal
 # What an experience is and whose it is: no step may change these.
 IDENTITY = (
     "id", "group", "episode", "group_size", "part", "last", "origin", "tenant", "subject", "key_id", "attempt",
-    "sequence", "suite", "revision", "stamps",
+    "sequence", "suite", "revision", "stamps", "kind", "task", "held_out", "turn", "carried", "trial", "parent", "failure",
+    "truncated", "part_reason", "retrained",
 )  # fmt: skip
 _identity = operator.attrgetter(*IDENTITY)
 MAX_REASON_CHARS = 80
-NUMBERS = ("reward", "advantage", "priority")
-_numbers = operator.attrgetter(*NUMBERS)
-_others = operator.attrgetter("num_tokens", "spans", "end", "lane", "scores", "meta", "bulk")
+NUMBERS = ("reward", "advantage", "priority", "weight")
+_numbers = operator.attrgetter("reward", "advantage", "priority")
+_others = operator.attrgetter(
+    "num_tokens", "spans", "end", "lane", "scores", "meta", "bulk", "answer", "edit", "weight", "notes"
+)
 
 
 def accepted(before: Experience, result: object) -> Experience | str:

@@ -44,6 +44,10 @@ def input_hash(options: str, experience: Experience) -> str:
     """Of what a score may read: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame."""
     seen = hashlib.blake2b(options.encode())
     seen.update(_encoder.encode((experience.messages, experience.meta, experience.end, experience.part)))
+    # What the meta of an older frame says too is not said twice: a verdict that was recorded then is found again.
+    fields = {"answer": experience.answer, "task": experience.task or None, "notes": experience.notes or None}
+    if further := {name: value for name, value in fields.items() if value != experience.meta.get(name)}:
+        seen.update(_encoder.encode(further))
     seen.update(experience.tokens.tobytes())
     return seen.hexdigest()[:HASH_CHARS]
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.chain.chain import Step
+from infra.cli.check_state import check_lanes, check_state
 from infra.cli.connect import connected
 from infra.cli.settings import Settings, load_settings
 from infra.config import duration_s
@@ -37,6 +38,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     sources = build_sources(settings.feedback, settings.folder)
     check_late(settings)
     notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
+    if importlib.util.find_spec("torch") is not None:
+        notes += check_lanes(settings) + check_state(settings)
     console = Console(highlight=False)
     console.print(summary(settings))
     for stage, steps in chains.items():

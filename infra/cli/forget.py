@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from actors.gateway.keys import server_secret
 from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.cli.connect import reading, store_of
@@ -15,7 +14,7 @@ from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from infra.cli.trace import index_of
 from infra.config import duration_s
-from infra.ledger.forget import Report, checkpointed, destroy, destroy_texts, report, tell
+from infra.ledger.forget import Report, checkpointed, complete, destroy, tell
 from infra.seal import FRESH_S, Keys
 from schemas import Batch, Progress, Saved
 from schemas.errors import ConfigError
@@ -32,22 +31,19 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
     """
     wait_s = duration_of(wait)
     settings = load_settings(config, sets)
-    store = store_of(settings)
-    keys = Keys(store)
+    keys = Keys(store_of(settings))
     key_ids = await asyncio.to_thread(destroy, keys, tenant, user)
     if not key_ids:
         raise ConfigError(
             f"forget: nothing was written of this user of tenant {tenant!r}, expected the user as requests named them"
             " and the tenant of the API key they came with (`headrace keys list`)"
         )
-    secret = await asyncio.to_thread(server_secret, store)
+    secret = await asyncio.to_thread(keys.app_secret)
     index = index_of(settings)
     try:
         async with reading(settings) as log:
             about = await tell(log, tenant, user, secret=secret, owner=getpass.getuser())
-            await index.refresh(log)
-            texts = await asyncio.to_thread(destroy_texts, index, keys, key_ids)
-            found = report(index, about, key_ids, texts)
+            found = await complete(log, index, keys, about, key_ids)
             if not as_json:
                 show(Console(highlight=False, soft_wrap=True), found)
             saved = await first_checkpoint(log, settings.run or settings.app, wait_s)
@@ -108,7 +104,9 @@ def show(console: Console, found: Report) -> None:
         f"forgotten as {found.about}: {len(found.keys)} keys destroyed, {found.groups} groups cannot be opened"
     )
     if found.texts:
-        console.print(f"what was written about their answers in {found.texts} sessions cannot be read any more")
+        console.print(
+            f"what was written in {found.texts} sessions about their answers, or without their name, cannot be read any more"
+        )
     console.print(f"roles that looked a key up drop what they hold within {FRESH_S:g} s, counted as forgotten")
     if not found.steps:
         console.print(

@@ -7,7 +7,7 @@ import signal
 
 import typer
 
-from infra.cli.commands import again, data, govern, keys, look, measure, repeat, roles, start
+from infra.cli.commands import again, data, govern, keys, look, measure, repeat, roles, start, weights
 
 app = typer.Typer(
     name="headrace",
@@ -32,6 +32,8 @@ bench_app = typer.Typer(
     help="Measure this machine: figures beside what was aimed at. Ratios are of things timed side by side.",
 )
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway: create, list, revoke.")
+weights_app = typer.Typer(no_args_is_help=True, help="Published versions as model folders: pull.")
+app.add_typer(weights_app, name="weights", rich_help_panel="Serve")
 app.add_typer(keys_app, name="keys", rich_help_panel="Data")
 app.add_typer(load_app, name="load", rich_help_panel="Data")
 app.add_typer(bench_app, name="bench", rich_help_panel="Look")
@@ -51,6 +53,7 @@ app.command(rich_help_panel="Look")(look.audit)
 app.command(rich_help_panel="Look")(look.trace)
 app.command("eval", rich_help_panel="Look")(look.evaluate)
 app.command(rich_help_panel="Data")(data.forget)
+app.command(rich_help_panel="Data")(data.skip)
 app.command(rich_help_panel="Serve")(govern.channel)
 app.command(rich_help_panel="Serve")(govern.promote)
 app.command(rich_help_panel="Serve")(govern.pin)
@@ -61,6 +64,7 @@ app.command(rich_help_panel="Serve")(govern.resume)
 app.command(rich_help_panel="Repeat")(repeat.replay)
 app.command(rich_help_panel="Repeat")(repeat.export)
 app.command(rich_help_panel="Repeat")(again.reprocess)
+weights_app.command("pull")(weights.pull)
 keys_app.command("create")(keys.create)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke)

@@ -10,13 +10,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from infra.cli.source import Source, opened
+from infra.ledger.archive import MAX_BYTES
 from infra.metrics import Metrics
-from schemas.errors import Sealed
+from infra.plugin import add_plugin_folders
+from schemas.errors import ConfigError, Sealed
 from trainer.checkpoint import Position
 from trainer.learner import open_learner
 from trainer.origin import differences, made_with
 from trainer.replay import Compared, Start, find_start, forgotten_steps, replay
 from trainer.report import Report
+from trainer.shipped import foreign_names
 from trainer.sight import open_sight
 from trainer.state import Learning
 
@@ -50,10 +53,22 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.faults or (self.bits_promised and not self.equal) else 0
 
 
-async def run_replay(path: Path, *, from_step: int | None, to_step: int | None, verify: bool, as_json: bool) -> int:
+class Trust(msgspec.Struct, frozen=True):
+    """How far what came with a run is trusted. plugins: what its settings name is imported and called. max_bytes: what an
+    archive may unpack to.
+    """
+
+    plugins: bool = False
+    max_bytes: int = MAX_BYTES
+
+
+async def run_replay(
+    path: Path, *, from_step: int | None, to_step: int | None, verify: bool, as_json: bool, trust: Trust
+) -> int:
     """Replay the run at `path` and print what came out; returns the exit code."""
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    async with opened(path) as source:
+    async with opened(path, trust.max_bytes) as source:
+        check_names(console, source, trusted=trust.plugins)
         with console.status("loading the model"):
             learner = await asyncio.to_thread(open_learner, source.settings.trainer, source.model)
         run = Learning(
@@ -73,6 +88,20 @@ async def run_replay(path: Path, *, from_step: int | None, to_step: int | None, 
     else:
         summarize(console, verdict, verify=verify)
     return verdict.exit_code if verify else 0
+
+
+def check_names(console: Console, source: Source, *, trusted: bool) -> None:
+    """Print what would be imported and does not ship, and let it be found. Raises ConfigError where it is not trusted."""
+    names = foreign_names(source.settings.trainer)
+    if names and not trusted:
+        raise ConfigError(
+            f"replay would import and call what headrace does not ship: {'; '.join(names)}. --trust-plugins does so, where "
+            "you know who wrote this run's settings"
+        )
+    for name in names:
+        console.print(f"trusted: {name}", markup=False)
+    if names:
+        add_plugin_folders(source.settings.folder, source.settings.plugins)
 
 
 async def done_again(

@@ -4,21 +4,31 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from actors.gateway.config import GatewayConfig, Webhook, split_address
+from actors.gateway.config import GatewayConfig, Webhook
 from infra import failpoint
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
+from infra.config import split_address
+from infra.deadline import ends_within
 from infra.local.ranks import rank_of
-from infra.metrics import Metrics
+from infra.metrics import LISTEN_VARIABLE, Metrics
 from infra.plugin import add_plugin_folders
-from schemas.errors import ConfigError
+from schemas import Progress
+from schemas.errors import ConfigError, HeadraceError
+from schemas.topics import PROGRESS
 from streams.config import FEEDBACK_PATH
 
 logger = logging.getLogger(__name__)
+
+SAY_S = 5.0
+MAX_REASON = 1000  # characters
+STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever wants it sooner sends SIGKILL
 
 
 async def run_role(role: str, config: Path, sets: list[str]) -> int:
@@ -28,18 +38,54 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     failpoint.check()
     add_plugin_folders(settings.folder, settings.plugins)
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
-        return await train_on_ranks(settings, config, sets, stop)
+    with ExitStack() as ending:
+
+        def told_to_stop() -> None:
+            if not stop.is_set():
+                stop.set()
+                ending.enter_context(ends_within(f"the stop of {role}", STOP_S))
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+        if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
+            return await train_on_ranks(settings, config, sets, stop)
+        try:
+            return await _run(role, settings, stop)
+        except HeadraceError as error:
+            await say_failed(role, settings, str(error))
+            raise
+
+
+async def say_failed(role: str, settings: Settings, reason: str) -> None:
+    """Tell the log why this role ends, for `headrace status`; a log that cannot be reached is told nothing."""
+    ended = Progress(
+        role=role, instance=f"{role}/{socket.gethostname()}/{os.getpid()}", state="failed", reason=reason[:MAX_REASON]
+    )
+    try:
+        async with connected(settings, deadline_s=SAY_S, create=True) as log:
+            await log.publish(PROGRESS, ended)
+    except (HeadraceError, ValueError) as error:
+        logger.warning("end_not_told error=%s", error)
+
+
+async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
     metrics = Metrics(role)
-    port = metrics.serve(int(os.environ.get("HEADRACE_METRICS_PORT", "0")))
+    host, wanted = metrics_address(settings)
+    port = metrics.serve(wanted, host)
     logger.info("started role=%s pid=%d metrics_port=%s", role, os.getpid(), port)
     run = {"master": _master, "explore": _explore, "process": _process, "train": _train, "serve": _serve}[role]
     await run(settings, metrics, stop)
     logger.info("stopped role=%s", role)
     return 0
+
+
+def metrics_address(settings: Settings) -> tuple[str, int]:
+    """Where this process serves its metrics: the environment's word, else the file's. Raises ConfigError."""
+    try:
+        host, port = split_address(os.environ.get(LISTEN_VARIABLE) or settings.metrics.listen, LISTEN_VARIABLE)
+        return host, port if not rank_of(os.environ) else 0  # the first rank speaks for all
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def loop_of(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -200,7 +246,7 @@ def webhooks_of(settings: Settings) -> tuple[Webhook, ...]:
                 f"secret that {one.from_.webhook} is signed with"
             )
         header, stamp = one.from_.signature_header.lower(), one.from_.timestamp_header.lower()
-        found.append(Webhook(one.from_.webhook, secret.encode(), header, stamp))
+        found.append(Webhook(one.from_.webhook, secret.encode(), header, stamp, one.from_.tenant))
     return tuple(found)
 
 

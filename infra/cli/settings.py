@@ -8,6 +8,7 @@ import msgspec
 from actors.config import ExploreConfig, MasterConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
+from infra.cli.expected import Expect
 from infra.config import Floor, Use, decode, read_toml
 from schemas.errors import ConfigError
 from streams.config import (
@@ -42,6 +43,7 @@ class Settings(Floor, frozen=True):
     verify: VerifyConfig = VerifyConfig()
     collect: CollectConfig = CollectConfig()
     trainer: TrainerConfig = TrainerConfig()
+    expect: Expect = Expect()
 
     def streams(self) -> StreamsConfig:
         """The streams wing's part."""

@@ -1,6 +1,10 @@
-"""What a replay reads: the folder of a run with its log and store, or an archive of one. Nothing of either is changed."""
+"""What a replay reads: the folder of a run with its log and store, or an archive of one. Nothing of either is changed.
+
+Guarantee: opening one imports nothing that its settings name; of an archive's settings those of SHAPING are taken.
+"""
 
 import asyncio
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,13 +18,14 @@ from infra.cli.connect import kafka_folder, reading, store_of
 from infra.cli.roles import model_folder
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
 from infra.config import Table, decode
-from infra.ledger.archive import restore_log, unpack
-from infra.plugin import add_plugin_folders
+from infra.ledger.archive import MAX_BYTES, restore_log, unpack
 from infra.store import Store
 from schemas.errors import ConfigError
 
 # The tables that decide what a step does; nothing of the others, which hold addresses, is needed or exported.
 SHAPING = ("app", "run", "keep", "policy", "pacing", "trainer")
+UNPACKED_MODEL = "model"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class Source(NamedTuple):
@@ -38,26 +43,32 @@ class Source(NamedTuple):
 
 
 @asynccontextmanager
-async def opened(path: Path) -> AsyncIterator[Source]:
-    """The run at `path`: its folder, its TOML, or an archive. Raises ConfigError, BadFrame, BrokerUnavailable."""
+async def opened(path: Path, max_bytes: int = MAX_BYTES) -> AsyncIterator[Source]:
+    """The run at `path`: its folder, its TOML, or an archive that unpacks to at most `max_bytes`.
+
+    Raises ConfigError, BadFrame, BrokerUnavailable.
+    """
     if path.suffix != ".toml" and await asyncio.to_thread(path.is_file):
         with tempfile.TemporaryDirectory(prefix="headrace-replay-") as folder:
-            yield await asyncio.to_thread(unpacked, path, Path(folder))
+            yield await asyncio.to_thread(unpacked, path, Path(folder), max_bytes)
         return
     settings = load_settings(path if path.suffix == ".toml" else path / DEFAULT_FILE)
     if not settings.kafka.bootstrap_servers and not kafka_folder(settings).is_dir():
         raise ConfigError(f"{settings.folder}: no run was started here; expected its log in {kafka_folder(settings)}")
-    add_plugin_folders(settings.folder, settings.plugins)
     async with reading(settings) as log:
         yield Source(settings, log, store_of(settings), model_folder(settings))
 
 
-def unpacked(path: Path, folder: Path) -> Source:
-    """An archive, unpacked below an empty folder."""
+def unpacked(path: Path, folder: Path, max_bytes: int = MAX_BYTES) -> Source:
+    """An archive, unpacked below an empty folder. Raises ConfigError, BadFrame."""
     from infra.store_directory import DirectoryStore
 
-    about = unpack(path, folder)
-    settings = decode(about.settings, Settings, f"{path}: headrace.json")
+    about = unpack(path, folder, max_bytes=max_bytes)
+    where = f"{path}: headrace.json"
+    settings = decode({name: about.settings[name] for name in SHAPING if name in about.settings}, Settings, where)
+    model = settings.policy.model
+    if model != UNPACKED_MODEL and not _HUB_NAME.fullmatch(model):
+        raise ConfigError(f'{where}: policy.model: got "{model}", expected "{UNPACKED_MODEL}" or a Hugging Face name')
     settings = msgspec.structs.replace(settings, folder=folder)
     store = DirectoryStore(folder / "store")
     return Source(settings, restore_log(folder, about, settings.app, store), store, model_folder(settings))
@@ -67,5 +78,5 @@ def shaping(settings: Settings) -> Table:
     """The settings an archive holds; its model, where it is a folder, lies beside them."""
     found: Table = {name: msgspec.to_builtins(getattr(settings, name)) for name in SHAPING}
     if (settings.folder / settings.policy.model).is_dir():
-        found["policy"]["model"] = "model"
+        found["policy"]["model"] = UNPACKED_MODEL
     return found

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from infra.bus.log import Log
 from infra.cli.connect import reading
+from infra.cli.expected import OVER, missing, wanted_of
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
@@ -21,7 +23,6 @@ RECENT = 2000  # records looked at in each topic: minutes of a busy system
 NEWEST = 64  # records of experiences looked at for the newest answer
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
 GONE_S = 15.0  # a role that has not spoken for so long is silent
-ENDED = ("stopped", "done")  # what a role says that ended in order
 # Which group reads which topic; its lag is what waits to be done.
 CONSUMERS = (
     (topics.TASKSET_RAW, "tasks"),
@@ -41,7 +42,8 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
     """Print the state of the system; with `check`, exit code 1 if there is an alarm."""
     settings = load_settings(config, sets)
     async with reading(settings) as log:
-        state = await read_status(log, now_s=time.time(), max_lag=max_lag)
+        wanted = wanted_of(settings.expect, serves=settings.gateway is not None)
+        state = await read_status(log, now_s=time.time(), max_lag=max_lag, wanted=wanted)
     if as_json:
         print(json.dumps(state))
     else:
@@ -49,15 +51,19 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
     return 1 if check and state["alarms"] else 0
 
 
-async def read_status(log: Log, *, now_s: float, max_lag: int) -> State:
-    """Everything `status` shows, as plain data."""
+async def read_status(
+    log: Log, *, now_s: float, max_lag: int, wanted: Mapping[str, int] = MappingProxyType({})
+) -> State:
+    """Everything `status` shows, as plain data. wanted: see `infra.cli.expected.wanted_of`."""
     reports: dict[str, Reports] = {}
     for message in await newest(log, topics.PROGRESS, RECENT):
         if isinstance(message.value, Progress):
             reports.setdefault(message.value.instance, []).append((message.value, message.timestamp_ms / 1000))
-    roles = newest_of_each([role_state(one, now_s) for one in reports.values()])
+    instances = [role_state(one, now_s) for one in reports.values()]
+    roles = newest_of_each(instances)
     state: State = {
         "roles": roles,
+        "missing": missing(wanted, instances, GONE_S),
         "policies": await policy_state(log),
         "learning": await learning_state(log),
         "answers": await answers_state(log),
@@ -90,9 +96,10 @@ def role_state(reports: Reports, now_s: float) -> State:
         "role": new.role,
         "instance": new.instance,
         "state": new.state,
+        "reason": new.reason,
         "version": new.version,
         "age_s": age_s,
-        "silent": age_s >= GONE_S and new.state not in ENDED,
+        "silent": age_s >= GONE_S and new.state not in OVER,
         "per_s": {
             name: round(more / span_s, 2) for name, more in sorted(grown.items()) if more > 0 and "{" not in name
         },
@@ -195,11 +202,11 @@ async def lag(log: Log, topic: topics.Topic, group: str) -> int | None:
 
 def alarms(state: State, max_lag: int) -> list[str]:
     """What somebody should look at, one line each; empty when all is well."""
-    found = [] if state["roles"] else ["no role has reported"]
+    found = list(state["missing"]) if state["roles"] else ["no role has reported"]
     for role in state["roles"]:
-        if role["silent"]:
+        if role["silent"] and not any(role["instance"] in line for line in state["missing"]):
             found.append(f"{role['instance']} has been silent for {role['age_s']:.0f} s")
-        else:
+        elif not role["silent"]:
             found += [
                 f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
             ]

@@ -12,16 +12,21 @@ import msgspec
 from rich.console import Console
 
 from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_client, store_of
+from infra.cli.roles import metrics_address
 from infra.cli.settings import Settings, load_settings
 from infra.config import duration_s
+from infra.local.folder_lock import lock_folder
 from infra.local.supervisor import Child, ChildEvent, Supervisor
+from infra.metrics import LISTEN_VARIABLE
 from infra.unless import unless
 from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
 CANARY = "canary"
+METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # ports from the first that is named
 COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
+TAIL_BYTES = 4096
 CONFIG_ERROR = 2  # an exit code that a restart cannot mend
 
 
@@ -59,8 +64,8 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
             *overrides,
         ),
         log=settings.folder / "logs" / f"{role}.log",
-        env=child_environment(settings),
-        final_codes=(0, CONFIG_ERROR),
+        env=child_environment(settings) | metrics_environment(settings, role),
+        mistakes=(CONFIG_ERROR,),
         tier=2 if role == "master" else 1,
     )
 
@@ -82,6 +87,14 @@ def child_environment(settings: Settings) -> dict[str, str]:
     return environment
 
 
+def metrics_environment(settings: Settings, role: str) -> dict[str, str]:
+    """A port of its own for each role, where the settings (or the environment) name a first one."""
+    host, first = metrics_address(settings)
+    if not first or role not in METRICS_ORDER:
+        return {LISTEN_VARIABLE: f"{host}:0"}
+    return {LISTEN_VARIABLE: f"{host}:{first + METRICS_ORDER.index(role)}"}
+
+
 async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s: float = 120.0) -> None:
     """Until the broker answers and its topics exist. Raises ConfigError or BrokerUnavailable with the broker's last words."""
     try:
@@ -96,6 +109,20 @@ async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s
         )
 
 
+def last_words(log: Path) -> str:
+    """The last line a process wrote, "" for none."""
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+        return printable(lines[-1]) if lines else ""
+    return ""
+
+
+def printable(line: str) -> str:
+    """Without anything that moves a terminal's cursor or sets its colours."""
+    return "".join(one if one.isprintable() else " " for one in line)
+
+
 async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
     from infra.bus.kafka import answers
 
@@ -103,9 +130,9 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
     while True:
         state = supervisor.states.get(BROKER)
         if state is not None and (state.given_up or state.exit_code == CONFIG_ERROR):
-            words = (settings.folder / "logs" / "kafka.log").read_text(errors="replace").strip().splitlines()
+            words = last_words(settings.folder / "logs" / "kafka.log")
             kind = ConfigError if state.exit_code == CONFIG_ERROR else BrokerUnavailable
-            raise kind(words[-1].removeprefix("headrace: ") if words else "the broker did not start")
+            raise kind(words.removeprefix("headrace: ") or "the broker did not start")
         try:
             address = bootstrap_of(settings)
         except ConfigError:
@@ -116,8 +143,13 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
 
 
 async def run_up(config: Path, sets: list[str]) -> int:
-    """Run everything until SIGINT or SIGTERM."""
+    """Run everything until SIGINT or SIGTERM, or until a role cannot start. Raises ConfigError where it is run already."""
     settings = load_settings(config, sets)
+    with lock_folder(settings.folder / "state" / "up.lock", f"headrace up in {settings.folder}"):
+        return await _run_here(settings, config, sets)
+
+
+async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
     file = settings.folder / config.name
     children = [role_child(settings, file, sets, role) for role in roles_of(settings)]
     console = Console(stderr=True, highlight=False)
@@ -128,6 +160,11 @@ async def run_up(config: Path, sets: list[str]) -> int:
     def tell(event: ChildEvent) -> None:
         code = "" if event.exit_code is None else f" (exit code {event.exit_code})"
         console.print(f"{event.name} {event.kind}{code}")
+        if event.kind == "exited" and event.exit_code:
+            words = last_words(settings.folder / "logs" / f"{event.name}.log")
+            console.print(f"  {words}", style="red", markup=False)
+        if event.kind == "gave_up" and event.name in roles_of(settings):
+            stop.set()
 
     broker = broker_child(settings)
     async with Supervisor([broker] if broker else [], tell) as first:
@@ -143,9 +180,9 @@ async def run_up(config: Path, sets: list[str]) -> int:
         async with Supervisor([*children, index_child(settings, file, sets)], tell) as roles:
             with suppress(Stopped):
                 await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)
-        failed = [state.name for state in roles.states.values() if state.given_up or state.exit_code == CONFIG_ERROR]
+        failed = [state.name for state in roles.states.values() if state.given_up]
     for name in failed:
-        console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
+        console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red", markup=False)
     return 1 if failed else 0
 
 

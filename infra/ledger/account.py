@@ -76,7 +76,7 @@ class Ledger:
                     # A second delivery, which verify drops as a duplicate, shares the fate of the first.
                     self._repeated += one.id in self._published
                     self._published[one.id] = (one.group, one.attempt)
-                    if one.meta.get("split") == "validation":
+                    if one.held_out:
                         self._kept_apart[one.id] = VALIDATION
 
     def verified(self, message: Message) -> None:

@@ -8,7 +8,7 @@
 
 Guarantees: no address of a broker or store and no setting of another role is in it. Reading writes plain files below one
 folder and nothing else: names that climb out, links, devices, anything oversized or truncated is one BadFrame that names
-it, and nothing in it is ever run.
+it. Below model/ only what `add_model` writes comes out. It names no code for whoever reads it: see `infra.cli.source`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ END = "headrace.end"
 FOLDERS = ("model", "store", "topics")
 MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
 PART_BYTES = 32 * 1024 * 1024
-MAX_BYTES = 256 * 1024**3
+MAX_BYTES = 32 * 1024**3  # unpacked, unless the reader says otherwise: a few MB may unpack to hundreds of GB
 MAX_ABOUT_BYTES = 1024 * 1024
 MAX_HEADER_BYTES = 1024 * 1024  # of everything between two members: a longer name is no name
 
@@ -187,7 +187,7 @@ def _unpack(plain: _Bounded, folder: Path, max_bytes: int) -> None:
             target = folder.joinpath(*checked_name(member).parts)
             max_bytes -= member.size
             if max_bytes < 0 or (member.name == ABOUT and member.size > MAX_ABOUT_BYTES):
-                raise BadFrame(f"{member.name}: {member.size} bytes, too many")
+                raise BadFrame(f"{member.name}: {member.size} bytes, too many; --max-unpacked allows more in all")
             plain.left += member.size
             source = tar.extractfile(member)
             assert source is not None, "checked to be a plain file"
@@ -213,6 +213,8 @@ def checked_name(member: tarfile.TarInfo) -> PurePosixPath:
         raise BadFrame(f"{member.name!r}: not a name below the archive's folder")
     if member.name not in (ABOUT, END) and (name.parts[0] not in FOLDERS or len(name.parts) < 2):
         raise BadFrame(f"{member.name}: expected {ABOUT}, or a file in {', '.join(FOLDERS)}")
+    if name.parts[0] == "model" and (len(name.parts) > 2 or name.suffix not in MODEL_SUFFIXES):
+        raise BadFrame(f"{member.name}: not a file of a model, expected model/*{', *'.join(MODEL_SUFFIXES)}")
     return name
 
 

@@ -3,13 +3,15 @@
     keys destroyed ─> Directive(forget) in the log ─> keys of their sessions destroyed ─> report from the index
                                                           └─> a checkpoint that was made since
 
-What people wrote about their answers is sealed under keys of the sessions, which the log tells: so these go once it is read.
+What people wrote about their answers, and turns of their sessions that named nobody, are sealed under keys of the sessions,
+which the log tells: so these go once it is read.
 
 Guarantees: from the first step on nothing of theirs is opened by whoever looks the key up (see `infra.seal`): verify,
 collect and the trainer drop what they still hold, with the reason "forgotten" and a counter; repeating it is harmless, and
 completes one that was cut short. The weights stay what they are: the report says which versions have learned from it.
 """
 
+import asyncio
 import hashlib
 import hmac
 
@@ -20,6 +22,7 @@ from infra.ledger.index import Index
 from infra.seal import Keys
 from schemas import Directive, Saved, topics
 from schemas.ids import subject_of
+from schemas.names import keyed_subject
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +31,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: journaled on it and not taken back; replay cannot compute these again, nor anything after the first of them that
     begins before it. first_version: the first published policy that learned from it, None for none; every one up to
     newest_version descends from it. replay_from: the step after the last of them, where a checkpoint can be replayed from.
-    texts: sessions whose feedback cannot be read any more.
+    texts: sessions where what was written under the session's own key (feedback, turns that named nobody) cannot be read any
+    more.
 
     Example: Report(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,
                     replay_from=40)
@@ -46,7 +50,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
     """Ids of all keys the user ever had, none of which opens anything any more. Blocks; raises StoreError."""
-    return keys.destroy(subject_of(tenant, user))
+    if not user:
+        return ()
+    subjects = (keyed_subject(keys.app_secret(), tenant, user), subject_of(tenant, user))
+    return tuple(key_id for subject in subjects for key_id in keys.destroy(subject))
+
+
+async def complete(log: Log, index: Index, keys: Keys, about: str, key_ids: tuple[str, ...]) -> Report:
+    """Bring the index up to date, destroy the keys of the user's sessions, and report. Raises StoreError; then it is to be
+    done again.
+    """
+    await index.refresh(log)
+    sessions = index.sessions_under(key_ids)  # here: SQLite takes questions in the thread that opened it alone
+    of_sessions = [await asyncio.to_thread(keys.destroy, session) for session in sessions]
+    found = report(index, about, (*key_ids, *(key_id for some in of_sessions for key_id in some)))
+    return msgspec.structs.replace(found, keys=key_ids, texts=sum(map(bool, of_sessions)))
 
 
 async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -> str:
@@ -54,13 +72,6 @@ async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -
     about = hmac.new(secret, f"forget\x00{subject_of(tenant, user)}".encode(), hashlib.sha256).hexdigest()[:24]
     await log.publish(topics.POLICIES, Directive(order="forget", owner=owner, about=about))
     return about
-
-
-def destroy_texts(index: Index, keys: Keys, key_ids: tuple[str, ...]) -> int:
-    """Destroy what feedback about a user's answers is sealed under; of how many sessions there was any. The index is up to
-    date. Blocks; raises StoreError; then it is to be done again.
-    """
-    return sum(bool(keys.destroy(session)) for session in index.sessions_under(key_ids))
 
 
 async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:
@@ -76,7 +87,7 @@ async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) ->
         await reader.close()
 
 
-def report(index: Index, about: str, key_ids: tuple[str, ...], texts: int = 0) -> Report:
+def report(index: Index, about: str, key_ids: tuple[str, ...]) -> Report:
     """What the log says about these keys. The index is up to date."""
     steps = tuple(one.step for one in index.steps_under(key_ids) if not one.undone)
     return Report(
@@ -87,5 +98,4 @@ def report(index: Index, about: str, key_ids: tuple[str, ...], texts: int = 0) -
         first_version=index.first_version_after(steps[0]) if steps else None,
         newest_version=index.newest_version(),
         replay_from=steps[-1] if steps else None,
-        texts=texts,
     )

@@ -9,7 +9,6 @@ address while its ports are free. Acknowledged records survive SIGKILL of the br
 
 import argparse
 import asyncio
-import fcntl
 import logging
 import os
 import signal
@@ -30,13 +29,13 @@ from infra.bus.kafka import answers
 from infra.local import jars
 from infra.local.address import HOST, Address, plan_address
 from infra.local.ahead import cache_options
+from infra.local.folder_lock import lock_folder
 from infra.local.process import Watched, start_watched
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import MAX_RECORD_BYTES
 
 START_S = 90.0
 STOP_S = 20.0
-LOCK_S = 15.0
 TRAIN_S = 120.0
 NUM_ADDRESSES = 3
 JAVA_OPTIONS = (
@@ -127,7 +126,7 @@ class EmbeddedKafka:
             return self.bootstrap
         java = self._java()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_folder(self.folder)
+        self._lock = lock_folder(self.folder / "broker.lock", f"Kafka's folder {self.folder}")
         try:
             for attempt in range(NUM_ADDRESSES):
                 self._address = plan_address(self.folder, anew=attempt > 0)
@@ -231,42 +230,6 @@ def _format(java: Sequence[str], properties: Path, log: Path) -> None:
         file.write(done.stdout + done.stderr)
     if done.returncode:
         raise BrokerUnavailable(f"Kafka's data folder could not be formatted; see {log}: {done.stderr[-600:]}")
-
-
-def _lock_folder(folder: Path) -> IO[str]:
-    """Take the folder, waiting for the broker of a process that has just died to go. Raises ConfigError."""
-    file = (folder / "broker.lock").open("a+")
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip()
-            if _is_alive(owner) or time.monotonic() > deadline:
-                file.close()
-                raise ConfigError(
-                    f"Kafka's folder {folder} is in use by process {owner or '(unknown)'}: "
-                    "stop it, or choose another folder"
-                ) from None
-            time.sleep(0.05)
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
-
-
-def _is_alive(pid: str) -> bool:
-    if not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _listens(port: int) -> bool:

@@ -25,7 +25,9 @@ from infra.local.process import Watched, start_watched
 SAMPLE_S = 1.0
 FIRST_BACKOFF_S = 0.3
 MAX_BACKOFF_S = 10.0
+SLOW = 8  # failures after which the backoff is the longest
 HEALTHY_S = 30.0
+BEGIN_S = 300.0  # an end within so long of the first start is a start that failed
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     """One process to keep running.
 
     env: added to this process's. final_codes: exit codes after which it has done its work, or cannot, and stays down.
+    mistakes: exit codes of what a restart may not mend, a mistake in the settings: at its start (the first end, within
+    BEGIN_S) it is given up, later it is tried again for ever, since what it ran into came after it and may go.
     max_failures: deaths in a row (each within HEALTHY_S of its start) before it is given up. tier: the highest is
     stopped first, members of a tier together. stop_s: from SIGTERM to SIGKILL.
 
@@ -48,6 +52,7 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     cwd: Path | None = None
     final_codes: tuple[int, ...] = (0,)
+    mistakes: tuple[int, ...] = ()
     max_failures: int = 20
     tier: int = 1
     stop_s: float = 15.0
@@ -151,12 +156,16 @@ class Supervisor:
                 return
             if state.exit_code in child.final_codes:
                 return
-            failures = 1 if time.monotonic() - started_s > HEALTHY_S else failures + 1
-            if failures > child.max_failures:
+            lived_s = time.monotonic() - started_s
+            failures = 1 if lived_s > HEALTHY_S else failures + 1
+            is_mistake = state.exit_code in child.mistakes
+            if is_mistake and (state.restarts or lived_s > BEGIN_S):
+                failures = max(failures, SLOW)
+            elif is_mistake or failures > child.max_failures:
                 state.given_up = True
                 self._tell(child, "gave_up")
                 return
-            await self._pause(child.name, min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S))
+            await self._pause(child.name, min(FIRST_BACKOFF_S * 2 ** min(failures - 1, SLOW), MAX_BACKOFF_S))
             if child.name not in self._stopping:
                 state.restarts += 1
                 self._tell(child, "restarting")

@@ -218,7 +218,7 @@ def _consolidate(
 
 def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> Source:
     shards = []
-    for names in _split({name: tensors[name].num_bytes for name in sorted(tensors)}, target.shard_bytes):
+    for names in split_runs({name: tensors[name].num_bytes for name in sorted(tensors)}, target.shard_bytes):
         data = save_tensors({name: tensors[name] for name in names})
         shards.append(_store_shard(target, f"anchors/{target.version}", "safetensors", data))
     return Source(kind="anchor", shards=tuple(shards))
@@ -227,7 +227,7 @@ def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> Source:
 def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key: str, sha256: str) -> Source:
     shards: list[Shard] = []
     parts: list[Part] = []
-    for names in _split({name: len(one.payload) for name, one in encoded.items()}, target.shard_bytes):
+    for names in split_runs({name: len(one.payload) for name, one in encoded.items()}, target.shard_bytes):
         offset = 0
         for name in names:
             one = encoded[name]
@@ -255,7 +255,7 @@ def _store_shard(target: _Target, folder: str, suffix: Literal["safetensors", "d
     return Shard(key, digest, len(data))
 
 
-def _split(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+def split_runs(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     """Names in order, in runs of at most `limit` bytes (or one name)."""
     run: list[str] = []
     total = 0

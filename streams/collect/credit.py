@@ -10,10 +10,9 @@ from typing import Literal
 import msgspec
 
 from infra.processor import Memory
-from schemas import Experience, Score
+from schemas import Edit, Experience, Score
 from streams.collect.group import Echo, Words
 from streams.collect.words import OpenText, as_it_is, edit_of, verdicts
-from streams.processors.correct import CORRECTION, EDITS
 
 Late = Literal["drop", "amend", "retrain"]
 DEFAULT_VERSION = "default"
@@ -128,8 +127,7 @@ def with_edit(experience: Experience, words: Words | None, open_text: OpenText =
     """The experience with the edit that stands, for the step `correct`; itself where nobody edited."""
     if words is None or not words.edits:
         return experience
-    meta = {**experience.meta, CORRECTION: edit_of(words, open_text), EDITS: words.edits}
-    return msgspec.structs.replace(experience, meta=meta)
+    return msgspec.structs.replace(experience, edit=Edit(text=edit_of(words, open_text), count=words.edits))
 
 
 def is_labelled(words: Words | None, sources: Mapping[str, Source]) -> bool:

@@ -6,7 +6,6 @@ import msgspec
 
 from infra.chain.chain import Dropped
 from schemas import Block, Closure, DeadLetter, Experience
-from schemas.fields import TRIAL
 
 MAX_BLOCK_EXPERIENCES = 64
 
@@ -68,5 +67,4 @@ def mean_reward(experiences: Sequence[Experience]) -> float | None:
 
 def trial_of(experiences: Sequence[Experience]) -> int:
     """The version that was on trial when these were answered, -1 for none."""
-    found = experiences[0].meta.get(TRIAL, -1) if experiences else -1
-    return found if isinstance(found, int) and found >= -1 else -1
+    return experiences[0].trial if experiences else -1

@@ -16,7 +16,8 @@ import msgspec
 
 from infra.chain.chain import Context, Step, run_chain
 from schemas import Block, Closure, Control, Experience, Feedback, Lane, Stub, Tick, encode
-from schemas.ids import group_of, tenant_of
+from schemas.ids import group_of
+from schemas.names import tenant_in
 from streams.collect.credit import Source, is_labelled, learn_usual, usual_of
 from streams.collect.decision import Decision, Folded, dead_letter
 from streams.collect.group import Attempt, Group, Place, Said, Words, fullest
@@ -208,7 +209,7 @@ class _Fold:
         before = verdicts(words)
         self.folded.drop(hear(words, said, self.rules.open_text))
         if echoing(self.rules.sources):
-            tenant = tenant_of(group_of(said.feedback.ref))
+            tenant = tenant_in(group_of(said.feedback.ref))
             learn_usual(self.state.memories, tenant, before, verdicts(words))
 
     async def _echo(self, group: Group, *, came: bool = False, is_back: bool = False) -> None:
@@ -346,7 +347,7 @@ class _Fold:
         """Credit, chain, closure."""
         attempt, rules = group.attempts[group.winner], self.rules
         waits = attempt.lane in rules.waiting
-        usual = functools.partial(usual_of, self.state.memories, tenant_of(group.id))
+        usual = functools.partial(usual_of, self.state.memories, tenant_in(group.id))
         given = [
             learned(group, member, rules.sources, waits, self._open_text, usual)
             for member in members

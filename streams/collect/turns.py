@@ -24,9 +24,7 @@ MAX_TURNS = 64
 
 def depth_of(experience: Experience) -> int:
     """Messages before the answer of a session's turn, NO_TURN for anything else."""
-    messages = experience.meta.get("messages")
-    is_turn = experience.meta.get("session") is True and experience.group_size == 1
-    return messages if is_turn and isinstance(messages, int) and session_of(experience.group) else NO_TURN
+    return experience.turn if experience.group_size == 1 and session_of(experience.group) else NO_TURN
 
 
 def echoing(sources: Mapping[str, Source]) -> frozenset[str]:

@@ -6,6 +6,7 @@ edit that is taken back is taken back here too. Tenant, subject and key are the 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -14,14 +15,12 @@ from infra.redact import Kind, Redactor
 from infra.spelling import Speller, TokenizerFile
 from schemas import Experience, Message, Span, ids
 from schemas.errors import ConfigError
-from schemas.experience import CHOSEN, PAIR, REJECTED
 from schemas.fields import Lane
+from schemas.pairs import CHOSEN, REJECTED, Side
 from schemas.withdrawal import withdrawal_of
 
 PROCESSOR = "correct@1"
 ORIGIN = "correct"
-CORRECTION = "correction"  # meta of an answer on its way through collect: the edit that stands, None where none does
-EDITS = "edits"  # and how often edits were made or taken back
 DEMONSTRATION, PREFERENCE = 0, 1  # which of the two that an answer leads to
 
 
@@ -47,16 +46,16 @@ class Correct:
 
     def __call__(self, group: tuple[Experience, ...]) -> tuple[Experience, ...]:
         """The group, and behind it what edits of its answers make."""
-        if not any(EDITS in member.meta for member in group):
+        if not any(member.edit for member in group):
             return group
         made = [one for member in group for one in self._made(member)]
         return (*(without_edit(member) for member in group), *made)
 
     def _made(self, answer: Experience) -> list[Experience]:
-        edit, edits = answer.meta.get(CORRECTION), answer.meta.get(EDITS)
-        if not isinstance(edits, int):
+        if answer.edit is None:
             return []
-        if not isinstance(edit, str):
+        edit, edits = answer.edit.text, answer.edit.count
+        if edit is None:
             gone = (_named(answer, DEMONSTRATION, "expert"), _named(answer, PREFERENCE, "human"))
             # At the first revision nothing was made yet that could be taken back.
             return [withdrawal_of(one, lane=one.lane, revision=edits - 1) for one in gone if answer.revision > 0]
@@ -64,7 +63,7 @@ class Correct:
         prompt = answer.tokens[: answer_start(answer)].tolist()
         chosen = [*prompt, *self._speller.encode(edit), self._speller.end]
         said = (*answer.messages[:-1], Message(role="assistant", content=edit))
-        made = [_side(_named(answer, DEMONSTRATION, "expert"), chosen, said, edits)]
+        made = [_side(_named(answer, DEMONSTRATION, "expert"), chosen, said, edits, "demonstration")]
         rejected = answer.tokens.tolist()
         if chosen != rejected:
             better, worse = (_named(answer, PREFERENCE, "human", episode) for episode in (0, 1))
@@ -75,8 +74,7 @@ class Correct:
 
 def without_edit(answer: Experience) -> Experience:
     """The answer as it goes on: what was made of the edit stands elsewhere."""
-    kept = {name: value for name, value in answer.meta.items() if name not in (CORRECTION, EDITS)}
-    return answer if len(kept) == len(answer.meta) else msgspec.structs.replace(answer, meta=kept)
+    return answer if answer.edit is None else msgspec.structs.replace(answer, edit=None)
 
 
 def answer_start(answer: Experience) -> int:
@@ -89,7 +87,11 @@ def answer_start(answer: Experience) -> int:
 
 
 def _side(
-    named: Experience, tokens: Sequence[int], messages: Sequence[Message], edits: int, mark: str = ""
+    named: Experience,
+    tokens: Sequence[int],
+    messages: Sequence[Message],
+    edits: int,
+    kind: Side | Literal["demonstration"],
 ) -> Experience:
     """Tokens that nobody sampled, as one side of a pair or alone; named: whose header it takes."""
     start = answer_start(named)
@@ -99,8 +101,7 @@ def _side(
         messages=messages,
         spans=(Span(start=start, stop=len(tokens), version=-1, ratio=False),),
     )
-    meta = {**named.meta, PAIR: mark} if mark else named.meta
-    return msgspec.structs.replace(made, revision=edits - 1, meta=meta)
+    return msgspec.structs.replace(made, revision=edits - 1, kind=kind)
 
 
 def _named(answer: Experience, index: int, lane: Lane, episode: int = 0) -> Experience:
@@ -123,5 +124,12 @@ def _named(answer: Experience, index: int, lane: Lane, episode: int = 0) -> Expe
         reward=None,
         advantage=None,
         stamps=(),
-        meta={"parent": answer.id},
+        parent=answer.id,
+        turn=-1,
+        carried=0,
+        trial=-1,
+        truncated="",
+        part_reason="",
+        edit=None,
+        retrained=0,
     )

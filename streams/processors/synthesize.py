@@ -41,7 +41,12 @@ def demonstration_of(best: Experience) -> Experience:
         advantage=None,
         priority=1.0,
         revision=0,
-        meta={**best.meta, "parent": best.id},
+        kind="demonstration",
+        parent=best.id,
+        turn=-1,
+        carried=0,
+        trial=-1,
+        retrained=0,
     )
 
 

@@ -7,7 +7,7 @@ import msgspec
 from infra.processor import processor
 from schemas import Task
 
-_SPACES = re.compile(r"[ \t]+$", re.MULTILINE)
+_SPACES = re.compile(r"(?<![ \t])[ \t]++$", re.MULTILINE)
 
 
 @processor(version=1, inline=True)

@@ -60,7 +60,9 @@ class Verifiable:
             episode=0,
             group_size=1,
             spans=(Span(start=1, stop=2, version=-1, ratio=False),),
-            meta={**task.meta, "answer": task.answer, "task": task.id},
+            task=task.id,
+            answer=task.answer,
+            meta=task.meta,
         )
         outcome = await run_chain(self._steps, (perfect,), Context())
         if not outcome.kept:

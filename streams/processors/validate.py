@@ -17,7 +17,7 @@ def validate(experience: Experience) -> Experience | Drop:
     if experience.suite:
         return experience
     if experience.end == "failed":
-        return Drop("episode failed", str(experience.meta.get("failure", "")))
+        return Drop("episode failed", experience.failure)
     if experience.num_sampled == 0:
         return Drop("empty response", "no sampled tokens")
     return experience

@@ -47,10 +47,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 def kept(experience: Experience) -> Outcome:
     """An experience that goes on; an eval answer that the chain dropped goes on as failed, and counts as dropped."""
-    failure = experience.meta.get("failure")
-    if experience.suite and isinstance(failure, str) and failure:
-        return dropped(experience, failure)
-    parent = experience.meta.get("parent", "")
+    if experience.suite and experience.failure:
+        return dropped(experience, experience.failure)
     return Outcome(
         key=dedupe_key(experience),
         scores=experience.scores,
@@ -59,7 +57,7 @@ def kept(experience: Experience) -> Outcome:
         priority=experience.priority,
         lane=experience.lane,
         content=_content(experience),
-        parent=parent if isinstance(parent, str) else "",
+        parent=experience.parent,
     )
 
 

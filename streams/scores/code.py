@@ -24,7 +24,10 @@ from schemas.errors import ConfigError
 
 MAX_CODE_CHARS = 200_000
 CHILD = Path(__file__).with_name("code_child.py")
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+MAX_RESPONSE_CHARS = 1_000_000
+WHOLE_TOLERANCE = 1e-6  # absolute: how far a result with a fraction may be from an expected whole number, however large
+_OPENS = re.compile(r"[ \t]*+```[^`]*+")
+_CLOSES = re.compile(r"[ \t]*+```[ \t]*+")
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,7 +63,7 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runs: tuple[Run, ...] = ()
 
 
-@score(version=1)
+@score(version=2)
 class Code:
     """1.0 where the last code block of the response passes all tests of meta[tests], else 0.0; None without tests.
 
@@ -68,7 +71,8 @@ class Code:
     {"runs": [{"stdin": "2 3", "stdout": "5"}]}. All calls share one process, each run has its own. Without a fenced
     block the whole response is the code. partial: the share of tests passed instead. command: how a program is run,
     {file} in it is its path (["perl", "{file}"], ["sh", "-c", "g++ -o /tmp/a {file} && /tmp/a"]); calls are for Python
-    only. suffix: of that file. tolerance: relative, of numbers with a fraction. limits: of each process, see
+    only. suffix: of that file. tolerance: relative, of numbers with a fraction (a whole number
+    must be met to 1e-6). limits: of each process, see
     `infra.sandbox.command.Limits`. readable: host paths that programs may read. concurrency: runs at once, 0 is one per
     CPU; the step's timeout_s has to cover the time spent waiting for the others.
     """
@@ -102,7 +106,8 @@ class Code:
         if written is None:
             return None
         hidden = self._hidden(str(written))
-        code = answer_code(experience.response)
+        response = experience.response
+        code = answer_code(response) if len(response) <= MAX_RESPONSE_CHARS else ""
         if len(code) > MAX_CODE_CHARS or not code.strip():
             return 0.0
         total = len(hidden.calls) + len(hidden.runs)
@@ -170,7 +175,8 @@ def replied(line: bytes, index: int) -> object:
 
 
 def same(expected: object, got: object, tolerance: float) -> bool:
-    """Whether two plain JSON values are the same: no truth values among numbers, fractions within the tolerance.
+    """Whether two plain JSON values are the same: no truth values among numbers, fractions within the tolerance, and
+    within WHOLE_TOLERANCE where a whole number is expected.
 
     >>> same([1, 2.0], [1, 2], 1e-9), same(1, True, 1e-9), same(0.3, 0.1 + 0.2, 1e-9)
     (True, False, True)
@@ -181,6 +187,8 @@ def same(expected: object, got: object, tolerance: float) -> bool:
         return expected == got
     if isinstance(expected, int | float) and isinstance(got, int | float):
         try:
+            if isinstance(expected, int) and abs(got - expected) > WHOLE_TOLERANCE:
+                return False
             return math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
         except OverflowError:
             return False
@@ -193,9 +201,18 @@ def same(expected: object, got: object, tolerance: float) -> bool:
 
 
 def answer_code(response: str) -> str:
-    """The last fenced block, or the whole response where there is none."""
-    blocks = _FENCE.findall(response)
-    return str(blocks[-1]) if blocks else response
+    """The last fenced block, or the whole response where there is none. One look at each line."""
+    lines = response.split("\n")
+    block = None
+    opened = -1
+    for index, line in enumerate(lines):
+        if opened >= 0 and _CLOSES.fullmatch(line):
+            block, opened = (opened, index), -1
+        elif opened < 0 and _OPENS.fullmatch(line):
+            opened = index + 1
+    if block is None:
+        return response
+    return "".join(f"{line}\n" for line in lines[slice(*block)])
 
 
 def _lines(text: str) -> list[str]:

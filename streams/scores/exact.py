@@ -1,26 +1,30 @@
 """exact: the response is the reference answer, to the letter."""
 
-import unicodedata
-
 from infra.processor import score
 from schemas import Experience
+from streams.scores.words import normalized
+
+MAX_PARTS = 4  # into which normal form C takes a character apart at most: a longer response is never the same text
 
 
 @score(version=1, inline=True)
 def exact(experience: Experience, *, strip: bool = True, case: bool = True, answer: str = "answer") -> float | None:
-    """1.0 where the response equals meta[answer], else 0.0; None without a reference answer.
+    """1.0 where the response equals the reference answer, else 0.0; None without one.
 
-    strip: ignore white space at both ends. case: upper and lower case differ. Text is compared in Unicode normal form
-    C, so that one letter written two ways is one letter.
+    strip: ignore white space at both ends. case: upper and lower case differ. answer: see `Experience.reference`. Text is
+    compared in Unicode normal form C, so that one letter written two ways is one letter.
     """
-    expected = experience.meta.get(answer)
+    expected = experience.reference(answer)
     if expected is None:
         return None
-    return float(_normal(experience.response, strip, case) == _normal(str(expected), strip, case))
-
-
-def _normal(text: str, strip: bool, case: bool) -> str:
-    text = unicodedata.normalize("NFC", text)
+    response, wanted = experience.response, str(expected)
     if strip:
-        text = text.strip()
+        response, wanted = response.strip(), wanted.strip()
+    if len(response) > MAX_PARTS * len(wanted):
+        return 0.0
+    return float(_normal(response, case) == _normal(wanted, case))
+
+
+def _normal(text: str, case: bool) -> str:
+    text = normalized("NFC", text)
     return text if case else text.casefold()

@@ -1,30 +1,48 @@
-"""format: the whole response has the shape that was asked for."""
+"""format: the whole response has the shape that was asked for (matched in a child process)."""
 
-import functools
 import re
 
 from infra.processor import score
 from schemas import Experience
+from schemas.errors import ConfigError
+from streams.scores.child import Child
+from streams.scores.pattern_worker import compiled
 
 MAX_CHARS = 65_536
 
 
-@score(version=1, inline=True)
-def format(experience: Experience, *, pattern: str, dotall: bool = True) -> float:
+@score(version=1)
+class Format:
     r"""1.0 where `pattern` matches the whole response, else 0.0. dotall: "." matches line ends too.
 
     The whole response, not a part of it: an answer that quotes the shape on the way has not kept to it. Longer
-    responses than 65,536 characters have not either. A match cannot be interrupted: write no pattern that backtracks
-    without end, such as (a+)+b; possessive quantifiers (a++b) and atomic groups help.
+    responses than 65,536 characters have not either. timeout_s: of one match; a pattern that backtracks without end, such
+    as (a+)+b, holds nothing but its own process, and the answer is dropped as "score timed out".
 
     Example: pattern = "<think>(?:(?!</?think>).)*</think>\\s*<answer>(?:(?!</?answer>).)*</answer>"
     """
-    response = experience.response.strip()
-    if len(response) > MAX_CHARS:
-        return 0.0
-    return float(_compiled(pattern, dotall).fullmatch(response) is not None)
+
+    def __init__(self, *, pattern: str, dotall: bool = True, timeout_s: float = 2.0) -> None:
+        try:
+            compiled(pattern, dotall)
+        except re.error as error:
+            raise ConfigError(f"pattern: got {pattern!r}, which is no regular expression: {error}") from error
+        self.pattern = pattern
+        self.dotall = dotall
+        self.timeout_s = timeout_s
+        self._child = Child("streams.scores.pattern_worker")
+
+    def __call__(self, experience: Experience) -> float:
+        """Match one response; raises TimeoutError."""
+        response = experience.response.strip()
+        if len(response) > MAX_CHARS:
+            return 0.0
+        asked = {"pattern": self.pattern, "dotall": self.dotall, "text": response}
+        return float(self._child.ask(asked, self.timeout_s)["matches"])
+
+    def close(self) -> None:
+        """End the child; the next call starts another."""
+        self._child.close()
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(pattern: str, dotall: bool) -> re.Pattern[str]:
-    return re.compile(pattern, re.DOTALL if dotall else 0)
+format = Format  # the name that settings use

@@ -27,7 +27,7 @@ FRAME = (
 @score(version=1)
 class Judge:
     """The judge's grade, from `low` to `high`, as 0 to 1. endpoint: see `EndpointConfig`. instruction: what to grade by.
-    answer: the key of meta with a reference answer, "" to show none.
+    answer: the reference that is shown, see `Experience.reference`; "" for none.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def material(experience: Experience, answer: str, **more: object) -> str:
         "conversation": [{"role": message.role, "content": message.content} for message in messages[:last]],
         "answer": experience.response,
     }
-    reference = experience.meta.get(answer) if answer else None
+    reference = experience.reference(answer) if answer else None
     if reference is not None:
         shown["reference"] = str(reference)
     return json.dumps({**shown, **more})

@@ -28,14 +28,15 @@ def k12(
     variants: str = "variants",
     tolerance: float = 0.01,
 ) -> float | None:
-    """1.0 where the final answer is right, else 0.0; None without a reference in meta[answer].
+    """1.0 where the final answer is right, else 0.0; None without a reference.
 
+    answer: see `Experience.reference`.
     kind: auto takes meta["kind"], else "choice" where there are meta[options], else "number" where the reference is one,
     else "fill". options: JSON list of texts, or object from letter to text; the reference is a letter or a text.
     variants: JSON list of further right answers to a fill-in; case, articles, accents' encoding, hyphens and number
     words do not count. tolerance: relative, of numbers with a fraction or a unit; whole numbers are exact.
     """
-    reference = experience.meta.get(answer)
+    reference = experience.reference(answer)
     if reference is None:
         return None
     wanted = str(reference).strip()
@@ -67,7 +68,7 @@ def _kind(experience: Experience, wanted: str, has_options: bool) -> str:
 def _number(final: str, wanted: str, tolerance: float) -> bool:
     expected = read_quantity(wanted)
     if expected is None:
-        raise ValueError(f"meta: the reference {wanted!r} cannot be read as a number with a unit")
+        raise ValueError(f"the reference {wanted!r} cannot be read as a number with a unit")
     got: Quantity | None = read_quantity(final)
     return got is not None and same_quantity(expected, got, tolerance)
 

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import math
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from infra.processor import Verdict, score
 from infra.store import Store
 from infra.weights.fetch import Follower
 from infra.weights.policy_feed import PolicyFeed
-from schemas import Experience, PolicyEvent
+from schemas import Experience, Message, PolicyEvent
 from schemas.errors import ConfigError, PolicyRefused, StoreError
 from schemas.topics import POLICIES
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 NOT_LOADED = "model not loaded"
 RETRY_S = 2.0
 POLL_S = 1.0
+CHARS_PER_TOKEN = 8  # read at most: more text than this per token is not even tokenized
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -48,7 +50,8 @@ class Model:
 
     folder: config.json, tokenizer and chat template, relative to where the worker runs; weights are not read from it.
     policy: the name under which versions are published. label: index of the class, -1 the last. max_tokens: of the
-    conversation, the end of which counts. wait_s: for the first version after a start; without one the score is absent.
+    conversation, the end of which counts; of its text no more than 8 characters per token are read. wait_s: for the first
+    version after a start; without one the score is absent.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class Model:
             return Verdict(reason=NOT_LOADED)
         loaded, tokenizer = self._loaded, self._tokenizer
         assert loaded is not None and tokenizer is not None
-        tokens = tokenizer.encode_chat(experience.messages)[-self.max_tokens :]
+        tokens = tokenizer.encode_chat(ending(experience.messages, CHARS_PER_TOKEN * self.max_tokens))[
+            -self.max_tokens :
+        ]
         if not tokens:
             return Verdict(reason="nothing to judge")
         value = probability(loaded.classifier.logits(tokens), self.label)
@@ -136,6 +141,17 @@ class Model:
         classifier = build_classifier(self.folder)
         load_into(classifier.module, policy.tensors)
         return Loaded(policy.version, classifier)
+
+
+def ending(messages: Sequence[Message], max_chars: int) -> tuple[Message, ...]:
+    """The messages, of which the first ones lose text until no more than `max_chars` characters are left."""
+    left = max_chars
+    kept: list[Message] = []
+    for message in reversed(messages):
+        start = max(0, len(message.content) - left)
+        kept.append(msgspec.structs.replace(message, content=message.content[start:]) if start else message)
+        left -= len(message.content) - start
+    return tuple(reversed(kept))
 
 
 def probability(logits: list[float], label: int) -> float:

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 
 from streams.scores.words import normal
 
-_BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}?\s*\}")
+# Possessive throughout (`*+`): what one part has taken no other one tries again, so that a look takes linear time.
+_BOXED = re.compile(r"\\boxed\{\s*+(?:\\text\{\s*+)?+\(?+([A-Za-z])\)?+\s*+\}")
 _STATED = re.compile(
-    r"\b(?:answer|choice|option|choose|pick|select|chose)\b(?:\s+(?:is|would\s+be|should\s+be|option|choice|letter|the|must\s+be))*"
-    r"\s*[:=]?\s*[*_\"'(\[]*(?P<denied>not\b|n't\b|neither\b)?\s*(?:option\s+)?[*_\"'(\[]*(?P<letter>[A-Z])\b(?!')",
+    r"\b(?:answer|choice|option|choose|pick|select|chose)\b(?:\s++(?:is|would\s++be|should\s++be|option|choice|letter|the|must\s++be)){0,8}+"
+    r"\s*+[:=]?+\s*+[*_\"'(\[]*+(?P<denied>not\b|n't\b|neither\b)?+\s*+(?:option\s++)?+[*_\"'(\[]*+(?P<letter>[A-Z])\b(?!')",
     re.IGNORECASE,
 )
 _DISCUSSED = re.compile(
@@ -21,6 +22,7 @@ _DISCUSSED = re.compile(
 _LONE = re.compile(r"[\s*_\"'(\[]*([A-Za-z])[\s*_\"')\].:]*")
 _LEADING = re.compile(r"\s*[*_(\[]*([A-Z])[)\].:][*_]*\s+(\S.*)", re.DOTALL)
 _ALSO = re.compile(r"^[*_)\]\s]*(?:,|/|&|and|or)\s*[*_(\[]*([A-Z])\b(?![a-z'])")
+MAX_LOOK = 1_000  # characters behind a letter in which it may be discussed, or joined by another
 
 
 def is_right_choice(response: str, wanted: str, listed: object) -> bool:
@@ -31,7 +33,7 @@ def is_right_choice(response: str, wanted: str, listed: object) -> bool:
     named = _options(listed)
     right = [letter for letter, text in named.items() if letter == wanted.upper().strip("().") or text == wanted]
     if len(right) != 1:
-        raise ValueError(f"meta: the reference {wanted!r} is {len(right)} of the options {sorted(named)}, expected one")
+        raise ValueError(f"the reference {wanted!r} is {len(right)} of the options {sorted(named)}, expected one")
     return chosen(response, named) == right[0]
 
 
@@ -54,12 +56,12 @@ def chosen(response: str, options: Mapping[str, str]) -> str | None:
     stated = [
         match
         for match in _STATED.finditer(response)
-        if _is_letter(match["letter"], options) and not _DISCUSSED.match(response[match.end() :])
+        if _is_letter(match["letter"], options) and not _DISCUSSED.match(response[match.end() : match.end() + MAX_LOOK])
     ]
     lone = _LONE.fullmatch(lines[-1])
     if stated:
         last = stated[-1]
-        also = _ALSO.match(response[last.end() :])
+        also = _ALSO.match(response[last.end() : last.end() + MAX_LOOK])
         if last["denied"] or (also and also[1] in options):
             return None
         if lone and _known(lone[1], options) not in (None, last["letter"].upper()):

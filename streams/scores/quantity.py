@@ -13,6 +13,7 @@ import msgspec
 from streams.scores.units import Dimensions, read_unit
 from streams.scores.words import number_of
 
+MAX_CHARS = 400
 _NUMBER = re.compile(
     r"(?P<sign>[-+−]?)\s*(?P<money>[$€]?)\s*(?:(?P<whole>\d+)\s+(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     r"|(?P<top>\d+)\s*/\s*(?P<bottom>\d+)|(?P<plain>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
@@ -38,14 +39,17 @@ class Quantity(msgspec.Struct, frozen=True):
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """The one quantity that a text is, None where it is none.
+    """The one quantity that a text is, None where it is none, or longer than MAX_CHARS.
 
     >>> read_quantity("about 1.5 km")
     Quantity(value=1500.0, dimensions=(('m', 1),), exact=False)
     >>> read_quantity("3 or 4") is None
     True
     """
-    text = _ABOUT.sub("", text.strip().rstrip(".")).strip()
+    text = text.strip()
+    if len(text) > MAX_CHARS:
+        return None
+    text = _ABOUT.sub("", text.rstrip(".")).strip()
     match = _NUMBER.match(text)
     if match is None:
         return _spoken(text)

@@ -5,7 +5,6 @@ The image itself is not looked at: what is right is in the task.
 """
 
 import re
-import unicodedata
 from typing import Literal
 
 from infra.processor import score
@@ -13,7 +12,7 @@ from schemas import Experience
 from streams.scores.boxes import Format, num_matched, read_boxes
 from streams.scores.final_answer import final_text
 from streams.scores.multiple_choice import is_right_choice
-from streams.scores.words import number_of
+from streams.scores.words import normalized, number_of
 
 MAX_CHARS = 50_000
 MAX_TEXT_CHARS = 1_000
@@ -37,17 +36,18 @@ def vision(
     case: bool = False,
     partial: bool = False,
 ) -> float | None:
-    """1.0 where the answer is right, else 0.0; None without a reference in meta[answer], or where no kind is asked for.
+    """1.0 where the answer is right, else 0.0; None without a reference, or where no kind is asked for.
 
+    answer: see `Experience.reference`.
     kind: "" takes meta["kind"]; a task that says none, or one of another score, asks nothing of an image. count: one
     number, in digits or words. read: at most max_error edits per character of the reference; case: upper and lower case
     differ; white space runs are one space. choose: see `k12`, with meta[options].
-    box: every box of the JSON in meta[answer] is met by one of the answer's, and none is left over, where met means
+    box: every box of the JSON in the reference is met by one of the answer's, and none is left over, where met means
     intersection over union of `threshold` or more; format: of the answer's boxes: left, top and right, bottom or width,
     height; reference_format: of the reference's.
     partial: for read 1 − edits per character; for boxes 2 · met / (given + wanted), the F1.
     """
-    reference = experience.meta.get(answer)
+    reference = experience.reference(answer)
     if reference is None:
         return None
     wanted, response = str(reference), experience.response
@@ -72,9 +72,9 @@ def _count(response: str, wanted: str) -> bool:
     try:
         expected = int(wanted)
     except ValueError as error:
-        raise ValueError(f"meta: the reference {wanted!r} is no whole number") from error
+        raise ValueError(f"the reference {wanted!r} is no whole number") from error
     final = final_text(response)
-    if final is None or _DENIAL.search(final):
+    if final is None or len(final) > MAX_TEXT_CHARS or _DENIAL.search(final):
         return False
     said = {float(digits.replace(",", "").replace("−", "-")) for digits in _DIGITS.findall(final)}
     run: list[str] = []
@@ -94,7 +94,7 @@ def _read(response: str, wanted: str, case: bool) -> float:
     expected = _plain(wanted, case)
     final = final_text(response)
     if not expected:
-        raise ValueError("meta: the reference is empty, expected the text to be read")
+        raise ValueError("the reference is empty, expected the text to be read")
     if final is None:
         return 0.0
     last = response.strip().splitlines()[-1]
@@ -124,7 +124,7 @@ def _boxes(response: str, wanted: str, format: Format, reference_format: Format,
     """F1 of the boxes."""
     reference = read_boxes(wanted, reference_format)
     if reference is None:
-        raise ValueError(f"meta: the reference {wanted[:60]!r} holds no boxes, expected JSON such as [[0, 0, 10, 10]]")
+        raise ValueError(f"the reference {wanted[:60]!r} holds no boxes, expected JSON such as [[0, 0, 10, 10]]")
     given = read_boxes(response, format)
     if given is None:
         return 0.0
@@ -134,5 +134,5 @@ def _boxes(response: str, wanted: str, format: Format, reference_format: Format,
 
 
 def _plain(text: str, case: bool) -> str:
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    text = " ".join(normalized("NFKC", text).split())
     return text if case else text.casefold()

@@ -7,6 +7,10 @@ spaces, runs of spaces, Unicode's several ways to write a letter, thousands sepa
 import re
 import unicodedata
 from collections.abc import Iterable
+from typing import Literal
+
+MAX_MARKS = 64
+_MARKS_BY_PARTS = "\u0f73\u0f75\u0f81\uff9e\uff9f"  # no marks themselves, though all that they are made of are
 
 _ARTICLE = re.compile(r"^(?:the|an|a)\s+")
 _INTRODUCTION = re.compile(r"^(?:it\s+is|it's|that\s+is|this\s+is|they\s+are)\s+")
@@ -31,14 +35,29 @@ def is_variant(answer: str, accepted: Iterable[str]) -> bool:
 
 def normal(text: str) -> str:
     """The form in which answers are compared."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    text = re.sub(r"[*`]+|(?<!\w)_+|_+(?!\w)", "", text).translate(_MARKS)
+    text = normalized("NFKC", text).casefold()
+    text = re.sub(r"[*`]+|(?<!\w)_+|(?<!_)_++(?!\w)", "", text).translate(_MARKS)
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
     text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", text)
     text = re.sub(r"\s+", " ", text).strip(" .!?;:,*_\"'`$“”‘’")
     text = _ARTICLE.sub("", _INTRODUCTION.sub("", text)).strip("\"'“”")
     number = number_of(text)
     return text if number is None else str(number)
+
+
+def normalized(form: Literal["NFC", "NFKC"], text: str) -> str:
+    """The text in a Unicode normal form; as it is where more than MAX_MARKS combining marks follow each other.
+
+    Such a run is sorted in time quadratic in its length. No language writes more than a few.
+    """
+    if text.isascii():
+        return text
+    run = 0
+    for letter in text:
+        run = run + 1 if unicodedata.combining(letter) or letter in _MARKS_BY_PARTS else 0
+        if run > MAX_MARKS:
+            return text
+    return unicodedata.normalize(form, text)
 
 
 def number_of(words: str) -> int | None:

@@ -4,10 +4,11 @@
 
 Delivery: at least once, shared by all workers as one consumer group. Order: feedback of clients keeps that of its
 group, a webhook's events keep theirs. Loss: what no source listens to is dead-lettered, so that it can be read again
-once there is one.
+once there is one; a webhook's body that was sent again has the id it had, and is passed over while that is remembered.
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from streams.source import Event, EventSource, publish_events
 POLL_S = 1.0
 GROUP = "feedback"
 DEFAULT_NAME = "user"
+MAX_READ = 65_536
 logger = logging.getLogger(__name__)
 
 
@@ -46,15 +48,24 @@ async def run_received(sources: Sequence[EventSource], log: Log, metrics: Metric
     by_path = {source.webhook: source for source in sources}
     by_path.setdefault(FEEDBACK_PATH, EventSource(name=DEFAULT_NAME, function=rating, webhook=FEEDBACK_PATH))
     reader = await log.subscribed(FEEDBACK, group=GROUP)
+    read: OrderedDict[str, None] = OrderedDict()
     try:
         while True:
-            await take_once(by_path, reader, log, metrics)
+            await take_once(by_path, reader, log, metrics, read)
     finally:
         await reader.close()
 
 
-async def take_once(by_path: Mapping[str, EventSource], reader: Reader, log: Log, metrics: Metrics) -> int:
-    """One round of the loop; returns how many records it took."""
+async def take_once(
+    by_path: Mapping[str, EventSource],
+    reader: Reader,
+    log: Log,
+    metrics: Metrics,
+    read: OrderedDict[str, None] | None = None,
+) -> int:
+    """One round of the loop; returns how many records it took. read: ids of webhooks' events that were read and published."""
+    came_now: dict[str, None] = {}
+    read = OrderedDict() if read is None else read
     messages = await log.read(reader, timeout_s=POLL_S)
     events: dict[str, list[Event]] = {}
     nexts: dict[Partition, int] = {}
@@ -64,6 +75,11 @@ async def take_once(by_path: Mapping[str, EventSource], reader: Reader, log: Log
         if not isinstance(received, Received) or received.path not in by_path:
             await _unheard(message, log, metrics)
             continue
+        if received.path != FEEDBACK_PATH:
+            if received.id in read or received.id in came_now:
+                metrics.counter("feedback_events", source=by_path[received.path].name, outcome="repeated").inc()
+                continue
+            came_now[received.id] = None
         # Texts within are sealed by the gateway in what clients say; a webhook's body is sealed as a whole.
         answer = received.ref.removeprefix(ANSWER_PREFIX) if received.path == FEEDBACK_PATH else ""
         events.setdefault(received.path, []).append(
@@ -71,6 +87,9 @@ async def take_once(by_path: Mapping[str, EventSource], reader: Reader, log: Log
         )
     for path, came in events.items():
         await publish_events(by_path[path], came, log, metrics)
+    read |= came_now
+    while len(read) > MAX_READ:
+        read.popitem(last=False)
     try:
         if nexts:
             await reader.commit(nexts)

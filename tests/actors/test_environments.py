@@ -1,8 +1,11 @@
 """The built-in worlds: what each says to which action, and that its rewards mean what they say."""
 
 import asyncio
+import importlib
+import inspect
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +19,7 @@ from actors.environments.grid import MOVES, Grid, draw_map, reachable
 from actors.environments.guess import Guess
 from actors.environments.http import HttpEnvironment
 from schemas import Task
+from schemas.errors import ConfigError
 from tests.actors.turns import issued
 
 
@@ -214,3 +218,21 @@ def test_reasoning_gym_judges_answers_by_its_own_verifier() -> None:
     wrong, right = environment.step("nonsense"), environment.step(task.answer or "")
     assert (wrong.end, right.reward, right.end) == (None, 1.0, "terminal")
     assert wrong.reward is not None and wrong.reward < 1.0
+
+
+@pytest.mark.slow
+def test_no_verifier_of_reasoning_gym_runs_an_answer() -> None:
+    from actors.environments.reasoning_gym import RUNS_ANSWERS, ReasoningGym
+
+    importlib.import_module("actors.tasksets.reasoning_gym").open_dataset("chain_sum", size=1, seed=0, options={})
+    datasets = importlib.import_module("reasoning_gym.factory").DATASETS
+    running = {
+        name
+        for name, (made, _) in datasets.items()
+        if re.search(r"\b(eval|exec|parse_expr|sympify)\(answer", inspect.getsource(made))
+    }
+    assert running == RUNS_ANSWERS, "what the installed release would run"
+    for name in RUNS_ANSWERS:
+        task = Task(id="t", messages=(), meta={"generator": name, "seed": 0, "index": 0})
+        with pytest.raises(ConfigError, match="runs the answer as code"):
+            ReasoningGym().reset(task, seed=0)

@@ -1,19 +1,21 @@
 """The explorer on the memory log: what it publishes, what it survives, which policy it serves."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from actors.config import EvalSuite
+from actors.config import CONVERSE, EvalSuite, ExploreConfig
 from actors.engine import EngineStopped
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.evaluation import VERSION_PASSED
 from actors.issue import evaluation, rollout
 from actors.session import Session
 from infra.bus.log import Log
+from infra.config import Use
 from infra.store import Store
 from infra.weights.publish import publish
 from infra.weights.tensors import from_numpy
@@ -55,6 +57,11 @@ def listening(*heard: Heard) -> list[asyncio.Task[None]]:
     return [asyncio.create_task(one.listen()) for one in heard]
 
 
+def named(name: str) -> ExploreConfig:
+    """Settings in which a function of this file is a workflow."""
+    return replace(EXPLORE, workflows={name: Use(use=f"{__name__}:{name}")})
+
+
 async def one_episode_breaks(task: Task, session: Session) -> tuple[Score, ...]:
     await session.reply(task.messages)
     raise RuntimeError("the environment fell over")
@@ -84,7 +91,7 @@ def test_a_group_becomes_experiences_with_all_that_later_stages_need(tmp_path: P
     for one in experiences:
         assert (one.group, one.attempt, one.sequence, one.group_size) == ("add.0", 2, 7, 3)
         assert (one.lane, one.suite, one.origin, one.last) == ("usual", "", "explore/test", True)
-        assert one.meta == {"answer": "yes", "task": "add", "hidden": 1}
+        assert (one.meta, one.answer, one.task, one.held_out) == ({"hidden": 1}, "yes", "add", False)
         assert one.messages[0].content == "add?"
         assert 1 <= one.num_sampled <= 4
         assert one.spans[0].start == len("add?")
@@ -112,32 +119,65 @@ def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> No
     async def run() -> list[Experience]:
         log = await memory_log()
         heard = Heard(log, EXPERIENCES)
-        workflow = f"{__name__}:one_episode_breaks"
-        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard)):
-            await log.publish(TASKS, issue("add", workflow=workflow))
+        config = named("one_episode_breaks")
+        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
+            await log.publish(TASKS, issue("add", workflow="one_episode_breaks"))
             await until(lambda: len(heard.experiences) == 3)
         return heard.experiences
 
     for one in asyncio.run(run()):
         assert one.end == "failed"
-        assert "fell over" in str(one.meta["failure"])
+        assert "fell over" in one.failure
 
 
 def test_an_episode_that_sampled_nothing_still_completes_its_group(tmp_path: Path) -> None:
     async def run() -> list[Stub]:
         log = await memory_log()
         heard = Heard(log, VERIFIED)
-        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard)):
-            await log.publish(TASKS, issue("add", 3, workflow=f"{__name__}:nothing_happens"))
-            await log.publish(TASKS, issue("other", 4, workflow="no_such_module:workflow"))
-            await until(lambda: len(heard.records) == 6)
+        config = named("nothing_happens")
+        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
+            await log.publish(TASKS, issue("add", 3, workflow="nothing_happens"))
+            await until(lambda: len(heard.records) == 3)
         return heard.of(Stub)
 
     stubs = asyncio.run(run())
-    assert {(one.group, one.sequence) for one in stubs} == {("add.0", 3), ("other.0", 4)}
-    assert sorted(one.episode for one in stubs) == [0, 0, 1, 1, 2, 2]
+    assert {(one.group, one.sequence) for one in stubs} == {("add.0", 3)}
+    assert sorted(one.episode for one in stubs) == [0, 1, 2]
     assert {(one.reason, one.group_size, one.stage) for one in stubs} == {("episode failed", 3, "explore")}
     assert all(group_of(one.id) == one.group for one in stubs)
+
+
+SOURCE = "from pathlib import Path\nPath({mark!r}).write_text('imported')\nraise SystemExit(3)\n"
+
+
+def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / "of_a_dataset.py").write_text(SOURCE.format(mark=str(mark)))
+    sys.path.append(str(tmp_path))
+    names = ("of_a_dataset:run", "unittest.__main__:x", "lib2to3.__main__:x", "os:system", "", CONVERSE)
+
+    async def run() -> tuple[list[Stub], list[Closure], list[Experience]]:
+        log = await memory_log()
+        stubs, closures, heard = Heard(log, VERIFIED), Heard(log, PROGRESS), Heard(log, EXPERIENCES)
+        async with running(
+            explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(stubs), *listening(closures),
+            *listening(heard),
+        ):  # fmt: skip
+            for index, name in enumerate(names):
+                await log.publish(TASKS, issue(f"t{index}", workflow=name))
+            await log.publish(TASKS, replace(ask(0), workflow=names[0]))
+            await until(lambda: len(stubs.of(Stub)) == 12 and len(heard.experiences) == 6)
+            await until(lambda: bool(closures.of(Closure)))
+        return stubs.of(Stub), closures.of(Closure), heard.experiences
+
+    try:
+        stubs, closures, answers = asyncio.run(run())
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert not mark.exists()
+    assert {one.group for one in stubs} == {"t0.0", "t1.0", "t2.0", "t3.0"}
+    assert {one.reason for one in (*stubs, *closures)} == {"unknown workflow"}
+    assert {one.group for one in answers} == {"t4.0", "t5.0"}, "what ships and what is configured runs"
 
 
 def test_rewards_of_an_environment_arrive_as_scores(tmp_path: Path) -> None:
@@ -331,8 +371,8 @@ async def engine_is_gone(task: Task, session: Session) -> tuple[Score, ...]:
 def test_an_engine_that_is_gone_ends_the_process_instead_of_failing_every_episode(tmp_path: Path) -> None:
     async def run() -> None:
         log = await memory_log()
-        await log.publish(TASKS, issue("add", workflow=f"{__name__}:engine_is_gone"))
-        await explorer(log, folder_store(tmp_path), ScriptedEngine())
+        await log.publish(TASKS, issue("add", workflow="engine_is_gone"))
+        await explorer(log, folder_store(tmp_path), ScriptedEngine(), named("engine_is_gone"))
 
     with pytest.raises(EngineStopped):
         asyncio.run(run())

@@ -141,7 +141,7 @@ def test_a_template_that_does_not_extend_earlier_turns_gives_several_experiences
     parts = play(interact(GUESS), engine, issued("11"), TurnTokenizer(forgets=True))
     assert [(part.part, part.last) for part in parts] == [(0, False), (1, False), (2, False), (3, True)]
     reason = "the template does not extend earlier turns"
-    assert [part.meta.get("part_reason") for part in parts] == [None, reason, reason, reason]
+    assert [part.part_reason for part in parts] == ["", reason, reason, reason]
     for part, (prompt, completion) in zip(parts, engine.talk.turns, strict=True):
         assert part.tokens.tolist() == [*prompt, *completion.tokens]
         assert [score.at for score in part.scores] == [part.num_tokens - 1]
@@ -150,14 +150,14 @@ def test_a_template_that_does_not_extend_earlier_turns_gives_several_experiences
 
 def test_used_up_turns_truncate_the_episode() -> None:
     (experience,) = play(interact("Endless", max_turns=3), RecordingEngine(lambda heard: "a"), issued())
-    assert (experience.end, experience.meta["truncated"]) == ("truncated", "max_turns")
+    assert (experience.end, experience.truncated) == ("truncated", "max_turns")
     assert experience.num_sampled == 3 * 2
 
 
 def test_a_full_context_truncates_the_episode_and_keeps_what_was_sampled() -> None:
     engine = RecordingEngine(lambda heard: "abc", max_model_len=230)  # 200 of it are kept free for a turn
     (experience,) = play(interact("Endless", max_turns=50), engine, issued())
-    assert (experience.end, experience.meta["truncated"]) == ("truncated", "context is full")
+    assert (experience.end, experience.truncated) == ("truncated", "context is full")
     assert 0 < experience.num_tokens <= 230
     with pytest.raises(ContextFull):
         play(interact("Endless"), RecordingEngine(lambda heard: "abc", max_model_len=200), issued())
@@ -165,7 +165,7 @@ def test_a_full_context_truncates_the_episode_and_keeps_what_was_sampled() -> No
 
 def test_a_limit_of_the_environment_truncates_with_its_reward() -> None:
     (experience,) = play(interact("Limit"), RecordingEngine(lambda heard: "a"), issued())
-    assert (experience.end, experience.meta["truncated"]) == ("truncated", "environment")
+    assert (experience.end, experience.truncated) == ("truncated", "environment")
     assert experience.score("environment") == 0.25
 
 
@@ -232,7 +232,7 @@ def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path)
             await until(lambda: len(heard.experiences) == 6)
         return heard.experiences
 
-    ends = {one.id: (one.end, one.meta.get("failure", "")) for one in asyncio.run(run())}
+    ends = {one.id: (one.end, one.failure) for one in asyncio.run(run())}
     failure = "EnvironmentFailed: environment Crashes: step failed: KeyError: 'cell'"
     assert {end for name, end in ends.items() if name.startswith("t.")} == {("failed", failure)}
     assert {end[1] for name, end in ends.items() if name.startswith("u.")} == {""}
@@ -242,7 +242,7 @@ def test_a_task_names_its_workflow_by_the_name_the_settings_give_it() -> None:
     named = {"game": Use(use="actors.workflows.interact:Interact", options={"environment": GUESS, "max_turns": 2})}
     workflows = Workflows("actors.workflows.converse:converse", {}, named)
     (experience,) = play(workflows.get("game"), RecordingEngine(lambda heard: "1"), issued("15"))
-    assert experience.meta["truncated"] == "max_turns"
+    assert experience.truncated == "max_turns"
     assert workflows.get("") is workflows.get("actors.workflows.converse:converse")
     with pytest.raises(ConfigError, match=r"explore\.workflows\.game"):
         Workflows("actors.workflows.converse:converse", {}, {"game": Use(use="nowhere:at_all")})

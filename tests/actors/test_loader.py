@@ -33,7 +33,8 @@ def test_a_demonstration_is_an_expert_experience_that_nobody_sampled() -> None:
     assert [(span.version, span.ratio) for span in experience.spans] == [(-1, False)]
     assert list(experience.logprobs) == [0.0] * 4
     assert experience.response == "280"
-    assert experience.meta == {"answer": "280", "task": "add-3745", "split": "validation"}
+    assert (experience.answer, experience.task, experience.held_out) == ("280", "add-3745", True)
+    assert (experience.kind, experience.meta) == ("demonstration", {})
 
 
 def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
@@ -91,7 +92,7 @@ def preference(name: str, chosen: str, rejected: str) -> Preference:
 
 def test_a_pair_is_two_marked_answers_of_one_group_that_nobody_sampled() -> None:
     one, other = pair_block(preference("q", "4", "five"), CharTokenizer()).experiences
-    assert (one.meta["pair"], other.meta["pair"]) == ("chosen", "rejected")
+    assert (one.kind, other.kind) == ("chosen", "rejected")
     assert (one.response, other.response, one.lane, one.group_size) == ("4", "five", "human", 2)
     assert list(other.tokens) == [*(ord(character) for character in "2+2=five"), EOS]
     assert one.group == other.group and one.is_given and not one.spans[0].ratio

@@ -33,7 +33,7 @@ def ran(workflow: Workflow, code: str) -> tuple[str, Experience]:
 def test_a_program_is_told_what_it_printed(workflow: Workflow) -> None:
     told, experience = ran(workflow, "print(sum(n * n for n in range(1, 101)))")
     assert told == "<tool_response>\n338350\n\n</tool_response>"
-    assert (experience.meta["tool_calls"], experience.meta["tool_errors"]) == (1, 0)
+    assert (experience.notes["tool_calls"], experience.notes["tool_errors"]) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_program_is_told_what_it_printed(workflow: Workflow) -> None:
 def test_a_program_that_fails_is_told_why_and_counted(workflow: Workflow, code: str, words: str) -> None:
     told, experience = ran(workflow, code)
     assert words in told and told.startswith("<tool_response>\nerror: python failed")
-    assert experience.end == "terminal" and experience.meta["tool_errors"] == 1
+    assert experience.end == "terminal" and experience.notes["tool_errors"] == 1
 
 
 def test_a_program_sees_no_file_of_the_host_and_no_network(workflow: Workflow) -> None:

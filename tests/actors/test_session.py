@@ -98,18 +98,29 @@ def user(text: str) -> Message:
 SAMPLING = Sampling(max_tokens=8, stop=(END,))
 
 
+def test_what_a_workflow_notes_leaves_the_meta_of_the_task_alone() -> None:
+    session = Session(Answers(answer(*spell("42"), END)), Spelled(), SAMPLING)
+    asyncio.run(session.reply((user("6*7"),)))
+    session.note("tool_calls", 2)
+    session.finish("truncated", "max_turns")
+    meta = {"tool_calls": 9, "truncated": "by nobody", "failure": "none"}
+    (experience,) = session.experiences(group="t.0", attempt=0, episode=0, meta=meta)
+    assert (experience.meta, experience.notes) == (meta, {"tool_calls": 2})
+    assert (experience.end, experience.truncated, experience.failure) == ("truncated", "max_turns", "")
+
+
 def test_a_single_turn_is_its_prompt_and_what_was_sampled() -> None:
     engine = Answers(answer(*spell("42"), END))
     session = Session(engine, Spelled(), SAMPLING)
     reply = asyncio.run(session.reply((user("6*7"),)))
     assert reply == Message(role="assistant", content="42")
-    (experience,) = session.experiences(group="t.0", attempt=1, episode=3, group_size=4, meta={"answer": "42"})
+    (experience,) = session.experiences(group="t.0", attempt=1, episode=3, group_size=4, answer="42", meta={"level": 1})
     prompt = [BOS, *spell("6*7"), END, NEWLINE, BOS]
     assert experience.tokens.tolist() == [*prompt, *spell("42"), END]
     assert experience.spans == (Span(len(prompt), len(prompt) + 3, 7),)
     assert experience.id == "t.0.1-3-0" and experience.last and experience.end == "terminal"
     assert experience.messages == (user("6*7"), reply)
-    assert experience.meta == {"answer": "42"}
+    assert (experience.answer, experience.meta) == ("42", {"level": 1})
     assert experience.logprobs.tolist() == [-0.5, -1.5, -2.5]
 
 
@@ -199,7 +210,7 @@ def test_what_was_sampled_before_an_error_is_kept_as_a_failed_episode() -> None:
         with pytest.raises(RuntimeError, match="gone"):
             await session.reply(history)
         (failed,) = session.experiences(group="t.0", attempt=0, episode=0, failure="gone")
-        assert failed.end == "failed" and failed.meta["failure"] == "gone"
+        assert failed.end == "failed" and failed.failure == "gone"
         assert failed.tokens.tolist() == [*engine.prompts[0], *spell("x"), END]
         await session.reply(history)  # and the turn can be tried again
 

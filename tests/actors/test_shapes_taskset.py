@@ -37,7 +37,7 @@ def scored(task: Task, response: str) -> float | None:
         make_experience(
             tokens=[0, 0], logprobs=[0.0], messages=(*task.messages, Message(role="assistant", content=response)),
             id="a.0.0-0-0", group="a.0", episode=0, group_size=1, spans=(Span(1, 2, 0),),
-            meta={**task.meta, "answer": task.answer},
+            answer=task.answer, meta=task.meta,
         )
     )  # fmt: skip
 

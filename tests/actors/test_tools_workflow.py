@@ -89,7 +89,7 @@ def test_a_call_is_answered_and_the_next_turn_reads_it() -> None:
     experience, told = talk(tools("add"), call("add", first=3, second=4), "7")
     assert told == ["<tool_response>\n7\n</tool_response>"]
     assert experience.response == "7" and experience.end == "terminal"
-    assert (experience.meta["tool_calls"], experience.meta["tool_errors"]) == (1, 0)
+    assert (experience.notes["tool_calls"], experience.notes["tool_errors"]) == (1, 0)
     assert len(experience.spans) == 2 and experience.scores == ()
 
 
@@ -127,7 +127,7 @@ def test_what_is_wrong_with_a_call_is_told_to_the_policy(says: str, told: str) -
     engine = RecordingEngine(answers)
     (experience,) = play(workflow, engine, issued())
     assert told in heard[1] and experience.response == "done"
-    assert experience.end == "terminal" and experience.meta["tool_errors"] == 1
+    assert experience.end == "terminal" and experience.notes["tool_errors"] == 1
 
 
 @pytest.mark.parametrize("text", ["[" * 90_000, "9" * 200_000, '{"name": "add", "arguments": ' + '{"a":' * 20_000])
@@ -147,8 +147,8 @@ def test_a_tool_that_hangs_is_given_up_and_told() -> None:
 def test_rounds_are_bounded() -> None:
     asks = call("add", first=1, second=1)
     experience, told = talk(tools("add", max_rounds=2), asks, asks, asks)
-    assert (experience.end, experience.meta["truncated"]) == ("truncated", "max_rounds")
-    assert len(told) == 2 and experience.meta["tool_calls"] == 2
+    assert (experience.end, experience.truncated) == ("truncated", "max_rounds")
+    assert len(told) == 2 and experience.notes["tool_calls"] == 2
 
 
 def test_too_many_calls_in_one_turn_are_refused_by_name() -> None:

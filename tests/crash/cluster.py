@@ -165,7 +165,7 @@ def answer(group: str, *, size: int, lane: str = "usual", text: str = "q") -> Ex
     return make_experience(
         id=f"{group}.0-0-0", group=group, episode=0, group_size=size, lane=lane, tokens=[1, 2, 3, 4],  # type: ignore[arg-type]
         logprobs=np.full(2, -0.5), messages=(Message(role="user", content=text),), origin="feeder",
-        spans=(Span(2, 4, -1, 1.0, lane == "usual"),), meta={"answer": "yes"},
+        spans=(Span(2, 4, -1, 1.0, lane == "usual"),), answer="yes",
     )  # fmt: skip
 
 

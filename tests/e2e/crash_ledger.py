@@ -123,7 +123,7 @@ class Fates:
                 if not one.suite:
                     self.published.add(one.id)
                     self._place[one.id] = (one.group, one.attempt)
-                    if one.meta.get("split") == "validation":
+                    if one.held_out:
                         self.dropped[one.id] = "kept for validation"
 
     def _undo(self, steps: range, reason: str) -> None:

@@ -1,6 +1,8 @@
 """What a stream worker does when its input or its broker is not as it should be: it says so in one line and stops."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,11 @@ import pytest
 from infra.bus.bus import Partition
 from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
-from schemas import Progress, encode
-from schemas.topics import EXPERIENCES, PROGRESS
-from streams.stage import EXIT_UNKNOWN_MAJOR
+from infra.cli.skip import skip_lost
+from infra.local.broker import EmbeddedKafka
+from schemas import Block, DeadLetter, Progress, encode
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
+from streams.stage import EXIT_BROKER, EXIT_OPERATOR, EXIT_STUCK, EXIT_UNKNOWN_MAJOR
 from tests.streams.collect.collecting import answer, block
 
 pytestmark = pytest.mark.slow
@@ -73,7 +77,9 @@ def test_a_newer_major_stops_the_worker_before_the_ack(kafka: str, app_name: str
     assert asyncio.run(committed()) <= 1
 
 
-def test_offsets_that_retention_took_stop_the_worker(kafka: str, app_name: str, tmp_path: Path) -> None:
+def test_records_deleted_unread_stop_the_worker_until_somebody_skips_them(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
     async def feed() -> None:
         log = await prepared(kafka, app_name)
         await log.bus.commit_beginnings(log.group("verify"), log.name(EXPERIENCES))
@@ -84,8 +90,30 @@ def test_offsets_that_retention_took_stop_the_worker(kafka: str, app_name: str, 
 
     asyncio.run(feed())
     code, said = ended(worker(kafka, app_name, tmp_path))
-    assert code != 0
-    assert "OffsetOutOfRange" in said
+    assert code == EXIT_OPERATOR, "a restart would only meet it again"
+    assert "`headrace skip verify`" in said
+
+    async def skip() -> None:
+        log = await prepared(kafka, app_name)
+        try:
+            (lost,) = await skip_lost(log, "verify")
+            assert (lost.topic, lost.partition, lost.start, lost.stop) == (EXPERIENCES, 0, 0, 3)
+            assert await skip_lost(log, "verify") == [], "once is enough"
+            (letter,) = [message.value async for message in log.read_all(DEAD_LETTERS)]
+            assert isinstance(letter, DeadLetter) and "offsets 0 to 2 were deleted" in letter.error
+            process = worker(kafka, app_name, tmp_path)
+            try:
+                async with asyncio.timeout(60):
+                    async for message in log.read_all(VERIFIED, until_end=False):
+                        if isinstance(message.value, Block):
+                            break
+            finally:
+                process.kill()
+                process.wait()
+        finally:
+            await log.bus.close()
+
+    asyncio.run(skip())
 
 
 def test_an_unreachable_broker_is_named_within_the_deadline(app_name: str, tmp_path: Path) -> None:
@@ -124,3 +152,41 @@ def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tm
     assert last.chains["collect"] == "reward@2 advantage@2 prioritize@1" and last.chains["verify"].endswith("exact@1")
     assert last.partitions == {}
     assert any(one.partitions.get("collect") == (0, 1) for one in running), "it said what it held"
+
+
+def test_a_worker_whose_broker_falls_silent_ends_by_itself(app_name: str, tmp_path: Path) -> None:
+    """Frozen, not gone: connections stay open and nothing answers, so that Faust waits for ever for its acknowledgements."""
+    with EmbeddedKafka(tmp_path / "kafka") as broker:
+        log_file = tmp_path / "worker.log"
+
+        async def feed() -> None:
+            log = await prepared(broker.bootstrap, app_name)
+            async with asyncio.timeout(60):
+                async for message in log.read_all(PROGRESS, until_end=False):
+                    if isinstance(message.value, Progress) and message.value.partitions.get("collect"):
+                        break
+            for group in range(200):
+                await log.publish(EXPERIENCES, block(answer(f"t.{group}", 0, size=1)))
+            await log.bus.close()
+
+        assert broker.pid is not None
+
+        async def prepare() -> None:
+            await (await prepared(broker.bootstrap, app_name)).bus.close()
+
+        asyncio.run(prepare())
+        with log_file.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.stream_worker", broker.bootstrap, app_name, str(tmp_path), "25"],
+                cwd=REPOSITORY,
+                stderr=output,
+            )
+        try:
+            asyncio.run(feed())
+            os.killpg(broker.pid, signal.SIGSTOP)
+            code = process.wait(timeout=180)
+        finally:
+            process.kill()
+            process.wait()
+            os.killpg(broker.pid, signal.SIGCONT)
+        assert code in (EXIT_BROKER, EXIT_STUCK), log_file.read_text()[-2000:]

@@ -45,7 +45,7 @@ def answer(group: str, episode: int, chosen: random.Random, lane: str = "usual")
         logprobs=np.full(num_sampled, -0.25, dtype=np.float32),
         spans=(Span(start=2, stop=2 + num_sampled, version=3),),
         messages=(Message(role="user", content="1+1="), Message(role="assistant", content="2" if right else "3")),
-        meta={"answer": "2"},
+        answer="2",
     )
 
 

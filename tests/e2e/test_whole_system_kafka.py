@@ -186,7 +186,7 @@ def workflows_ran(flow: Flow) -> None:
     ended = {one.outcome for one in flow.of(topics.PROGRESS, Closure) if task_of(one.group) == "lost"}
     assert ended == {"dropped"}
     called = [one for one in raw if task_of(one.group) == "product"]
-    assert {(one.meta["tool_calls"], one.meta["tool_errors"]) for one in called} == {(1, 0), (1, 1)}
+    assert {(one.notes["tool_calls"], one.notes["tool_errors"]) for one in called} == {(1, 0), (1, 1)}
     assert any("<tool_response>\n42\n" in one.messages[-2].content for one in called), "the program ran"
     assert any("error: not JSON" in one.messages[-2].content for one in called), "what is no JSON is told"
     walked = [sum(score.value for score in one.scores) for one in raw if task_of(one.group) == "walk"]
@@ -221,8 +221,8 @@ def experiences_were_arranged(flow: Flow) -> None:
     buffered = flow.experiences(topics.BUFFER)
     assert {one.lane for one in buffered} == LANES
     made = [one for one in buffered if one.origin == "synthesize"]
-    assert made and all(one.score("judge") == 0.8 and one.meta["parent"] for one in made)
-    assert {one.meta["task"] for one in buffered if one.lane == "human"} == {f"liked-{n}" for n in range(4)}
+    assert made and all(one.score("judge") == 0.8 and one.parent for one in made)
+    assert {one.task for one in buffered if one.lane == "human"} == {f"liked-{n}" for n in range(4)}
 
 
 def batches_were_trained(flow: Flow) -> None:

@@ -6,6 +6,7 @@ import urllib.request
 import pytest
 
 from infra.metrics import Metrics
+from schemas.errors import ConfigError
 
 
 def fetch(port: int, path: str) -> tuple[int, str]:
@@ -63,3 +64,15 @@ def test_a_check_that_raises_is_a_fault() -> None:
     metrics = Metrics("train")
     metrics.check("disk", lambda: str(1 // 0))
     assert metrics.faults() == {"disk": "check raised ZeroDivisionError: integer division or modulo by zero"}
+
+
+def test_an_address_that_is_taken_is_one_line_with_the_setting() -> None:
+    first, second = Metrics("train"), Metrics("master")
+    port = first.serve()
+    try:
+        with pytest.raises(
+            ConfigError, match=rf"metrics.listen .* cannot listen on 127\.0\.0\.1:{port}: Address already in use"
+        ):
+            second.serve(port)
+    finally:
+        first.close()

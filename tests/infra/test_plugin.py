@@ -111,6 +111,22 @@ def test_a_mistake_is_one_line(module: str, use: str, options: dict[str, object]
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize("raised", ["SystemExit(0)", "GeneratorExit()", "BaseException()", "asyncio.CancelledError()"])
+def test_a_plugin_that_ends_its_import_oddly_ends_no_process(tmp_path: Path, raised: str) -> None:
+    name = f"plugin_that_leaves_{raised.partition('(')[0].replace('.', '_')}"
+    (tmp_path / f"{name}.py").write_text(f"import asyncio\nraise {raised}\n")
+    (tmp_path / f"{name}_late.py").write_text(
+        f"import asyncio\nclass Late:\n    def __init__(self):\n        raise {raised}\n"
+    )
+    sys.path.append(str(tmp_path))
+    try:
+        for use in (f"{name}:f", f"{name}_late:Late"):
+            with pytest.raises(ConfigError, match=raised.split("(")[0].split(".")[-1]):
+                load(use, {}, "x")
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
 def test_a_missing_plugin_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='plugins: got "nowhere", expected a folder'):
         add_plugin_folders(tmp_path, ["nowhere"])

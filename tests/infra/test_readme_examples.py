@@ -52,7 +52,7 @@ def live(group: str, num_sampled: int) -> Block:
     said = (Message(role="user", content="2+2="), Message(role="assistant", content="4"))
     one = make_experience(
         id=experience_id(group, 0, 0), group=group, episode=0, group_size=1, lane="live", spans=spans,
-        tokens=list(range(2 + num_sampled)), logprobs=np.full(num_sampled, -0.5), messages=said, meta={"answer": "4"},
+        tokens=list(range(2 + num_sampled)), logprobs=np.full(num_sampled, -0.5), messages=said, answer="4",
     )  # fmt: skip
     return Block((one,))
 

@@ -62,15 +62,8 @@ def experiences(draw: st.DrawFn, group: str, prompt: tuple[int, ...] = ()) -> Ex
     spans = []
     for length, gap in draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), max_size=4)):
         start = len(tokens) + gap
-        spans.append(
-            Span(
-                start,
-                start + length,
-                draw(st.integers(-1, 2**40)),
-                draw(st.floats(0, 10)),
-                draw(st.booleans()),
-            )
-        )
+        sampled = st.tuples(st.integers(-1, 2**40), st.floats(0, 10), st.booleans())
+        spans.append(Span(start, start + length, *draw(sampled)))
         tokens += draw(st.lists(st.integers(0, 2**32 - 1), min_size=gap + length, max_size=gap + length))
     num_sampled = sum(span.stop - span.start for span in spans)
     logprobs = st.floats(-(2.0**100), 0, width=32)
@@ -115,6 +108,7 @@ def experiences(draw: st.DrawFn, group: str, prompt: tuple[int, ...] = ()) -> Ex
         edit=draw(st.none() | st.builds(Edit, text=st.none() | texts, count=counts)),
         weight=draw(st.floats(0, 1e300)),
         retrained=draw(counts),
+        notes=draw(metas),
     )
 
 

@@ -10,8 +10,9 @@ import json
 from random import Random
 
 from actors.gateway.keys import create_key
+from infra.seal import SECRET
 from infra.store import Store
-from schemas.ids import session_name
+from schemas.names import keyed_session
 from streams.config import FEEDBACK_PATH
 from tests.simulator.scenario import ANSWER_TOKENS, LIVE_S, TOKEN_S, WINDOW_S, Scenario
 from tests.simulator.virtual_loop import Process
@@ -19,6 +20,7 @@ from tests.simulator.watch import Watch
 from tests.simulator.wire import Reply, Wire
 
 TENANT = "acme"
+APP_SECRET = b"the same in every run, so that all names are"
 CHAT = "/v1/chat/completions"
 SERVE_S = 0.1  # beside the sampling: hops to threads and back
 PAUSE_S = 0.2
@@ -41,6 +43,7 @@ class Customers:
         self.accepted: set[str] = set()
         self.private: set[str] = set()
         self.stood_still: dict[Process, float] = {}
+        store.put(SECRET, APP_SECRET)
         self._keys = {
             train: create_key(store, tenant=TENANT, scopes=("serve", "feedback"), train=train, rpm=0, tpm=0)[1]
             for train in ("yes", "no")
@@ -59,7 +62,7 @@ class Customers:
         key = self._keys["no" if is_private else "yes"]
         session = f"session-{number}"
         if is_private:
-            self.private.add(session_name(TENANT, session))
+            self.private.add(keyed_session(APP_SECRET, TENANT, session, "no"))
         messages: list[dict[str, str]] = []
         for turn in range(self.random.choice((1, 1, 2))):
             messages.append({"role": "user", "content": f"{number} {turn}"})
@@ -79,9 +82,9 @@ class Customers:
             await asyncio.sleep(self.random.random() * WINDOW_S * (0.5 + 1.5 * number))
             self._said += 1
             said = {"answer_id": answer, "id": f"said-{self._said}", "value": self._said / 1024, "rater": "customer"}
-            await self._asked(FEEDBACK_PATH, said, key, {})
+            taken, _ = await self._asked(FEEDBACK_PATH, said, key, {})
             if not is_private:
-                self.accepted.add(said["id"])
+                self.accepted.add(json.loads(taken.body)["id"])
 
     async def _asked(self, path: str, body: object, key: str, headers: dict[str, str]) -> tuple[Reply, Process]:
         """Ask until it is taken; I5 holds each time."""

@@ -56,7 +56,7 @@ def answers(*texts: str) -> list[Experience]:
             episode=episode,
             group_size=len(texts),
             spans=(Span(1, 3, 3),),
-            meta={"answer": "280"},
+            answer="280",
         )
         for episode, text in enumerate(texts)
     ]

@@ -12,7 +12,7 @@ import pytest
 from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
-from infra.ledger.forget import destroy, destroy_texts
+from infra.ledger.forget import complete, destroy
 from infra.ledger.index import Index
 from infra.ledger.trace import legible
 from infra.metrics import Metrics
@@ -97,8 +97,7 @@ async def forgotten(log: Log, folder: Path) -> None:
     keys = Keys(log.store)
     key_ids = destroy(keys, TENANT, USER)
     index = Index(folder / "trace.sqlite", run="test", policy="main")
-    await index.refresh(log)
-    assert destroy_texts(index, keys, key_ids) == 1
+    assert (await complete(log, index, keys, "9f", key_ids)).texts == 1
     index.close()
 
 

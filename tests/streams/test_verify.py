@@ -76,7 +76,7 @@ def test_eval_answers_go_to_evals_and_are_never_dropped() -> None:
     (output,) = result.first
     assert output.topic is EVALS
     assert isinstance(output.record, Block)
-    assert [one.meta.get("failure") for one in output.record.experiences] == [None, "odd"]
+    assert [one.failure for one in output.record.experiences] == ["", "odd"]
     assert output.record.experiences[1].scores == ()
     assert result.then == ()
 

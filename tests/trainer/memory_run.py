@@ -45,7 +45,7 @@ async def filled_log(store: Store, bus: MemoryBus | None = None) -> Log:
     await log.create_topics(partitions=2, keep_ms=-1)
     for number in range(4):
         await log.publish(topics.BUFFER, block(number, "expert"))
-    await log.publish(topics.BUFFER, block(9, "expert", meta={"split": "validation"}))
+    await log.publish(topics.BUFFER, block(9, "expert", held_out=True))
     for sequence in range(2 * STEPS):
         await log.publish(topics.BUFFER, block(sequence))
     return log

@@ -20,7 +20,7 @@ from trainer.batch_chain import ALONE, apply_chain, build_batch
 from trainer.learners.scripted import ScriptedLearner
 from trainer.processors.normalize_advantages import normalize_advantages
 from trainer.train import run_trainer
-from trainer.weight import KEY, weight_of, with_weight
+from trainer.weight import with_weight
 
 HERE = "tests.trainer.test_batch_chain"
 
@@ -144,20 +144,20 @@ def test_a_faulty_processor_costs_its_experiences_with_a_reason(name, reason):
 
 
 def test_a_weight_in_the_log_is_nobodys_and_a_pair_goes_whole():
-    marked = items(2, meta={KEY: 50.0})
+    marked = [
+        msgspec.structs.replace(one, experience=msgspec.structs.replace(one.experience, weight=50.0))
+        for one in items(2, meta={"batch.weight": 50.0})
+    ]
     record, _ = applied(chain("halve"), marked)
     assert [one.weight for one in record.items] == [1.0, 1.0]
     sides = [
-        make_item(
-            [1, 2, 3 + i], [Span(2, 3, -1, 1.0, False)], group="p.0", episode=i, lane="human", meta={"pair": mark}
-        )
-        for i, mark in enumerate(("chosen", "rejected"))
+        make_item([1, 2, 3 + i], [Span(2, 3, -1, 1.0, False)], group="p.0", episode=i, lane="human", kind=side)
+        for i, side in enumerate(("chosen", "rejected"))
     ]
     record, kept = applied(chain("drop_first"), sides)
     assert not kept and record.dropped_because == ("first of its batch", "half a pair")
     with pytest.raises(ValueError, match="weight: got"):
         with_weight(sides[0].experience, -1.0)
-    assert np.isnan(weight_of(msgspec.structs.replace(sides[0].experience, meta={KEY: "x"})))
 
 
 def test_what_rides_along_is_not_trained_alone():

@@ -98,12 +98,18 @@ def test_lanes_that_are_not_trained_and_blocks_that_mix_lanes_are_refused_with_a
 
 def test_validation_blocks_are_never_candidates_and_stay_referenced() -> None:
     buffer = filled(
-        block("b.0", lane="expert", meta={"split": "validation"}),
-        block("a.0", lane="expert", meta={"split": "validation"}),
+        block("b.0", lane="expert", held_out=True),
+        block("a.0", lane="expert", held_out=True),
     )
     assert buffer.candidates("expert") == [] and buffer.num_experiences("expert") == 0
     assert [one.group for one in buffer.validation()] == ["b.0", "a.0"]
     assert buffer.references() == [0, 1]
+
+
+def test_a_group_that_the_master_waits_for_is_refused_with_a_reason_where_it_is_held_out() -> None:
+    buffer = filled()
+    assert add(buffer, 0, block("a.0", sequence=3, held_out=True)) == "held out"
+    assert buffer.references() == [] and buffer.validation() == []
 
 
 def test_a_use_of_something_no_longer_held_still_counts() -> None:

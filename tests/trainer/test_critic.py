@@ -14,7 +14,7 @@ from schemas import Span
 from schemas.errors import ConfigError
 from trainer.batch import TrainItem, pack
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
-from trainer.critic import gae, value_loss
+from trainer.critic import advantages, gae, value_loss
 from trainer.learners.torch import TorchLearner
 
 
@@ -66,6 +66,72 @@ def test_the_value_loss_is_flat_only_where_a_clipped_value_has_gone_past_its_tar
     assert loss.tolist() == pytest.approx([0.5 * 0.3**2, 0.5 * 0.9**2, 0.5 * 0.4**2])
     assert value.grad.tolist() == pytest.approx([0.0, 0.9, -0.4])
     assert value_loss(value, torch.full((3,), 0.5), torch.ones(3), 0.0)[0].item() == pytest.approx(0.005)
+
+
+HALF = 0.5
+
+
+def ending(lengths: list[int], end: str, first: int = 0, **header) -> list[TrainItem]:
+    """Answers of so many tokens that end so, with reward 0.5; what state a token is chosen in is told by its place."""
+    return [
+        make_item(
+            [1, *range(20, 20 + num)], [Span(1, 1 + num, 0)], group=f"t-{first + i}.0", reward=HALF, end=end, **header
+        )
+        for i, num in enumerate(lengths)
+    ]
+
+
+def fixed_point(items: list[TrainItem], config: CriticConfig) -> np.ndarray:
+    """Values by position, each set to the mean of what its tokens are pulled to, until they stay."""
+    bootstrap = config.truncated == "bootstrap"
+    parts = pack(items, max_tokens=1000, bootstrap=bootstrap).microbatches
+    table = np.zeros(max(int(one.positions_BT.max()) for one in parts) + 1)
+    for _ in range(4000):
+        pulls = np.zeros((2, len(table)))
+        for one in parts:
+            position_BT = one.positions_BT.reshape(-1)
+            value, advantage = advantages(one, table[position_BT], np.ones(len(one.target_N), bool), config)
+            np.add.at(pulls, (0, position_BT[one.predecessor_N]), value + advantage)
+            np.add.at(pulls, (1, position_BT[one.predecessor_N]), 1)
+        moved = np.where(pulls[1] > 0, pulls[0] / np.maximum(pulls[1], 1), table)
+        if np.abs(moved - table).max() < 1e-12:
+            break
+        table = moved
+    return table[pulls[1] > 0]
+
+
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.95, 0.0])
+@pytest.mark.parametrize(
+    ("truncated", "ends"),
+    # Where all is truncated and bootstrapped, nothing says what a state is worth, as the setting says.
+    [
+        ("reward", "terminal"),
+        ("reward", "truncated"),
+        ("reward", "both"),
+        ("bootstrap", "terminal"),
+        ("bootstrap", "both"),
+    ],
+)
+def test_what_gives_a_half_every_time_is_worth_a_half_however_it_ends(ends, truncated, gae_lambda):
+    items = ending([6, 4, 6], "terminal") if ends != "truncated" else []
+    if ends != "terminal":
+        items += ending([3, 5, 2], "truncated", first=3)
+    values = fixed_point(items, CriticConfig(truncated=truncated, gae_lambda=gae_lambda))
+    assert values == pytest.approx(np.full(len(values), HALF), abs=1e-6)
+
+
+def test_of_a_truncated_episode_only_the_last_part_is_bootstrapped_and_no_end_counts_twice():
+    items = [
+        *ending([3], "truncated", part=0, last=False),
+        *ending([3], "truncated", first=1, part=1, last=True),
+        *ending([3], "terminal", first=2),
+    ]
+    for bootstrap in (False, True):
+        (one,) = pack(items, max_tokens=1000, bootstrap=bootstrap).microbatches
+        rewards = [one.reward_N[one.sequence_N == s].sum() for s in range(3)]
+        valued = [bool((one.bootstrap_N[one.sequence_N == s] >= 0).any()) for s in range(3)]
+        assert valued == [False, bootstrap, False]
+        assert rewards == [HALF, 0.0 if bootstrap else HALF, HALF]
 
 
 def opened(model: str, minibatches: int = 1, critic: CriticConfig | None = None) -> TorchLearner:

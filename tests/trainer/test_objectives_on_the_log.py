@@ -72,7 +72,7 @@ def pair(number: int, rejected: int = 41) -> Block:
                 episode=episode,
                 group_size=2,
                 lane="human",
-                meta={"pair": side},
+                kind=side,  # type: ignore[arg-type]
             )
             for episode, (side, answer) in enumerate((("chosen", 40), ("rejected", rejected)))
         )

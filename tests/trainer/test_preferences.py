@@ -19,7 +19,7 @@ from trainer.split import split
 PROMPT = (1, 20, 21)
 
 
-def side(answer: list[int], mark: str, *, group: str = "p.0", episode: int = 0, prompt=PROMPT) -> TrainItem:
+def side(answer: list[int], kind: str, *, group: str = "p.0", episode: int = 0, prompt=PROMPT) -> TrainItem:
     stop = len(prompt) + len(answer)
     return make_item(
         [*prompt, *answer],
@@ -28,7 +28,7 @@ def side(answer: list[int], mark: str, *, group: str = "p.0", episode: int = 0, 
         episode=episode,
         lane="human",
         logprobs=np.zeros(len(answer)),
-        meta={"pair": mark} if mark else {},
+        kind=kind,
     )
 
 
@@ -47,7 +47,7 @@ def block_of(items: list[TrainItem]) -> Block:
         (pair([30, 2], [30, 2]), "pair with equal sides"),
         (pair([30, 2], [31, 2])[:1], "half a pair"),
         ([*pair([30], [31]), side([32], CHOSEN, episode=2)], "half a pair"),
-        ([side([30], CHOSEN), side([31], "", episode=1)], "half a pair"),
+        ([side([30], CHOSEN), side([31], "answer", episode=1)], "half a pair"),
         ([side([30], CHOSEN), side([31], REJECTED, episode=1, prompt=(1, 20, 22))], "pair with different prompts"),
         ([side([30], ""), side([31], "", episode=1)], ""),
     ],

@@ -224,12 +224,12 @@ class DeepSpeedLearner:
         bounded = self._bounds(objectives, batch, parts, ahead) if ahead is not None else {}
         before = self._save() if len(parts) > 1 else None
         observed: list[Observed] = []
+        losses: list[float] = []
         norms: list[float] = []
-        loss = 0.0
         for index, part in enumerate(parts):
             context = StepContext(
                 objectives=objectives,
-                denominators=denominators(objectives, part),
+                denominators=denominators(objectives, batch, len(parts)),
                 version=batch.version,
                 exact=batch.exact and index == 0,
                 staleness_decay=self._config.staleness_decay,
@@ -243,9 +243,11 @@ class DeepSpeedLearner:
                 if before is not None:
                     self._restore(before)
                 return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
+            losses.append(loss)
             norms.append(norm)
             if self._config.reference_decay < 1.0:
                 self._move_reference(self._config.reference_decay)
+        loss = sum(losses) / len(losses)
         return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)))
 
     @torch.no_grad()

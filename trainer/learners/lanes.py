@@ -1,7 +1,8 @@
 """The lanes of one microbatch: each token's loss under its lane's objective, summed, and what was observed.
 
 Guarantee: every lane is divided by its tokens (sequences, pairs: what its loss is a mean over) in the whole step, so any
-cut into microbatches gives one gradient.
+cut into microbatches gives one gradient. A step of m minibatches divides each of them by an m-th of that: a token weighs
+m times what it weighs in one step, whichever minibatch it falls into, and so does a lane in their sum.
 """
 
 import math
@@ -23,12 +24,12 @@ from trainer.offpolicy import staleness_weight
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     """What is the same for all microbatches of one optimizer step.
 
-    denominators: of each lane, global. version: policy version before the batch. exact: the weights are that version's.
-    bounds: what losses measured over the whole step.
+    denominators: of each lane, global: see `denominators`. version: policy version before the batch. exact: the weights
+    are that version's. bounds: what losses measured over the whole step.
     """
 
     objectives: Mapping[Lane, Objective]
-    denominators: Mapping[Lane, int]
+    denominators: Mapping[Lane, float]
     version: int
     exact: bool
     staleness_decay: float = 1.0
@@ -52,12 +53,12 @@ def looks_ahead(objective: Objective) -> bool:
     return objective.proximal == "recompute" or objective.bound is not None
 
 
-def denominators(objectives: Mapping[Lane, Objective], batch: PackedBatch) -> dict[Lane, int]:
-    """What each lane's sum is divided by."""
+def denominators(objectives: Mapping[Lane, Objective], batch: PackedBatch, parts: int = 1) -> dict[Lane, float]:
+    """What each lane's sum is divided by in each of the step's `parts` minibatches. batch: the whole step."""
     found = {}
     for lane, tokens in batch.lane_tokens.items():
         sequences = batch.lane_sequences[lane]
-        found[lane] = {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2}[objectives[lane].mean]
+        found[lane] = {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2}[objectives[lane].mean] / parts
     return found
 
 

@@ -90,12 +90,12 @@ class TorchLearner:
             bounded = bounds(objectives, _joined(batch, parts), flat)
         before = self._snapshot() if len(parts) > 1 else None
         observed: list[Observed] = []
+        losses: list[float] = []
         norms: list[float] = []
-        loss = 0.0
         for index, part in enumerate(parts):
             context = StepContext(
                 objectives=objectives,
-                denominators=denominators(objectives, part),
+                denominators=denominators(objectives, batch, len(parts)),
                 version=batch.version,
                 exact=batch.exact and index == 0,
                 staleness_decay=self._config.staleness_decay,
@@ -108,10 +108,11 @@ class TorchLearner:
             if not (math.isfinite(loss) and norm <= max_grad_norm and sound):
                 self._revert(before)
                 return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
+            losses.append(loss)
             norms.append(norm)
             self._apply(learning_rate, observed[-len(part.microbatches) :])
         measured = diagnose(join(observed)) | (values.measured() if values is not None else {})
-        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=measured)
+        return StepStats(finite=True, loss=sum(losses) / len(losses), grad_norm=max(norms), values=measured)
 
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the policy in its published dtype, by the model's own names."""

@@ -39,6 +39,8 @@ class Values:
         found = iter(flat)
         self._estimates = [[next(found) for _ in part.microbatches] for part in parts]
         self._losses: list[float] = []
+        # As the lanes' denominators: a token weighs the same whichever minibatch it falls into.
+        self._num_tokens = sum(int(chosen.sum()) for part in self._chosen for chosen in part) / len(parts)
 
     def advantages(self, part: int) -> list[np.ndarray]:
         """Of each microbatch of a part, [N]; 0 in lanes without a critic."""
@@ -46,15 +48,14 @@ class Values:
 
     def accumulate(self, part: int) -> bool:
         """The value loss of a part, backward and clipped; False where it or its gradient is not finite."""
-        num_tokens = sum(int(chosen.sum()) for chosen in self._chosen[part])
-        if not num_tokens:
+        if not any(chosen.any() for chosen in self._chosen[part]):
             return True
         total = 0.0
         for one, estimate, chosen in zip(
             self._parts[part].microbatches, self._estimates[part], self._chosen[part], strict=True
         ):
             if chosen.any():
-                loss = self._critic.loss(one, estimate, chosen, num_tokens)
+                loss = self._critic.loss(one, estimate, chosen, self._num_tokens)
                 torch.autograd.backward(loss)
                 total += float(loss.detach())
         parameters = self._critic.named_parameters().values()
@@ -63,7 +64,7 @@ class Values:
         return math.isfinite(total) and math.isfinite(norm)
 
     def measured(self) -> dict[str, float]:
-        """The last value loss, and the share of the targets' variance that the values explain."""
+        """The value loss, a mean over minibatches, and the share of the targets' variance that the values explain."""
         pairs = [
             (one.value[chosen], one.target[chosen])
             for estimates, masks in zip(self._estimates, self._chosen, strict=True)
@@ -74,4 +75,4 @@ class Values:
             return {}
         variance = float(target.var())
         explained = 1 - float((target - value).var()) / variance if variance > 0 else 0.0
-        return {"critic/value_loss": self._losses[-1], "critic/explained_variance": explained}
+        return {"critic/value_loss": sum(self._losses) / len(self._parts), "critic/explained_variance": explained}

@@ -4,7 +4,7 @@ Bodies import what they need when they run: see `infra.cli.main`.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -109,3 +109,23 @@ def load_prompts(
     from infra.cli.prompts import run_load_prompts
 
     exit_with(lambda: run_load_prompts(count, suite, config, sets))
+
+
+def skip(
+    group: Annotated[
+        Literal["tasks", "explore", "verify", "collect"],
+        typer.Argument(help="Who is stuck: a stage of the stream workers, or the explorers."),
+    ],
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+) -> None:
+    """Go on behind records that retention deleted before they were read, and say which are lost.
+
+    A stage that was away for longer than [bold]\\[keep] replay[/] stops instead of skipping anything by itself. Stop all
+    processes of the group first. Each loss stands in dead-letters.
+
+    Example: [cyan]headrace skip verify[/]
+    """
+    from infra.cli.skip import run_skip
+
+    exit_with(lambda: run_skip(group, config, sets))

@@ -23,19 +23,29 @@ def replay(
     from_step: FromOption = None,
     to_step: Annotated[int | None, typer.Option("--to", help="Stop after this step.", metavar="STEP")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare; exit with 1 on a difference.")] = False,
+    trust_plugins: Annotated[
+        bool, typer.Option("--trust-plugins", help="Import and call what its settings name and headrace does not ship.")
+    ] = False,
+    max_unpacked: Annotated[
+        int | None, typer.Option(help="What an archive may unpack to; 32 GiB unless told.", metavar="BYTES", min=1)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Do a run again, from the oldest kept checkpoint and the log alone, and show the weights' hash at every checkpoint.
 
     Writes nothing: neither to the log nor to the store. A record that is missing or was altered is named.
     On one CPU process with the same code, libraries and threads the hashes are equal; elsewhere the batches are, and
-    what differs is said.
+    what differs is said. Code that headrace does not ship is imported with --trust-plugins alone, after its names.
 
     Example: [cyan]headrace replay runs/demo --verify[/]
     """
-    from infra.cli.replay import run_replay
+    from infra.cli.replay import Trust, run_replay
+    from infra.ledger.archive import MAX_BYTES
 
-    exit_with(lambda: run_replay(run, from_step=from_step, to_step=to_step, verify=verify, as_json=as_json))
+    trust = Trust(plugins=trust_plugins, max_bytes=max_unpacked or MAX_BYTES)
+    exit_with(
+        lambda: run_replay(run, from_step=from_step, to_step=to_step, verify=verify, as_json=as_json, trust=trust)
+    )
 
 
 def export(
@@ -47,7 +57,8 @@ def export(
     """Write all that a replay needs into one file: checkpoint, model, journal, buffered blocks, settings of the trainer.
 
     No address and no credential is in it.
-    Where an objective or a learner comes from a plugin, the plugin must be importable where it is replayed.
+    Where an objective or a learner comes from a plugin, the plugin must be importable where it is replayed, and
+    `headrace replay` asks for --trust-plugins.
 
     Example: [cyan]headrace export runs/demo demo.headrace[/], elsewhere [cyan]headrace replay demo.headrace --verify[/]
     """

@@ -20,10 +20,13 @@ from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.config import Floor
 from infra.metrics import Metrics
+from infra.seal import app_secret
 from infra.store import Store
 from infra.store_memory import MemoryStore
 from schemas import Block, Experience, Received
 from schemas.errors import BrokerUnavailable
+from schemas.ids import answer_id, experience_id, request_group
+from schemas.names import keyed_session
 from schemas.topics import EXPERIENCES, FEEDBACK
 from tests.actors.rig import until
 
@@ -109,6 +112,11 @@ class Served:
         self, tenant: str = "acme", scopes: tuple[Scope, ...] = ("serve", "feedback"), train: Train = "yes", **more: Any
     ) -> str:
         return create_key(self.store, tenant=tenant, scopes=scopes, train=train, **{"rpm": 0, "tpm": 0, **more})[1]
+
+    def answer(self, tenant: str = "acme", session: str = "s", train: Train = "yes") -> str:
+        """The id of an answer as this app gives them."""
+        name = keyed_session(app_secret(self.store), tenant, session, train)
+        return answer_id(experience_id(request_group(name, 7, 3), 0, 0))
 
     async def keys_read(self) -> None:
         """Until the gateway knows the keys made and revoked so far; a reading under way may have begun before them."""

@@ -98,7 +98,7 @@ def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_record_sa
                 told = [await http.post("/v1/feedback", json={"answer_id": one.id, "value": 1}) for one in done]
             assert {one.status_code for one in told} == {202}
             recorded = await stable.recorded(len(done))
-            assert {(one.min_version, one.meta["trial"]) for one in recorded} == {(1, 2), (2, 2)}
+            assert {(one.min_version, one.trial) for one in recorded} == {(1, 2), (2, 2)}
             assert {f"hr-{one.id}" for one in recorded} == {one.id for one in done}
 
             told_of: set[tuple[int, int]] = set()

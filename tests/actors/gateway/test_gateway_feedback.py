@@ -19,7 +19,8 @@ from actors.gateway.hearing import check_signature, nth_answer, read_feedback, r
 from infra.seal import FOLDER, Keys, open_event, open_text
 from infra.store_memory import MemoryStore
 from schemas.errors import StoreError
-from schemas.ids import group_of, is_of_tenant, session_name
+from schemas.ids import group_of, session_name, session_of
+from schemas.names import is_of, keyed_session
 from tests.actors.gateway.gateway_rig import AwayBus, serving
 from tests.actors.rig import until
 
@@ -72,8 +73,10 @@ def test_what_makes_no_sense_is_a_400(said: dict[str, Any]) -> None:
 
 
 def test_ids_say_whose_an_answer_is() -> None:
-    assert is_of_tenant(ANSWER, "acme") and not is_of_tenant(ANSWER, "globex")
-    assert not is_of_tenant("hr-add-3745.2.0-7-0", "acme")
+    for session in (session_name("acme", "s"), keyed_session(b"secret", "acme", "s", "yes")):
+        assert is_of(session, "acme", b"secret") and not is_of(session, "globex", b"secret")
+        assert session_of(group_of(f"hr-{session}.7-3.0-0-0")) == session
+    assert not session_of(group_of("hr-add-3745.2.0-7-0"))
     assert group_of(nth_answer(ANSWER, 2)) == group_of(ANSWER) and nth_answer(ANSWER, 2).endswith(".7-3.0-2-0")
     assert session_name("a", "b") != session_name("a\x00b", "")
 
@@ -128,7 +131,8 @@ def test_a_webhook_is_taken_redacted_and_sealed_and_a_forged_one_is_not(tmp_path
     async def check() -> None:
         store = MemoryStore()
         async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
-            body = json.dumps({"ticket": 7, "mail": "ada@x.example", "answer": ANSWER}).encode()
+            answer = served.answer()
+            body = json.dumps({"ticket": 7, "mail": "ada@x.example", "answer": answer}).encode()
             async with served.http() as http:
                 headers = {"x-signature": signature(body).hex()}
                 assert (await http.post("/zendesk", content=body, headers=headers)).status_code == 202
@@ -140,7 +144,7 @@ def test_a_webhook_is_taken_redacted_and_sealed_and_a_forged_one_is_not(tmp_path
             (received,) = await served.received()
             assert received.path == "/zendesk" and b"ticket" not in received.body
             said = json.loads(open_event(received.body, Keys(store)))
-            assert said == {"ticket": 7, "mail": "[email]", "answer": ANSWER}
+            assert said == {"ticket": 7, "mail": "[email]", "answer": answer}
 
     asyncio.run(check())
 
@@ -204,7 +208,7 @@ def test_accepted_means_kept_also_while_the_broker_is_away(tmp_path: Path) -> No
             bus.away = False
             await until(lambda: not spooled(tmp_path), seconds=30)
             found = await served.received()
-            assert (found[0].ref, found[0].id, found[0].tenant) == (nth_answer(ANSWER, 2), "f-1", "acme")
+            assert (found[0].ref, found[0].id, found[0].tenant) == (nth_answer(ANSWER, 2), answer.json()["id"], "acme")
 
     asyncio.run(check())
 
@@ -231,41 +235,48 @@ def test_what_people_write_is_masked_then_sealed_before_the_first_write_to_log_o
             await served.keys_read()
             bus.away = True
             async with served.http(key) as http:
+                given = served.answer()
                 for name in ("correction", "label"):
-                    said = {"answer_id": ANSWER, name: "ask WILHELMINA at ada@x.example", "rater": "bob"}
+                    said = {"answer_id": given, name: "ask WILHELMINA at ada@x.example", "rater": "bob"}
                     assert (await http.post("/v1/feedback", json=said)).status_code == 202
-            assert (
-                b"bob" in spooled(tmp_path)[0].read_bytes() and b"WILHELMINA" not in spooled(tmp_path)[0].read_bytes()
-            )
+            written = spooled(tmp_path)[0].read_bytes()
+            assert given.encode() in written and b"WILHELMINA" not in written and b"bob" not in written
             bus.away = False
             await until(lambda: not spooled(tmp_path), seconds=30)
             bodies = [json.loads(one.body) for one in await served.received()]
             texts = [body.get("correction") or body["label"] for body in bodies]
-            answer = ANSWER.removeprefix("hr-")
+            answer = given.removeprefix("hr-")
             assert not any("WILHELMINA" in text for text in texts)
             assert {open_text(text, Keys(store), answer) for text in texts} == {"ask WILHELMINA at [email]"}
 
     asyncio.run(check())
 
 
-def test_what_people_write_is_not_taken_while_there_is_no_key_to_seal_it_with(tmp_path: Path) -> None:
-    class Away(MemoryStore):
-        """A store that takes no keys."""
+class KeysAway(MemoryStore):
+    """A store that takes no sealing keys while it is away, as one that has no room."""
 
-        def put(self, key: str, data: bytes) -> None:
-            if key.startswith(FOLDER):
-                raise StoreError("the store is away")
-            super().put(key, data)
+    away = True
 
+    def put(self, key: str, data: bytes) -> None:
+        if key.startswith(FOLDER) and self.away:
+            raise StoreError("the store is away")
+        super().put(key, data)
+
+
+def test_what_people_write_waits_on_disk_sealed_until_the_store_has_its_key(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, store=Away()) as served:
+        store = KeysAway()
+        async with serving(tmp_path, store=store) as served:
             key = served.key()
             await served.keys_read()
             async with served.http(key) as http:
-                text = await http.post("/v1/feedback", json={"answer_id": ANSWER, "correction": "It is 42."})
-                thumb = await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": True})
-            assert (text.status_code, thumb.status_code) == (503, 202)
+                text = await http.post("/v1/feedback", json={"answer_id": served.answer(), "correction": "WILHELMINA"})
+            assert text.status_code == 202 and not await served.received()
+            assert b"WILHELMINA" not in spooled(tmp_path)[0].read_bytes()
+            store.away = False
+            await until(lambda: not spooled(tmp_path), seconds=30)
             (received,) = await served.received()
-            assert json.loads(received.body)["value"] is True
+            said = json.loads(received.body)["correction"]
+            assert open_text(said, Keys(store), served.answer().removeprefix("hr-")) == "WILHELMINA"
 
     asyncio.run(check())

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,5 +103,122 @@ def test_a_body_in_chunks_that_grows_beyond_its_bound_is_refused_as_one_that_say
             async with served.http(key) as http:
                 answer = await http.post("/v1/completions", content=chunks())
                 assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+    asyncio.run(check())
+
+
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+PIECE = 64 * 1024
+
+
+def post(path: str, key: str) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n".encode()
+
+
+async def pour(writer: asyncio.StreamWriter, piece: bytes, num_bytes: int) -> int:
+    """Send a piece again and again; how much was taken before the other side closed."""
+    sent = 0
+    try:
+        while sent < num_bytes:
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+    except (ConnectionError, OSError):
+        pass
+    return sent
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/feedback", "/healthz", "/no-such-thing"])
+@pytest.mark.parametrize("known", [True, False], ids=["key", "no key"])
+@pytest.mark.parametrize(
+    "trailers", [b"x-a: 1\r\n" * 8192, b"x-a: " + b"1" * PIECE, b"1;" + b"e" * PIECE], ids=["many", "long", "extension"]
+)
+def test_what_stands_behind_a_body_is_neither_kept_nor_read_without_end(
+    tmp_path: Path, path: str, known: bool, trailers: bytes
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, limits=Limits(body_s=20.0)) as served, connection(served) as (reader, writer):
+            key = served.key()
+            await served.keys_read()
+            writer.write(post(path, key if known else "nobody") + CHUNKED + b"0\r\n" * (trailers[:1] == b"x"))
+            begun, piece = trailers[:4096], trailers[4096:]
+            writer.write(begun)
+            sent = await pour(writer, piece, 400 * PIECE)
+            assert sent < 200 * PIECE, "it was read on and on"
+            with suppress(ConnectionError):
+                await reader.read()
+            refused = served.metrics.counters()
+            assert (
+                sum(refused.get(f"refused{{reason={one},route=}}", 0) for one in ("trailers", "request_too_large")) == 1
+            )
+
+    asyncio.run(check())
+
+
+def test_trailers_are_an_error_object_where_no_answer_has_begun_and_hold_no_place(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served, connection(served) as (reader, writer):
+            key = served.key()
+            await served.keys_read()
+            body = json.dumps({"model": "m", "prompt": "Hi"}).encode()
+            chunk = f"{len(body):x}\r\n".encode() + body + b"\r\n"
+            writer.write(post("/v1/completions", key) + CHUNKED + chunk + b"0\r\nx-a: 1\r\n\r\n")
+            status, answer = await told(reader)
+            assert (status, answer["error"]["code"]) == (400, "trailers")
+            assert await reader.read() == b""
+            assert served.engine.num_running == 0
+        assert not await served.experiences()
+
+    asyncio.run(check())
+
+
+def test_an_answer_is_whole_where_the_request_behind_it_has_trailers(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("x" * 30), token_s=0.01)) as served:
+            key = served.key()
+            await served.keys_read()
+            async with connection(served) as (reader, writer):
+                body = json.dumps({"model": "m", "prompt": "Hi"}).encode()
+                head = post("/v1/completions", key)
+                writer.write(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+                writer.write(head + CHUNKED + b"0\r\nx-a: 1\r\n\r\n")
+                status, answer = await told(reader)
+                assert status == 200 and answer["choices"][0]["text"] == "x" * 30
+                assert (await told(reader))[1]["error"]["code"] == "trailers"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_request_that_goes_on_behind_its_answer_has_a_bound_of_bytes_and_of_time(tmp_path: Path, ends: bool) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, limits=Limits(body_s=0.3)) as served:
+            async with connection(served) as (reader, writer):
+                writer.write(post("/no-such-thing", "") + CHUNKED)
+                assert (await told(reader))[0] == 404
+                chunk = b"10000\r\n" + b"x" * PIECE + b"\r\n"
+                if ends:
+                    writer.write(chunk + b"0\r\n\r\n")  # whole at last, and silent from then on
+                    assert await reader.read() == b""
+                else:
+                    assert await pour(writer, chunk, 1000 * PIECE) < 500 * PIECE
+            async with connection(served) as (reader, writer):
+                writer.write(post("/no-such-thing", "") + CHUNKED + b"5\r\nhel")
+                assert (await told(reader))[0] == 404
+                assert await reader.read() == b"", "it waited for the rest"
+
+    asyncio.run(check())
+
+
+def test_line_ends_alone_keep_no_connection(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with (
+            serving(tmp_path, limits=Limits(body_s=0.3)) as served,
+            connection(served) as (reader, writer),
+        ):
+            writer.write(HEALTH)
+            assert (await told(reader))[0] == 200
+            writer.write(b"\r\n")
+            assert await reader.read() == b""
 
     asyncio.run(check())

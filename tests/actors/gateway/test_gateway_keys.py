@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from actors.gateway.app import Site
 from actors.gateway.config import GatewayConfig, Webhook
+from actors.gateway.door import SCOPE_OF
 from actors.gateway.grant import Grant, sign
 from actors.gateway.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
 from actors.gateway.quota import Quotas
@@ -160,6 +161,8 @@ def test_the_matrix_knows_every_route_that_is_served() -> None:
     routes = {route.path for route in site.app().routes if isinstance(route, Route)}
     known = {path.replace("/main", "/{model:path}") for _, path, _, _ in ROUTES}
     assert routes == known | KEYLESS | {WEBHOOK.path}
+    scopes = {path.replace("/main", "/{model:path}"): scope for _, path, _, scope in ROUTES}
+    assert scopes == SCOPE_OF, "one table says what opens a route, and nothing else does"
 
 
 class GatewayStub:
@@ -225,6 +228,6 @@ def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> N
                 await asyncio.sleep(0.3)
                 assert (await rate(made["token"], first))[0] == 401, "a token dies with the key that asked for it"
             (received,) = await served.received()
-            assert received.rater == f"browser {key_id}" and b"somebody else" not in received.body
+            assert received.rater == f"answer {first}" and b"somebody else" not in received.body
 
     asyncio.run(check())

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.gateway.held import HeldKeys
 from actors.gateway.outbox import Outbox, Outgoing
 from actors.gateway.spool import Spool, SpoolFull
 from infra.bus.bus import Headers, Partition, Position
@@ -154,7 +155,15 @@ def test_whatever_the_broker_does_nothing_is_lost_and_disk_keeps_the_order(
 
 
 def opened(folder: Path, log: Log) -> Outbox:
-    return Outbox(log, Spool(folder, max_bytes=10**7), Metrics("t"), queue_records=100, queue_bytes=10_000, send_s=1.0)
+    return Outbox(
+        log,
+        Spool(folder, max_bytes=10**7),
+        Metrics("t"),
+        held=HeldKeys(MemoryStore(), folder / "keys"),
+        queue_records=100,
+        queue_bytes=10_000,
+        send_s=1.0,
+    )
 
 
 class SilentBus(AwayBus):

@@ -227,7 +227,7 @@ def test_turns_of_a_session_go_on_from_the_very_tokens(tmp_path: Path) -> None:
             turns = await served.recorded(4)
             assert len({one.group.partition(".")[0] for one in turns}) == 1, "one session"
             assert len({one.group for one in turns}) == 4, "every turn is a group of its own: none repeats another"
-            assert [one.meta["turn"] for one in turns] == [0, 1, 2, 0]
+            assert [one.carried for one in turns] == [0, 1, 2, 0]
             for before, after in itertools.pairwise(turns[:3]):
                 assert after.tokens[: before.num_tokens].tolist() == before.tokens.tolist()
 

@@ -4,9 +4,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from aiokafka.errors import KafkaTimeoutError, RequestTimedOutError, TopicAuthorizationFailedError
 
 from infra.bus.bus import Bus, Partition, Reader
 from infra.bus.kafka import KafkaBus, answers
+from infra.bus.kafka_reader import may_pass
 from infra.local.broker import EmbeddedKafka
 from schemas.errors import BrokerUnavailable
 from schemas.topics import EXPERIENCES, topic_config
@@ -145,3 +147,20 @@ def test_reading_and_sending_name_the_address_when_the_broker_stays_away(tmp_pat
         asyncio.run(run())
     finally:
         broker.stop()
+
+
+def test_a_broker_that_keeps_silent_past_a_request_is_asked_again() -> None:
+    async def run() -> None:
+        bus, tries = KafkaBus(NOBODY, deadline_s=30.0), 0
+
+        async def attempt() -> str:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise KafkaTimeoutError("batch expired")
+            return "stored"
+
+        assert await bus._retried("send", attempt) == "stored" and tries == 2
+
+    asyncio.run(run())
+    assert may_pass(RequestTimedOutError()) and may_pass(OSError()) and not may_pass(TopicAuthorizationFailedError())

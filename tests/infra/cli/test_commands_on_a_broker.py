@@ -12,17 +12,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
 from infra.cli.main import app
+from infra.seal import Keys, open_text, seal_text, sealed
+from infra.store import Store
+from infra.store_directory import DirectoryStore
 from schemas import Block, Closure, Control, EvalResult, PolicyEvent, Progress, Stub, Tick, topics
+from schemas.errors import Sealed
+from schemas.ids import experience_id, group_of, request_group, session_name, subject_of
 from tests.infra.ledger.ledger_records import batch, block
 from tests.schemas.record_samples import CONTROL_KINDS, example_of, group_block
 
 pytestmark = pytest.mark.slow
 
+ALL_ROLES = ("train", "explore", "process", "master")
 TASKS = [{"id": f"add-{at}", "prompt": f"{at}+1=", "answer": str(at + 1)} for at in range(3)]
 
 
@@ -36,11 +43,13 @@ def printed(config: Path, *arguments: str, code: int = 0) -> str:
     return result.stdout
 
 
-def publish(bootstrap: str, app_name: str, records: list[tuple[topics.Topic, Control | Block]]) -> None:
+def publish(
+    bootstrap: str, app_name: str, records: list[tuple[topics.Topic, Control | Block]], store: Store | None = None
+) -> None:
     async def main() -> None:
         bus = KafkaBus(bootstrap, deadline_s=30)
         await bus.start()
-        log = Log(bus, app_name)
+        log = Log(bus, app_name, store=store)
         for topic, record in records:
             await log.publish(topic, record)
         await bus.close()
@@ -90,6 +99,31 @@ def test_every_kind_of_record_can_be_peeked_at(kafka: str, app_name: str, config
     assert printed(config, "peek", "policies", "-n", "0") == ""
 
 
+def test_forget_forgets_a_user_says_so_as_text_and_as_json_and_may_be_repeated(
+    kafka: str, app_name: str, config: Path
+) -> None:
+    keys = Keys(DirectoryStore(config.parent / "store"))
+    names = {user: experience_id(request_group(session_name("acme", user), 7, 3), 0, 0) for user in ("ann", "bob")}
+    answers = []
+    for user, name in names.items():
+        one = structs.replace(group_block(1).experiences[0], id=name, group=group_of(name), subject="")
+        answers.append(
+            sealed(Block((structs.replace(one, subject=subject_of("acme", user)),)), keys, subject_of("acme", user))
+        )
+    said = {user: seal_text("a fine name", keys, name) for user, name in names.items()}
+    store = DirectoryStore(config.parent / "store")
+    publish(kafka, app_name, [(topics.EXPERIENCES, one) for one in answers], store)
+    told = printed(config, "forget", "--user", "ann", "--tenant", "acme")
+    assert "1 keys destroyed, 1 groups cannot be opened" in told and "in 1 sessions cannot be read any more" in told
+    again = json.loads(printed(config, "forget", "--user", "ann", "--tenant", "acme", "--json"))
+    assert (again["groups"], again["texts"], len(again["keys"]), again["checkpoint"]) == (1, 1, 1, None)
+    with pytest.raises(Sealed, match="forgotten"):
+        open_text(said["ann"], Keys(store), names["ann"])
+    assert open_text(said["bob"], Keys(store), names["bob"]) == "a fine name"
+    unknown = call(config, "forget", "--user", "carol", "--tenant", "acme")
+    assert unknown.exit_code == 2 and "nothing was written of this user" in unknown.stderr
+
+
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
     assert process.stdout is not None
     yield from process.stdout
@@ -134,7 +168,7 @@ def test_a_reader_that_has_seen_enough_ends_peek_quietly(kafka: str, app_name: s
 def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str, app_name: str, config: Path) -> None:
     assert "nothing yet" in printed(config, "status"), "plain status always exits with 0"
     assert printed(config, "status", "--check", code=1).count("no role has reported") == 1
-    told = [Progress(role=role, instance=f"{role}/1", state="running", version=4) for role in ("train", "explore")]
+    told = [Progress(role=role, instance=f"{role}/1", state="running", version=4) for role in ALL_ROLES]
     publish(
         kafka,
         app_name,
@@ -299,3 +333,10 @@ def test_a_role_whose_broker_is_away_names_the_address_and_gives_up_after_its_de
     retries = [line for line in before if "kafka.retry" in line]
     assert retries and all("127.0.0.1:1" in line for line in retries)
     assert len(before) < 12, "an outage is not a flood"
+
+
+def test_a_role_that_cannot_start_is_an_alarm_with_its_reason(config: Path) -> None:
+    assert "policy.model" in call(config, "explore", "--set", "policy.model=").output
+    shown = json.loads(printed(config, "status", "--check", "--json", code=1))
+    (line,) = [alarm for alarm in shown["alarms"] if alarm.startswith("no explore runs")]
+    assert "policy.model" in line

@@ -1,12 +1,15 @@
 """`headrace up`: what it starts, and how it gives up."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from infra.cli.roles import gateway_of
 from infra.cli.settings import load_settings
-from infra.cli.up import ROLES, broker_child, index_child, role_child, roles_of
+from infra.cli.up import ROLES, broker_child, index_child, last_words, role_child, roles_of
+from infra.local.folder_lock import lock_folder
+from infra.metrics import LISTEN_VARIABLE
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -30,8 +33,8 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
         child = role_child(settings, file, ["a.b=1", "c=2"], role)
         assert child.argv[3:] == (role, "--config", str(file), "--set", "a.b=1", "--set", "c=2")
         assert child.log == tmp_path / "logs" / f"{role}.log" and child.tier > broker.tier
-        assert 2 in child.final_codes, "a mistake in the settings is not tried again"
-        assert 1 not in child.final_codes
+        assert 2 in child.mistakes, "a mistake in the settings is given up at the start, and tried again later"
+        assert child.final_codes == (0,)
 
 
 def test_the_index_of_trace_is_kept_up_beside_the_roles(tmp_path: Path) -> None:
@@ -57,3 +60,30 @@ def test_a_configured_broker_that_is_away_is_one_line_after_the_deadline(tmp_pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines() == ["headrace: Kafka at 127.0.0.1:1 did not answer within 0.5 s"]
+
+
+def test_a_second_up_in_the_same_folder_is_refused_with_the_process_that_runs_it(tmp_path: Path) -> None:
+    file = settings_file(tmp_path, 'bootstrap_servers = "127.0.0.1:1"')
+    with lock_folder(tmp_path / "state" / "up.lock", "this folder"):
+        command = [sys.executable, "-m", "infra.cli.main", "up", "-c", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"headrace: headrace up in {tmp_path} is in use by process {os.getpid()}: stop it, or choose another folder\n"
+    )
+
+
+def test_the_last_words_of_a_role_are_printed_without_what_moves_the_cursor(tmp_path: Path) -> None:
+    log = tmp_path / "serve.log"
+    assert last_words(log) == ""
+    log.write_bytes(b"x" * 10_000 + b"\nheadrace: cannot \x1b[2Jlisten\n\n")
+    assert last_words(log) == "headrace: cannot  [2Jlisten"
+
+
+def test_every_role_of_a_machine_serves_its_metrics_on_a_port_of_its_own(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    settings = load_settings(file, ["metrics.listen=0.0.0.0:9200"])
+    told = {role: role_child(settings, file, (), role).env[LISTEN_VARIABLE] for role in ROLES}
+    assert told["master"] == "0.0.0.0:9200" and len(set(told.values())) == len(ROLES)
+    free = load_settings(file)
+    assert {role_child(free, file, (), role).env[LISTEN_VARIABLE] for role in ROLES} == {"127.0.0.1:0"}

@@ -92,7 +92,7 @@ def test_what_lies_in_a_dead_letter_is_accounted_for() -> None:
 def test_validation_demonstrations_are_kept_apart_and_evals_are_not_counted() -> None:
     found = account(
         {
-            "experts": [block("demo.0", [0], lane="expert", meta={"split": "validation"})],
+            "experts": [block("demo.0", [0], lane="expert", held_out=True)],
             "experiences": [block("held.0", suite="held-out")],
         }
     )

@@ -136,6 +136,9 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfil
         (member("plugins/run.py"), "expected headrace.json"),
         (member("model"), "expected headrace.json"),
         (member("model/" + "n" * 2_000_000), "header is longer"),
+        (member("model/evil.py"), "not a file of a model"),
+        (member("model/pytorch_model.bin"), "not a file of a model"),
+        (member("model/below/config.json"), "not a file of a model"),
     ],
     ids=lambda value: value.name[:20] if isinstance(value, tarfile.TarInfo) else "",
 )

@@ -76,6 +76,38 @@ def test_a_child_that_cannot_hold_is_given_up(tmp_path: Path) -> None:
     assert events[-1].kind == "gave_up"
 
 
+def test_a_mistake_at_the_start_is_given_up_at_once(tmp_path: Path) -> None:
+    events: list[ChildEvent] = []
+
+    async def run() -> None:
+        child = script("serve", tmp_path, "raise SystemExit(2)", mistakes=(2,))
+        async with Supervisor([child], events.append) as supervisor:
+            await supervisor.wait()
+            assert supervisor.states["serve"].given_up
+
+    asyncio.run(run())
+    assert [event.kind for event in events] == ["started", "exited", "gave_up"]
+
+
+def test_a_mistake_of_a_child_that_has_run_is_tried_again_for_ever(tmp_path: Path) -> None:
+    """A topic that somebody deletes under a running role, and makes again: nobody has to start the role by hand."""
+    flags = [tmp_path / name for name in ("once", "twice")]
+    code = (
+        f"import sys, pathlib; flags = [pathlib.Path(one) for one in {[str(flag) for flag in flags]!r}];"
+        "done = [flag for flag in flags if flag.exists()];"
+        "len(done) < 2 and flags[len(done)].touch(); sys.exit((7, 2, 0)[len(done)])"
+    )
+    events: list[ChildEvent] = []
+
+    async def run() -> None:
+        async with Supervisor([script("train", tmp_path, code, mistakes=(2,), max_failures=1)], events.append) as both:
+            await both.wait()
+            assert both.states["train"].exit_code == 0 and not both.states["train"].given_up
+
+    asyncio.run(run())
+    assert [event.exit_code for event in events if event.kind == "exited"] == [7, 2, 0]
+
+
 def test_final_codes_end_a_child_for_good(tmp_path: Path) -> None:
     async def run() -> None:
         child = script("config", tmp_path, "raise SystemExit(2)", final_codes=(0, 2))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from infra.chain.chain import make_step
-from schemas import Block, Control, Experience, Feedback, Span, encode
+from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
 from schemas.pairs import pair_fault, pair_side
 from schemas.withdrawal import is_withdrawal
 from streams.collect.credit import Source
@@ -82,7 +82,7 @@ def test_an_edited_answer_becomes_a_demonstration_and_a_pair_on_the_answers_own_
     assert shown.response == pair[0].response == "ok" and pair[1].response == original.response
     for one in (shown, *pair):
         assert (one.tenant, one.subject, one.key_id) == ("acme", "ada", "k1")
-        assert one.meta["parent"] == original.id and one.origin == "correct"
+        assert one.parent == original.id and one.origin == "correct"
         assert (one.reward, one.advantage, one.scores) == (None, None, ())
 
 
@@ -91,7 +91,7 @@ def test_an_edit_gives_its_answer_no_value() -> None:
     assert (decision.closure.outcome, decision.closure.reason) == ("dropped", "unlabelled")
     valued = decided([live(), edit("ok", id="1"), said(REF, 0.25, id="2")])
     ((kept,),) = sent(valued, "live")
-    assert kept.reward == 0.25 and not {"correction", "edits"} & kept.meta.keys()
+    assert kept.reward == 0.25 and kept.edit is None
 
 
 def test_the_same_edit_twice_makes_the_same_once() -> None:
@@ -160,7 +160,7 @@ def test_an_edit_replaces_the_last_turn_and_all_of_it() -> None:
 
 
 def test_what_redaction_finds_in_an_edit_is_masked_before_it_is_spelled() -> None:
-    marked = msgspec.structs.replace(live().experiences[0], meta={"correction": "ask ada@x.example", "edits": 1})
+    marked = msgspec.structs.replace(live().experiences[0], edit=Edit(text="ask ada@x.example", count=1))
     (_, shown, chosen, _) = Correct(speller=Letters(), kinds=("email",))((marked,))
     assert shown.response == chosen.response == "ask [email]"
     assert bytes(shown.tokens[shown.num_prompt : -1].tolist()) == b"ask [email]"

@@ -166,7 +166,7 @@ def test_raters_are_averaged_and_each_may_revise() -> None:
 
 
 def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answer_anew_without_one() -> None:
-    asked = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=(), meta={"trial": 7})
+    asked = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=(), trial=7)
     withdrawn = said(REF, 0.0, id="2", type="retraction")
     inbox = Inbox().extend([block(asked), said(REF, 0.2, id="1"), withdrawn])
     closures = [decision.closure for decision in decisions(folded(inbox, rules("amend")))]

@@ -46,11 +46,11 @@ def group_of_turn(number: int, session: str = SESSION) -> str:
 def turn(number: int, session: str = SESSION, size: int = 1) -> Block:
     """The number-th answer of a session: before it stand its own question and two messages for each earlier turn."""
     made = [answer(group_of_turn(number, session), episode, size=size, lane="live") for episode in range(size)]
-    return block(*(with_meta(one, 1 + 2 * number) for one in made))
+    return block(*(at_turn(one, 1 + 2 * number) for one in made))
 
 
-def with_meta(one: Experience, messages: int) -> Experience:
-    return msgspec.structs.replace(one, scores=(), meta={"session": True, "messages": messages})
+def at_turn(one: Experience, messages: int) -> Experience:
+    return msgspec.structs.replace(one, scores=(), turn=messages)
 
 
 def ref(number: int) -> str:

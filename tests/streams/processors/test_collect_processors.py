@@ -190,7 +190,7 @@ def test_the_best_episode_becomes_a_demonstration_with_the_same_id_each_time() -
     *members, made = synthesize(group)
     assert tuple(members) == group
     assert (made.lane, made.group_size, made.sequence, made.advantage) == ("expert", 1, -1, None)
-    assert made.meta["parent"] == group[1].id
+    assert (made.kind, made.parent, made.meta) == ("demonstration", group[1].id, {"answer": "1"})
     assert (made.subject, made.tenant, made.key_id) == ("ada", "acme", "k1")
     assert made.spans == (Span(2, 5, -1, ratio=False),)
     assert made.logprobs.tolist() == [0.0, 0.0, 0.0]

@@ -40,7 +40,7 @@ def test_an_answer_of_nothing_but_the_end_token_is_valid() -> None:
 
 def test_nothing_sampled_and_failed_episodes_are_not_trained_but_count_in_evals() -> None:
     assert reason(validate(answer(tokens=[]))) == "empty response"
-    failed = answer(tokens=[], end="failed", meta={"failure": "environment timed out"})
+    failed = answer(tokens=[], end="failed", failure="environment timed out")
     assert validate(failed) == Drop("episode failed", "environment timed out")
     counted = answer(tokens=[], end="failed", suite="held-out")
     assert validate(counted) is counted

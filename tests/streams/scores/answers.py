@@ -3,7 +3,9 @@
 from schemas import Experience, Message, Span, ids, make_experience
 
 
-def answered(text: str, *, prompt: str = "", **meta: str | int | float | bool | None) -> Experience:
+def answered(
+    text: str, *, prompt: str = "", answer: str | None = None, **meta: str | int | float | bool | None
+) -> Experience:
     """An experience whose response is `text`."""
     return make_experience(
         tokens=[1, 2],
@@ -14,5 +16,6 @@ def answered(text: str, *, prompt: str = "", **meta: str | int | float | bool | 
         episode=0,
         group_size=1,
         spans=(Span(1, 2, 3),),
+        answer=answer,
         meta=dict(meta),
     )

@@ -25,7 +25,7 @@ def answer(text: str, expected: str | None) -> Experience:
         episode=0,
         group_size=1,
         spans=(Span(1, 2, 3),),
-        meta={} if expected is None else {"answer": expected},
+        answer=expected,
     )
 
 

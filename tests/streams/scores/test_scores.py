@@ -1,15 +1,23 @@
 """Built-in scores, each on right answers and on wrong ones that fool naive checkers."""
 
+from contextlib import closing
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from schemas import Experience, Message, Span, ids, make_experience
+from schemas.errors import ConfigError
 from streams.scores.exact import exact
-from streams.scores.format import format as format_score
+from streams.scores.format import Format
 
 
-def answer(text: str, expected: str | int | None = "280") -> Experience:
+def matched(text: str, pattern: str) -> float:
+    with closing(Format(pattern=pattern)) as score:
+        return score(answer(text))
+
+
+def answer(text: str, expected: str | None = "280") -> Experience:
     return make_experience(
         tokens=[1, 2],
         logprobs=[-0.1],
@@ -23,7 +31,7 @@ def answer(text: str, expected: str | int | None = "280") -> Experience:
         episode=0,
         group_size=1,
         spans=(Span(1, 2, 3),),
-        meta={} if expected is None else {"answer": expected},
+        answer=expected,
     )
 
 
@@ -33,7 +41,6 @@ def answer(text: str, expected: str | int | None = "280") -> Experience:
         ("280", "280", {}, 1.0),
         (" 280\n", "280", {}, 1.0),
         (" 280\n", "280", {"strip": False}, 0.0),
-        ("280", 280, {}, 1.0),
         ("2800", "280", {}, 0.0),
         ("1280", "280", {}, 0.0),
         ("280 281", "280", {}, 0.0),
@@ -46,12 +53,14 @@ def answer(text: str, expected: str | int | None = "280") -> Experience:
         ("280", None, {}, None),
     ],
 )
-def test_exact(text: str, expected: str | int | None, options: dict[str, Any], value: float | None) -> None:
+def test_exact(text: str, expected: str | None, options: dict[str, Any], value: float | None) -> None:
     assert exact(answer(text, expected), **options) == value
 
 
 def test_exact_reads_the_reference_from_the_key_it_is_told() -> None:
-    assert exact(answer("280"), answer="other") is None
+    assert exact(answer("280", "280"), answer="other") is None
+    assert exact(replace(answer("280", None), meta={"answer": "280"})) is None, "meta is no reference unasked"
+    assert exact(replace(answer("280", "281"), meta={"other": 280}), answer="other") == 1.0
 
 
 THINK = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"
@@ -72,8 +81,20 @@ THINK = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</ans
     ],
 )
 def test_format_wants_the_whole_response_in_shape(text: str, value: float) -> None:
-    assert format_score(answer(text), pattern=THINK) == value
+    assert matched(text, THINK) == value
 
 
 def test_format_counts_an_endless_response_as_out_of_shape() -> None:
-    assert format_score(answer("a" * 100_000), pattern="a*") == 0.0
+    assert matched("a" * 100_000, "a*") == 0.0
+
+
+def test_a_pattern_that_backtracks_without_end_is_given_up_and_the_next_answer_is_matched() -> None:
+    with closing(Format(pattern="(a+)+b", timeout_s=0.2)) as score:
+        with pytest.raises(TimeoutError):
+            score(answer("a" * 64))
+        assert score(answer("aab")) == 1.0
+
+
+def test_a_pattern_that_is_none_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="which is no regular expression"):
+        Format(pattern="(a")

@@ -1,0 +1,77 @@
+"""What `headrace check` says of an app that has started: whether its newest checkpoint fits the settings."""
+
+from pathlib import Path
+
+import msgspec
+
+from infra.cli.settings import Settings
+from infra.store import open_store
+from schemas.errors import ConfigError, StoreError
+
+MAX_HEADER_BYTES = 100_000_000
+BEGINS = {"reference": "the version that training began from", "critic": "policy.model"}
+
+
+def check_lanes(settings: Settings) -> list[str]:
+    """Feedback whose late answers the trainer could not use."""
+    from trainer.loss import open_objective
+
+    human = settings.trainer.lanes.get("human")
+    if human is None or open_objective(human, "trainer.lanes.human").mean != "pairs":
+        return []
+    return [
+        f'feedback {one.name}: late = "retrain" sends an answer to lane human, whose loss {human.loss} trains on pairs '
+        'alone: it would be dropped as "not a pair"'
+        for one in settings.feedback
+        if one.late == "retrain"
+    ]
+
+
+def check_state(settings: Settings) -> list[str]:
+    """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit."""
+    from trainer import checkpoint
+    from trainer.loss import open_objectives
+
+    url = settings.store.url
+    if "://" not in url and not (settings.folder / Path(url).expanduser()).is_dir():
+        return []  # nothing was ever stored; looking must not make the folder
+    try:
+        manifests = checkpoint.manifests(open_store(url, base=settings.folder), settings.run or settings.app)
+    except StoreError as error:
+        return [f"the newest checkpoint was not looked at: {error}"]
+    if not manifests or manifests[-1].parts is None:
+        return []
+    newest, held = manifests[-1], set(manifests[-1].parts)
+    what = f"checkpoint of step {newest.position.step}"
+    check_shapes(settings, newest.shapes, what)
+    objectives = open_objectives(settings.trainer.lanes)
+    wanted = {"reference"} if any(one.reference for one in objectives.values()) else set()
+    wanted |= {"critic"} if settings.trainer.critic is not None else set()
+    lacking = [f"{what} has no {one}, a lane wants one: it begins as {BEGINS[one]}" for one in sorted(wanted - held)]
+    return lacking + [f"{what} has a {one} that no lane wants: it is left out" for one in sorted(held - wanted)]
+
+
+def check_shapes(settings: Settings, shapes: dict[str, tuple[int, ...]], what: str) -> None:
+    """Compare with the model's folder, where there is one. Raises ConfigError naming the first weight that differs."""
+    folder = Path(settings.model_path)
+    if not settings.policy.model or not folder.is_dir():
+        return
+    here = {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in header_shapes(path).items()}
+    for name in sorted(shapes.keys() & here.keys()):
+        if shapes[name] != here[name]:
+            raise ConfigError(
+                f"{what} does not fit the configured model: {name} is {shapes[name]}, policy.model has {here[name]}; "
+                "expected the policy.model it was made with, or another name in `run`, which begins anew from policy.model"
+            )
+
+
+def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a safetensors file, whose weights are not read. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = msgspec.json.decode(file.read(min(size, MAX_HEADER_BYTES)), type=dict[str, dict[str, object]])
+        tensors = {name: entry["shape"] for name, entry in header.items() if "shape" in entry}
+        return msgspec.convert(tensors, dict[str, tuple[int, ...]])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"policy.model: {path}: {error}") from error

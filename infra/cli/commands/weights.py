@@ -1,0 +1,29 @@
+"""The commands about published weights: weights pull.
+
+Bodies import what they need when they run: see `infra.cli.main`.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with
+
+
+def pull(
+    version: Annotated[str, typer.Argument(help='A published version, "newest" or "stable".')],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not be there.", metavar="DIR")],
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+) -> None:
+    """Write a version as a model folder: configuration, tokenizer, safetensors. transformers and vLLM load it as any other.
+
+    Every tensor is verified first. headrace.json beside the weights says which version it is, and what the gate and people
+    decided about it.
+
+    Example: [cyan]headrace weights pull stable ./support-v144[/]
+    """
+    from infra.cli.weights import run_pull
+
+    exit_with(lambda: run_pull(version, folder, config, sets))

@@ -1,0 +1,85 @@
+"""`headrace skip GROUP`: go on behind what retention deleted before a stage had read it.
+
+A stage never skips a record by itself: one that was away for longer than the log keeps its input stops and names this
+command. What is lost is said, and stands in dead-letters as one letter a partition.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from rich.console import Console
+
+from infra.bus.bus import CommitRefused, Partition
+from infra.bus.log import Log
+from infra.cli.connect import connected
+from infra.cli.settings import load_settings
+from schemas import DeadLetter, topics
+from schemas.errors import ConfigError
+
+Group = Literal["tasks", "explore", "verify", "collect"]
+# Which group reads which topics.
+READS: dict[Group, tuple[topics.Topic, ...]] = {
+    "tasks": (topics.TASKSET_RAW,),
+    "explore": (topics.TASKS,),
+    "verify": (topics.EXPERIENCES, topics.EXPERTS),
+    "collect": (topics.VERIFIED,),
+}
+REASON = "deleted unread"
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """Records of one partition that nobody can read any more: `start` to `stop`, exclusive.
+
+    Example: Lost(topic=topics.VERIFIED, partition=2, start=1030, stop=4400)
+    """
+
+    topic: topics.Topic
+    partition: int
+    start: int
+    stop: int
+
+
+async def run_skip(group: Group, config: Path, sets: list[str]) -> int:
+    """Move the group to the oldest records that are kept. Raises ConfigError while a process of the group runs."""
+    settings = load_settings(config, sets)
+    console = Console(highlight=False)
+    async with connected(settings) as log:
+        lost = await skip_lost(log, group)
+    for one in lost:
+        console.print(
+            f"{one.topic.name}/{one.partition}: {one.stop - one.start:,} records, from offset {one.start:,}, are lost"
+        )
+    if not lost:
+        console.print(f"{group} has missed nothing: all it has still to read is kept")
+    return 0
+
+
+async def skip_lost(log: Log, group: Group) -> list[Lost]:
+    """Commit the oldest kept offset wherever the group stands before it; what it will never read."""
+    found = [one for topic in READS[group] for one in await lost_of(log, group, topic)]
+    for one in found:
+        reader = await log.assigned(one.topic, {one.partition: one.stop}, group=group)
+        try:
+            await reader.commit({Partition(log.name(one.topic), one.partition): one.stop})
+        except CommitRefused as error:
+            raise ConfigError(f"{group}: processes of this group are running; stop them, then skip: {error}") from error
+        finally:
+            await reader.close()
+        said = f"offsets {one.start} to {one.stop - 1} were deleted before {group} had read them"
+        letter = DeadLetter(
+            topic=one.topic.name, partition=one.partition, offset=one.start, stage=group, reason=REASON, error=said
+        )
+        await log.publish(topics.DEAD_LETTERS, letter)
+    return found
+
+
+async def lost_of(log: Log, group: Group, topic: topics.Topic) -> list[Lost]:
+    """What of a topic was deleted before the group had read it."""
+    name = log.name(topic)
+    committed, begin = await log.bus.committed(log.group(group), name), await log.bus.beginning_offsets(name)
+    return [
+        Lost(topic, at.index, offset, begin[at])
+        for at, offset in sorted(committed.items(), key=lambda one: one[0].index)
+        if offset < begin[at]
+    ]

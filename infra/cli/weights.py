@@ -1,0 +1,143 @@
+"""`headrace weights pull VERSION DIR`: a published version as a model folder that transformers and vLLM load.
+
+Guarantees: every tensor is verified against the manifest that the version's event names before a byte of it is written;
+the folder appears whole or not at all. Nothing of it is code.
+"""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from infra.bus.log import Log
+from infra.cli.channel import Decision, decisions, policy_history, stable_of
+from infra.cli.connect import reading, store_of
+from infra.cli.settings import Settings, load_settings
+from infra.ledger.archive import MODEL_SUFFIXES
+from infra.store import Store
+from infra.weights.fetch import Follower
+from infra.weights.policy_feed import PolicyFeed
+from infra.weights.publish import SHARD_BYTES, split_runs
+from infra.weights.tensors import Tensor, save_tensors
+from schemas import PolicyEvent, topics
+from schemas.errors import ConfigError
+
+ABOUT = "headrace.json"
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}  # without it transformers takes no safetensors file
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a pulled folder is: written into it as headrace.json. decisions: of the gate and of people, about this version.
+
+    Example: About(app="support-bot", policy="main", version=144, parent=143, step=144, manifest_sha256="9f…",
+                   decisions=(Decision(time_ms=1763715600000, event="promoted", version=144, by="gate", reason="dev"),))
+    """
+
+    app: str
+    policy: str
+    version: int
+    parent: int
+    step: int
+    manifest_sha256: str
+    decisions: tuple[Decision, ...] = ()
+
+
+async def run_pull(version: str, folder: Path, config: Path, sets: list[str]) -> int:
+    """Write the version into a new folder. Raises ConfigError, PolicyRefused, StoreError."""
+    settings = load_settings(config, sets)
+    check_new(folder)
+    async with reading(settings) as log:
+        event = await published(log, settings.policy.name, version)
+        history = await policy_history(log, settings.policy.name)
+    about = About(
+        app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
+        manifest_sha256=event.manifest_sha256,
+        decisions=tuple(one for one in decisions(history, []) if one.version == event.version),
+    )  # fmt: skip
+    console = Console(stderr=True, highlight=False)
+    console.print(f"fetching version {event.version} of {event.policy}")
+    num_bytes = await asyncio.to_thread(pull, store_of(settings), event, settings, folder, about)
+    console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; what is known of it: {ABOUT}")
+    return 0
+
+
+def check_new(folder: Path) -> None:
+    """Raises ConfigError for a folder that is there."""
+    if folder.exists():
+        raise ConfigError(f"{folder}: it is there already; expected a folder that is not")
+
+
+async def published(log: Log, policy: str, version: str) -> PolicyEvent:
+    """The event of a version: a number, "newest" or "stable". Raises ConfigError with what there is."""
+    feed = PolicyFeed(policy)
+    async for message in log.read_all(topics.POLICIES):
+        if isinstance(message.value, PolicyEvent):
+            feed.apply(message.value, message.offset)
+    stable = stable_of(await policy_history(log, policy), policy).version
+    names = {"newest": feed.newest, "stable": stable}
+    if not version.isdigit() and version not in names:
+        raise ConfigError(f'version: got "{version}", expected a number, "newest" or "stable"')
+    event = feed.events.get(int(version) if version.isdigit() else names[version])
+    if event is None:
+        there = f"{min(feed.events)} to {max(feed.events)}" if feed.events else "none"
+        raise ConfigError(f"version: got {version}, which is not published (or retracted); published: {there}")
+    return event
+
+
+def pull(store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: About) -> int:
+    """Fetch, verify and write; how many bytes of weights. Blocks."""
+    tensors = dict(Follower(store, event.policy).fetch(event).tensors)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        made = Path(scratch) / "model"
+        made.mkdir()
+        copy_settings(settings.model_path, made)
+        without_ties(tensors, json.loads((made / "config.json").read_bytes()))
+        num_bytes = write_shards(tensors, made)
+        (made / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+        made.rename(folder)
+    return num_bytes
+
+
+def copy_settings(model: str, folder: Path) -> None:
+    """Configuration, tokenizer and template of the model the app began with. Raises ConfigError."""
+    source = Path(model)
+    if not source.is_dir():
+        from infra.model import save_settings
+
+        save_settings(model, folder)
+        return
+    for path in sorted(source.iterdir()):
+        is_weights = path.suffix == ".safetensors" or path.name == INDEX
+        if path.is_file() and path.suffix in MODEL_SUFFIXES and not is_weights:
+            shutil.copyfile(path, folder / path.name)
+
+
+def without_ties(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Drop the output matrix where the configuration takes the embeddings in its place, and they are the same."""
+    embeddings, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
+    if config.get("tie_word_embeddings") and embeddings is not None and head is not None and embeddings == head:
+        del tensors["lm_head.weight"]
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
+    """Safetensors files of at most `shard_bytes` (or one tensor), with an index where there are several."""
+    runs = list(split_runs({name: tensors[name].num_bytes for name in sorted(tensors)}, shard_bytes))
+    names = [f"model-{n:05}-of-{len(runs):05}.safetensors" for n in range(1, len(runs) + 1)]
+    if len(runs) == 1:
+        names = ["model.safetensors"]
+    for name, run in zip(names, runs, strict=True):
+        (folder / name).write_bytes(save_tensors({one: tensors[one] for one in run}, METADATA))
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    if len(runs) > 1:
+        where = {one: name for name, run in zip(names, runs, strict=True) for one in run}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": where}
+        (folder / INDEX).write_bytes(json.dumps(index, indent=2).encode())
+    return num_bytes

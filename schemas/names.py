@@ -1,0 +1,78 @@
+"""Names of tenants, sessions and people as a log may hold them: keyed, so that no dictionary finds whom they mean.
+
+    tenant, session -> <tag><name><check>    32, 20 and 12 letters: which tenant's, which session's, and that it was minted here
+    tenant, user    -> <subject>             32 letters
+
+All are HMAC-SHA-256 (RFC 2104) under the app's secret (`infra.seal.app_secret`), spelled as `schemas.ids` spells ids. The check
+is a MAC of the rest, so nobody makes up a session that was never served; it says too what the key that opened the session
+allows to be done with it. Logs of the first release hold plain hashes of 24 letters (`ids.session_name`, `ids.subject_of`):
+they stay readable, and `forget` looks for both.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+import msgspec
+
+from schemas import ids
+
+SUBJECT_LETTERS = 32  # 128 bits
+TAG_LETTERS = 32
+NAME_LETTERS = 20  # 80 bits, within one tenant
+CHECK_LETTERS = 12
+assert TAG_LETTERS + NAME_LETTERS + CHECK_LETTERS == ids.SESSION_LETTERS
+
+
+def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
+    """What stands for names of a kind: the same again for the same names, and for nobody without the secret. 4 bits a letter.
+
+    >>> pseudonym(b"secret", "rater", "acme", "ann@example.org", letters=8)
+    'nqjwlddn'
+    """
+    said = msgspec.json.encode((kind, *names))  # no two lists of names are spelled alike
+    return ids.spelled(hmac.new(secret, said, hashlib.sha256).hexdigest()[:letters])
+
+
+def keyed_subject(secret: bytes, tenant: str, user: str) -> str:
+    """How the person behind a request is written in the log, "" for nobody."""
+    return pseudonym(secret, "subject", tenant, user, letters=SUBJECT_LETTERS) if user else ""
+
+
+def keyed_session(secret: bytes, tenant: str, session: str, consent: str = "") -> str:
+    """A production session in ids. consent: what the key it was opened with allows; under another it is another session."""
+    name = _tag(secret, tenant) + pseudonym(secret, "session", tenant, session, consent, letters=NAME_LETTERS)
+    return name + _check(secret, name, consent)
+
+
+def is_of(session: str, tenant: str, secret: bytes) -> bool:
+    """Whether a session's name is one of the tenant's. That of an old log is told by 32 bits alone."""
+    if len(session) == ids.SESSION_LETTERS:
+        return hmac.compare_digest(session[:TAG_LETTERS], _tag(secret, tenant))
+    return session.startswith(ids.old_tag(tenant))
+
+
+def tenant_in(group: str) -> str:
+    """What tells the tenant in the group of a gateway's request, "" for a group of any other kind.
+
+    >>> tenant_in("mddrffqvmjcncqrrjhvnrntq.7-3")
+    'mddrffqv'
+    """
+    session = ids.session_of(group)
+    return session[: TAG_LETTERS if len(session) == ids.SESSION_LETTERS else ids.OLD_TAG_LETTERS]
+
+
+def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | None:
+    """With which of `consents` a session was minted; None for one that was made up, or stands in an old log."""
+    name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]
+    if len(session) != ids.SESSION_LETTERS:
+        return None
+    return next((one for one in consents if hmac.compare_digest(check, _check(secret, name, one))), None)
+
+
+def _tag(secret: bytes, tenant: str) -> str:
+    return pseudonym(secret, "tenant", tenant, letters=TAG_LETTERS)
+
+
+def _check(secret: bytes, name: str, consent: str) -> str:
+    return pseudonym(secret, "minted", name, consent, letters=CHECK_LETTERS)

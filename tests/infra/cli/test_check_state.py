@@ -1,0 +1,90 @@
+"""`headrace check` on an app that has started: what the newest checkpoint lacks, and what cannot fit."""
+
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from infra.cli.main import app
+from infra.store_directory import DirectoryStore
+from infra.weights.tensors import Tensor
+from trainer import checkpoint
+from trainer.checkpoint import Checkpoint, Position
+
+SETTINGS = """
+app = "bot"
+[engine]
+use = "actors.engines.scripted:ScriptedEngine"
+[policy]
+model = "model"
+[trainer.lanes]
+usual = {{}}
+{lanes}
+"""
+
+
+def check(folder: Path, lanes: str = "", **changes: str) -> tuple[int, str]:
+    """Exit code and output, without its line breaks."""
+    text = SETTINGS.format(lanes=lanes)
+    for before, after in changes.items():
+        text = text.replace(before, after)
+    (folder / "headrace.toml").write_text(text)
+    result = CliRunner().invoke(app, ["check", "-c", str(folder / "headrace.toml")], env={"TERM": "dumb"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def tensor(*shape: int) -> Tensor:
+    return Tensor("F32", shape, b"\0" * 4 * shape[0] * shape[1])
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """A folder whose app has a model of one weight and a checkpoint of step 3."""
+    header = msgspec.json.encode({"head": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 24)
+    write(tmp_path, 3, {"model/head": tensor(2, 3)})
+    return tmp_path
+
+
+def write(folder: Path, step: int, learner: dict[str, Tensor]) -> None:
+    state = Checkpoint(position=Position(step=step), learner=learner, uses={}, references=())
+    checkpoint.save(DirectoryStore(folder / "store"), "bot", state)
+
+
+PAIRS = 'human = { loss = "dpo", optional = true }'
+
+
+def test_a_lane_that_will_begin_a_reference_is_told_before_the_trainer_starts(started):
+    code, said = check(started, PAIRS)
+    assert code == 0
+    assert "checkpoint of step 3 has no reference, a lane wants one: it begins as the version that training" in said
+    assert "checkpoint" not in check(started)[1]
+
+
+def test_a_reference_that_no_lane_wants_is_told(started):
+    write(started, 5, {"model/head": tensor(2, 3), "reference/head": tensor(2, 3)})
+    assert "checkpoint of step 5 has a reference that no lane wants: it is left out" in check(started)[1]
+    assert "checkpoint" not in check(started, PAIRS)[1]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(started):
+    write(started, 4, {"model/head": tensor(2, 4)})
+    code, said = check(started)
+    assert code == 2 and "head is (2, 4), policy.model has (2, 3)" in said and "another name in `run`" in said
+
+
+def test_looking_at_an_app_that_never_started_leaves_no_store_behind(tmp_path):
+    assert check(tmp_path)[0] == 0 and not (tmp_path / "store").exists()
+
+
+def test_late_answers_that_a_lane_of_pairs_would_drop_are_told(started):
+    (started / "late_answers.py").write_text(
+        "from headrace import Feedback, feedback\n\n@feedback(version=1)\ndef csat(ticket: dict) -> Feedback | None:\n"
+        "    return None\n"
+    )
+    source = '[[feedback]]\nname = "csat"\nuse = "late_answers:csat"\nlate = "retrain"\nfrom = { topic = "t" }\n'
+    code, said = check(started, f'{PAIRS}\n{source}window = "1h"', **{'app = "bot"': 'app = "bot"\nplugins = ["."]'})
+    assert code == 0 and 'it would be dropped as "not a pair"' in said

@@ -1,0 +1,49 @@
+"""What a score was asked: a verdict on record stands for the same question, and for no other."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from infra.chain.verdict import input_hash
+from schemas import Experience, Message, Span, make_experience
+
+
+def asked(**header: Any) -> Experience:
+    return make_experience(
+        id="t.0.0-0-0",
+        group="t.0",
+        episode=0,
+        group_size=1,
+        spans=(Span(1, 2, 3),),
+        tokens=[1, 2],
+        logprobs=[-0.1],
+        messages=[Message(role="user", content="140+140="), Message(role="assistant", content="280")],
+        **header,
+    )
+
+
+def test_the_question_in_an_older_log_has_the_hash_that_was_recorded_then() -> None:
+    older = asked(answer="280", task="t", meta={"level": "easy", "answer": "280", "task": "t"})
+    assert input_hash("options", older) == "ffef03ed1d7be4fb"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"answer": "281"},
+        {"answer": None},
+        {"task": "u"},
+        {"notes": {"tool_calls": 1}},
+        {"meta": {"level": "hard"}},
+        {"meta": {"level": "easy", "answer": "281"}},
+    ],
+)
+def test_another_reference_or_another_meta_is_another_question(change: dict[str, Any]) -> None:
+    one = asked(answer="280", task="t", meta={"level": "easy"})
+    assert input_hash("options", replace(one, **change)) != input_hash("options", one)
+
+
+def test_a_meta_that_says_what_the_fields_say_is_told_from_fields_that_say_nothing() -> None:
+    meta = {"answer": "280", "task": "t"}
+    assert input_hash("", asked(answer="280", task="t", meta=meta)) != input_hash("", asked(meta=meta))

@@ -1,0 +1,157 @@
+"""Scores on text that somebody wrote to hold the worker: the same verdicts as before, in time linear in the text."""
+
+import re
+import resource
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas import Message
+from streams.processors.task_clean import _SPACES
+from streams.scores import math, multiple_choice
+from streams.scores.code import answer_code, same
+from streams.scores.exact import exact
+from streams.scores.model import ending
+from streams.scores.words import _MARKS_BY_PARTS, normalized
+from tests.streams.scores.answers import answered
+
+FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+BRACKETS = re.compile(r"(?<=\d),(?=\d{3}\b)|[([{][^)\]}]*[)\]}]")
+BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}?\s*\}")
+STATED = re.compile(
+    r"\b(?:answer|choice|option|choose|pick|select|chose)\b(?:\s+(?:is|would\s+be|should\s+be|option|choice|letter|the|must\s+be))*"
+    r"\s*[:=]?\s*[*_\"'(\[]*(?P<denied>not\b|n't\b|neither\b)?\s*(?:option\s+)?[*_\"'(\[]*(?P<letter>[A-Z])\b(?!')",
+    re.IGNORECASE,
+)
+
+
+def text_of(*parts: str, most: int = 12) -> st.SearchStrategy[str]:
+    """Texts of these parts, so that odd neighbours are common."""
+    return st.lists(st.sampled_from(parts), max_size=most).map("".join)
+
+
+@given(text_of("```", "```python", "\n", " ", "\t", "x = 1", "`", "\r", "a"))
+def test_the_code_is_that_of_the_last_fenced_block(text: str) -> None:
+    blocks = FENCE.findall(text)
+    assert answer_code(text) == (blocks[-1] if blocks else text)
+
+
+@given(text_of("(", ")", "[", "]", "{", "}", ",", "1", "000", "12", "a", " "))
+def test_what_stands_outside_of_brackets_is_what_it_was(line: str) -> None:
+    assert math._outside(line) == BRACKETS.sub("", line)
+
+
+@settings(max_examples=300)
+@given(text_of("\\boxed{", "\\text{", "(", ")", "}", "B", "b", " ", "AB", "\n"))
+def test_a_boxed_letter_is_the_one_it_was(text: str) -> None:
+    assert multiple_choice._BOXED.findall(text) == BOXED.findall(text)
+
+
+@settings(max_examples=300)
+@given(
+    text_of("answer", "option", "choice", " is", " ", ":", "=", "(", "*", "_", "not", " the", "A", "b", "a", "'s", ".")
+)
+def test_a_stated_letter_is_the_one_it_was(text: str) -> None:
+    def found(pattern: re.Pattern[str]) -> list[tuple[int, int, str | None, str]]:
+        return [(one.start(), one.end(), one["denied"], one["letter"]) for one in pattern.finditer(text)]
+
+    assert found(multiple_choice._STATED) == found(STATED)
+
+
+@given(text_of("a", "_", "*", "`", " ", "é", "__"))
+def test_marks_around_words_go_as_they_went(text: str) -> None:
+    before = re.sub(r"[*`]+|(?<!\w)_+|_+(?!\w)", "", text)
+    assert re.sub(r"[*`]+|(?<!\w)_+|(?<!_)_++(?!\w)", "", text) == before
+    assert _SPACES.sub("", text) == re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+
+
+@given(st.text(max_size=80))
+def test_text_is_normalized_as_unicode_says(text: str) -> None:
+    for form in ("NFC", "NFKC"):
+        assert normalized(form, text) == unicodedata.normalize(form, text)
+
+
+def test_only_the_named_letters_are_made_of_marks_alone() -> None:
+    found = {
+        letter
+        for letter in map(chr, range(sys.maxunicode + 1))
+        if not unicodedata.combining(letter) and all(map(unicodedata.combining, unicodedata.normalize("NFKD", letter)))
+    }
+    assert found == set(_MARKS_BY_PARTS)
+
+
+@given(st.text(alphabet="ae\u0301\u0300é\u1f82\u0f73 ", max_size=12), st.text(alphabet="ae\u0301é\u1f82", max_size=4))
+def test_exact_still_means_equal_in_normal_form_c(text: str, wanted: str) -> None:
+    equal = unicodedata.normalize("NFC", text.strip()) == unicodedata.normalize("NFC", wanted.strip())
+    assert exact(answered(text, answer=wanted)) == float(equal)
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "right"),
+    [
+        (1_000_000_007, 1_000_000_007.4, False),
+        (1_000_000_007, 1_000_000_007.0, True),
+        (3, 3.0000000000000004, True),
+        (0, 1e-13, True),
+        (10**30, 1e30, True),
+        (10**400, 1e300, False),
+        (1_000_000_007.4, 1_000_000_007, True),
+    ],
+)
+def test_a_whole_number_is_met_by_itself_alone_however_large(expected: float, got: float, right: bool) -> None:
+    assert same(expected, got, 1e-9) is right
+
+
+@given(st.lists(st.text(max_size=6), max_size=5), st.integers(0, 40))
+def test_a_model_reads_the_end_of_a_long_conversation(texts: list[str], most: int) -> None:
+    messages = [Message(role="user", content=text) for text in texts]
+    kept = "".join(message.content for message in ending(messages, most))
+    whole = "".join(texts)
+    assert kept == (whole[-most:] if most else "") and len(ending(messages, most)) == len(messages)
+
+
+def test_a_chain_of_equations_asks_for_no_more_comparisons_than_it_may() -> None:
+    score = math.Math()
+    try:
+        assert score(answered("=".join("1" * 900), answer="1+0")) == 0.0
+        assert score(answered("1=1=1", answer="1+0")) == 1.0
+    finally:
+        score.close()
+
+
+# Each grew with the square of its length, or faster: the shortest took 4 s for 10,000 characters, so hours for these.
+HOLD = """
+import unicodedata
+from streams.processors.task_clean import clean
+from streams.scores import code, exact, final_answer, math, multiple_choice, quantity, units, words
+from schemas import Message, Task
+N = 400_000
+options = {"A": "1", "B": "2"}
+for text in ("(" * N, "\\\\boxed{" + "{" * N, "answer " * (N // 7), "answer" + " " * N, "1 " * (N // 2), "1," * (N // 2)):
+    math.final_answer(text[-math.MAX_LINE_CHARS:]); math.final_answer(text); final_answer.final_text(text)
+for text in ("```a\\n" * (N // 5), "```\\n" * (N // 4), " " * N + "```"):
+    code.answer_code(text)
+for text in ("\\\\boxed{" + " " * N, "answer" + " " * N + "?", "option " * (N // 7), "answer " + "(" * N):
+    multiple_choice.chosen(text, options)
+marks = "a" + "\\u0315\\u0300" * (N // 2), "a" + "\\u0315\\uff9e" * (N // 2)
+for text in ("a" + "_" * N + "b", " " * N + "a", "a -" * (N // 3), *marks):
+    words.normal(text)
+for text in ("1" * N + ".1.1", "a " * (N // 2), "-" + " " * N + "x", "one and " * (N // 8)):
+    quantity.read_quantity(text)
+clean(Task(id="t", messages=(Message(role="user", content=("a" + " " * N + "b")),)))
+print("done")
+"""
+
+
+def test_no_text_holds_a_score_longer_than_its_length_says() -> None:
+    """All of them at once in far less processor time than one of them took."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+
+    ran = subprocess.run([sys.executable, "-c", HOLD], capture_output=True, text=True, preexec_fn=limit, check=False)
+    assert ran.stdout == "done\n", ran.stderr[-2000:]

@@ -1,0 +1,175 @@
+"""Lanes that come and go in an app that has started: a reference begins where training began, and the same bits again."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.bus.log import Log
+from infra.config import Floor, Pacing
+from infra.demo.char_model import Size, build_char_model
+from infra.metrics import Metrics
+from infra.store_memory import MemoryStore
+from infra.weights.tensors import Tensor
+from schemas import topics
+from schemas.errors import ConfigError
+from tests.trainer.memory_run import MemoryBus, block, journal
+from tests.trainer.test_objectives_on_the_log import group, pair
+from trainer import checkpoint
+from trainer.checkpoint import Position, part_of
+from trainer.config import CriticConfig, LaneConfig, TrainerConfig, WarmupConfig
+from trainer.learners.torch import TorchLearner
+from trainer.replay import find_start, replay
+from trainer.report import Report
+from trainer.state import Learning
+from trainer.train import run_trainer
+
+FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=99, straggler_s=0.01))
+WARMUP = WarmupConfig(every=1, stop_at=1.0, max_steps=2, min_experiences=2, batch=2, learning_rate=1e-2)
+BEFORE = {"usual": LaneConfig(), "expert": LaneConfig(loss="sft", weight=0.1, share=0.1, max_uses=99, optional=True)}
+HUMAN = LaneConfig(loss="dpo", weight=0.2, share=0.5, max_uses=99, optional=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
+
+
+def settings(steps: int, lanes: dict[str, LaneConfig], **more: object) -> TrainerConfig:
+    given = {"checkpoint_every": 2, "keep_checkpoints": 9, "learning_rate": 1e-3, "threads": 1, **more}
+    return TrainerConfig(lanes=lanes, max_steps=steps, **given)  # type: ignore[arg-type]
+
+
+async def filled(store: MemoryStore) -> Log:
+    log = Log(MemoryBus(), "t", store=store)
+    await log.create_topics(partitions=1, keep_ms=-1)
+    for number in range(4):
+        await log.publish(topics.BUFFER, block(number, "expert"))
+        await log.publish(topics.BUFFER, pair(number))
+    for sequence in range(40):
+        await log.publish(topics.BUFFER, group(sequence))
+    return log
+
+
+async def train(log: Log, store: MemoryStore, model: str, config: TrainerConfig) -> dict[str, Tensor]:
+    learner = TorchLearner(model, config, device="cpu")
+    await run_trainer(
+        FLOOR, config, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=asyncio.Event(), seed=3
+    )  # fmt: skip
+    return learner.save()
+
+
+def part(state: dict[str, Tensor], name: str) -> dict[str, bytes]:
+    return {tensor: bytes(one.data) for tensor, one in state.items() if part_of(tensor) == name}
+
+
+def weights(state: dict[str, Tensor]) -> dict[str, bytes]:
+    return {f"reference/{name[6:]}": bytes(one.data) for name, one in state.items() if name.startswith("model/")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warmup", [None, WARMUP], ids=["no warm-up", "warm-up"])
+def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_what_training_began_from(
+    model, warmup, caplog
+) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled(store)
+        await train(log, store, model, settings(4, BEFORE, warmup=warmup))
+        started = checkpoint.load(
+            store, "t", min(p for p in checkpoint.places(store, "t") if p.step >= (1 if warmup else -1))
+        )
+        state = await train(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=warmup))
+        assert part(state, "reference") == weights(dict(started.learner)) != weights(state)
+        assert "has no reference, a lane wants one: it begins as the version that training began from" in caplog.text
+        again = await train(log, store, model, settings(8, BEFORE | {"human": HUMAN}, warmup=warmup))
+        assert part(again, "reference") == part(state, "reference")
+        gone = await train(log, store, model, settings(10, BEFORE, warmup=warmup))
+        assert not part(gone, "reference") and "no lane wants any more" in caplog.text
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_replay_from_before_the_lane_gives_the_bits_that_the_run_has_after_it(model: str) -> None:
+    config = settings(2, BEFORE | {"human": HUMAN})
+
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled(store)
+        await train(log, store, model, settings(1, BEFORE, checkpoint_every=1))
+        await train(log, store, model, config)
+        start = await find_start(log, store, "t", from_step=0, to_step=None)
+        assert not [name for name in start.state.learner if part_of(name)]
+        learner = TorchLearner(model, config, device="cpu")
+        run = Learning(floor=FLOOR, config=config, learner=learner, report=Report(Metrics("r")), position=Position())
+        found = [one async for one in replay(run, "t", log, store, start)]
+        assert [one.equal for one in found][1:] == [True] * (len(found) - 1) and len(found) > 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_critic_joins_a_run_and_begins_as_the_models_folder(model: str) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled(store)
+        before = await train(log, store, model, settings(2, {"usual": LaneConfig()}))
+        lanes = {"usual": LaneConfig(loss="ppo")}
+        state = await train(log, store, model, settings(4, lanes, critic=CriticConfig()))
+        assert not part(before, "critic") and "critic/head.weight" in state
+        assert len(await journal(log)) > 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_without_a_warm_up_the_models_folder_holds_what_training_began_from_also_where_the_store_does_not(
+    model,
+) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled(store)
+        await train(log, store, model, settings(2, BEFORE))
+        for key in list(store.keys("policies/")):
+            store.delete(key)
+        state = await train(log, store, model, settings(4, BEFORE | {"human": HUMAN}))
+        assert part(state, "reference") == weights(TorchLearner(model, settings(4, BEFORE), device="cpu").save())
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_what_training_began_from_is_gone_and_a_warm_up_made_it_so_the_refusal_says_what_helps(model: str) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled(store)
+        await train(log, store, model, settings(4, BEFORE, warmup=WARMUP))
+        for key in [one for one in store.keys("policies/") if "/1/" in one or "/1." in one or "-1/" in one]:
+            store.delete(key)
+        with pytest.raises(ConfigError, match=r"has no reference.*another name in `run`"):
+            await train(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=WARMUP))
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_another_model_is_refused_as_before(model: str, tmp_path: Path) -> None:
+    other = str(build_char_model(tmp_path / "other", seed=3, size=Size(hidden=64)))
+
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled(store)
+        await train(log, store, model, settings(2, BEFORE))
+        with pytest.raises(ConfigError, match=r"checkpoint of step 1 does not fit the configured model: .* got shape"):
+            await train(log, store, other, settings(4, BEFORE | {"human": HUMAN}))
+
+    asyncio.run(main())
+
+
+def test_names_of_a_policy_are_never_taken_for_another_part() -> None:
+    assert [part_of(name) for name in ("model/critic/x", "reference/a", "critic/head.bias", "adam/step/critic/a", "phase")] == [
+        "", "reference", "critic", "critic", "",
+    ]  # fmt: skip
