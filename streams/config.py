@@ -58,9 +58,10 @@ class FeedbackConfig(Section, frozen=True):
     amend copies that were not drawn yet (a trained one is left as it is), or retrain (again, in lane human, once for each
     verdict; not where that lane's loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a
     turn of a session gets of how much better than usual the turn after it was rated; that is for learning alone and is
-    counted by nobody. 0 credits the named answer alone. per_rater: how many words of one rater count `within` a time;
-    alike: how many that say nearly the same, whoever says them; the rest is held back and counted. 0 is no limit; both are
-    counted on each partition.
+    counted by nobody. 0 credits the named answer alone. per_rater: how many words of one rater count `within` a time,
+    all that a key names nobody for being one rater's, and a browser's token one; alike: how many that say nearly the same,
+    whoever says them; the rest is held back and counted. 0 is no limit; both are counted on each partition. See also
+    [collect.limits].
 
     Example: FeedbackConfig(name="csat", use="support:csat", from_=From(topic="zendesk.closed"), window="24h")
     """
@@ -73,7 +74,7 @@ class FeedbackConfig(Section, frozen=True):
     default: Literal["unlabelled"] | float = "unlabelled"
     late: Literal["drop", "amend", "retrain"] = "amend"
     discount: Share = 0.0
-    per_rater: NonNegative = 0
+    per_rater: NonNegative = 1000
     alike: NonNegative = 0
     within: Duration = "1h"
 
@@ -202,6 +203,24 @@ class CorrectConfig(Section, frozen=True):
     on: bool = False
 
 
+class LimitsConfig(Section, frozen=True):
+    """[collect.limits]: how many answers one rater and one tenant can move by what they say, so that nobody alone decides
+    what is learned; counted for each UTC day on each partition, by log time.
+
+    rater_answers, rater_share: a named rater moves so many, or that share of all that is moved if that is more.
+    tenant_answers, tenant_share: a tenant likewise, and with it what its keys say and name nobody for; not where no other
+    tenant's users spoke that day or the day before. A share of 1 is no limit. What is beyond counts neither for learning
+    nor as a rating and is counted as "more from one rater than trains in a day" or "more from one tenant …".
+
+    Example: LimitsConfig(rater_answers=5_000)
+    """
+
+    rater_answers: NonNegative = 500
+    rater_share: Share = 0.1
+    tenant_answers: NonNegative = 10_000
+    tenant_share: Share = 0.5
+
+
 class CollectConfig(Section, frozen=True):
     """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
 
@@ -217,6 +236,7 @@ class CollectConfig(Section, frozen=True):
     deadline_s: Seconds = 300.0
     revisions: Positive = 16
     retrainings: NonNegative = 2
+    limits: LimitsConfig = LimitsConfig()
     correct: CorrectConfig = CorrectConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()
     advantage: AdvantageConfig = AdvantageConfig()

@@ -28,6 +28,7 @@ from streams.collect.credit import usual_memories
 from streams.collect.decision import Decision, Folded
 from streams.collect.fold import Arrival, Chain, Rules, chain_of, fold, group_named
 from streams.collect.held import held_memories
+from streams.collect.limits import limit_memories
 from streams.collect.needs import wanted
 from streams.collect.pending import Pending
 from streams.collect.state import State
@@ -173,7 +174,8 @@ class Collector:
     def _memories(self) -> dict[str, Memory]:
         """Empty ones, of the steps, of what holds feedback back and of what credits it."""
         sources = self._settings.rules.sources
-        return new_memories(self._settings.steps) | held_memories(sources) | usual_memories(sources)
+        kept = held_memories(sources) | limit_memories() | usual_memories(sources)
+        return new_memories(self._settings.steps) | kept
 
     async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
         folded, letters = await self.fold(records)

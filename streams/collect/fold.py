@@ -23,6 +23,7 @@ from streams.collect.decision import Decision, Folded, dead_letter
 from streams.collect.group import Attempt, Group, Place, Said, Words, fullest
 from streams.collect.held import held_back
 from streams.collect.judge import Chain, judged, learned, stands
+from streams.collect.limits import Limits, beyond, charge
 from streams.collect.state import State
 from streams.collect.turns import depth_of, echoing, late_echo, new_echoes
 from streams.collect.words import OpenText, answer_of, as_it_is, hear, is_repeat, ratings, verdicts
@@ -35,7 +36,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     sources: feedback by name. waiting: the lanes whose answers wait for it. corrects: the chain learns from edits.
     open_text: see `edit_of`. revisions: how often late words may close a group anew; past it only what takes a word back
-    does. retrainings: how often of these, under late = "retrain", it is trained again.
+    does. retrainings: how often of these, under late = "retrain", it is trained again. limits: what one rater and one
+    tenant can move in a day.
 
     Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": Source(window_ms=86_400_000)})
     """
@@ -48,6 +50,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     open_text: OpenText = as_it_is
     revisions: int = 16
     retrainings: int = 2
+    limits: Limits = Limits()
 
     @property
     def window_ms(self) -> int:
@@ -155,14 +158,20 @@ class _Fold:
         heard = feedback
         if source is not None and source.alike and feedback.text:
             heard = msgspec.structs.replace(feedback, text=self.rules.open_text(feedback.text, answer))
-        if reason := held_back(self.state.memories, heard, source, self.arrival.timestamp_ms):
+        memories, tenant, is_back = self.state.memories, tenant_in(group_id), feedback.type == "retraction"
+        reason = held_back(memories, heard, source, self.arrival.timestamp_ms, tenant)
+        if not reason and not is_back:
+            reason = beyond(memories, self.rules.limits, tenant, feedback.rater, self.state.now_ms)
+        if reason:
             self.folded.drop(reason)
             return
         if feedback.type == "correction" and not self.rules.corrects:
             self.folded.drop("correction without [collect.correct]")
         group = self._group(group_id)
-        await self._hear(group, said)
-        await self._echo(group, is_back=feedback.type == "retraction")
+        is_heard = await self._hear(group, said)
+        echoed = await self._echo(group, is_back=is_back)
+        if is_heard and not is_back:
+            charge(memories, tenant, feedback.rater, self.state.now_ms, 1 + echoed)
 
     async def fire(self, group: Group) -> None:
         """Time has come for an open group: its deadline, its feedback window, or that of feedback without an answer."""
@@ -190,20 +199,21 @@ class _Fold:
         self.state.touched.add(group_id)
         return group
 
-    async def _hear(self, group: Group, said: Said) -> None:
-        """Take in what was said about an answer of this group."""
+    async def _hear(self, group: Group, said: Said) -> bool:
+        """Take in what was said about an answer of this group; False if it was dropped."""
         answer = answer_of(said.feedback.ref)
         if group.is_closed:
-            await self._late(group, answer, said)
-        elif answer not in group.said and len(group.said) >= MAX_ANSWERS:
+            return await self._late(group, answer, said)
+        if answer not in group.said and len(group.said) >= MAX_ANSWERS:
             self.folded.drop("feedback about too many answers of a group")
-        else:
-            self._take(group.said.setdefault(answer, Words()), said)
-            if group.winner >= 0:
-                await self._close_unless_waiting(group)
-            elif not group.due_ms:
-                rules = self.rules
-                self.state.schedule(group, self.arrival.timestamp_ms + max(rules.window_ms, rules.deadline_ms))
+            return False
+        self._take(group.said.setdefault(answer, Words()), said)
+        if group.winner >= 0:
+            await self._close_unless_waiting(group)
+        elif not group.due_ms:
+            rules = self.rules
+            self.state.schedule(group, self.arrival.timestamp_ms + max(rules.window_ms, rules.deadline_ms))
+        return True
 
     def _take(self, words: Words, said: Said) -> None:
         before = verdicts(words)
@@ -212,11 +222,11 @@ class _Fold:
             tenant = tenant_in(group_of(said.feedback.ref))
             learn_usual(self.state.memories, tenant, before, verdicts(words))
 
-    async def _echo(self, group: Group, *, came: bool = False, is_back: bool = False) -> None:
-        """Let turns of the session hear what counts of later ones. came: the answer of `group` has just come."""
-        names = echoing(self.rules.sources)
+    async def _echo(self, group: Group, *, came: bool = False, is_back: bool = False) -> int:
+        """Let turns of the session hear what counts of later ones; how many did. came: `group`'s answer has just come."""
+        names, heard_by = echoing(self.rules.sources), set()
         if group.depth < 0 or not names:
-            return
+            return 0
         revised: dict[str, tuple[Group, list[Experience]]] = {}
         for turn, later, echo in new_echoes(group, self.state.turns(group.id), names, came):
             if turn.is_closed:
@@ -228,8 +238,10 @@ class _Fold:
                 revised[turn.id], echo = (turn, members), late
             turn.echoes[later] = echo
             self.state.touched.add(turn.id)
+            heard_by.add(turn.id)
         for turn, members in revised.values():
             await self._revise(turn, members, "late credit")
+        return len(heard_by)
 
     def _arrive(self, group: Group, record: Experience | Stub, arrived: Place | str) -> bool:
         """Note an experience or stub; True if its attempt is open and did not have it."""
@@ -297,30 +309,31 @@ class _Fold:
             self.state.frames.remove(offset)
         self.state.close(group)
 
-    async def _late(self, group: Group, answer: str, said: Said) -> None:
-        """Feedback for a closed group, as its source's policy says."""
+    async def _late(self, group: Group, answer: str, said: Said) -> bool:
+        """Feedback for a closed group, as its source's policy says; False if it was dropped."""
         source, open_text = self.rules.sources.get(said.feedback.source), self._open_text
         if source is None or source.late == "drop":
             self.folded.drop("late feedback")
-            return
+            return False
         members = self._reopened(group, said.feedback.type == "retraction")
         if members is None:
-            return
+            return False
         if answer not in {member.id for member in members}:
             self.folded.drop("feedback for an unknown answer")
-            return
+            return False
         words = group.said.setdefault(answer, Words())
         before, rated = stands(group, answer, open_text), ratings((words,))
         self._take(words, said)
         after = stands(group, answer, open_text)
         if after == before and rated == ratings((words,)):
-            return
+            return True
         if source.late == "retrain" and after[0] != before[0]:
             if group.retrained < self.rules.retrainings:
                 group.retrained += 1
             else:
                 self.folded.drop("retrained often enough")
         await self._revise(group, members, f"late {source.late}", sends=after != before)
+        return True
 
     def _reopened(self, group: Group, is_back: bool) -> list[Experience] | None:
         """Members of a closed group that late words may close anew; None, counted, where it cannot be. is_back: for what
