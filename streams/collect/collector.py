@@ -26,8 +26,9 @@ from schemas.errors import BadFrame, OffsetOutOfRange, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.credit import usual_memories
 from streams.collect.decision import Decision, Folded
-from streams.collect.fold import Arrival, Chain, Rules, chain_of, fold, group_named
+from streams.collect.fold import Arrival, Rules, chain_of, fold, group_named
 from streams.collect.held import held_memories
+from streams.collect.judge import Chain
 from streams.collect.limits import limit_memories
 from streams.collect.needs import wanted
 from streams.collect.pending import Pending
