@@ -12,7 +12,7 @@ from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section
 from infra.outside import checked_url
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to 1")]
-Weight = Annotated[float, msgspec.Meta(gt=0, description="a weight above 0")]
+Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6, description="a weight")]
 Options = dict[str, Any]
 FEEDBACK_PATH = "/v1/feedback"
 
@@ -93,11 +93,12 @@ class ScoreConfig(Section, frozen=True):
 
 
 class RewardConfig(Section, frozen=True):
-    """[reward]: runs in collect, after feedback. blend: score to weight; weights of absent scores go to the others;
-    empty takes every score alike. use: a @score function instead of a blend. require: without these scores an
-    experience is unlabelled and dropped. discount: γ of scores given turn by turn, whose discounted sum counts.
+    """[reward]: runs in collect, after feedback. blend: score to weight; weights of absent scores go to the others; a weight
+    below 0 makes a penalty, Σ w · s over the sum of the weights above 0; empty takes every score alike. use: a @score
+    function instead of a blend. require: without these scores an experience is unlabelled and dropped. discount: γ of
+    scores given turn by turn, whose discounted sum counts.
 
-    Example: RewardConfig(blend={"csat": 1.0, "judge": 0.3}, require=("csat",))
+    Example: RewardConfig(blend={"csat": 1.0, "judge": 0.3, "overlong": -0.5}, require=("csat",))
     """
 
     blend: dict[str, Weight] = msgspec.field(default_factory=dict)
@@ -110,6 +111,10 @@ class RewardConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.use and self.blend:
             raise ValueError("got use and blend, expected one of them")
+        if 0.0 in self.blend.values() or (self.blend and max(self.blend.values()) < 0):
+            raise ValueError(
+                f"blend: got {self.blend}, expected no weight of 0, and one above 0: a penalty is no verdict"
+            )
 
 
 class Switch(Section, frozen=True):
