@@ -16,6 +16,7 @@ from infra.bus.access import access_of
 from infra.bus.bus import Partition
 from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
+from infra.chain.chain import Step
 from infra.claimed import ClaimedFolder
 from infra.config import Floor
 from infra.deadline import ends_within
@@ -49,6 +50,7 @@ ALL_STAGES: tuple[StageName, ...] = ("tasks", "verify", "collect")
 RUNNING, STOPPED = "running", "stopped"
 END_S = 60.0  # of all stages together, whatever Faust does
 STUCK_S = 180.0
+Steps = dict[StageName, tuple[Step, ...]]
 
 
 async def run_worker(
@@ -69,11 +71,11 @@ async def run_worker(
     Raises ConfigError for settings that cannot hold, BrokerUnavailable naming the address.
     """
     quieten_clients()
-    task_steps, verify_steps, collect_steps = (
-        build_tasks(config),
-        build_verify(config),
-        build_collect(config, floor.model_path),
-    )
+    steps: Steps = {
+        "tasks": build_tasks(config),
+        "verify": build_verify(config),
+        "collect": build_collect(config, floor.model_path),
+    }
     sources = build_sources(config.feedback, floor.folder, config.verify.redact)
     folder = ClaimedFolder(state_folder or floor.folder / "state")
     access = access_of(floor)
@@ -83,25 +85,16 @@ async def run_worker(
         await bus.start()
         await log.require_topics()
         async with asyncio.TaskGroup() as tasks:
-            address = Address(bootstrap, access)
-
-            def hosted(stage: StageName) -> HostedStage:
-                steps = {"tasks": task_steps, "verify": verify_steps, "collect": collect_steps}[stage]
-                host = HostedStage(log, address, stage, folder.path, " ".join(step.stamp for step in steps))
-                if stage == "tasks":
-                    host.add(TASKSET_RAW, WindowDriver(stage, TaskStage(task_steps, log), log, metrics, tasks))
-                elif stage == "verify":
-                    for topic in (EXPERIENCES, EXPERTS):
-                        host.add(topic, WindowDriver(stage, Verifier(verify_steps), log, metrics, tasks))
-                else:
-                    settings = CollectSettings(folder.path, rules_of(floor, config), collect_steps)
-                    host.add(VERIFIED, CollectDriver(log, metrics, settings, _committed(log, host.group), tasks))
-                return host
-
-            hosts = [hosted(stage) for stage in stages]
+            hosts = []
+            for stage in stages:
+                chain = " ".join(step.stamp for step in steps[stage])
+                hosts.append(HostedStage(log, Address(bootstrap, access), stage, folder.path, chain))
+                settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"])
+                _feed(hosts[-1], log, metrics, tasks, steps, settings)
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
             beside = [
-                tasks.create_task(one.accompany(log, metrics)) for one in companions([*verify_steps, *collect_steps])
+                tasks.create_task(one.accompany(log, metrics))
+                for one in companions([*steps["verify"], *steps["collect"]])
             ]
             try:
                 await _host(hosts, log, metrics, instance_name(folder.path), stop, stuck_s)
@@ -113,6 +106,19 @@ async def run_worker(
     finally:
         await bus.close()
         folder.release()
+
+
+def _feed(
+    host: HostedStage, log: Log, metrics: Metrics, tasks: asyncio.TaskGroup, steps: Steps, settings: CollectSettings
+) -> None:
+    """Give a stage its topics, each with the driver that takes its records."""
+    if host.stage == "tasks":
+        host.add(TASKSET_RAW, WindowDriver("tasks", TaskStage(steps["tasks"], log), log, metrics, tasks))
+    elif host.stage == "verify":
+        for topic in (EXPERIENCES, EXPERTS):
+            host.add(topic, WindowDriver("verify", Verifier(steps["verify"]), log, metrics, tasks))
+    else:
+        host.add(VERIFIED, CollectDriver(log, metrics, settings, _committed(log, host.group), tasks))
 
 
 async def _host(

@@ -290,6 +290,7 @@ LOADS = {
     "actors/workflow.py": "[explore] workflow, [explore.workflows]",
     "actors/workflows/interact.py": "[explore] options: environment, agent",
     "infra/bench/reload.py": "a flag",
+    "infra/bus/access.py": "[kafka] sasl_token",
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
     "infra/cli/check.py": "what the roles load",
     "infra/cli/load.py": "--use",
