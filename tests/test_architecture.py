@@ -15,15 +15,16 @@ WINGS = ("streams", "actors", "trainer")
 PACKAGES = ("schemas", "infra", *WINGS)
 # Modules and packages of infra that everyone may import; the rest of infra is the roof.
 FLOOR = {
-    "bus", "chain", "claimed", "config", "deadline", "failpoint", "images", "metrics", "model", "plugin", "processor", "redact",
-    "sandbox", "seal", "spelling", "store", "store_directory", "store_memory", "store_s3", "unless", "vision", "weights",
+    "bus", "chain", "claimed", "config", "controls", "deadline", "failpoint", "identity", "images", "metrics",
+    "model", "outside", "plugin", "processor", "redact", "sandbox", "seal", "spelling", "store", "store_directory",
+    "store_memory", "store_s3", "unless", "vision", "weights",
 }  # fmt: skip
 ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
 # A heavy library and the one door (path prefix) it comes in by.
 DOORS = {
-    "faust": ("streams/app.py",),
-    "mode": ("streams/app.py",),
+    "faust": ("streams/hosted.py",),
+    "mode": ("streams/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py",),
     "deepspeed": ("trainer/learners/deepspeed.py",),
@@ -31,7 +32,7 @@ DOORS = {
     "cryptography": ("infra/seal.py",),
     "aiokafka": ("infra/bus/",),
     "transformers": ("infra/model.py", "infra/vision.py", "infra/demo/"),
-    "tokenizers": ("infra/spelling.py", "infra/demo/"),
+    "tokenizers": ("infra/spelling.py", "infra/controls.py", "infra/demo/"),
     "PIL": ("infra/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/metrics.py",),
     "starlette": ("actors/gateway/",),
@@ -289,6 +290,7 @@ LOADS = {
     "actors/workflow.py": "[explore] workflow, [explore.workflows]",
     "actors/workflows/interact.py": "[explore] options: environment, agent",
     "infra/bench/reload.py": "a flag",
+    "infra/bus/access.py": "[kafka] sasl_token",
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
     "infra/cli/check.py": "what the roles load",
     "infra/cli/load.py": "--use",

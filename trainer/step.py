@@ -195,6 +195,7 @@ async def publish_now(run: Run, version: int, tensors: Mapping[str, Tensor] | No
             stats=run.report.worth_showing,
         )
     run.advance(version=got)
+    run.published_s = run.intake.clock()
     run.published_probe = probe
     run.report.add("policy_versions")
 
