@@ -9,6 +9,7 @@ import msgspec
 
 from infra.chain.insert import ProcessorConfig
 from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, UsePath
+from infra.outside import checked_url
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to 1")]
 Weight = Annotated[float, msgspec.Meta(gt=0, description="a weight above 0")]
@@ -258,6 +259,10 @@ class VaryConfig(Section, frozen=True):
     number: Positive = 1
     api_key_env: str = ""
     timeout_s: Seconds = 30.0
+
+    def __post_init__(self) -> None:
+        if self.url:
+            checked_url(self.url)
 
 
 class DifficultyConfig(Section, frozen=True):

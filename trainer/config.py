@@ -27,7 +27,9 @@ class LaneConfig(Section, frozen=True):
 
     bound: mean |log w| above which a group of an unpaced lane is dropped at the draw, 0 for none. optional: a step need
     not wait for this lane. least: sequences for which a step without the usual lane waits, unless the run drains; Adam
-    makes a full-sized step of however few there are.
+    makes a full-sized step of however few there are. kl: β of β·KL(π_θ‖π_ref), for any loss: see trainer.penalty; the
+    reference is a second model in memory. entropy: share of the entropy of π_θ over the vocabulary that is taken off the
+    loss, at every sampled token. Both are means over the lane's sampled tokens, whatever its loss is a mean over.
 
     tenant_share, subject_share: how much of a step's sequences of an unpaced lane one tenant, and one user, may make up
     where others have something to draw too; what is above it waits. 1 for no limit. An even split is always allowed, so a
@@ -45,6 +47,8 @@ class LaneConfig(Section, frozen=True):
     bound: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     optional: bool = False
     least: Positive = 1
+    kl: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
+    entropy: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     tenant_share: PartShare = 0.5
     subject_share: PartShare = 0.25
     options: Table = {}
@@ -76,7 +80,8 @@ class WarmupConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """[trainer.critic]: values for a loss that wants them (ppo). A backbone of its own, begun as a copy of the model.
+    """[trainer.critic]: values for a loss that wants them (ppo). A backbone of its own, begun as a copy of the policy that
+    training begins from (the warmed-up one where there is a warm-up; policy.model where it joins a run that has started).
 
     gamma, gae_lambda: of the advantages; they count sampled tokens, not what was observed between turns. value_clip: how
     far a value may move from what it was before the batch and still be pulled, 0 for no bound. gradient_clip: norm.

@@ -99,6 +99,7 @@ async def run_trainer(
 
 async def learn(run: Run, stop: asyncio.Event) -> None:
     """The loop of the diagram."""
+    run.report.life = "working"
     if run.position.step < 0 and not run.position.warmed_up and run.saved_step < -1:
         if run.config.warmup is None:
             await run.begin_training()
@@ -114,7 +115,7 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:
             await train_step(run, draw)
-    run.report.state = "stopped"
+    run.report.state, run.report.life = "stopped", "ended"
     if run.position.warmed_up and run.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)
 

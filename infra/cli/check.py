@@ -7,13 +7,14 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from infra.chain.chain import Step
 from infra.cli.check_state import check_lanes, check_state
 from infra.cli.connect import connected
+from infra.cli.private import open_to_others
 from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen
 from infra.config import duration_s
 from infra.plugin import add_plugin_folders, find, option_defaults
 from infra.processor import mark_of
@@ -38,7 +39,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
         notes += check_lanes(settings) + check_state(settings)
-    console = Console(highlight=False)
+    notes += open_to_others(settings)
+    console = Screen()
     console.print(summary(settings))
     for stage, steps in chains.items():
         console.print(chain_table(stage, steps))

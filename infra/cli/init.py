@@ -5,8 +5,7 @@ Guarantee: nothing that is there is overwritten.
 
 from pathlib import Path
 
-from rich.console import Console
-
+from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
 
 TOML = """\
@@ -116,7 +115,7 @@ def run_init(directory: Path, model: str, engine: str) -> int:
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    console = Console(highlight=False)
+    console = Screen()
     for path in files:
         console.print(f"wrote {path}")
     where = directory / "headrace.toml"

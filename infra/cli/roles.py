@@ -12,6 +12,7 @@ from pathlib import Path
 from actors.gateway.config import GatewayConfig, Webhook
 from infra import failpoint
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
+from infra.cli.private import open_to_others
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
 from infra.config import split_address
@@ -37,6 +38,8 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud."""
     settings = load_settings(config, sets)
     log_to_stderr()
+    for line in open_to_others(settings):
+        logger.warning("open_to_others %s", line)
     failpoint.check()
     add_plugin_folders(settings.folder, settings.plugins)
     stop = asyncio.Event()
@@ -61,7 +64,11 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
 async def say_failed(role: str, settings: Settings, reason: str) -> None:
     """Tell the log why this role ends, for `headrace status`; a log that cannot be reached is told nothing."""
     ended = Progress(
-        role=role, instance=f"{role}/{socket.gethostname()}/{os.getpid()}", state="failed", reason=reason[:MAX_REASON]
+        role=role,
+        instance=f"{role}/{socket.gethostname()}/{os.getpid()}",
+        state="failed",
+        life="ended",
+        reason=reason[:MAX_REASON],
     )
     try:
         async with connected(settings, deadline_s=SAY_S, create=True) as log:
@@ -138,6 +145,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from actors.engine import Engine
     from actors.gateway.listen import forget_loaded
     from actors.gateway.serve import run_gateway
+    from infra.bus.access import access_of
     from infra.bus.kafka import KafkaBus
     from infra.bus.log import Log
     from infra.model import load_tokenizer
@@ -146,7 +154,8 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     store = store_of(settings)
     await require_fit_if_there(settings)
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
-    log = Log(KafkaBus(bootstrap_of(settings), deadline_s=config.send_s), settings.app, store=store)
+    bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
+    log = Log(bus, settings.app, store=store)
     tokenizer = await asyncio.to_thread(load_tokenizer, folder)
     use = config.engine or settings.engine
     engine: Engine = load(use.use, {"model": folder, **use.options}, "gateway.engine")

@@ -30,7 +30,7 @@ from streams.collect.held import held_memories
 from streams.collect.pending import Pending
 from streams.collect.state import State
 from streams.collect.turns import echoing, session_named
-from streams.stage import Output, confirmed, letter, publish_all, read
+from streams.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
 
 logger = logging.getLogger(__name__)
 
@@ -287,5 +287,7 @@ class Collector:
             self._metrics.counter("dropped", reason=reason).inc(number)
         for outcome, number in Counter(decision.closure.outcome for decision in decisions).items():
             self._metrics.counter("closures", outcome=outcome).inc(number)
+        gone = [(drop.reason, drop.processor) for decision in decisions for drop in decision.dropped]
+        count_failed(self._metrics, STAGE, faults_of(gone))
         num_out = sum(decision.closure.experiences for decision in decisions)
         self._metrics.counter("experiences_out", stage=STAGE).inc(num_out)

@@ -14,7 +14,8 @@ from infra.cli.init import TOML
 from infra.config import Floor, Pacing, decode
 from infra.metrics import Metrics
 from infra.store_memory import MemoryStore
-from schemas import Block, Closure, Drawn, Progress, topics
+from schemas import Block, Closure, Drawn, MasterState, Progress, topics
+from schemas.fields import MasterPhase
 from tests.trainer.buffered_blocks import block, message
 from trainer.buffer import Buffer
 from trainer.checkpoint import Position
@@ -66,8 +67,8 @@ def taken(draw: Draw) -> list[str]:
     return [one.group for one in draw.taken]
 
 
-def master(state: str, outstanding: int) -> Progress:
-    return Progress(role="master", instance="m", state=state, gauges={"outstanding_groups": float(outstanding)})
+def master(state: MasterPhase, outstanding: int) -> Progress:
+    return Progress(role="master", instance="m", master=MasterState(state=state, outstanding=outstanding))
 
 
 def test_an_empty_buffer_waits_though_there_are_experts() -> None:
