@@ -44,7 +44,8 @@ class Clock:
 
 def settings_in(folder: Path) -> Settings:
     assert run_init(folder, "model", "torch") == 0
-    settings = load_settings(folder / "headrace.toml", ["app=test"])
+    alone = ["trainer.lanes.live.least=1", "trainer.version_every=0s"]  # a step for one answer, and at once
+    settings = load_settings(folder / "headrace.toml", ["app=test", *alone])
     add_plugin_folders(settings.folder, settings.plugins)
     assert [one.window for one in settings.feedback] == ["24h"] * 2 and duration_s("24h") * 1000 == WINDOW_MS
     return settings
