@@ -81,9 +81,9 @@ Loss = Callable[..., LossOutput]
 class Needs(msgspec.Struct, frozen=True):
     """What a loss wants beside its options. ratio: μ is the policy's own. mean: what its value is a mean over.
 
-    reference, teacher: their logprobs. critic: token advantages from values. bound: function of log w [M] and A [M] of the
-    whole step (and of those of the loss's options it names) to the number that comes back as `LossInputs.bound`.
-    advantage: it teaches nothing where all advantages are 0.
+    reference, teacher: their logprobs. critic: token advantages from values. advantage: it teaches nothing where all
+    advantages are 0. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it names)
+    to the number that comes back as `LossInputs.bound`.
     """
 
     ratio: bool = True
