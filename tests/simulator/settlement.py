@@ -79,7 +79,9 @@ def check_account(world: World, log: Logged) -> None:
 
 
 def check_journal(world: World, log: Logged) -> None:
-    """I2: (id, use) is unique in a lane, but where late words have it trained again; uses count from 0; the journal's own readers count what the design counts."""
+    """I2: (id, use) is unique in a lane, but where late words have it trained again; uses count from 0; the journal's own
+    readers count what the design counts.
+    """
     counting = effective(log, world.scenario.floor.app)
     read_as, _ = journal.effective([entry for _, entry in log[topics.BATCHES.name]], world.scenario.floor.app)
     if more := [entry for entry in read_as if entry not in counting]:
