@@ -121,7 +121,8 @@ def is_early(run: Run, now_s: float) -> bool:
 def teaches(run: Run, one: Candidate) -> bool:
     """Whether a lane's loss can have a gradient from a group."""
     objective = run.objectives[one.lane]
-    return one.has_signal or objective.critic or objective.reference or not objective.advantage
+    pulls = objective.critic or objective.reference or objective.entropy > 0
+    return one.has_signal or pulls or not objective.advantage
 
 
 def drawn_from(
