@@ -52,6 +52,7 @@ async def connected(
     Raises BrokerUnavailable naming the address after the deadline (that of the settings, if it is shorter), ConfigError
     for topics that are missing.
     """
+    from infra.bus.access import access_of
     from infra.bus.kafka import LINGER_MS, KafkaBus
 
     quieten_client()
@@ -60,6 +61,7 @@ async def connected(
         bootstrap_of(settings),
         deadline_s=min(deadline_s or limit_s, limit_s),
         linger_ms=LINGER_MS if linger_ms is None else linger_ms,
+        access=access_of(settings),
     )
     try:
         await bus.start()
@@ -72,20 +74,27 @@ async def connected(
 
 
 @asynccontextmanager
-async def reading(settings: Settings) -> AsyncIterator[Log]:
-    """`connected`, for commands that only look: an embedded broker that is not running is started for as long as they take."""
+async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[Log]:
+    """`connected`, for commands that only look: an embedded broker that is not running is started for as long as they take.
+
+    create: see `connected`; the broker's folder need not be there either.
+    """
     from infra.bus.kafka import answers
+    from infra.local.address import read_address
     from infra.local.broker import EmbeddedKafka
 
     quieten_client()
-    if settings.kafka.bootstrap_servers or await answers(bootstrap_of(settings), timeout_s=2.0):
-        async with connected(settings, deadline_s=10.0) as log:
+    runs = bool(settings.kafka.bootstrap_servers)
+    if not runs and not (create and read_address(kafka_folder(settings)) is None):
+        runs = await answers(bootstrap_of(settings), timeout_s=2.0)
+    if runs:
+        async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log
         return
     broker = EmbeddedKafka(kafka_folder(settings), jars=Path(settings.kafka.jars) if settings.kafka.jars else None)
     await asyncio.to_thread(broker.start)
     try:
-        async with connected(settings, deadline_s=10.0) as log:
+        async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log
     finally:
         await asyncio.to_thread(broker.stop)

@@ -91,12 +91,12 @@ async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float 
 async def trains(log: Log) -> bool:
     """Whether a trainer has reported lately, by the broker's clock."""
     (said,) = await newest(log, POLICIES, 1)  # our own word
-    states: dict[str, str] = {}
+    ended: dict[str, bool] = {}
     for message in await newest(log, PROGRESS, LAST_RECORDS):
         one = message.value
         if isinstance(one, Progress) and one.role == "train" and said.timestamp_ms - message.timestamp_ms < LATELY_MS:
-            states[one.instance] = one.state
-    return any(state != "stopped" for state in states.values())
+            ended[one.instance] = one.life == "ended"
+    return not all(ended.values())
 
 
 def show(console: Console, found: Report) -> None:

@@ -120,9 +120,11 @@ def last_words(log: Path) -> str:
 
 
 async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
+    from infra.bus.access import access_of
     from infra.bus.kafka import answers
 
     quieten_client()
+    access = access_of(settings)
     while True:
         state = supervisor.states.get(BROKER)
         if state is not None and (state.given_up or state.exit_code == CONFIG_ERROR):
@@ -133,7 +135,7 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
             address = bootstrap_of(settings)
         except ConfigError:
             address = ""
-        if address and await answers(address, timeout_s=2.0):
+        if address and await answers(address, timeout_s=2.0, access=access):
             return
         await asyncio.sleep(0.1)
 

@@ -264,7 +264,7 @@ async def waited(
 
 
 def test_forgetting_waits_for_a_checkpoint_of_its_run_that_was_made_since() -> None:
-    learns = Progress(role="train", instance="train/1", state="learning")
+    learns = Progress(role="train", instance="train/1", life="working")
     assert asyncio.run(waited(learns, wait_s=30.0)) == SAVED
     assert asyncio.run(waited(learns, saved=None)) is None
     assert asyncio.run(waited(learns, saved=msgspec.structs.replace(SAVED, run="another"))) is None
@@ -277,7 +277,7 @@ def test_forgetting_waits_for_nothing_where_nothing_was_trained_since_the_last_c
 
 
 def test_forgetting_waits_for_no_trainer_that_does_not_run() -> None:
-    stopped = Progress(role="train", instance="train/1", state="stopped")
+    stopped = Progress(role="train", instance="train/1", life="ended")
     assert asyncio.run(waited(stopped, wait_s=600.0)) is None
     assert asyncio.run(waited(Progress(role="serve", instance="serve/1", state="serving"), wait_s=600.0)) is None
 
