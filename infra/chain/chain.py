@@ -285,7 +285,9 @@ def _settle(flow: _Flow, step: Step, index: int, member: Experience, result: obj
         return []
     if step.kind == "score":
         return _settle_score(flow, step, index, member, result)
-    return (_settle_list if isinstance(result, list) else _settle_one)(flow, step, index, member, result)
+    if isinstance(result, list):
+        return _settle_list(flow, step, index, member, result)
+    return _settle_one(flow, step, index, member, result)
 
 
 def _settle_one(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:

@@ -16,6 +16,7 @@ from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable_json
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
@@ -49,9 +50,9 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
         wanted = wanted_of(settings.expect, serves=settings.gateway is not None)
         state = await read_status(log, now_s=time.time(), max_lag=max_lag, wanted=wanted)
     if as_json:
-        print(json.dumps(state))
+        print(printable_json(json.dumps(state)))
     else:
-        show(Console(highlight=False), state)
+        show(Screen(), state)
     return 1 if check and state["alarms"] else 0
 
 
