@@ -13,7 +13,8 @@ from schemas import Experience
 def shuffle_advantages(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
     """Permute the advantages among the members that have one: same numbers, no relation to what was done.
 
-    Turns have no advantages of their own afterwards. The permutation is seeded by the group id, so a retry and a replay shuffle alike.
+    Turns have no advantages of their own afterwards. The permutation is seeded by the group id, so a retry and a replay
+    shuffle alike.
     """
     places = [place for place, member in enumerate(group) if member.advantage is not None]
     values = [group[place].advantage for place in places]
