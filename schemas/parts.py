@@ -43,6 +43,16 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
     cost_usd: Finite | None = None
 
 
+class Stretch(msgspec.Struct, array_like=True, frozen=True):
+    """The advantage of a run of tokens, from the stop of the one before it (or the first token) to `stop` (exclusive).
+
+    Example: Stretch(stop=11, advantage=0.93)
+    """
+
+    stop: Count
+    advantage: Finite
+
+
 class Edit(msgspec.Struct, array_like=True, frozen=True):
     """What people made of an answer. text: the correction that stands, None where all were taken back. count: how often
     one was made or taken back.
