@@ -12,21 +12,6 @@ MAX_HEADER_BYTES = 100_000_000
 BEGINS = {"reference": "the version that training began from", "critic": "policy.model"}
 
 
-def check_lanes(settings: Settings) -> list[str]:
-    """Feedback whose late answers the trainer could not use."""
-    from trainer.loss import open_objective
-
-    human = settings.trainer.lanes.get("human")
-    if human is None or open_objective(human, "trainer.lanes.human").mean != "pairs":
-        return []
-    return [
-        f'feedback {one.name}: late = "retrain" sends an answer to lane human, whose loss {human.loss} trains on pairs '
-        'alone: it would be dropped as "not a pair"'
-        for one in settings.feedback
-        if one.late == "retrain"
-    ]
-
-
 def check_state(settings: Settings) -> list[str]:
     """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit."""
     from trainer import checkpoint

@@ -78,13 +78,3 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(started):
 
 def test_looking_at_an_app_that_never_started_leaves_no_store_behind(tmp_path):
     assert check(tmp_path)[0] == 0 and not (tmp_path / "store").exists()
-
-
-def test_late_answers_that_a_lane_of_pairs_would_drop_are_told(started):
-    (started / "late_answers.py").write_text(
-        "from headrace import Feedback, feedback\n\n@feedback(version=1)\ndef csat(ticket: dict) -> Feedback | None:\n"
-        "    return None\n"
-    )
-    source = '[[feedback]]\nname = "csat"\nuse = "late_answers:csat"\nlate = "retrain"\nfrom = { topic = "t" }\n'
-    code, said = check(started, f'{PAIRS}\n{source}window = "1h"', **{'app = "bot"': 'app = "bot"\nplugins = ["."]'})
-    assert code == 0 and 'it would be dropped as "not a pair"' in said
