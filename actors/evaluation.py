@@ -16,8 +16,8 @@ import msgspec
 
 from actors.config import EvalSuite
 from schemas import Closure, EvalResult, Experience, Issued
+from schemas.fields import VERSION_PASSED
 
-VERSION_PASSED = "version passed"
 _PREFIX = "eval-"
 
 

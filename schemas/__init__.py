@@ -6,10 +6,9 @@ from schemas.experience import Experience, make_experience
 from schemas.fields import End, Kind, Lane, Meta
 from schemas.frame import decode, encode, kafka_headers, kind_of
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
-from schemas.parts import Edit, Score, Span
+from schemas.parts import Edit, Score, Span, Stretch
 from schemas.records import (
     MAJOR,
-    Answered,
     Closure,
     Control,
     DeadLetter,
@@ -21,13 +20,13 @@ from schemas.records import (
     Issued,
     Message,
     PolicyEvent,
-    Progress,
     Rating,
     Received,
     Stub,
     Task,
     Tick,
 )
+from schemas.reports import Answered, MasterState, Progress
 
 __all__ = [
     "MAJOR",
@@ -51,6 +50,7 @@ __all__ = [
     "Issued",
     "Kind",
     "Lane",
+    "MasterState",
     "Message",
     "Meta",
     "PolicyEvent",
@@ -62,6 +62,7 @@ __all__ = [
     "Score",
     "Skip",
     "Span",
+    "Stretch",
     "Stub",
     "Task",
     "Tick",
