@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from infra.chain.chain import Step
-from infra.cli.check_state import check_lanes, check_state
+from infra.cli.check_state import check_state
 from infra.cli.connect import connected
 from infra.cli.private import open_to_others
 from infra.cli.settings import Settings, load_settings
@@ -40,7 +40,7 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     check_late(settings)
     notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
-        notes += check_lanes(settings) + check_state(settings)
+        notes += check_state(settings)
     notes += open_to_others(settings)
     console = Screen()
     console.print(summary(settings))
