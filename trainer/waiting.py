@@ -42,6 +42,7 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
             if not draw.wait:
                 if not await drop_lost(run, draw):
                     run.report.set("held_back", draw.held_back)
+                    run.report.add("experiences_held_back", draw.held_back)
                     return draw
                 continue
             try:
