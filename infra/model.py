@@ -1,6 +1,7 @@
 """Models and tokenizers from a folder: safetensors and JSON only, nothing is fetched, no code in the folder is run.
 
-Guarantee: what computes is chosen here, never by a folder's config.json.
+Guarantees: what computes is chosen here, never by a folder's config.json; the control tokens of a conversation are those that
+its chat template writes, whatever its messages and tools say (see `infra.controls`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infra.controls import FREE_CHARS, Controls
 from infra.vision import Vision, load_vision, takes_pictures
 from infra.weights.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
@@ -29,6 +31,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
         self._eos_ids = eos_ids
         self._vision = vision
 
@@ -55,14 +58,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, nothing put before or after it."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._controls.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
         num_tokens = len(self._tokenizer)  # asked once: the tokenizer counts them anew each time
         known = [int(token) for token in ids if 0 <= token < num_tokens]
-        text: str = self._backend.decode(known, skip_special_tokens=True)
+        if len(known) > FREE_CHARS:
+            text: str = self._backend.decode_batch([known], skip_special_tokens=True)[0]  # lets other threads run
+        else:
+            text = self._backend.decode(known, skip_special_tokens=True)
         return text
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -71,13 +76,13 @@ class Tokenizer:
         Raises ValueError for images that the model does not take, or that the template does not write.
         """
         conversation = [{"role": message.role, "content": _content(message)} for message in messages]
-        text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        ids = self._controls.encode_rendered(conversation, self._applied)
         num_images = sum(len(message.images) for message in messages)
         if self._vision is not None:
-            return self._vision.expand(self.encode(text), num_images)
+            return self._vision.expand(ids, num_images)
         if num_images:
             raise ValueError(f"messages: got {num_images} images, expected none: the model reads text alone")
-        return self.encode(text)
+        return ids
 
     @property
     def takes_tools(self) -> bool:
@@ -93,16 +98,22 @@ class Tokenizer:
         """
         from jinja2.exceptions import TemplateError
 
+        def render(given: Any) -> str:
+            return self._applied(given[0], tools=given[1] or None)
+
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in conversation],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
+            return self._controls.encode_rendered(
+                [[dict(one) for one in conversation], [dict(one) for one in tools]], render
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
-        return self.encode(text)
+
+    def _applied(self, conversation: Any, tools: Any = None) -> str:
+        """The conversation as the chat template writes it."""
+        text: str = self._tokenizer.apply_chat_template(
+            conversation, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        return text
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

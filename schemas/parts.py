@@ -29,8 +29,8 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
     """One named verdict. at: index of the token it judges, None for the whole. version: of what judged, with the model
-    behind "+" where there was one. input: hash of what was judged, "" where it is not kept. cost_usd: None where nothing
-    is charged.
+    behind "+" where there was one. input: hash of what was judged, with that of the code behind ":", "" where it is not
+    kept. cost_usd: None where nothing is charged.
 
     Example: Score(name="exact", value=1.0)
     """

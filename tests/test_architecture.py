@@ -15,9 +15,9 @@ WINGS = ("streams", "actors", "trainer")
 PACKAGES = ("schemas", "infra", *WINGS)
 # Modules and packages of infra that everyone may import; the rest of infra is the roof.
 FLOOR = {
-    "bus", "chain", "claimed", "config", "deadline", "failpoint", "images", "metrics", "model", "outside", "plugin",
-    "processor", "redact", "sandbox", "seal", "spelling", "store", "store_directory", "store_memory", "store_s3", "unless",
-    "vision", "weights",
+    "bus", "chain", "claimed", "config", "controls", "deadline", "failpoint", "identity", "images", "metrics",
+    "model", "outside", "plugin", "processor", "redact", "sandbox", "seal", "spelling", "store", "store_directory",
+    "store_memory", "store_s3", "unless", "vision", "weights",
 }  # fmt: skip
 ROOF = {"bench", "cli", "demo", "deploy", "ledger", "local", "sdk"}
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
@@ -32,7 +32,7 @@ DOORS = {
     "cryptography": ("infra/seal.py",),
     "aiokafka": ("infra/bus/",),
     "transformers": ("infra/model.py", "infra/vision.py", "infra/demo/"),
-    "tokenizers": ("infra/spelling.py", "infra/demo/"),
+    "tokenizers": ("infra/spelling.py", "infra/controls.py", "infra/demo/"),
     "PIL": ("infra/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/metrics.py",),
     "starlette": ("actors/gateway/",),

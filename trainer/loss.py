@@ -81,8 +81,9 @@ Loss = Callable[..., LossOutput]
 class Needs(msgspec.Struct, frozen=True):
     """What a loss wants beside its options. ratio: μ is the policy's own. mean: what its value is a mean over.
 
-    reference, teacher: their logprobs. critic: token advantages from values. bound: function of log w [M] and A [M] of the
-    whole step (and of those of the loss's options it names) to the number that comes back as `LossInputs.bound`.
+    reference, teacher: their logprobs. critic: token advantages from values. advantage: it teaches nothing where all
+    advantages are 0. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it names)
+    to the number that comes back as `LossInputs.bound`.
     """
 
     ratio: bool = True
@@ -91,6 +92,7 @@ class Needs(msgspec.Struct, frozen=True):
     teacher: bool = False
     critic: bool = False
     bound: Bound | None = None
+    advantage: bool = True
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -112,6 +114,7 @@ class Objective(msgspec.Struct, frozen=True):
     bound: Callable[[np.ndarray, np.ndarray], float] | None = None
     kl: float = 0.0
     entropy: float = 0.0
+    advantage: bool = True
 
 
 def needs(
@@ -122,14 +125,24 @@ def needs(
     teacher: bool = False,
     critic: bool = False,
     bound: Bound | None = None,
+    advantage: bool = True,
 ) -> Marked:
     """Mark a loss with what it wants: see Needs."""
 
     def attach(function: Loss) -> Loss:
-        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound))
+        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound, advantage))
         return function
 
     return attach
+
+
+def loss_use(loss: str) -> str:
+    """What a lane's loss names, as `module:name`.
+
+    >>> loss_use("grpo")
+    'trainer.losses.grpo:grpo'
+    """
+    return f"trainer.losses.{loss}:{loss}" if loss in BUILT_IN else loss
 
 
 def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
@@ -138,7 +151,7 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     What a loss needs of the learner is read from its mark (`needs`) and from its own keyword parameters: `minibatches`,
     `proximal`, and `kl` (above 0: a reference).
     """
-    use = f"trainer.losses.{lane.loss}:{lane.loss}" if lane.loss in BUILT_IN else lane.loss
+    use = loss_use(lane.loss)
     if ":" not in use:
         raise ConfigError(f'{where}.loss: got "{lane.loss}", expected one of {", ".join(BUILT_IN)} or "module:name"')
     bound = load(use, lane.options, where)
@@ -167,6 +180,7 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
         bound=_with_options(wanted.bound, settings),
         kl=lane.kl,
         entropy=lane.entropy,
+        advantage=wanted.advantage,
     )
 
 

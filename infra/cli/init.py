@@ -67,8 +67,12 @@ use = "mine:brief"
 blend = {{ user = 1.0, csat = 1.0, brief = 0.1 }}
 require = ["user"]               # without it an answer is unlabelled: counted, never trained
 
+[trainer]
+version_every = "5m"             # at least so long between versions; everybody loads each of them
+
 [trainer.lanes]
-live = {{ loss = "topr", weight = 1.0 }}   # answers are old, and many are bad: topr pushes these down only so far
+# Answers are old, and many are bad: topr pushes these down only so far. A step waits for `least` of them.
+live = {{ loss = "topr", weight = 1.0, least = 64 }}
 """
 PLUGIN = '''\
 """Your own steps. Raise `version` whenever a decision changes: it is stamped on what it saw."""

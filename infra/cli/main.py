@@ -8,7 +8,7 @@ import signal
 
 import typer
 
-from infra.cli.commands import again, data, govern, keys, look, measure, repeat, roles, start, weights
+from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, start, weights
 from infra.cli.options import umask_of
 
 app = typer.Typer(
@@ -63,6 +63,7 @@ app.command(rich_help_panel="Serve")(govern.unpin)
 app.command(rich_help_panel="Serve")(govern.rollback)
 app.command(rich_help_panel="Serve")(govern.pause)
 app.command(rich_help_panel="Serve")(govern.resume)
+app.command(rich_help_panel="Repeat")(mend.recover)
 app.command(rich_help_panel="Repeat")(repeat.replay)
 app.command(rich_help_panel="Repeat")(repeat.export)
 app.command(rich_help_panel="Repeat")(again.reprocess)

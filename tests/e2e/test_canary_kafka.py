@@ -20,18 +20,20 @@ from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
 from infra.cli.channel import run_channel
 from infra.local.address import choose_address
+from infra.seal import SECRET
 from infra.store_directory import DirectoryStore
 from infra.weights.publish import publish
 from infra.weights.tensors import from_numpy
 from schemas import PolicyEvent
 from schemas.fields import Channel
-from schemas.ids import session_name
+from schemas.names import keyed_session
 from schemas.topics import POLICIES
 from tests.e2e.test_gateway_kafka import ASK, running, table_in
 
 pytestmark = pytest.mark.slow
 
 SHARE = 0.5
+APP_SECRET = b"known here, so that sessions can be drawn"
 TENANT = "acme"
 TOML = """
 app = "{app}"
@@ -132,7 +134,7 @@ async def published(site: Site, version: int) -> None:
 
 
 def inside(session: str) -> bool:
-    return place_of(session_name(TENANT, session)) < SHARE
+    return place_of(keyed_session(APP_SECRET, TENANT, session, "yes")) < SHARE
 
 
 def drawn(name: str, count: int, *, within: bool) -> list[str]:
@@ -250,6 +252,7 @@ def test_a_trial_through_kafka_is_decided_by_what_people_say_and_a_killed_canary
     settings = TOML.format(app=app_name, bootstrap=kafka, port=ports[0], canary=ports[1], share=SHARE)
     (tmp_path / "headrace.toml").write_text(settings)
     store = DirectoryStore(tmp_path / "store")
+    store.put(SECRET, APP_SECRET)
     key = create_key(store, tenant=TENANT, scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)[1]
     asyncio.run(topics_of(kafka, app_name))
     urls = f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
