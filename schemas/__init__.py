@@ -9,7 +9,6 @@ from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
 from schemas.parts import Edit, Score, Span
 from schemas.records import (
     MAJOR,
-    Answered,
     Closure,
     Control,
     DeadLetter,
@@ -28,6 +27,7 @@ from schemas.records import (
     Task,
     Tick,
 )
+from schemas.served import Answered, Client
 
 __all__ = [
     "MAJOR",
@@ -36,6 +36,7 @@ __all__ = [
     "Batch",
     "BatchItem",
     "Block",
+    "Client",
     "Closure",
     "Control",
     "DeadLetter",

@@ -60,6 +60,16 @@ def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | No
     return next((one for one in consents if hmac.compare_digest(check, _check(secret, name, one))), None)
 
 
+def tenant_in(group: str) -> str:
+    """Tag of the tenant whose request a group is, "" for a group of any other kind.
+
+    >>> tenant_in("mddrffqvmjcncqrrjhvnrntq.7-3")
+    'mddrffqv'
+    """
+    session = ids.session_of(group)
+    return session[: TAG_LETTERS if len(session) == ids.SESSION_LETTERS else len(ids.old_tag(""))]
+
+
 def _tag(secret: bytes, tenant: str) -> str:
     return pseudonym(secret, "tenant", tenant, letters=TAG_LETTERS)
 

@@ -101,7 +101,7 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
     from actors.master import run_master
 
     async with connected(settings) as log:
-        await run_master(settings, settings.master, settings.pacing, log, metrics, stop)
+        await run_master(settings, settings.gate(), settings.pacing, log, metrics, stop)
 
 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:

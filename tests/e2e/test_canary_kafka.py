@@ -20,12 +20,13 @@ from infra.bus.kafka import KafkaBus
 from infra.bus.log import Log
 from infra.cli.channel import run_channel
 from infra.local.address import choose_address
+from infra.seal import app_secret
 from infra.store_directory import DirectoryStore
 from infra.weights.publish import publish
 from infra.weights.tensors import from_numpy
 from schemas import PolicyEvent
 from schemas.fields import Channel
-from schemas.ids import session_name
+from schemas.names import keyed_session
 from schemas.topics import POLICIES
 from tests.e2e.test_gateway_kafka import ASK, running, table_in
 
@@ -54,6 +55,9 @@ share = {share}
 [master]
 report_s = 0.2
 [master.gate.canary]
+[master.gate.people]
+mature = "2s"
+block = "500ms"
 [[feedback]]
 name = "user"
 use = "streams.sources.received:rating"
@@ -131,14 +135,15 @@ async def published(site: Site, version: int) -> None:
     await site.log.publish(POLICIES, event)
 
 
-def inside(session: str) -> bool:
-    return place_of(session_name(TENANT, session)) < SHARE
+def inside(site: Site, session: str, trial: int) -> bool:
+    secret = app_secret(site.store)
+    return place_of(keyed_session(secret, TENANT, session, "yes"), trial, secret) < SHARE
 
 
-def drawn(name: str, count: int, *, within: bool) -> list[str]:
-    """Names of so many sessions on one side of the lot."""
+def drawn(site: Site, name: str, count: int, trial: int) -> list[str]:
+    """Names of so many sessions that a trial takes in."""
     named = (f"{name}{number}" for number in range(100 * count))
-    return [session for session in named if inside(session) is within][:count]
+    return [session for session in named if inside(site, session, trial)][:count]
 
 
 async def ask(site: Site, session: str) -> tuple[str, int]:
@@ -180,17 +185,17 @@ async def tried(site: Site, version: int, likes: Likes) -> tuple[PolicyEvent, Se
 
 async def reached(site: Site, version: int) -> None:
     """Until the stable gateway, which asks every second, has found its canary."""
-    (session,) = drawn("first", 1, within=True)
+    (session,) = drawn(site, "first", 1, version)
     async with asyncio.timeout(60):
         while True:
             if (await ask(site, session))[1] == version:
                 return
 
 
-def check_share(visits: Sequence[Visit], *, stable: int, trial: int) -> None:
+def check_share(site: Site, visits: Sequence[Visit], *, stable: int, trial: int) -> None:
     """Nobody outside the share met the trial; inside it did, but where the canary was slow to say that it is there."""
-    assert {one.versions for one in visits if not inside(one.session)} == {(stable, stable)}
-    assert (trial, trial) in {one.versions for one in visits if inside(one.session)}
+    assert {one.versions for one in visits if not inside(site, one.session, trial)} == {(stable, stable)}
+    assert (trial, trial) in {one.versions for one in visits if inside(site, one.session, trial)}
 
 
 async def check_trials(site: Site) -> None:
@@ -205,17 +210,17 @@ async def check_trials(site: Site) -> None:
     await reached(site, 2)
     passed, visits = await tried(site, 2, likes=lambda version: version == 2)
     assert (passed.event, passed.channel) == ("promoted", "stable")
-    assert passed.stats["pairs/better"] >= 8 and passed.stats["pairs/worse"] == 0, "log 0.05 / log 2/3 = 7.4"
-    assert passed.reason.startswith("rated down 0 of ") and ", version 1 " in passed.reason
-    check_share(visits, stable=1, trial=2)
+    assert passed.stats["trial/bad"] == 0 and passed.stats["trial/bad_stable"] == passed.stats["trial/people_stable"]
+    assert passed.reason.startswith("rated down by 0 of ")
+    check_share(site, visits, stable=1, trial=2)
     await site.serve(site.stable, 2)
 
     await site.move(3, "canary")
     await site.serve(site.canary, 3)
     held, visits = await tried(site, 3, likes=lambda version: version == 2)
     assert (held.event, held.channel) == ("held", "stable")
-    assert held.stats["pairs/worse"] >= 20 and held.stats["pairs/better"] == 0, "log 300 / log 4/3 = 19.8"
-    check_share(visits, stable=2, trial=3)
+    assert held.stats["trial/bad"] == held.stats["trial/people"] >= 9, "log 300 / log 2 = 8.2"
+    check_share(site, visits, stable=2, trial=3)
     await site.serve(site.canary, 2)
 
 
@@ -225,7 +230,7 @@ async def check_kill(site: Site, canary: "subprocess.Popen[bytes]") -> None:
     await site.move(4, "canary")
     await site.serve(site.canary, 4)
     await reached(site, 4)
-    sessions = drawn("kill", 16, within=True)
+    sessions = drawn(site, "kill", 16, 4)
     answered = asyncio.Event()
 
     async def until_stable(session: str) -> int:
@@ -271,7 +276,7 @@ def test_a_trial_through_kafka_is_decided_by_what_people_say_and_a_killed_canary
     assert (told["stable"], told["trial"]) == (2, 4)
     by_people = [(one["event"], one["version"]) for one in told["decisions"] if one["by"] == "canary"]
     assert by_people == [("promoted", 2), ("held", 3)]
-    assert all("pairs/log_ratio" in one["numbers"] for one in told["decisions"] if one["by"] == "canary")
+    assert all("trial/against" in one["numbers"] for one in told["decisions"] if one["by"] == "canary")
 
 
 async def until_up(folder: Path, urls: Sequence[str]) -> None:
