@@ -8,7 +8,7 @@ import msgspec
 
 from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, Table, Use, UsePath, duration_s
 
-CurriculumKind = Literal["uniform", "easy_to_hard", "success"]
+CurriculumKind = Literal["uniform", "easy_to_hard", "success", "variance"]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
 Chance = Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, description="a temperature, 0 or above")]
@@ -198,7 +198,7 @@ class MasterConfig(Section, frozen=True):
 
     first_version: no group is issued before this policy version is published (the end of a warm-up). num_episodes: of a
     group. max_tokens: of a turn. ramp_groups: after so many groups `easy_to_hard` draws from all tasks. floor, cap: least
-    and largest weight of a task under `success`, before its own priority. eval_lead: evals are requested so many
+    and largest weight of a task under `success` and `variance`, before its own priority. eval_lead: evals are requested so many
     versions ahead, since an engine cannot go back. gate: what a version must show before customers are served it.
     drain: the longest wait after the stop.
 

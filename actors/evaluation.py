@@ -17,8 +17,8 @@ import msgspec
 from actors.config import EvalSuite
 from actors.evidence import wilson
 from schemas import Closure, EvalResult, Experience, Issued
+from schemas.fields import VERSION_PASSED
 
-VERSION_PASSED = "version passed"
 POISSON_LOW = (0.0, 0.0253, 0.2422, 0.6187)  # of so many events: the mean of which so many or more have chance 2.5 %
 _PREFIX = "eval-"
 

@@ -22,12 +22,10 @@ from infra.config import Pacing, duration_s
 from infra.weights.policy_feed import PolicyFeed
 from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
-from schemas.fields import IS_CANARY
+from schemas.fields import MasterPhase
 from schemas.ids import task_of
 
 _log = logging.getLogger(__name__)
-
-SERVING = "serving"  # state an explorer reports once it takes tasks
 
 _SILENT_MS = 15_000  # gateways report every few seconds: a longer silence is absence
 _MAX_GAP_MS = 5_000  # explorers report every few seconds: a longer silence is absence
@@ -127,10 +125,10 @@ class Plan:
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
         """A report of a role."""
         self.gate.progress(progress, timestamp_ms)
-        if progress.gauges.get(IS_CANARY):
+        if progress.is_canary:
             self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
-        if progress.role != "explore" or progress.state != SERVING:
-            return
+        if progress.role != "explore" or progress.life not in ("working", None):
+            return  # None, of an older explorer: a group that is issued again too early costs less than one that never is
         if self._explorer_ms is not None:
             self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
         self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
@@ -193,8 +191,8 @@ class Plan:
         )
 
     @property
-    def state(self) -> str:
-        """warming up | issuing | draining | evaluating | done; drained or paused, where an operator asked for it."""
+    def state(self) -> MasterPhase:
+        """How far it is."""
         if self.paused:
             return "paused"
         if not self.stopped:

@@ -1,10 +1,15 @@
-"""Models and tokenizers from a folder: safetensors and JSON only, nothing is fetched, no code in the folder is run."""
+"""Models and tokenizers from a folder: safetensors and JSON only, nothing is fetched, no code in the folder is run.
+
+Guarantees: what computes is chosen here, never by a folder's config.json; the control tokens of a conversation are those that
+its chat template writes, whatever its messages and tools say (see `infra.controls`).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infra.controls import FREE_CHARS, Controls
 from infra.vision import Vision, load_vision, takes_pictures
 from infra.weights.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
@@ -26,6 +31,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
         self._eos_ids = eos_ids
         self._vision = vision
 
@@ -52,14 +58,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, nothing put before or after it."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._controls.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
         num_tokens = len(self._tokenizer)  # asked once: the tokenizer counts them anew each time
         known = [int(token) for token in ids if 0 <= token < num_tokens]
-        text: str = self._backend.decode(known, skip_special_tokens=True)
+        if len(known) > FREE_CHARS:
+            text: str = self._backend.decode_batch([known], skip_special_tokens=True)[0]  # lets other threads run
+        else:
+            text = self._backend.decode(known, skip_special_tokens=True)
         return text
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -68,13 +76,13 @@ class Tokenizer:
         Raises ValueError for images that the model does not take, or that the template does not write.
         """
         conversation = [{"role": message.role, "content": _content(message)} for message in messages]
-        text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        ids = self._controls.encode_rendered(conversation, self._applied)
         num_images = sum(len(message.images) for message in messages)
         if self._vision is not None:
-            return self._vision.expand(self.encode(text), num_images)
+            return self._vision.expand(ids, num_images)
         if num_images:
             raise ValueError(f"messages: got {num_images} images, expected none: the model reads text alone")
-        return self.encode(text)
+        return ids
 
     @property
     def takes_tools(self) -> bool:
@@ -90,16 +98,22 @@ class Tokenizer:
         """
         from jinja2.exceptions import TemplateError
 
+        def render(given: Any) -> str:
+            return self._applied(given[0], tools=given[1] or None)
+
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in conversation],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
+            return self._controls.encode_rendered(
+                [[dict(one) for one in conversation], [dict(one) for one in tools]], render
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
-        return self.encode(text)
+
+    def _applied(self, conversation: Any, tools: Any = None) -> str:
+        """The conversation as the chat template writes it."""
+        text: str = self._tokenizer.apply_chat_template(
+            conversation, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        return text
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -130,10 +144,8 @@ def save_settings(model: str, folder: Path) -> None:
 
 def context_tokens(folder: str | Path) -> int:
     """Tokens of the longest sequence a model takes, 0 where its configuration does not say. Raises ConfigError."""
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        config = _own_kernels(folder)
     except (OSError, ValueError) as error:
         raise _not_loadable("model", folder, "config.json", error) from error
     return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
@@ -154,6 +166,7 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
         with no_progress_bars():
             model = kind.from_pretrained(
                 str(folder),
+                config=_own_kernels(folder),
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
                 trust_remote_code=False,
@@ -163,6 +176,23 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
         raise _not_loadable("model", folder, "config.json and *.safetensors", error) from error
     module: torch.nn.Module = model.eval()
     return module
+
+
+def _own_kernels(folder: str | Path) -> Any:
+    """A folder's configuration without what it says of kernels: a name there may be that of a repository with code.
+
+    Which attention computes is then what transformers takes by itself. Raises OSError, ValueError.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    left = [config]
+    while left:
+        one = left.pop()
+        one._attn_implementation = None
+        one._experts_implementation = None
+        left += [inner for inner in vars(one).values() if isinstance(inner, PretrainedConfig)]
+    return config
 
 
 class Classifier:
@@ -182,11 +212,10 @@ class Classifier:
 
 def build_classifier(folder: str | Path) -> Classifier:
     """The sequence classifier that a folder's config.json describes, with weights yet to be loaded. Raises ConfigError."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+        model = AutoModelForSequenceClassification.from_config(_own_kernels(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _not_loadable("classifier", folder, "config.json of a sequence classifier", error) from error
     return Classifier(model.float().eval())

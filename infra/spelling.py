@@ -1,6 +1,8 @@
 """Text to the policy's own token ids, without transformers and so without torch: for roles that load no model.
 
 Only `tokenizer.json` and the names of the end token are read; text alone is spelled, no chat template is applied.
+
+Guarantee: text has no control tokens, whatever it says (see `infra.controls`).
 """
 
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from infra.controls import Controls
 from schemas.errors import ConfigError
 
 FILE = "tokenizer.json"
@@ -40,6 +43,7 @@ class TokenizerFile:
         if end is None:
             raise ConfigError(f"policy.model: {path} knows no token {name!r}; set eos_token in tokenizer_config.json")
         self._end = int(end)
+        self._controls = Controls(self._tokenizer, also=(name,))
 
     @property
     def end(self) -> int:
@@ -48,8 +52,7 @@ class TokenizerFile:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, nothing put before or after it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._controls.encode(text)
 
 
 def _file(model: str, name: str) -> Path:

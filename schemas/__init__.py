@@ -20,14 +20,13 @@ from schemas.records import (
     Issued,
     Message,
     PolicyEvent,
-    Progress,
     Rating,
     Received,
     Stub,
     Task,
     Tick,
 )
-from schemas.served import Answered, Client
+from schemas.reports import Answered, Client, MasterState, Progress
 
 __all__ = [
     "MAJOR",
@@ -52,6 +51,7 @@ __all__ = [
     "Issued",
     "Kind",
     "Lane",
+    "MasterState",
     "Message",
     "Meta",
     "PolicyEvent",

@@ -26,7 +26,7 @@ from schemas.fields import (
     Struct,
 )
 from schemas.journal import Batch, Fence, Rollback, Saved, Skip
-from schemas.served import Answered
+from schemas.reports import Progress
 
 MAJOR = 1
 
@@ -212,30 +212,6 @@ class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
     version: int
     groups: Ids
     dropped: Annotated[dict[str, str], Bounds(max_length=65_536)] = {}
-
-
-class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
-    """A role's report of itself, every few seconds; what `status` and the demo screen show.
-
-    counters only grow within one `instance`; gauges are of now. Names are those of the Prometheus metrics. chains: of a
-    stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds. answered: of a
-    gateway, its newest versions. reason: why a role that says "failed" has ended.
-    gateway, its newest versions. alarms: what somebody should look at, a sentence each.
-
-    Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
-    """
-
-    role: str
-    instance: str
-    version: int = -1
-    counters: Numbers = {}
-    gauges: Numbers = {}
-    state: str = ""
-    chains: Annotated[dict[str, str], Bounds(max_length=64)] = {}
-    partitions: Annotated[dict[str, tuple[Count, ...]], Bounds(max_length=64)] = {}
-    answered: Annotated[tuple[Answered, ...], Bounds(max_length=64)] = ()
-    reason: str = ""
-    alarms: Annotated[tuple[str, ...], Bounds(max_length=64)] = ()
 
 
 class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import msgspec
+
 from infra.failpoint import reach
 from infra.weights.tensors import Tensor
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
@@ -98,6 +100,7 @@ async def execute(
         )
     reach("learner.after_step")
     run.advance(step=batch.step)
+    stats = msgspec.structs.replace(stats, reward=mean_reward(items))
     run.report.step(batch.step, list(items), stats, batch.version, watch.elapsed_s)
     sampled = [one.experience.tokens.tolist() for one in items[:4]]
     longest = PROBE_TOKENS + (run.sight.vision.num_places if run.sight is not None else 0)
@@ -112,7 +115,7 @@ async def shown(run: Learning, items: Sequence[TrainItem]) -> Sequence[TrainItem
 
 async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
     """Let the guard decide, then write and publish what is due."""
-    before, entropy, reward = run.position.guard, *condition(run, stats)
+    before, entropy, reward = run.position.guard, *condition(stats)
     raised = (*alarms(stats.values), *collapses(before, run.config.guard, entropy=entropy, reward=reward))
     for alarm in raised:
         run.report.add("alarms", alarm=alarm.name)
@@ -143,16 +146,22 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
             await write_and_publish_due(run, tensors)
 
 
-def condition(run: Learning, stats: StepStats) -> tuple[float | None, float | None]:
-    """Entropy and mean reward of the step just done."""
-    return stats.values.get("usual/entropy"), run.report.gauges.get("reward_mean")
+def condition(stats: StepStats) -> tuple[float | None, float | None]:
+    """Entropy and mean reward of the step just done, None where it has none."""
+    return stats.values.get("usual/entropy"), stats.reward
+
+
+def mean_reward(items: Sequence[TrainItem]) -> float | None:
+    """Mean over the experiences that have a reward."""
+    rewards = [one.experience.reward for one in items if one.experience.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
     """What the guard remembers after a step that changed the weights. The warm-up is no measure for what follows it."""
     if batch.phase == "warmup":
         return GuardState()
-    entropy, reward = condition(run, stats)
+    entropy, reward = condition(stats)
     before, config = run.position.guard, run.config.guard
     return passed(before, config, grad_norm=stats.grad_norm, entropy=entropy, reward=reward)
 
@@ -183,13 +192,16 @@ async def publish_now(run: Run, version: int, tensors: Mapping[str, Tensor] | No
         if tensors is None:
             tensors = await run.in_thread(run.learner.tensors)
         probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
-        stats: dict[str, float] = {
-            name: run.report.gauges[name] for name in ("loss", "reward_mean") if name in run.report.gauges
-        }
         got = await run.publisher.publish(
-            version, tensors, probe, parent=run.position.version if version else -1, step=run.position.step, stats=stats
+            version,
+            tensors,
+            probe,
+            parent=run.position.version if version else -1,
+            step=run.position.step,
+            stats=run.report.worth_showing,
         )
     run.advance(version=got)
+    run.published_s = run.intake.clock()
     run.published_probe = probe
     run.report.add("policy_versions")
 

@@ -52,13 +52,19 @@ def input_hash(options: str, experience: Experience) -> str:
     return seen.hexdigest()[:HASH_CHARS]
 
 
+def has_score(experience: Experience, name: str, version: int) -> bool:
+    """Whether it carries this version's score already, whatever model answered."""
+    return any(one.name == name and one.version.partition("+")[0] == str(version) for one in experience.scores)
+
+
 def read_verdict(result: object) -> Verdict | str:
-    """What a score returned, its numbers plain and finite; or what is wrong with it."""
+    """What a score returned, its numbers plain and finite; or what is wrong with it. Raises what the result itself raises."""
     verdict = result if isinstance(result, Verdict) else None
     value = result if verdict is None else verdict.value
     number = None if value is None else _finite(value)
     if value is not None and number is None:
-        return f"got {str(value)[:60]!r} ({type(value).__name__}), expected a finite number or None"
+        shown = f"{str(value)[:60]!r} " if isinstance(value, str | float) else ""
+        return f"got {shown}({type(value).__name__}), expected a finite number or None"
     if verdict is None:
         return Verdict(value=number)
     return msgspec.structs.replace(verdict, value=number, cost_usd=_finite(verdict.cost_usd))
@@ -68,6 +74,6 @@ def _finite(value: object) -> float | None:
     """The value as a finite number, or None."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

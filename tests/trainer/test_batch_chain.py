@@ -98,6 +98,15 @@ def test_normalized_advantages_have_mean_0_and_variance_1_over_the_whole_batch()
     assert [one.experience.advantage for one in kept] == [-1.0, 0.0, 1.0, 2.0, 3.0], "the log says what it said"
 
 
+def test_normalized_advantages_of_a_lane_are_not_scaled_by_those_of_another():
+    live = [
+        msgspec.structs.replace(one.experience, advantage=1000.0 * i, lane="live") for i, one in enumerate(items(2))
+    ]
+    usual = [one.experience for one in items(3)]
+    found = [one.advantage for one in normalize_advantages((*usual, *live))]
+    assert found[:3] == pytest.approx(np.array([-1, 0, 1]) / np.sqrt(2 / 3)) and found[3:] == pytest.approx([-1, 1])
+
+
 def test_normalizing_leaves_alone_what_has_no_advantage_or_nothing_to_compare():
     plain = tuple(one.experience for one in items(3))
     none = tuple(msgspec.structs.replace(one, advantage=None) for one in plain)
@@ -128,6 +137,23 @@ def test_drop_weak_leaves_out_what_teaches_nothing():
     use = "trainer.processors.drop_weak:drop_weak"
     record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
     assert [one.id for one in record.dropped] == ["usual-1.0.0-0-0"] and record.dropped_because == ("weak advantage",)
+
+
+@pytest.mark.parametrize("mean", ["tokens", "sequences"])
+def test_drop_weak_leaves_every_other_token_the_weight_it_had_in_the_whole(mean):
+    """weight / denominator, which is counted over what is left, is as before."""
+    use = "trainer.processors.drop_weak:drop_weak"
+    given = [*items(5), *items(2, lane="expert")]  # lengths 1 to 5, advantages -1 to 3: the second is dropped
+    steps = build_batch([ProcessorConfig(use=use, stage="batch", options={"mean": mean})])
+    _, kept = applied(steps, given)
+
+    def size(some: list[TrainItem], lane: str) -> int:
+        return sum(one.experience.num_sampled if mean == "tokens" else 1 for one in some if one.item.lane == lane)
+
+    assert len(kept) == 5
+    for lane in ("usual", "expert"):
+        shares = [one.item.weight / size(kept, lane) for one in kept if one.item.lane == lane]
+        assert shares == pytest.approx([1 / size(given, lane)] * len(shares))
 
 
 @pytest.mark.parametrize(

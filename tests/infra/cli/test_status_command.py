@@ -205,3 +205,17 @@ def test_the_chain_in_force_on_each_partition_is_listed_while_workers_are_replac
     assert state["chains"] == {"verify": {"0": old, "1": new, "2": old}}
     lines = shown(state).splitlines()
     assert f"chain      verify 0, 2: {old}" in lines and f"chain      verify 1: {new}" in lines
+
+
+def failures(failed: float, out: float) -> list[str]:
+    counters = {"experiences_out{stage=verify}": out, "step_failed{stage=verify,step=raises@1}": failed}
+    began, now = progress("process"), progress("process", **counters)
+    found: list[str] = state_of((0.0, began), (30.0, now), now_s=31.0)["alarms"]
+    return found
+
+
+def test_a_step_that_fails_more_often_than_it_may_is_an_alarm_that_names_it() -> None:
+    (alarm,) = failures(3, 37)
+    assert alarm.startswith("process/1: verify: step raises@1 failed on 3 of 40 in the last minute; ")
+    assert failures(40, 0)
+    assert failures(2, 38) == []
