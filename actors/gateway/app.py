@@ -126,7 +126,9 @@ class Site:
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
         drawn = self._canary is None or not self._canary.takes(
-            self._gateway.session_of(key, session or ask.user or token_hex())
+            self._gateway.session_of(key, session or ask.user or token_hex()),
+            self._gateway.trial,
+            self._door.book.secret,
         )
         if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
             return told
