@@ -87,7 +87,9 @@ def test_ratings_grants_and_tokens_have_quotas(tmp_path: Path) -> None:
                 for path in ("/v1/feedback", "/v1/feedback/tokens"):
                     body = {"answer_id": answer} | ({"value": 1} if path == "/v1/feedback" else {})
                     assert (await http.post(path, json=body)).status_code == 429
-                assert await rated(served, token, answer) == 429, "what a token says counts for the key that asked for it"
+                assert await rated(served, token, answer) == 429, (
+                    "what a token says counts for the key that asked for it"
+                )
             async with served.http(many) as http:
                 token, other = await token_for(http, answer), await token_for(http, answer, choice=1)
             assert [await rated(served, token, answer) for _ in range(11)] == [202] * 10 + [429]
