@@ -178,7 +178,8 @@ class AdvantageConfig(Section, frozen=True):
     """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; mean: reward - mean;
     leave_one_out: reward minus the mean of the others. Lone answers, and the only choice of several that was rated, take a
     running baseline per tenant and origin either way, shrunk while few are known and cut to ±5
-    (`streams.processors.baseline` says what it assumes).
+    (`streams.processors.baseline` says what it assumes). turns: name of a score given turn by turn (an environment's), by
+    which each turn of a group has an advantage of its own, "" for one of the whole; not with leave_one_out.
 
     Example: AdvantageConfig(kind="leave_one_out")
     """
@@ -186,6 +187,11 @@ class AdvantageConfig(Section, frozen=True):
     on: bool = True
     kind: Literal["group", "mean", "leave_one_out"] = "group"
     epsilon: Annotated[float, msgspec.Meta(gt=0, description="a small number above 0")] = 1e-4
+    turns: str = ""
+
+    def __post_init__(self) -> None:
+        if self.turns and self.kind == "leave_one_out":
+            raise ValueError(f'got turns = "{self.turns}" with kind = "leave_one_out", expected kind "group" or "mean"')
 
 
 class SynthesizeConfig(Section, frozen=True):

@@ -157,8 +157,11 @@ def unfit_of(run: Run, lane: Lane, candidates: Sequence[Candidate]) -> list[tupl
 
 
 def share_of(config: LaneConfig, paced: LaneConfig) -> float:
-    """Sequences of a lane per sequence of the paced one: as many as its loss weighs, so that both are as noisy."""
-    return config.share or (config.weight / paced.weight if paced.weight else 1.0)
+    """Sequences of a lane per sequence of the paced one: as many as its loss weighs, so that both are as noisy.
+
+    A paced lane that weighs nothing counts as what is left of 1.
+    """
+    return config.share or config.weight / (paced.weight or max(0.0, 1.0 - config.weight) or 1.0)
 
 
 def paced(run: Run, now_s: float) -> Draw:
