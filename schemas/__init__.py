@@ -26,7 +26,7 @@ from schemas.records import (
     Task,
     Tick,
 )
-from schemas.reports import Answered, MasterState, Progress
+from schemas.reports import Answered, Client, MasterState, Progress
 
 __all__ = [
     "MAJOR",
@@ -35,6 +35,7 @@ __all__ = [
     "Batch",
     "BatchItem",
     "Block",
+    "Client",
     "Closure",
     "Control",
     "DeadLetter",

@@ -10,6 +10,7 @@ import msgspec
 from infra.chain.insert import ProcessorConfig
 from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, UsePath
 from infra.outside import checked_url
+from infra.redact import KINDS, Kind
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to 1")]
 Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6, description="a weight")]
@@ -124,7 +125,7 @@ class Switch(Section, frozen=True):
 
 
 class RedactConfig(Section, frozen=True):
-    """[verify.redact]. kinds: built-in patterns (email, card, phone, key). patterns: your own, name to regular
+    """[verify.redact]. kinds: built-in patterns (email, card, phone, key, iban, ssn). patterns: your own, name to regular
     expression. action: drop the experience, or mask the text (its token ids stay as sampled, so what is learned does
     not change). What feedback sources make of events is masked by kinds and patterns, on or not.
 
@@ -132,7 +133,7 @@ class RedactConfig(Section, frozen=True):
     """
 
     on: bool = False
-    kinds: tuple[Literal["email", "card", "phone", "key"], ...] = ("email", "card", "phone", "key")
+    kinds: tuple[Kind, ...] = KINDS
     patterns: dict[str, str] = msgspec.field(default_factory=dict)
     action: Literal["drop", "mask"] = "drop"
 

@@ -102,6 +102,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "instance": new.instance,
         "state": new.state,
         "reason": new.reason,
+        "alarms": new.alarms,
         "version": new.version,
         "age_s": age_s,
         "silent": age_s >= GONE_S and new.state not in OVER,
@@ -232,6 +233,7 @@ def alarms(state: State, max_lag: int) -> list[str]:
             found += [
                 f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
             ]
+            found += [f"{role['instance']}: {alarm}" for alarm in role["alarms"]]
             found += [f"{role['instance']}: {line}" for line in role["failing"]]
             found += canary_alarm(role)
     lags: Mapping[str, int | None] = state["lags"]
