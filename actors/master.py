@@ -100,14 +100,14 @@ def _apply(plan: Plan, metrics: Metrics, message: Message) -> None:
     if isinstance(record, Task):
         plan.task(record)
     elif isinstance(record, Closure):
-        plan.closure(record)
+        plan.closure(record, message.timestamp_ms)
         metrics.counter("closures", outcome=record.outcome, reason=record.reason).inc()
     elif isinstance(record, Drawn):
         metrics.counter("groups_drawn").inc(plan.drawn(record))
     elif isinstance(record, Progress):
         plan.progress(record, message.timestamp_ms)
     elif isinstance(record, PolicyEvent):
-        plan.policy(record, message.offset)
+        plan.policy(record, message.offset, message.timestamp_ms)
     elif isinstance(record, Directive):
         plan.directive(record, message.offset)
     elif isinstance(record, EvalResult):
@@ -178,6 +178,7 @@ async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instan
                 state=state.state,
                 life="ended" if state.state == "done" else "working",
                 master=state,
+                alarms=tuple(plan.gate.alarms()),
             ),
         )
         await asyncio.sleep(every_s)

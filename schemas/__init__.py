@@ -6,7 +6,7 @@ from schemas.experience import Experience, make_experience
 from schemas.fields import End, Kind, Lane, Meta
 from schemas.frame import decode, encode, kafka_headers, kind_of
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
-from schemas.parts import Edit, Score, Span
+from schemas.parts import Edit, Score, Span, Stretch
 from schemas.records import (
     MAJOR,
     Closure,
@@ -26,7 +26,7 @@ from schemas.records import (
     Task,
     Tick,
 )
-from schemas.reports import Answered, MasterState, Progress
+from schemas.reports import Answered, Client, MasterState, Progress
 
 __all__ = [
     "MAJOR",
@@ -35,6 +35,7 @@ __all__ = [
     "Batch",
     "BatchItem",
     "Block",
+    "Client",
     "Closure",
     "Control",
     "DeadLetter",
@@ -62,6 +63,7 @@ __all__ = [
     "Score",
     "Skip",
     "Span",
+    "Stretch",
     "Stub",
     "Task",
     "Tick",

@@ -270,7 +270,9 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     """A suite answered by exactly one version.
 
     num_correct: of num_tasks * num_samples answers. pass_at: k, as a string, to the chance that one of k answers to a
-    task is right. interval: 95 % confidence of the share of right answers, None where nobody computed it.
+    task is right. interval: 95 % confidence of the share of right answers, None where nobody computed it. right: of each
+    task, in order, how many of its answers are; () in old logs. tasks: a digest of the tasks' ids; two results of one
+    digest can be compared task by task.
 
     Example: EvalResult(policy="main", version=40, suite="held-out", num_tasks=500, num_correct=431,
                         request="40/held-out")
@@ -286,6 +288,8 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     num_samples: Annotated[int, Bounds(ge=1, le=1_000_000)] = 1
     pass_at: Annotated[dict[str, Finite], Bounds(max_length=64)] = {}
     interval: tuple[Finite, Finite] | None = None
+    right: Annotated[tuple[Count, ...], Bounds(max_length=65_536)] = ()
+    tasks: str = ""
 
     @property
     def accuracy(self) -> float:

@@ -7,9 +7,24 @@ from msgspec import Meta as Bounds
 from schemas.fields import Count, Life, MasterPhase, Number, Numbers, Struct
 
 
+class Client(Struct, frozen=True):
+    """What one gateway served of one version to one client since it started, at most one answer of each session or user.
+
+    client: id of the key. failed, refused: as in Answered.
+
+    Example: Client(client="abcdefghijklmnop", answers=120, refused=4)
+    """
+
+    client: str
+    answers: Count = 0
+    failed: Count = 0
+    refused: Count = 0
+
+
 class Answered(Struct, frozen=True):
     """What one gateway served of one version since it started. trial: as in a Closure. failed: answers the engine did
-    not bring to an end. refused: answers that began as a refusal.
+    not bring to an end. refused: answers that began as a refusal. clients: whom; those past 63 are one, of no name. ()
+    from gateways that did not tell yet.
 
     Example: Answered(version=44, answers=480, failed=1, refused=12)
     """
@@ -19,6 +34,7 @@ class Answered(Struct, frozen=True):
     answers: Count = 0
     failed: Count = 0
     refused: Count = 0
+    clients: Annotated[tuple[Client, ...], Bounds(max_length=64)] = ()
 
 
 class MasterState(Struct, frozen=True):
@@ -52,7 +68,8 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     Prometheus metrics; and state. What others decide from has a field of its own, where None, in logs written before it,
     says nothing: life; is_canary, of a gateway; master.
     chains: of a stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds.
-    answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended.
+    answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended. alarms: what somebody should
+    look at, a sentence each.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """
@@ -70,3 +87,4 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     life: Life | None = None
     is_canary: bool | None = None
     master: MasterState | None = None
+    alarms: Annotated[tuple[str, ...], Bounds(max_length=64)] = ()

@@ -111,7 +111,7 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
 
     async with connected(settings) as log:
         await require_fit(log, store_of(settings), settings)
-        await run_master(settings, settings.master, settings.pacing, log, metrics, stop)
+        await run_master(settings, settings.gate(), settings.pacing, log, metrics, stop)
 
 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:

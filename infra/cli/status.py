@@ -102,6 +102,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "instance": new.instance,
         "state": new.state,
         "reason": new.reason,
+        "alarms": new.alarms,
         "version": new.version,
         "age_s": age_s,
         "silent": age_s >= GONE_S and new.state not in OVER,
@@ -232,6 +233,7 @@ def alarms(state: State, max_lag: int) -> list[str]:
             found += [
                 f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
             ]
+            found += [f"{role['instance']}: {alarm}" for alarm in role["alarms"]]
             found += [f"{role['instance']}: {line}" for line in role["failing"]]
             found += canary_alarm(role)
     lags: Mapping[str, int | None] = state["lags"]
@@ -292,6 +294,10 @@ def show(console: Console, state: State) -> None:
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
     console.print(f"dropped    {drops or 'nothing'}", markup=False)
+    for role in state["roles"]:
+        if held := role["gauges"].get("held_back", 0.0):
+            why = "tenants or users had their share of the last step (tenant_share, subject_share)"
+            console.print(f"held back  {held:,.0f} experiences wait since their {why}", markup=False)
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
 
