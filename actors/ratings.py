@@ -21,7 +21,7 @@ from actors.config import PeopleConfig
 from infra.config import duration_s
 from schemas import Answered, Closure, Progress, Rating
 from schemas.ids import session_of
-from schemas.names import tenant_in
+from schemas.names import is_person, tenant_in
 
 MAX_ANSWERS = 100_000
 MAX_TRIALS = 4
@@ -212,7 +212,7 @@ def ratings_of(closure: Closure, answered_ms: int) -> tuple[Rating, ...]:
 
 def person_of(group: str, rating: Rating) -> str:
     """Who gave a rating, as far as it is known: a rater of a tenant, else whoever sits behind the session."""
-    return f"{tenant_in(group)}/{rating.rater}" if rating.rater else session_of(group) or group
+    return f"{tenant_in(group)}/{rating.rater}" if is_person(rating.rater) else session_of(group) or group
 
 
 def place_of_person(person: str) -> int:

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from secrets import token_hex
 from typing import Any, TypeVar
 
 import msgspec
@@ -126,9 +125,7 @@ class Site:
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
         drawn = self._canary is None or not self._canary.takes(
-            self._gateway.session_of(key, session or ask.user or token_hex()),
-            self._gateway.trial,
-            self._door.book.secret,
+            self._gateway.name_of(ask, key, session), self._gateway.trial, self._door.book.secret
         )
         if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
             return told

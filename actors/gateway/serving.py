@@ -135,7 +135,7 @@ class Gateway:
             raise overloaded(f"{self.num_running} answers are being sampled, at most {self.config.limits.concurrency}")
         if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
             raise bad("tools: this model's chat template knows no tools", "tools")
-        name = self.session_of(key, session or secrets.token_hex(16))
+        name = self.name_of(ask, key, session)
         rendered = await self._rendered(ask)
         tokens, turn = list(rendered), 0
         if session:
@@ -199,7 +199,15 @@ class Gateway:
         if not self.num_running:
             self.idle.set()
 
-    def session_of(self, key: Key, session: str) -> str:
+    def name_of(self, ask: Ask, key: Key, session: str) -> str:
+        """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
+
+        Requests of one name meet one side of a trial, and count as one person there.
+        """
+        named = session or (f"user\x00{ask.user}" if ask.user else secrets.token_hex(16))
+        return self._session_of(key, named)
+
+    def _session_of(self, key: Key, session: str) -> str:
         """What a session of a key's tenant is called in ids."""
         return keyed_session(self._secret(), key.tenant, session, key.train)
 

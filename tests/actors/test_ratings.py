@@ -9,6 +9,7 @@ from actors import ratings as module
 from actors.config import PeopleConfig
 from actors.ratings import DAY_MS, MAX_DAYS, MAX_TRIALS, MAX_VOICES, Ratings, Tally
 from schemas import Answered, Client, Closure, Progress
+from schemas.names import rater_of
 from tests.actors.rated import rated
 
 CONFIG = PeopleConfig(mature="1h")
@@ -49,6 +50,9 @@ def test_of_one_person_one_word_a_day_counts_that_of_the_first_answer_whichever_
     named = [rated(f"s{number}", 5 + number, 0.0, rater="ann", at_ms=1000 * number) for number in range(20)]
     assert heard(after(*named)) == heard(after(*named[::-1])) == [(5, True)], "a rater is one in all sessions"
     assert heard(after(*named, rated("s", 5, 0.0, rater="ann", tenant="globex"))) == [(5, True)] * 2
+    for nobody in (rater_of("key", "abcd"), rater_of("answer", "hr-s.0")):
+        unnamed = [rated(f"s{n % 3}", 5, 0.0, rater=nobody, number=n) for n in range(20)]
+        assert heard(after(*unnamed)) == [(5, True)] * 3, "a session is a person where the rater is none"
     assert heard(after(*many, rated("ann", 6, 0.0, number=99, at_ms=DAY_MS)), day=1) == [(6, True)]
 
 
