@@ -88,7 +88,9 @@ class Kafka(Section, frozen=True):
 
     def __post_init__(self) -> None:
         if self.security_protocol != "PLAINTEXT" and not self.bootstrap_servers:
-            raise ValueError("got security_protocol without bootstrap_servers: the embedded broker speaks plain text")
+            raise ValueError(
+                "got security_protocol without bootstrap_servers: the embedded broker has a password of its own"
+            )
         if not self.is_sasl and (self.sasl_username or self.sasl_token):
             raise ValueError(f'got sasl_* with security_protocol = "{self.security_protocol}", expected SASL_SSL')
         if self.is_sasl and self.sasl_mechanism == "OAUTHBEARER" and not self.sasl_token:

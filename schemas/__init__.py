@@ -6,7 +6,7 @@ from schemas.experience import Experience, make_experience
 from schemas.fields import End, Kind, Lane, Meta
 from schemas.frame import decode, encode, kafka_headers, kind_of
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
-from schemas.parts import Edit, Score, Span
+from schemas.parts import Edit, Score, Span, Stretch
 from schemas.records import (
     MAJOR,
     Closure,
@@ -63,6 +63,7 @@ __all__ = [
     "Score",
     "Skip",
     "Span",
+    "Stretch",
     "Stub",
     "Task",
     "Tick",

@@ -10,6 +10,7 @@ import msgspec
 from infra.chain.insert import ProcessorConfig
 from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, UsePath
 from infra.outside import checked_url
+from infra.redact import KINDS, Kind
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to 1")]
 Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6, description="a weight")]
@@ -124,7 +125,7 @@ class Switch(Section, frozen=True):
 
 
 class RedactConfig(Section, frozen=True):
-    """[verify.redact]. kinds: built-in patterns (email, card, phone, key). patterns: your own, name to regular
+    """[verify.redact]. kinds: built-in patterns (email, card, phone, key, iban, ssn). patterns: your own, name to regular
     expression. action: drop the experience, or mask the text (its token ids stay as sampled, so what is learned does
     not change). What feedback sources make of events is masked by kinds and patterns, on or not.
 
@@ -132,7 +133,7 @@ class RedactConfig(Section, frozen=True):
     """
 
     on: bool = False
-    kinds: tuple[Literal["email", "card", "phone", "key"], ...] = ("email", "card", "phone", "key")
+    kinds: tuple[Kind, ...] = KINDS
     patterns: dict[str, str] = msgspec.field(default_factory=dict)
     action: Literal["drop", "mask"] = "drop"
 
@@ -178,7 +179,8 @@ class AdvantageConfig(Section, frozen=True):
     """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; mean: reward - mean;
     leave_one_out: reward minus the mean of the others. Lone answers, and the only choice of several that was rated, take a
     running baseline per tenant and origin either way, shrunk while few are known and cut to ±5
-    (`streams.processors.baseline` says what it assumes).
+    (`streams.processors.baseline` says what it assumes). turns: name of a score given turn by turn (an environment's), by
+    which each turn of a group has an advantage of its own, "" for one of the whole; not with leave_one_out.
 
     Example: AdvantageConfig(kind="leave_one_out")
     """
@@ -186,6 +188,11 @@ class AdvantageConfig(Section, frozen=True):
     on: bool = True
     kind: Literal["group", "mean", "leave_one_out"] = "group"
     epsilon: Annotated[float, msgspec.Meta(gt=0, description="a small number above 0")] = 1e-4
+    turns: str = ""
+
+    def __post_init__(self) -> None:
+        if self.turns and self.kind == "leave_one_out":
+            raise ValueError(f'got turns = "{self.turns}" with kind = "leave_one_out", expected kind "group" or "mean"')
 
 
 class SynthesizeConfig(Section, frozen=True):

@@ -136,13 +136,22 @@ def needs(
     return attach
 
 
+def loss_use(loss: str) -> str:
+    """What a lane's loss names, as `module:name`.
+
+    >>> loss_use("grpo")
+    'trainer.losses.grpo:grpo'
+    """
+    return f"trainer.losses.{loss}:{loss}" if loss in BUILT_IN else loss
+
+
 def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     """The objective a lane names: a built-in loss or `module:name`. Raises ConfigError.
 
     What a loss needs of the learner is read from its mark (`needs`) and from its own keyword parameters: `minibatches`,
     `proximal`, and `kl` (above 0: a reference).
     """
-    use = f"trainer.losses.{lane.loss}:{lane.loss}" if lane.loss in BUILT_IN else lane.loss
+    use = loss_use(lane.loss)
     if ":" not in use:
         raise ConfigError(f'{where}.loss: got "{lane.loss}", expected one of {", ".join(BUILT_IN)} or "module:name"')
     bound = load(use, lane.options, where)

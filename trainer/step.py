@@ -15,17 +15,17 @@ from infra.weights.tensors import Tensor
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
 from trainer import checkpoint
 from trainer.assemble import Stamp, assemble, step_seed
-from trainer.batch import TrainItem, pack
+from trainer.batch import TrainItem
 from trainer.batch_chain import PACED, apply_chain
 from trainer.diagnostics import alarms
 from trainer.draw import Candidate, Draw
 from trainer.fit import restore_learner
 from trainer.guard import ANY_FINITE, GuardState, collapses, judge, norm_limit, passed, refused, rolled_back, unhealthy
+from trainer.inputs import step_inputs
 from trainer.learner import StepStats
 from trainer.publication import PROBE_TOKENS, probe_sequences
 from trainer.report import Stopwatch
 from trainer.saving import write_checkpoint
-from trainer.schedule import learning_rate_at
 from trainer.state import Learning, Run, config_hash
 
 logger = logging.getLogger(__name__)
@@ -85,14 +85,8 @@ async def execute(
         run.advance(step=batch.step)
         return StepStats(finite=True, loss=math.nan, grad_norm=math.nan, values={})
     steps_done = batch.step - run.position.first_train_step
-    learning_rate = learning_rate_at(run.config, batch.phase, steps_done)
-    packed = pack(
-        await shown(run, items),
-        max_tokens=run.config.max_tokens_per_microbatch,
-        version=batch.version,
-        exact=steps_done % run.floor.pacing.steps_per_version == 0,
-        bootstrap=run.config.critic is not None and run.config.critic.truncated == "bootstrap",
-    )
+    given = await shown(run, items)
+    packed, learning_rate = step_inputs(run.config, run.floor.pacing, batch, given, steps_done)
     with Stopwatch(run.report, "learner_seconds") as watch:
         reach("learner.before_step")
         stats = await run.in_thread(

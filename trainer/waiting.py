@@ -42,6 +42,7 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
             if not draw.wait:
                 if not await drop_lost(run, draw):
                     run.report.set("held_back", draw.held_back)
+                    run.report.add("experiences_held_back", draw.held_back)
                     return draw
                 continue
             try:
@@ -121,7 +122,8 @@ def is_early(run: Run, now_s: float) -> bool:
 def teaches(run: Run, one: Candidate) -> bool:
     """Whether a lane's loss can have a gradient from a group."""
     objective = run.objectives[one.lane]
-    return one.has_signal or objective.critic or objective.reference or not objective.advantage
+    pulls = objective.critic or objective.reference or objective.entropy > 0
+    return one.has_signal or pulls or not objective.advantage
 
 
 def drawn_from(
@@ -155,8 +157,11 @@ def unfit_of(run: Run, lane: Lane, candidates: Sequence[Candidate]) -> list[tupl
 
 
 def share_of(config: LaneConfig, paced: LaneConfig) -> float:
-    """Sequences of a lane per sequence of the paced one: as many as its loss weighs, so that both are as noisy."""
-    return config.share or (config.weight / paced.weight if paced.weight else 1.0)
+    """Sequences of a lane per sequence of the paced one: as many as its loss weighs, so that both are as noisy.
+
+    A paced lane that weighs nothing counts as what is left of 1.
+    """
+    return config.share or config.weight / (paced.weight or max(0.0, 1.0 - config.weight) or 1.0)
 
 
 def paced(run: Run, now_s: float) -> Draw:

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from actors.gateway import responses
@@ -27,6 +27,7 @@ from actors.gateway.errors import ApiError, bad
 from actors.gateway.grant import MAX_LIFE_S, Grant, sign
 from actors.gateway.hearing import PATH, Hearing, check_signature, nth_answer, read_feedback, read_grant
 from actors.gateway.keys import Key
+from actors.gateway.places import Lasting, Place
 from actors.gateway.responses import Envelope
 from actors.gateway.serving import Gateway, Turns
 from actors.gateway.stream import Telling
@@ -124,12 +125,27 @@ class Site:
         session = request.headers.get(SESSION_HEADER, "")
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
+        place = self._gateway.places.take(ask.choices)
+        held = False
+        try:
+            response = await self._answered(request, body, ask, key, session, chat, place)
+            if held := isinstance(response, Lasting):
+                response.then(_releases(place))
+            return response
+        finally:
+            if not held:
+                place.release()
+
+    async def _answered(
+        self, request: Request, body: bytes, ask: Ask, key: Key, session: str, chat: bool, place: Place
+    ) -> Response:
         drawn = self._canary is None or not self._canary.takes(
             self._gateway.name_of(ask, key, session), self._gateway.trial, self._door.book.secret
         )
         if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
             return told
-        turns = await self._gateway.begin(ask, key, session, drawn=drawn)
+        beginning = self._gateway.begin(ask, key, session, place, drawn=drawn)
+        turns = await (_unless_gone(request, beginning) if self._gateway.is_long(ask) else beginning)
         envelope = Envelope(
             id=turns.answer_ids[0],
             answers=turns.answer_ids,
@@ -139,7 +155,7 @@ class Site:
             fingerprint=f"v{self._gateway.engine.version}",
         )
         if ask.stream:
-            return StreamingResponse(self._streamed(turns, envelope), media_type="text/event-stream")
+            return Lasting(self._streamed(turns, envelope), _releases(place))
         try:
             await _unless_gone(request, self._gateway.answer(turns))
         finally:
@@ -282,6 +298,13 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue
+
+
+def _releases(place: Place) -> Callable[[], Awaitable[None]]:
+    async def ended() -> None:
+        place.release()
+
+    return ended
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

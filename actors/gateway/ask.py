@@ -1,7 +1,8 @@
 """What a client asks for: request bodies, checked, as one shape that the rest of the gateway knows. Pure.
 
 Guarantee: an unknown field, a wrong type and a value out of bounds are each one ApiError that names the field; what
-reaches into the engine (templates, embeddings, media, grammars of other servers) is refused by name.
+reaches into the engine (templates, embeddings, media, grammars of other servers) is refused by name. Every field that is
+kept has a bound of its own: names 64 to 512 characters, JSON within it MAX_DEPTH levels, the rest as in `Limits`.
 """
 
 import json
@@ -57,13 +58,13 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[Text, float], Meta(max_length=1024)] | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
     store: bool | None = None
     metadata: Annotated[dict[Text, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
-    service_tier: str | None = None
+    service_tier: Text | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +108,7 @@ class TextRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the gateway serves it. max_tokens: None where the client named none. logprobs: wanted in the answer.
 
+    num_chars: of the prompt, tools included.
     force: text the answer must begin with (a forced tool call). user: who is behind it, as the client calls them.
     json_schema: what the answer is held to, "" for nothing.
     """
@@ -125,6 +127,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int
     store: bool
     user: str
+    num_chars: int
     force: str = ""
     tools: bool = False
     json_schema: str = ""
@@ -138,6 +141,8 @@ def read_chat(body: bytes, limits: Limits) -> Ask:
         raise bad("messages: got none, expected at least one", "messages")
     if len(request.messages) > limits.messages:
         raise bad(f"messages: got {len(request.messages)}, expected at most {limits.messages}", "messages")
+    if len(request.tools or ()) > limits.tools:
+        raise bad(f"tools: got {len(request.tools or ())}, expected at most {limits.tools}", "tools")
     if request.top_logprobs and not request.logprobs:
         raise bad("top_logprobs: needs logprobs = true", "top_logprobs")
     prompt, force = chat_prompt(request.messages, request.tools or [], request.tool_choice)
@@ -196,6 +201,8 @@ def _ask(request: Common, limits: Limits, prompt: Prompt, *, max_tokens: int | N
         max_tokens=max_tokens,
         store=request.store is not False,
         user=request.safety_identifier or request.user or "",
+        num_chars=sum(len(one.content) for one in prompt.plain)
+        + (len(msgspec.json.encode(prompt.tools)) if prompt.tools else 0),
         **more,
     )
 

@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from actors.absence import Absence
 from actors.gateway.ask import SESSION_HEADER
 from actors.gateway.config import CanaryShare
 from actors.gateway.errors import unavailable
+from actors.gateway.places import Lasting
 from infra.metrics import Metrics
 from infra.unless import unless
 from schemas.fields import CANARY_MISSING
@@ -111,7 +112,7 @@ class Canary:
             return None
         self._count("answered")
         if stream:
-            return StreamingResponse(self._pieces(response, pieces, begun), media_type="text/event-stream")
+            return Lasting(self._pieces(response, pieces, begun), response.aclose)
         return Response(response.content, media_type="application/json")
 
     def _count(self, outcome: str) -> None:

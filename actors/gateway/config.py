@@ -17,10 +17,11 @@ TrainOn = Literal["nothing", "consented", "all"]
 class Limits(Section, frozen=True):
     """[gateway.limits]: what one request may ask for; more is refused with 400, 413 or 429.
 
-    body_bytes: of a request. prompt_tokens, messages: of a conversation. max_tokens: of an answer, and what a request
-    that names none gets (less where the engine's sequences are shorter). choices: n. stops: stop strings.
-    concurrency: requests sampled at once; more are told to come back. body_s: a client may take so long to send a body,
-    and the head before it.
+    body_bytes: of a request. prompt_tokens, messages: of a conversation; one with more than 16 characters for each of its
+    tokens is refused before they are counted. tools: functions a request may name. max_tokens: of an answer, and what a
+    request that names none gets (less where the engine's sequences are shorter). choices: n. stops: stop strings.
+    concurrency: answers made at once, those that a canary makes too; more are told to come back. body_s: a client may take
+    so long to send a body, and the head before it.
 
     Example: Limits(max_tokens=2048, concurrency=512)
     """
@@ -28,6 +29,7 @@ class Limits(Section, frozen=True):
     body_bytes: Positive = 1024 * 1024
     prompt_tokens: Positive = 32_768
     messages: Positive = 1024
+    tools: Positive = 128
     max_tokens: Positive = 1024
     choices: Positive = 8
     stops: Positive = 16
@@ -87,7 +89,8 @@ class GatewayConfig(Section, frozen=True):
     calls; none passes them as text. processor: custom redaction, run before the first write. queue_records, queue_mb:
     answers that wait for the broker in memory. spool: folder of what waits on disk while it is away. spool_mb: at most;
     beyond it answers are shed and counted. send_s: a broker that takes longer is away. sessions: conversations
-    remembered, to go on with their very tokens. cors_origins: pages that may send feedback. canary: who answers a share
+    remembered, to go on with their very tokens. sessions_mb: of memory, for all of
+    them. cors_origins: pages that may send feedback. canary: who answers a share
     of the sessions. refusals: regular expressions of what an answer begins with that refuses; such answers are counted
     for the gate. keys_reload_s: how soon a revoked key stops working. drain_s: at a stop, for running requests.
 
@@ -109,6 +112,7 @@ class GatewayConfig(Section, frozen=True):
     spool_mb: NonNegative = 1024
     send_s: Seconds = 2.0
     sessions: Positive = 4096
+    sessions_mb: Positive = 256
     cors_origins: tuple[str, ...] = ()
     canary: CanaryShare | None = None
     refusals: tuple[str, ...] = REFUSALS

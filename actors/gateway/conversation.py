@@ -14,14 +14,16 @@ from msgspec import Meta
 from actors.gateway.errors import bad
 from schemas import Message
 
+MAX_DEPTH = 64  # of JSON that a client sends within its messages and tools
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+Short = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class Part(msgspec.Struct, frozen=True):
     """One part of a message's content; only text is taken."""
 
-    type: str
+    type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
 
 
@@ -36,7 +38,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     """A tool call in an assistant's message."""
 
     function: Called
-    id: str = ""
+    id: Short = ""
     type: Literal["function"] = "function"
 
 
@@ -45,9 +47,9 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    name: Short | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    tool_call_id: Short | None = None
     refusal: None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -85,6 +87,10 @@ def chat_prompt(
 ) -> tuple[Prompt, str]:
     """The prompt, and the text its answer must begin with because of `tool_choice`. Raises ApiError."""
     forced = _forced(tools, choice)
+    for index, tool in enumerate(tools):
+        if is_deep(tool.function.parameters):
+            where = f"tools[{index}].function.parameters"
+            raise bad(f"{where}: expected at most {MAX_DEPTH} levels of objects and lists", where)
     given = tuple(msgspec.to_builtins(tool) for tool in tools) if choice != "none" else ()
     for tool in given:
         tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
@@ -118,6 +124,20 @@ def read_calls(text: str) -> tuple[str, list[Called]]:
     return ("".join(said).strip() if calls else text), calls
 
 
+def is_deep(value: Any) -> bool:
+    """Whether a JSON value has more levels of objects and lists than MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+        ]
+        if not level:
+            return False
+    return True
+
+
 def written(content: str, calls: Sequence[Called]) -> str:
     """A message with tool calls as plain text: one spelling of what can be sent in many."""
     spelled = [f"{OPEN}\n{json.dumps(_spelled(call), sort_keys=True)}\n{CLOSE}" for call in calls]
@@ -128,17 +148,31 @@ def _spelled(call: Called) -> dict[str, Any]:
     return {"name": call.name, "arguments": _arguments(call.arguments)}
 
 
+def _checked(call: Called, where: str) -> dict[str, Any]:
+    """A call that a client sends back, as templates take it. Raises ApiError for what is no text."""
+    spelled = _spelled(call)
+    try:
+        msgspec.json.encode(spelled)
+    except UnicodeEncodeError as error:
+        where += ".function.arguments"
+        raise bad(f"{where}: got half a character (a lone surrogate), expected text", where) from error
+    return spelled
+
+
 def _arguments(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    return text if is_deep(value) else value
 
 
 def _called(text: str) -> Called | None:
     try:
         value = json.loads(text)
         arguments = value.get("arguments", {})
+        if is_deep(arguments):
+            return None
         call = Called(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
         return msgspec.convert(msgspec.to_builtins(call), Called)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, msgspec.ValidationError):
@@ -155,7 +189,12 @@ def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
         if message.role != "assistant":
             raise bad(f"messages[{index}].tool_calls: only an assistant calls tools", f"messages[{index}].tool_calls")
         found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _spelled(call.function)} for call in message.tool_calls
+            {
+                "id": call.id,
+                "type": "function",
+                "function": _checked(call.function, f"messages[{index}].tool_calls[{at}]"),
+            }
+            for at, call in enumerate(message.tool_calls)
         ]
     elif message.content is None:
         raise bad(f"messages[{index}].content: missing, expected text", f"messages[{index}].content")

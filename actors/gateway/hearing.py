@@ -154,7 +154,8 @@ class Hearing:
         if request.id:
             identity = pseudonym(secret, "feedback", key.tenant, place, request.id)
         table = msgspec.to_builtins(request) | {"rater": said_by, "id": identity}
-        said: Any = self._recorder.mask_json({name: value for name, value in table.items() if value is not None})
+        given = {name: value for name, value in table.items() if value is not None}
+        said: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
         del said["choice"]
         said |= {
             "answer_id": answer,
@@ -174,7 +175,7 @@ class Hearing:
         """Hand on what a webhook sent. Raises ApiError."""
         try:
             value = msgspec.json.decode(body)
-            masked = msgspec.json.encode(self._recorder.mask_json(value))
+            masked = msgspec.json.encode(await self._recorder.masked(value, len(body)))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
         identity = hmac.new(webhook.secret, b"event\x00" + body, hashlib.sha256).hexdigest()[:24]

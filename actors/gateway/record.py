@@ -28,7 +28,9 @@ from schemas.ids import experience_id
 _log = logging.getLogger(__name__)
 
 BROKEN_OFF = "broken off"  # by a client that went away, or an engine that failed
-THREAD_TOKENS = 4096  # more take milliseconds, so they leave the event loop
+# More take milliseconds, so they leave the event loop.
+THREAD_TOKENS = 1024
+THREAD_CHARS = 4096
 
 
 class Tokenizer(Protocol):
@@ -99,7 +101,9 @@ class Recorder:
     async def block(self, served: Served) -> Block | None:
         """What is to be written; None where all of it was dropped, with the reason counted."""
         num_tokens = len(served.tokens) + sum(len(answer.tokens) for answer in served.answers)
-        kept = await asyncio.to_thread(self._all, served) if num_tokens > THREAD_TOKENS else self._all(served)
+        num_chars = sum(len(one.content) for one in served.prompt.plain) + sum(len(one.text) for one in served.answers)
+        is_long = num_tokens > THREAD_TOKENS or num_chars > THREAD_CHARS or bool(served.prompt.tools)
+        kept = await asyncio.to_thread(self._all, served) if is_long else self._all(served)
         if self._steps and kept:
             outcome = await run_chain(self._steps, kept, Context())
             for gone in outcome.dropped:
@@ -132,6 +136,10 @@ class Recorder:
             if redacted is not None:
                 kept.append(redacted)
         return kept
+
+    async def masked(self, value: object, num_chars: int) -> object:
+        """As `mask_json`; a long value leaves the event loop."""
+        return await asyncio.to_thread(self.mask_json, value) if num_chars > THREAD_CHARS else self.mask_json(value)
 
     def mask_json(self, value: object) -> object:
         """A JSON value from outside (feedback) as it may be written."""

@@ -176,7 +176,9 @@ class _Loops(msgspec.Struct, frozen=True):
         if not connected.is_set():
             return
         gateway, metrics = self.gateway, self.metrics
-        metrics.gauge("answers_running").set(gateway.num_running)
+        metrics.gauge("answers_running").set(gateway.places.num_taken)
+        metrics.gauge("sessions").set(len(gateway.sessions))
+        metrics.gauge("sessions_bytes").set(gateway.sessions.num_bytes)
         metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
         metrics.gauge("policy_version").set(gateway.engine.version)
         for name, value in self.follower.times.gauges().items():
@@ -293,7 +295,7 @@ async def _end(
     server.should_exit = True  # no new connections; uvicorn waits for what runs
     with suppress(TimeoutError):
         async with asyncio.timeout(config.drain_s):
-            await gateway.idle.wait()
+            await gateway.places.idle.wait()
     await gateway.outbox.flush()
     await tell()
     halt.set()

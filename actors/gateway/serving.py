@@ -19,13 +19,14 @@ from actors.engine import Engine, EngineStopped, Sampling, SchemaRefused
 from actors.gateway.ask import Ask
 from actors.gateway.config import GatewayConfig
 from actors.gateway.conversation import Called, read_calls, written
-from actors.gateway.errors import ApiError, bad, overloaded, unavailable
+from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.keys import Key, Train
 from actors.gateway.outbox import Outbox, Outgoing
+from actors.gateway.places import Place, Places, Rota
 from actors.gateway.recent import Recent
 from actors.gateway.record import Recorder, Served, Tokenizer, render
 from actors.gateway.sample import Answer, Growing, OnText, sample, sample_whole
-from actors.gateway.sessions import Held, Sessions
+from actors.gateway.sessions import Sessions, held
 from actors.gateway.tallies import Asker, Tallies
 from actors.gateway.users import Users
 from infra.metrics import Metrics
@@ -34,7 +35,14 @@ from schemas.ids import answer_id, experience_id, request_group
 from schemas.names import keyed_session, keyed_subject
 from schemas.topics import EXPERIENCES
 
-_THREAD_CHARS = 16_384  # a longer conversation takes milliseconds to tokenize
+_THREAD_CHARS = 4096  # a longer conversation takes milliseconds to tokenize
+CHARS_PER_TOKEN = (
+    16  # of a prompt at most, on the average: a longer one is refused before anything else is done with it
+)
+LONG_AT_ONCE = 2  # long prompts that are tokenized
+LONG_EACH = 16  # of one key that wait for it, or for a schema to be compiled
+MAX_SCHEMAS = 64
+Tokenized = tuple[list[int], list[int], int, list[int]]
 
 
 class Minter:
@@ -55,12 +63,12 @@ class Minter:
 
 
 class Turns(msgspec.Struct, kw_only=True):
-    """One request while it is served. reserved: of the answers that may be sampled at once. session: "" where the client
+    """One request while it is served. place: for its answers. session: "" where the client
     named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: whose key it is
     sealed under, "" for nobody's. failed: by the engine.
     """
 
-    reserved: int
+    place: Place
     ask: Ask
     key: Key
     group: str
@@ -112,10 +120,10 @@ class Gateway:
         self.recorder = recorder
         self.outbox = outbox
         self.metrics = metrics
-        self.num_running = 0
-        self._num_preparing = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self.places = Places(config.limits.concurrency)
+        self._long = Rota(LONG_AT_ONCE, LONG_EACH)
+        self._schemas = Rota(1, LONG_EACH)
+        self._prepared_schemas = Recent(MAX_SCHEMAS)
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
         self.tallies = Tallies(config.refusals)
         self._trial = trial
@@ -124,33 +132,28 @@ class Gateway:
         self.served = Recent()  # groups of the newest requests
         self._minter = minter
         self._stop_tokens = stop_tokens
-        self._sessions = Sessions(config.sessions)
+        self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
 
-    async def begin(self, ask: Ask, key: Key, session: str, *, drawn: bool = True) -> Turns:
-        """Everything before the first token; `answer` or `release` must follow. Raises ApiError.
+    def is_long(self, ask: Ask) -> bool:
+        """Whether what comes before the first token takes long, so that a client may be gone by then."""
+        return bool(ask.json_schema) or ask.num_chars > _THREAD_CHARS
+
+    async def begin(self, ask: Ask, key: Key, session: str, place: Place, *, drawn: bool = True) -> Turns:
+        """Everything before the first token. place: for its answers, its taker's to release. Raises ApiError.
 
         drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
         """
-        if ask.choices + self.num_running > self.config.limits.concurrency:
-            raise overloaded(f"{self.num_running} answers are being sampled, at most {self.config.limits.concurrency}")
         if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
             raise bad("tools: this model's chat template knows no tools", "tools")
         name = self.name_of(ask, key, session)
-        rendered = await self._rendered(ask)
-        tokens, turn = list(rendered), 0
-        if session:
-            tokens, turn = self._sessions.prompt(name, ask.prompt.plain, rendered, self.tokenizer)
-        prefix = self.tokenizer.encode(ask.force) if ask.force else []
-        tokens += prefix
+        rendered, tokens, turn, prefix = await self._tokenized(ask, key, name if session else "")
         group = request_group(name, self._minter.epoch, self._minter.take())
         sampling = self._sampling(ask, tokens)
         if ask.json_schema:
-            await self._prepared(ask.json_schema)
+            await self._prepared(ask.json_schema, key)
         self.served.add(group)
-        self.num_running += ask.choices
-        self.idle.clear()
         return Turns(
-            reserved=ask.choices,
+            place=place,
             ask=ask,
             key=key,
             group=group,
@@ -193,11 +196,8 @@ class Gateway:
         return self._trial()
 
     def release(self, turns: Turns) -> None:
-        """Give back what `begin` reserved; again is fine."""
-        self.num_running -= turns.reserved
-        turns.reserved = 0
-        if not self.num_running:
-            self.idle.set()
+        """Give back its place; again is fine."""
+        turns.place.release()
 
     def name_of(self, ask: Ask, key: Key, session: str) -> str:
         """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
@@ -220,13 +220,31 @@ class Gateway:
         goes_on = any(message.role == "assistant" for message in ask.prompt.plain)
         return self._users.subject(session, keyed_subject(self._secret(), key.tenant, ask.user), goes_on=goes_on)
 
-    async def _rendered(self, ask: Ask) -> list[int]:
-        size = sum(len(message.content) for message in ask.prompt.plain)
+    async def _tokenized(self, ask: Ask, key: Key, session: str) -> Tokenized:
+        """The prompt as tokens. A long one leaves the event loop, and of these few are looked at at once. Raises ApiError."""
+        limit = self.config.limits.prompt_tokens * CHARS_PER_TOKEN
+        if ask.num_chars > limit:
+            message = f"messages: got {ask.num_chars} characters with the tools, expected at most {limit}"
+            raise bad(message, "messages", "context_length_exceeded")
+        if ask.num_chars <= _THREAD_CHARS:
+            return self._tokens(ask, session)
+        async with self._long.turn(key.id):
+            return await asyncio.to_thread(self._tokens, ask, session)
+
+    def _tokens(self, ask: Ask, session: str) -> Tokenized:
+        """Tokens of the prompt as the template writes it and as it goes on from earlier turns, how many these are, and those
+        that the answer must begin with. Raises ApiError.
+        """
+        rendered = self._rendered(ask)
+        tokens, turn = list(rendered), 0
+        if session:
+            tokens, turn = self.sessions.prompt(session, ask.prompt.plain, rendered, self.tokenizer)
+        prefix = self.tokenizer.encode(ask.force) if ask.force else []
+        return rendered, tokens + prefix, turn, prefix
+
+    def _rendered(self, ask: Ask) -> list[int]:
         try:
-            if size > _THREAD_CHARS:
-                rendered = await asyncio.to_thread(render, ask.prompt, self.tokenizer)
-            else:
-                rendered = render(ask.prompt, self.tokenizer)
+            rendered = render(ask.prompt, self.tokenizer)
         except (ValueError, RecursionError) as error:
             raise bad(f"messages: {error}", "messages") from error
         if not rendered:
@@ -239,19 +257,22 @@ class Gateway:
             )
         return rendered
 
-    async def _prepared(self, json_schema: str) -> None:
-        """Wait until the engine can hold answers to the schema: before the answer's first byte, so that it can be refused."""
-        if self._num_preparing >= self.config.limits.concurrency:
-            raise overloaded(f"{self._num_preparing} requests wait for their response_format to be compiled")
-        self._num_preparing += 1
+    async def _prepared(self, json_schema: str, key: Key) -> None:
+        """Wait until the engine can hold answers to the schema: before the answer's first byte, so that it can be refused.
+
+        Keys take turns, so that nobody waits for more than one schema of each other key; one known lately goes first.
+        """
         try:
-            await self.engine.prepare(json_schema)
+            if json_schema in self._prepared_schemas:
+                await self.engine.prepare(json_schema)
+            else:
+                async with self._schemas.turn(key.id):
+                    await self.engine.prepare(json_schema)
+            self._prepared_schemas.add(json_schema)
         except SchemaRefused as error:
             raise bad(f"response_format: {error}", "response_format", "unsupported_value") from error
         except EngineStopped as error:
             raise self._gone(error) from error
-        finally:
-            self._num_preparing -= 1
 
     def _sampling(self, ask: Ask, tokens: Sequence[int]) -> Sampling:
         room = self.engine.max_model_len - len(tokens)
@@ -330,18 +351,16 @@ class Gateway:
     def _remember(self, turns: Turns, whole: bool) -> None:
         answer = turns.answers[0] if turns.answers else Answer()
         if not whole or answer.cut or len(turns.answers) > 1:
-            self._sessions.forget(turns.session)
+            self.sessions.forget(turns.session)
             return
         content, calls = turns.said(0, bool(turns.ask.prompt.tools))
-        self._sessions.keep(
+        self.sessions.keep(
             turns.session,
-            Held(
-                tokens=[*turns.tokens, *answer.tokens],
-                turn=Turn(
-                    turns.rendered, [*turns.prefix, *answer.tokens], turns.ask.force + answer.text, answer.stopped
-                ),
-                plain=(*turns.ask.prompt.plain, Message(role="assistant", content=written(content, calls))),
-                number=turns.turn + 1,
+            held(
+                [*turns.tokens, *answer.tokens],
+                Turn(turns.rendered, [*turns.prefix, *answer.tokens], turns.ask.force + answer.text, answer.stopped),
+                (*turns.ask.prompt.plain, Message(role="assistant", content=written(content, calls))),
+                turns.turn + 1,
             ),
         )
 

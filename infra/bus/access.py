@@ -20,6 +20,9 @@ from infra.config import Floor, Kafka
 from infra.plugin import load
 from schemas.errors import ConfigError
 
+EMBEDDED_FOLDER = "kafka"  # beside the TOML
+EMBEDDED_PASSWORD = "password"  # file in the folder of an embedded broker
+EMBEDDED_USER = "headrace"
 Token = Callable[[], str | Awaitable[str]]
 
 
@@ -46,6 +49,8 @@ PLAINTEXT = Access()
 def access_of(floor: Floor) -> Access:
     """What the [kafka] table asks for, its secrets read now. Raises ConfigError naming what is not there."""
     kafka = floor.kafka
+    if not kafka.bootstrap_servers:
+        return embedded_access(floor.folder / EMBEDDED_FOLDER)
     if kafka.security_protocol == "PLAINTEXT":
         return PLAINTEXT
     asks_token = kafka.is_sasl and kafka.sasl_mechanism == "OAUTHBEARER"
@@ -57,6 +62,19 @@ def access_of(floor: Floor) -> Access:
         context=_context(kafka, floor.folder) if kafka.security_protocol.endswith("SSL") else None,
         token=load(kafka.sasl_token, {}, "kafka.sasl_token") if asks_token else None,
     )
+
+
+def embedded_access(folder: Path) -> Access:
+    """What the embedded broker of a folder asks for: its password, or nothing where there is none. Raises ConfigError."""
+    try:
+        password = (folder / EMBEDDED_PASSWORD).read_text(encoding="ascii")
+    except FileNotFoundError:
+        return PLAINTEXT
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / EMBEDDED_PASSWORD}: cannot be read ({error.strerror}): whose broker is it?"
+        ) from error
+    return Access(protocol="SASL_PLAINTEXT", username=EMBEDDED_USER, password=password)
 
 
 def client_options(access: Access) -> dict[str, Any]:

@@ -254,9 +254,7 @@ async def _scored(
 
 
 def _is_to_be_scored(experience: Experience, step: Step) -> bool:
-    if experience.is_given:
-        return False
-    return not (step.reuse and has_score(experience, step.name, step.version))
+    return not experience.is_given and not (step.reuse and has_score(experience, step.name, step.version))
 
 
 def _settle_each(flow: _Flow, step: Step, index: int, asked: Sequence[Experience], results: Sequence[object]) -> None:

@@ -30,7 +30,7 @@ STEP_FAULTS = frozenset(
 NUMBERS = ("reward", "advantage", "priority", "weight")
 _numbers = operator.attrgetter("reward", "advantage", "priority")
 _others = operator.attrgetter(
-    "num_tokens", "spans", "end", "lane", "scores", "meta", "bulk", "answer", "edit", "weight", "notes"
+    "num_tokens", "spans", "end", "lane", "scores", "meta", "bulk", "answer", "edit", "weight", "notes", "advantages"
 )
 
 

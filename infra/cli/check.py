@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from infra.chain.chain import Step
-from infra.cli.check_state import check_lanes, check_state
+from infra.cli.check_state import check_state
 from infra.cli.connect import connected
 from infra.cli.private import open_to_others
 from infra.cli.settings import Settings, load_settings
@@ -37,10 +37,9 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     if batch := build_batch(settings.processor):
         chains["batch"] = batch
     sources = build_sources(settings.feedback, settings.folder)
-    check_late(settings)
     notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
-        notes += check_lanes(settings) + check_state(settings)
+        notes += check_state(settings)
     notes += open_to_others(settings)
     console = Screen()
     console.print(summary(settings))
@@ -73,17 +72,17 @@ def check_plugins(settings: Settings) -> list[str]:
         find(settings.gateway.engine.use, "gateway.engine.use")
     find(settings.trainer.learner.use, "trainer.learner.use")
     for lane, one in settings.trainer.lanes.items():
-        open_objective(one, f"trainer.lanes.{lane}")
+        if open_objective(one, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
+            check_late(settings, one.loss)
     return []
 
 
-def check_late(settings: Settings) -> None:
-    """Late feedback that retrains needs a lane human that trains answers. Raises ConfigError."""
-    human = settings.trainer.lanes.get("human")
+def check_late(settings: Settings, loss: str) -> None:
+    """Late feedback that retrains needs a lane human that trains answers, not pairs as `loss` does. Raises ConfigError."""
     retrains = [index for index, one in enumerate(settings.feedback) if one.late == "retrain"]
-    if retrains and human is not None and human.loss == "dpo":
+    if retrains:
         raise ConfigError(
-            f'feedback[{retrains[0]}].late: got "retrain", which sends answers to lane human, but its loss "dpo" takes pairs'
+            f'feedback[{retrains[0]}].late: got "retrain", which sends answers to lane human, but its loss "{loss}" takes pairs'
             ' alone; expected late = "amend", or another loss in [trainer.lanes.human]'
         )
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from infra.bus.access import EMBEDDED_FOLDER
 from infra.bus.log import Log
 from infra.cli.settings import Settings
 from infra.cli.terminal import LineFormatter
@@ -16,7 +17,7 @@ from schemas.errors import ConfigError
 
 def kafka_folder(settings: Settings) -> Path:
     """Where the embedded broker of these settings keeps its data."""
-    return settings.folder / "kafka"
+    return settings.folder / EMBEDDED_FOLDER
 
 
 def bootstrap_of(settings: Settings) -> str:
@@ -79,6 +80,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
 
     create: see `connected`; the broker's folder need not be there either.
     """
+    from infra.bus.access import access_of
     from infra.bus.kafka import answers
     from infra.local.address import read_address
     from infra.local.broker import EmbeddedKafka
@@ -86,12 +88,13 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
     quieten_client()
     runs = bool(settings.kafka.bootstrap_servers)
     if not runs and not (create and read_address(kafka_folder(settings)) is None):
-        runs = await answers(bootstrap_of(settings), timeout_s=2.0)
+        runs = await answers(bootstrap_of(settings), timeout_s=2.0, access=access_of(settings))
     if runs:
         async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log
         return
-    broker = EmbeddedKafka(kafka_folder(settings), jars=Path(settings.kafka.jars) if settings.kafka.jars else None)
+    jars = Path(settings.kafka.jars) if settings.kafka.jars else None
+    broker = EmbeddedKafka(kafka_folder(settings), jars=jars, guarded=True)
     await asyncio.to_thread(broker.start)
     try:
         async with connected(settings, deadline_s=10.0, create=create) as log:

@@ -36,7 +36,7 @@ train_on = "consented"           # nothing | consented (keys made with --train y
 max_tokens = 512                 # of one answer
 
 [gateway.redact]                 # taken out before anything is written
-kinds = ["email", "card", "phone", "key"]
+kinds = ["email", "card", "phone", "key", "iban", "ssn"]
 # patterns = {{ ticket = "T-[0-9]+" }}
 
 # What people say later. Each becomes scores.<name>; collect waits `window` for it.

@@ -136,6 +136,8 @@ def totals_of(report: "Report", order: "Order") -> list[tuple[str, int]]:
         ("groups still open at the end", report.open_groups),
         ("scores reused", report.reused_scores),
     ]
+    for name, count in sorted(report.other_code.items()):
+        rest.append((f"of them by other code of {name}: raise its version, or --rescore", count))
     return rows + [row for row in rest if row[1]]
 
 

@@ -294,6 +294,10 @@ def show(console: Console, state: State) -> None:
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
     console.print(f"dropped    {drops or 'nothing'}", markup=False)
+    for role in state["roles"]:
+        if held := role["gauges"].get("held_back", 0.0):
+            why = "tenants or users had their share of the last step (tenant_share, subject_share)"
+            console.print(f"held back  {held:,.0f} experiences wait since their {why}", markup=False)
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
 

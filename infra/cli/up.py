@@ -124,7 +124,6 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
     from infra.bus.kafka import answers
 
     quieten_client()
-    access = access_of(settings)
     while True:
         state = supervisor.states.get(BROKER)
         if state is not None and (state.given_up or state.exit_code == CONFIG_ERROR):
@@ -135,7 +134,7 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
             address = bootstrap_of(settings)
         except ConfigError:
             address = ""
-        if address and await answers(address, timeout_s=2.0, access=access):
+        if address and await answers(address, timeout_s=2.0, access=access_of(settings)):
             return
         await asyncio.sleep(0.1)
 
@@ -173,8 +172,6 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         console.print(
             f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
         )
-        if broker is not None:
-            console.print("the embedded broker takes and gives the log to every account of this machine", style="dim")
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
         async with Supervisor([*children, index_child(settings, file, sets)], tell) as roles:

@@ -4,8 +4,7 @@ Guarantees: `start` returns once the broker answers a metadata request; one brok
 process itself holds); the broker ends when the process that started it does, by whatever signal; a restart keeps the
 address while its ports are free. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
 
-Its files are its owner's alone; its port is not: it listens on 127.0.0.1, asks for no password, and whoever has an account on
-this machine may read and write the log. Where that is not only you, use a broker of your own.
+Its files are its owner's alone, and so is its port where it is `guarded` (`infra.local.guard`), as it is for every command.
 
     python -m infra.local.broker FOLDER      runs one in the foreground until SIGTERM
 """
@@ -28,11 +27,13 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Self
 
+from infra.bus.access import PLAINTEXT, Access, embedded_access
 from infra.bus.kafka import answers
 from infra.local import jars
 from infra.local.address import HOST, Address, plan_address
 from infra.local.ahead import cache_options
 from infra.local.folder_lock import lock_folder
+from infra.local.guard import guarded, write_private
 from infra.local.process import Watched, start_watched
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import MAX_RECORD_BYTES
@@ -100,7 +101,8 @@ class EmbeddedKafka:
     """The broker of one folder: `data/`, `broker.log`, `address.json`. Also a context manager.
 
     jars: a folder of Kafka's jars; by default those of `infra.local.jars`. learned: where Java is to write an
-    ahead-of-time cache when this broker stops; see `infra.local.ahead`. settings: more of Kafka's own, or others than ours.
+    ahead-of-time cache when this broker stops; see `infra.local.ahead`. guarded: whether it asks for a password. settings: more
+    of Kafka's own, or others than ours.
     format_options: of the first preparation of the data folder. Raises ConfigError where the folder is in use or
     the jars cannot be had, BrokerUnavailable where the broker does not come up.
     """
@@ -111,6 +113,7 @@ class EmbeddedKafka:
         *,
         jars: Path | None = None,
         learned: Path | None = None,
+        guarded: bool = False,
         settings: Mapping[str, str] = MappingProxyType({}),
         format_options: Sequence[str] = (),
     ) -> None:
@@ -118,6 +121,7 @@ class EmbeddedKafka:
         self.log = self.folder / "broker.log"
         self._jars = jars
         self._learned = learned
+        self._guarded = guarded
         self._settings = dict(settings)
         self._format_options = tuple(format_options)
         self._watched: Watched | None = None
@@ -205,7 +209,9 @@ class EmbeddedKafka:
         assert self._address is not None and self._lock is not None
         data = self.folder / "data"
         properties = self.folder / "server.properties"
-        properties.write_text(server_properties(data, self._address, self._settings))
+        own = guarded(self.folder, self._address) if self._guarded else {}
+        write_private(properties, server_properties(data, self._address, {**own, **self._settings}))
+        access = embedded_access(self.folder) if self._guarded else PLAINTEXT
         if not (data / "meta.properties").exists():
             _format(java, properties, self.log, self._format_options)
         log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -220,7 +226,7 @@ class EmbeddedKafka:
                 if "Address already in use" in text:
                     return False
                 raise BrokerUnavailable(f"Kafka ended with code {code} while starting; see {self.log}: {text[-600:]}")
-            if _listens(self._address.port) and _run_apart(self._address.bootstrap):
+            if _listens(self._address.port) and _run_apart(self._address.bootstrap, access):
                 logger.info("kafka.started address=%s pid=%d", self._address.bootstrap, self._watched.pid)
                 return True
             time.sleep(0.05)
@@ -253,13 +259,13 @@ def _listens(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
-def _run_apart(bootstrap: str) -> bool:
+def _run_apart(bootstrap: str, access: Access) -> bool:
     """Ask the broker for metadata, from a thread of its own: the caller may be running an event loop."""
     answered = False
 
     def ask() -> None:
         nonlocal answered
-        answered = asyncio.run(answers(bootstrap, timeout_s=5.0))
+        answered = asyncio.run(answers(bootstrap, timeout_s=5.0, access=access))
 
     thread = threading.Thread(target=ask, name="kafka-health")
     thread.start()
@@ -273,7 +279,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="data, log and address are kept here")
     parser.add_argument("--jars", type=Path, default=None, help="folder of Kafka's jars, instead of the cached ones")
     options = parser.parse_args(arguments)
-    broker = EmbeddedKafka(options.folder, jars=options.jars)
+    broker = EmbeddedKafka(options.folder, jars=options.jars, guarded=True)
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(0)

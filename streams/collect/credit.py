@@ -17,7 +17,7 @@ from streams.collect.words import OpenText, as_it_is, edit_of, verdicts
 Late = Literal["drop", "amend", "retrain"]
 DEFAULT_VERSION = "default"
 USUAL = "usual verdicts"
-MAX_USUAL = 4096
+MAX_USUAL = 1024
 USUAL_WINDOW = 256  # verdicts a mean is of, roughly
 USUAL_PRIOR = 8  # neutral verdicts it begins with, one less for each that is heard
 NEUTRAL = 0.5

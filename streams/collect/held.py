@@ -16,7 +16,7 @@ from streams.processors.task_dedupe import bands, minhash, shingles, similarity
 
 RATERS = "feedback raters"
 WORDS = "feedback words"
-MAX_RATERS = 16_384
+MAX_RATERS = 4096
 MAX_WORDS = 16_384  # 17 entries and a counter for each text
 NEAR = 0.8  # estimated similarity from which two texts say the same
 RATER_CAP = "more from one rater than counts"

@@ -16,8 +16,8 @@ from infra.processor import Memory
 
 DAY_MS = 86_400_000
 RATERS, TENANTS = "moved by raters", "moved by tenants"
-MAX_RATERS = 16_384
-MAX_TENANTS = 4096
+MAX_RATERS = 4096
+MAX_TENANTS = 1024
 RATER_LIMIT = "more from one rater than trains in a day"
 TENANT_LIMIT = "more from one tenant than trains in a day"
 OF_KEY = "key "  # what the gateway calls the rater where a key names none

@@ -14,19 +14,26 @@ from infra.processor import Memory, processor
 from schemas import Experience
 from streams.processors.baseline import MEMORY, compared
 from streams.processors.episodes import is_lone, rewards_of
+from streams.processors.turns import with_turns
 
 AdvantageKind = Literal["group", "mean", "leave_one_out"]
 
 
 @processor(version=2, memory=MEMORY)
 def advantage(
-    group: tuple[Experience, ...], *, memory: Memory, kind: AdvantageKind = "group", epsilon: float = 1e-4
+    group: tuple[Experience, ...],
+    *,
+    memory: Memory,
+    kind: AdvantageKind = "group",
+    epsilon: float = 1e-4,
+    turns: str = "",
 ) -> tuple[Experience, ...]:
     """Advantage of each episode, given to all its parts; demonstrations and members without a reward pass unchanged.
 
     kind: "mean" divides nothing by a spread. A lone answer, and the only one of several choices of production that was
     rated, is compared with the running baseline of its tenant and origin, and then joins it; the first of its kind has
-    nothing to be compared with and gets 0.
+    nothing to be compared with and gets 0. turns: a score given turn by turn, by which the turns of a group have advantages of
+    their own (`streams.processors.turns`).
     """
     rewards = rewards_of(group)
     values = list(rewards.values())
@@ -38,7 +45,8 @@ def advantage(
     else:
         each = group_normalized(values, epsilon) if kind == "group" else less_the_mean(values)
     advantages = dict(zip(rewards, each, strict=True))
-    return tuple(_with_advantage(member, advantages) for member in group)
+    own = with_turns(group, turns, epsilon, scaled=kind == "group") if turns and not is_lone(group, rewards) else {}
+    return tuple(own.get(member.id) or _with_advantage(member, advantages) for member in group)
 
 
 def group_normalized(rewards: Sequence[float], epsilon: float) -> list[float]:

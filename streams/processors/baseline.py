@@ -24,7 +24,7 @@ WINDOW = 256
 PRIOR_COUNT = 8  # n0
 PRIOR_STD = 0.5  # s0
 MAX_ADVANTAGE = 5.0
-MEMORY = 16_384  # answers that are known to have joined, and the baselines
+MEMORY = 4096  # answers that are known to have joined, and the baselines
 
 
 def compared(memory: Memory, key: str, answer: str, reward: float, *, scaled: bool = True) -> float:

@@ -8,22 +8,22 @@ from typing import Literal
 import msgspec
 
 from infra.processor import Drop, processor
-from infra.redact import Kind, Redactor
+from infra.redact import KINDS, Kind, Redactor
 from schemas import Experience
 
 
-@processor(version=2)
+@processor(version=3)
 def redact(
     experience: Experience,
     *,
-    kinds: Sequence[Kind] = ("email", "card", "phone", "key"),
+    kinds: Sequence[Kind] = KINDS,
     patterns: Mapping[str, str] | None = None,
     action: Literal["drop", "mask"] = "drop",
 ) -> Experience | Drop:
     """Drop an experience whose text holds such data, or mask the text as `[email]`.
 
     mask hides the text that people and scores read; the token ids stay as sampled, so what is learned does not change.
-    A match cannot be interrupted: bound your own patterns' repetitions, as the built-in ones are.
+    A match cannot be interrupted: bound your own patterns' repetitions. It is at most `infra.redact.REACH` long.
     """
     redactor = Redactor(kinds, patterns)
     messages = []

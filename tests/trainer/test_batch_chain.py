@@ -13,11 +13,13 @@ from infra.processor import Drop, processor
 from infra.store_directory import DirectoryStore
 from schemas import Batch, Experience, Span, decode, encode
 from schemas.errors import ConfigError
+from schemas.parts import Stretch
 from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
 from tests.trainer.trainer_samples import make_item
 from trainer.batch import TrainItem
 from trainer.batch_chain import ALONE, apply_chain, build_batch
 from trainer.learners.scripted import ScriptedLearner
+from trainer.processors.drop_weak import drop_weak
 from trainer.processors.normalize_advantages import normalize_advantages
 from trainer.train import run_trainer
 from trainer.weight import with_weight
@@ -137,6 +139,13 @@ def test_drop_weak_leaves_out_what_teaches_nothing():
     use = "trainer.processors.drop_weak:drop_weak"
     record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
     assert [one.id for one in record.dropped] == ["usual-1.0.0-0-0"] and record.dropped_because == ("weak advantage",)
+
+
+def test_drop_weak_keeps_an_answer_whose_turns_differ():
+    weak, *_ = (msgspec.structs.replace(one.experience, advantage=0.0) for one in items(1))
+    turns = msgspec.structs.replace(weak, advantages=(Stretch(2, 1.0), Stretch(3, -1.0)))
+    found = drop_weak((weak, turns))
+    assert isinstance(found[0], Drop) and not isinstance(found[1], Drop)
 
 
 @pytest.mark.parametrize("mean", ["tokens", "sequences"])

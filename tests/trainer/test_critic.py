@@ -191,6 +191,22 @@ def test_what_the_prompt_decides_is_no_advantage_once_values_know_it(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("truncated", ["reward", "bootstrap"])
+def test_a_critic_that_learns_from_cut_off_answers_of_a_half_values_them_at_a_half(model, truncated):
+    config = CriticConfig(learning_rate=2e-3, truncated=truncated, value_clip=0.0)
+    learner = opened(model, critic=config)
+    items = ending([6, 4, 6], "truncated") + (
+        ending([6, 4, 6], "terminal", first=3) if truncated == "bootstrap" else []
+    )
+    batch = pack(items, max_tokens=1000, bootstrap=truncated == "bootstrap")
+    for step in range(60):
+        learner.step(batch, learning_rate=1e-9, seed=step)
+    assert learner._critic is not None
+    values = np.concatenate([learner._critic.values(one).detach().numpy() for one in batch.microbatches])
+    assert values == pytest.approx(np.full(len(values), HALF), abs=0.1)
+
+
+@pytest.mark.slow
 def test_a_truncated_sequence_is_worth_what_its_last_state_is(model):
     learner = opened(model, critic=CriticConfig(learning_rate=2e-3, gae_lambda=1.0, normalize=False))
     for step in range(40):

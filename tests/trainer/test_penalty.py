@@ -148,7 +148,7 @@ def test_the_entropy_and_its_gradient_are_exact_over_the_vocabulary(model, max_t
     found: dict[int, list[float]] = {}
     for one in pack(items, max_tokens=max_tokens).microbatches:
         logprob_N, entropy_N = packed.logprobs_and_entropy(one)
-        assert (logprob_N - packed.logprobs(one)).abs().max() < 1e-5
+        assert (logprob_N - packed.logprobs(one)).abs().max() < 5e-5
         entropy_N.sum().backward()
         for s, value in zip(one.sequence_N.tolist(), entropy_N.tolist(), strict=True):
             found.setdefault(s, []).append(value)

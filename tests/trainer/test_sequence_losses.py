@@ -216,6 +216,14 @@ def test_distillation_on_policy_is_the_gradient_of_the_divergence_from_the_teach
     assert (p * gradient) @ score == pytest.approx(numeric, abs=1e-8)
 
 
+@pytest.mark.parametrize("loss", [gspo, topr, opmd])
+def test_turns_with_advantages_of_their_own_give_a_sequence_their_mean(loss):
+    own = ADVANTAGE + RANDOM.normal(size=N)
+    mean = (per_sequence(own) / LENGTHS)[SEQUENCE]
+    found = [value_and_gradient(loss, inputs(advantage=advantage))[:2] for advantage in (own, mean)]
+    assert found[0][0] == pytest.approx(found[1][0]) and found[0][1] == pytest.approx(found[1][1])
+
+
 def test_reinforce_never_looks_at_who_sampled():
     value, gradient, clipped = value_and_gradient(reinforce, inputs(ratio=False, behaviour=np.full(N, np.nan)))
     assert value == pytest.approx(-ADVANTAGE * CURRENT)

@@ -53,11 +53,11 @@ class PackedModel:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens, [N] float32."""
-        return self._in_pieces(self._read, one)
+        return self._in_pieces(self._read, one, arrays=1)
 
     def logprobs_and_entropy(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens and the entropy of π_θ where each was chosen, both with gradients, [2, N] float32."""
-        return self._in_pieces(self._read_both, one)
+        return self._in_pieces(self._read_both, one, arrays=3)
 
     @torch.no_grad()
     def hits(self, one: Microbatch) -> torch.Tensor:
@@ -99,12 +99,14 @@ class PackedModel:
         states: torch.Tensor = hidden_BTD.flatten(0, 1)
         return states
 
-    def _in_pieces(self, read: Callable[..., torch.Tensor], one: Microbatch) -> torch.Tensor:
-        """What `read` makes of all sampled tokens, [..., N], holding no more logits at once than allowed."""
+    def _in_pieces(self, read: Callable[..., torch.Tensor], one: Microbatch, *, arrays: int) -> torch.Tensor:
+        """What `read` makes of all sampled tokens, [..., N]. arrays: as large as the logits, kept for its backward; no more
+        are held at once than allowed.
+        """
         hidden_ND = self._hidden(one)
         target_N = self._tensor(one.target_N)
         temperature_N = self._tensor(one.temperature_N)
-        pieces = self._num_pieces(len(target_N))
+        pieces = self._num_pieces(len(target_N) * arrays)
         if pieces == 1:
             return read(hidden_ND, target_N, temperature_N)
         parts = zip(hidden_ND.chunk(pieces), target_N.chunk(pieces), temperature_N.chunk(pieces), strict=True)

@@ -1,7 +1,7 @@
 """OPMD: online policy mirror descent, a policy gradient without ratios, held near the sampler by a squared distance."""
 
 from trainer.loss import LossInputs, LossOutput, needs
-from trainer.sequences import deal, first_of_each, required, sums
+from trainer.sequences import deal, of_each, required, sums
 
 
 @needs(mean="sequences")
@@ -13,7 +13,7 @@ def opmd(inputs: LossInputs, *, tau: float = 0.1) -> LossOutput:
     as well, which is the same as a τ of the paper times that deviation, group by group.
     """
     sequence = required(inputs.sequence, "sequence")
-    advantage = first_of_each(inputs.advantage, sequence)
+    advantage = of_each(inputs.advantage, sequence)
     distance = sums(inputs.log_weight, sequence)
     loss = -advantage * sums(inputs.logprob, sequence) + tau / 2 * distance.square()
     return LossOutput(deal(loss, sequence))

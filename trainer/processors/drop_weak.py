@@ -12,13 +12,17 @@ from trainer.weight import with_weight
 def drop_weak(
     batch: tuple[Experience, ...], *, below: float = 1e-6, mean: Literal["tokens", "sequences"] = "tokens"
 ) -> tuple[Experience | Drop, ...]:
-    """Drop an experience whose advantage is smaller than `below` in size; one without an advantage passes.
+    """Drop an experience whose advantages, also those of its turns, are smaller than `below` in size; one without passes.
 
     What is left of a lane weighs less by as much as was dropped, so that each of its tokens adds what it would have added
     to the whole. mean: what the lanes' losses are means over (sequences for gspo, topr and opmd). What a loss adds whatever
     the advantage (its pull to μ, the lane's kl and entropy) is lost with what is dropped.
     """
-    gone = [one.advantage is not None and abs(one.advantage) < below for one in batch]
+    gone = [
+        one.advantage is not None
+        and max(abs(one.advantage), *(abs(turn.advantage) for turn in one.advantages), 0) < below
+        for one in batch
+    ]
     sizes = [one.num_sampled if mean == "tokens" else 1 for one in batch]
     before, after = Counter[str](), Counter[str]()
     for one, size, weak in zip(batch, sizes, gone, strict=True):

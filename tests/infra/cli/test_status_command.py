@@ -189,6 +189,11 @@ def test_the_screen_shows_roles_policies_drops_and_alarms() -> None:
     assert has("lag", "no consumer has committed yet")
 
 
+def test_what_waits_for_the_share_of_a_tenant_is_shown() -> None:
+    report = Progress(role="train", instance="train/1", state="learning", gauges={"held_back": 1234.0})
+    assert "held back  1,234 experiences wait" in shown(state_of((0, report), now_s=1))
+
+
 def test_the_chain_in_force_on_each_partition_is_listed_while_workers_are_replaced_one_by_one() -> None:
     def worker(name: str, chain: str, *held: int, state: str = "running") -> Progress:
         return Progress(

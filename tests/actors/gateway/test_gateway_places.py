@@ -1,0 +1,252 @@
+"""Places for answers are counted when they are taken and given back on every path; turns go round the keys."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.engines.scripted import ScriptedEngine
+from actors.gateway.config import CanaryShare, Limits
+from actors.gateway.errors import ApiError
+from actors.gateway.places import Lasting, Place, Places, Rota
+from infra.bus.memory import MemoryBus
+from infra.store_memory import MemoryStore
+from tests.actors.gateway.gateway_rig import VOCABULARY, Served, engine, says, serving
+from tests.actors.rig import until
+
+LONG = [{"role": "user", "content": "x" * 6000}]  # leaves the event loop to be tokenized
+HELD = {"response_format": {"type": "json_object"}}
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "main", "messages": [{"role": "user", "content": "Hi"}], **more}
+
+
+async def all_back(served: Served, limit: int) -> None:
+    """Until the gateway says that nothing runs; then as many answers as there are places are given at once."""
+    await until(lambda: served.metrics.gauges().get("answers_running") == 0.0, seconds=60)
+    key = served.key()
+    await served.keys_read()
+    client = served.client(key)
+    done = await asyncio.gather(*(client.chat.completions.create(**chat(max_tokens=1)) for _ in range(limit)))
+    assert len(done) == limit
+    await until(lambda: served.metrics.gauges().get("answers_running") == 0.0, seconds=60)
+
+
+@given(st.lists(st.integers(-6, 4).filter(bool)))
+def test_never_more_places_are_taken_than_there_are_and_each_is_given_back_once(steps: list[int]) -> None:
+    async def check() -> None:
+        places, taken = Places(8), list[tuple[int, Place]]()
+        for step in steps:
+            if step > 0:
+                with suppress(ApiError):
+                    taken.append((step, places.take(step)))
+            elif taken:
+                _, place = taken.pop(step % len(taken))
+                place.release()
+                place.release()
+            assert places.num_taken == sum(count for count, _ in taken) <= 8
+            assert places.idle.is_set() == (not taken)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("more", [{"messages": LONG}, HELD, {"n": 2}], ids=["long prompt", "schema", "choices"])
+def test_no_more_answers_are_made_at_once_than_the_limit_says(tmp_path: Path, more: dict[str, Any]) -> None:
+    async def check() -> None:
+        seen: list[int] = []
+
+        def script(prompt: tuple[int, ...]) -> list[int]:
+            seen.append(sampler.num_running)
+            return [*(b"{}" + b" " * 60), 256]
+
+        sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.005)
+        async with serving(tmp_path, sampler, limits=Limits(concurrency=4), report_s=0.05) as served:
+            key = served.key()
+            await served.keys_read()
+            client = served.client(key)
+            asked = [client.chat.completions.create(**chat(max_tokens=40, **more)) for _ in range(32)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert any(isinstance(one, openai.RateLimitError) for one in answers)
+            assert not [one for one in answers if isinstance(one, openai.APIStatusError) and one.status_code != 429]
+            assert 0 < max(seen) <= 4
+            await all_back(served, 4)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("more", [{}, {"messages": LONG}, HELD], ids=["short", "long", "schema"])
+def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
+    tmp_path: Path, stream: bool, more: dict[str, Any]
+) -> None:
+    async def check() -> None:
+        script = says("x" * 200)
+        sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.01)
+        async with serving(tmp_path, sampler, limits=Limits(concurrency=3), report_s=0.05) as served:
+            key = served.key()
+            await served.keys_read()
+            body = json.dumps(chat(stream=stream, **more)).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+            for _ in range(6):
+                _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+                await writer.drain()
+                writer.close()
+            await all_back(served, 3)
+
+    asyncio.run(check())
+
+
+def bad(name: str) -> dict[str, Any]:
+    return {
+        "too long": {"max_tokens": 1000, "messages": [{"role": "user", "content": "x" * 4000}]},
+        "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
+        "empty": {"messages": []},
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["too long", "schema", "empty"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_is_refused_leaves_no_place_taken(tmp_path: Path, name: str, stream: bool) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, limits=Limits(concurrency=2), report_s=0.05) as served:
+            key = served.key()
+            await served.keys_read()
+            for _ in range(4):
+                with pytest.raises(openai.BadRequestError):
+                    await served.client(key).chat.completions.create(**chat(stream=stream, **bad(name)))
+            await all_back(served, 2)
+
+    asyncio.run(check())
+
+
+def test_what_a_canary_answers_takes_places_too_and_gives_them_back(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus, store, slow = MemoryBus(), MemoryStore(), engine(says("x" * 100), token_s=0.01)
+        async with serving(tmp_path, slow, bus=bus, store=store, channel="canary") as canary:
+            there = CanaryShare(url=canary.url, share=1.0)
+            more: dict[str, Any] = {"bus": bus, "store": store, "topics": False, "canary": there, "report_s": 0.05}
+            async with serving(tmp_path, engine(says("x")), limits=Limits(concurrency=3), **more) as served:
+                key = served.key()
+                await until(lambda: served.metrics.gauges().get("canary_there") == 1.0, seconds=60)
+                await served.keys_read(), await canary.keys_read()
+                client = served.client(key)
+                first = await client.chat.completions.create(**chat(stream=True))
+                async for piece in first:
+                    if piece.choices[0].delta.content:
+                        break
+                second = asyncio.create_task(client.chat.completions.create(**chat(n=2)))
+                await until(lambda: slow.num_running == 3)
+                with pytest.raises(openai.RateLimitError):
+                    await client.chat.completions.create(**chat())
+                assert served.engine.num_running == 0
+                await first.close()
+                second.cancel()
+                await asyncio.gather(second, return_exceptions=True)
+                await until(lambda: slow.num_running == 0)
+                await all_back(served, 3)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_a_stream_that_never_began_lets_go_of_what_it_holds(version: str) -> None:
+    async def check() -> None:
+        told: list[str] = []
+
+        async def pieces() -> AsyncIterator[bytes]:
+            told.append("began")
+            yield b"x"
+
+        def lets_go(of: str) -> Callable[[], Any]:
+            async def ended() -> None:
+                told.append(of)
+
+            return ended
+
+        async def gone() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def refused(message: Any) -> None:
+            raise OSError("gone")
+
+        stream = Lasting(pieces(), lets_go("first"))
+        stream.then(lets_go("second"))
+        with suppress(Exception):
+            await stream({"type": "http", "asgi": {"spec_version": version}}, gone, refused)
+        assert told == ["second", "first"]
+
+    asyncio.run(check())
+
+
+def test_turns_go_round_the_keys_however_many_one_of_them_waits_with() -> None:
+    async def check() -> None:
+        rota, order = Rota(1, 16), list[str]()
+
+        async def work(key: str) -> None:
+            async with rota.turn(key):
+                order.append(key)
+                await asyncio.sleep(0)
+
+        greedy = [asyncio.create_task(work("greedy")) for _ in range(10)]
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(work(key)) for key in ("a", "b")]
+        await asyncio.gather(*greedy, *others)
+        assert {"a", "b"} < set(order[:5]) and len(order) == 12
+
+    asyncio.run(check())
+
+
+def test_a_key_that_waits_with_too_many_is_told_to_come_back_and_the_others_are_not() -> None:
+    async def check() -> None:
+        rota, held = Rota(1, 2), asyncio.Event()
+
+        async def work(key: str) -> None:
+            async with rota.turn(key):
+                await held.wait()
+
+        tasks = [asyncio.create_task(work(key)) for key in ("x", "x", "x", "y")]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refused:
+            await work("x")
+        assert refused.value.status == 429
+        held.set()
+        await asyncio.gather(*tasks, work("x"))
+
+    asyncio.run(check())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 2))
+def test_no_turn_is_lost_to_those_who_give_up(plan: list[tuple[str, int, bool]], at_once: int) -> None:
+    async def check() -> None:
+        rota, running, most = Rota(at_once, 100), 0, 0
+
+        async def work(key: str, steps: int) -> None:
+            nonlocal running, most
+            async with rota.turn(key):
+                running, most = running + 1, max(most, running + 1)
+                try:
+                    for _ in range(steps):
+                        await asyncio.sleep(0)
+                finally:
+                    running -= 1
+
+        tasks = [(asyncio.create_task(work(key, steps)), gives_up) for key, steps, gives_up in plan]
+        await asyncio.sleep(0)
+        for task, gives_up in tasks:
+            if gives_up:
+                task.cancel()
+        await asyncio.gather(*(task for task, _ in tasks), return_exceptions=True)
+        assert most <= at_once and running == 0
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(work(key, 0) for key in "abcabc"))
+
+    asyncio.run(check())
