@@ -19,7 +19,7 @@ import msgspec
 
 from actors.config import PeopleConfig
 from infra.config import duration_s
-from schemas import Answered, Closure, Progress, Rating
+from schemas import Answered, Client, Closure, Progress, Rating
 from schemas.ids import session_of
 from schemas.names import is_person, tenant_in
 
@@ -34,9 +34,9 @@ Arm = tuple[int, int]  # the version that answered, and the version on trial whe
 
 
 class Tally(msgspec.Struct):
-    """What was served to somebody. answers: all that were sampled. failed: the engine did not bring them to an end.
+    """What was served to somebody: answers, one of each session where gateways say so.
 
-    refused: they began as a refusal.
+    failed: the engine did not bring them to an end. refused: they began as a refusal.
 
     Example: Tally(answers=9200, failed=2, refused=40)
     """
@@ -194,9 +194,10 @@ class Ratings:
         for (_, arm), told in self._served.items():
             if not wanted(arm):
                 continue
-            for one in told.clients or (told,):
-                tally = found.setdefault(getattr(one, "client", ""), Tally())
-                tally.answers += one.answers
+            whole = Client(client="", sessions=told.answers, failed=told.failed, refused=told.refused)
+            for one in told.clients or (whole,):
+                tally = found.setdefault(one.client, Tally())
+                tally.answers += one.sessions
                 tally.failed += one.failed
                 tally.refused += one.refused
         return found

@@ -129,7 +129,7 @@ def test_what_a_gateway_reports_is_counted_once_and_gateways_add_up() -> None:
     for told in (reported(10), reported(30, 2), reported(20, 1), reported(5, instance="serve/1/b")):
         ratings.progress(told)
     assert ratings.of_version(5) == {"": Tally(answers=35, failed=2, refused=2)}
-    clients = (Client(client="a", answers=7, failed=1), Client(client="b", answers=2, refused=1))
+    clients = (Client(client="a", sessions=7, failed=1), Client(client="b", sessions=2, refused=1))
     ratings.progress(reported(40, 5, clients=clients))
     assert ratings.of_version(5) == {
         "": Tally(answers=5, refused=1), "a": Tally(answers=7, failed=1), "b": Tally(answers=2, refused=1),

@@ -177,8 +177,8 @@ def test_a_canary_that_fails_is_turned_away_without_a_single_rating() -> None:
 
 
 def test_answers_that_fail_one_client_alone_turn_no_canary_away() -> None:
-    alone = (Client(client="a", answers=40, failed=25), Client(client="b", answers=60))
-    both = (Client(client="a", answers=40, failed=10), Client(client="b", answers=60, failed=15))
+    alone = (Client(client="a", sessions=40, failed=25), Client(client="b", sessions=60))
+    both = (Client(client="a", sessions=40, failed=10), Client(client="b", sessions=60, failed=15))
     for clients, verdicts in ((alone, 0), (both, 1)):
         one = begun()
         one.progress(arms(25, clients), 0)
