@@ -12,6 +12,7 @@ they stay readable, and `forget` looks for both.
 import hashlib
 import hmac
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -32,6 +33,20 @@ def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
     """
     said = msgspec.json.encode((kind, *names))  # no two lists of names are spelled alike
     return ids.spelled(hmac.new(secret, said, hashlib.sha256).hexdigest()[:letters])
+
+
+def rater_of(kind: Literal["key", "answer"], identity: str) -> str:
+    """Who rated, where nobody is named: the holder of a key, or of one answer's token."""
+    return f"{kind} {identity}"
+
+
+def is_person(rater: str) -> bool:
+    """Whether a rater is one person, as far as is known.
+
+    >>> is_person("nqjwlddn"), is_person(rater_of("key", "abcdefgh")), is_person("")
+    (True, False, False)
+    """
+    return bool(rater) and not rater.startswith(("key ", "answer "))
 
 
 def keyed_subject(secret: bytes, tenant: str, user: str) -> str:

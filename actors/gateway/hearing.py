@@ -32,7 +32,7 @@ from infra.metrics import Metrics
 from infra.seal import MAX_SESSIONS, Keys, seal_event, seal_text
 from schemas import Control, Received
 from schemas.ids import ANSWER_PREFIX, SESSION_LETTERS, group_of, session_of, sessions_in
-from schemas.names import consent_of, is_of, pseudonym
+from schemas.names import consent_of, is_of, pseudonym, rater_of
 from schemas.topics import FEEDBACK
 
 PATH = "/v1/feedback"
@@ -145,7 +145,7 @@ class Hearing:
 
     async def feedback(self, request: FeedbackRequest, *, answer: str, key: Key, by_token: bool) -> str:
         """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
-        secret, said_by = self._secret(), f"answer {answer}" if by_token else f"key {key.id}"
+        secret, said_by = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
         if request.rater and not by_token:
             said_by = pseudonym(secret, "rater", key.tenant, request.rater)
         # A browser's ids are its answer's alone, so none is taken that a server will use.
