@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, Table, Use, UsePath
+from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, Table, Use, UsePath, duration_s
 
-CurriculumKind = Literal["uniform", "easy_to_hard", "success"]
+CurriculumKind = Literal["uniform", "easy_to_hard", "success", "variance"]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
+Chance = Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, description="a temperature, 0 or above")]
 
 REFUSALS = (
@@ -62,50 +63,93 @@ class StopRule(Section, frozen=True):
 class GateSuite(Section, frozen=True):
     """[master.gate.suites.<suite>]: what a candidate must show there.
 
-    at_least: its share of right answers. max_drop: how much less than the stable version's it may be; suites are samples,
-    so 0 holds back half of all candidates that are equally good.
+    at_least: its share of right answers. max_drop: how much less than the stable version's it may be. It is held where it
+    is worse by more than that, and by more than chance explains: alpha is the chance to hold one that is as good. Results
+    on the same tasks are compared task by task. total_drop: how much less than the best the last `over` candidates may be
+    on average, so that small drops do not add up: `over` candidates in a row make the best, and it counts again from a
+    version that somebody promoted by hand.
 
     Example: GateSuite(at_least=0.8, max_drop=0.02)
     """
 
     at_least: Share = 0.0
     max_drop: Share = 0.02
+    alpha: Chance = 0.01
+    total_drop: Share = 0.02
+    over: Positive = 8
+
+
+class PeopleConfig(Section, frozen=True):
+    """[master.gate.people]: how what people say is counted, for [master.gate.canary] and [master.gate.guard].
+
+    bad_below: a rating below it is a complaint; it is on the scale that the source gives its values on. bad_below_of: of
+    sources by name that have another scale. mature: a word counts that comes so long after its answer at most, and answers
+    are compared when that time is over; "" for the longest window of [[feedback]]. Shorter than that makes decisions
+    depend on how fast people speak. block: answers of so long a time are compared with each other, and as often is decided.
+    tenant_share: the most of the evidence that one tenant gives where there are several (of failures and refusals: one
+    key); 1 where one of them is to decide alone.
+
+    Example: PeopleConfig(bad_below=3.0, block="1m")
+    """
+
+    bad_below: float = 0.5
+    bad_below_of: dict[str, float] = {}
+    mature: Duration | Literal[""] = ""
+    block: Duration = "10m"
+    tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, 1 at most")] = 0.5
+
+    def __post_init__(self) -> None:
+        if duration_s(self.block) < 0.001:
+            raise ValueError(f'block: got "{self.block}", expected a millisecond or more')
 
 
 class GuardConfig(Section, frozen=True):
     """[master.gate.guard]: when customers are taken back to the stable version before, by what they say of the answers,
     and by how many fail or are refused (what begins as a refusal: `[gateway] refusals`).
 
-    harm: it is looked for that so much more of the rated answers (a share) are rated down. more_failed: and that so much
-    more of all answers fail, or are refused. alpha: chance of ever taking back a version that is no worse. least: answers
-    of the version before, rated ones for ratings, without which nothing is decided.
+    Complaints are compared with those of the days before the version became stable, in two ways. With those of the same
+    hour of the day, where two days or more are known: it is looked for that the odds of a complaint are `odds` times as
+    high, or the share higher by `harm`, whichever is less. And whatever the hour: that the share is higher by `harm` than
+    it may become without anybody's doing, which is `swing` above the highest that it can have been.
+
+    A version is compared with the past, so no test tells it from a world that changes with it. Where the days before
+    differ from each other more than chance explains, the first way waits, and that is an alarm: customers stay where they
+    are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing:
+    [master.gate.canary] compares at the same time.
+
+    alpha: chance of ever taking back a version that is no worse. least: people heard of the versions before, and answers
+    of them, without which nothing is decided. more_failed: it is looked for that so much more of all answers fail, or are
+    refused, of each session one. watch: so long after its promotion a version is watched.
 
     Example: GuardConfig(harm=0.05, alpha=0.001)
     """
 
-    harm: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.1
-    alpha: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.01
+    harm: Chance = 0.1
+    odds: Annotated[float, msgspec.Meta(gt=1, description="a number above 1")] = 2.0
+    swing: Share = 0.1
+    alpha: Chance = 0.01
     least: Positive = 50
-    more_failed: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.05
+    more_failed: Chance = 0.05
+    watch: Duration = "7d"
 
 
 class CanaryConfig(Section, frozen=True):
     """[master.gate.canary]: what passes the suites is first tried by a share of sessions ([gateway.canary]) and becomes the
-    stable version by what people say of it, compared with what they say of the stable one meanwhile.
+    stable version by what people say of it, compared with what they say of the stable one of answers of the same time.
 
     odds: it is looked for that the odds of being rated down are so many times as high. alpha: chance of turning away a
-    version that is no worse. beta: chance that the ratings let one through that is so much worse. enough: rated answers
-    of each side after which a version is let through that looks rather no worse than so much worse. more_failed, least: as
-    in [master.gate.guard]. While a trial runs no other begins: without ratings it waits for `headrace promote` or `rollback`.
+    version that is no worse. beta: chance that the ratings let one through that is so much worse. Between no worse and
+    so much worse it may take long. longest: then a version is turned away as undecided, also one that nobody rates; while a
+    trial runs no other begins. more_failed, least: as in [master.gate.guard].
 
-    Example: CanaryConfig(odds=1.5, enough=1000)
+    Example: CanaryConfig(odds=1.5, longest="14d")
     """
 
     odds: Annotated[float, msgspec.Meta(gt=1, description="a number above 1")] = 2.0
-    alpha: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.01
-    beta: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.05
-    enough: Positive = 400
-    more_failed: Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")] = 0.05
+    alpha: Chance = 0.01
+    beta: Chance = 0.05
+    longest: Duration = "7d"
+    more_failed: Chance = 0.05
     least: Positive = 50
 
 
@@ -137,7 +181,7 @@ class GateConfig(Section, frozen=True):
     """[master.gate]: when a version may be served to customers. suites: of [[master.evals]], by which it is judged; with
     none the stable channel moves by hand only (`headrace promote`). replies: compares answers to recorded prompts; guard:
     takes a version back that customers like less; canary: tries a version on a share of sessions first; none of them where
-    its table is left out.
+    its table is left out. people: how their words count.
 
     Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GuardConfig())
     """
@@ -146,6 +190,7 @@ class GateConfig(Section, frozen=True):
     replies: GateReplies | None = None
     guard: GuardConfig | None = None
     canary: CanaryConfig | None = None
+    people: PeopleConfig = PeopleConfig()
 
 
 class MasterConfig(Section, frozen=True):
@@ -153,7 +198,7 @@ class MasterConfig(Section, frozen=True):
 
     first_version: no group is issued before this policy version is published (the end of a warm-up). num_episodes: of a
     group. max_tokens: of a turn. ramp_groups: after so many groups `easy_to_hard` draws from all tasks. floor, cap: least
-    and largest weight of a task under `success`, before its own priority. eval_lead: evals are requested so many
+    and largest weight of a task under `success` and `variance`, before its own priority. eval_lead: evals are requested so many
     versions ahead, since an engine cannot go back. gate: what a version must show before customers are served it.
     drain: the longest wait after the stop.
 

@@ -4,6 +4,9 @@ uniform        every task alike: each once in a pass over all of them, in an ord
 easy_to_hard   from the easiest tenth at first to all tasks after `ramp_groups`
 success        in proportion to 1 − success rate, at least `floor` and at most `cap`: what is solved comes back rarely,
                but does come back, and what is never solved does not take everything
+variance       in proportion to 4 p (1 - p) of the success rate p, within the same bounds: what is solved about half of the
+               time, from which a comparison teaches most (learnability of Rutherford et al., arXiv 2408.15099, section 4;
+               for language models Foster and Foerster, arXiv 2502.12272); one that was never tried counts as one half
 
 Each of them times the task's own priority, which a processor of stage tasks may have set; 0 is never drawn. The draws of a
 pass fall one into each of as many equal stretches of the summed priorities (systematic sampling, Madow 1949), so that
@@ -37,7 +40,7 @@ def choose(
     """Index of the task for the group of this `sequence`; None where every task has priority 0.
 
     priorities: as `running_sum` gives them, of the tasks from easy to hard. success: success rate of the task at an
-    index, None while it has none (it counts as 0). Raises ValueError without tasks.
+    index, None while it has none (see `weight` and `learnability`). Raises ValueError without tasks.
     """
     if not priorities:
         raise ValueError("priorities: got none, expected at least one task to choose from")
@@ -50,9 +53,10 @@ def choose(
         return None
     stretch = in_pass(num_tasks, seed=seed, sequence=sequence)
     index = _draw(priorities, (stretch + random.random()) / num_tasks * total)
-    if kind == "success":
+    if kind in ("success", "variance"):
+        weigh = weight if kind == "success" else learnability
         for _ in range(_MAX_TRIES):
-            if random.random() * cap < weight(success(index), floor=floor, cap=cap):
+            if random.random() * cap < weigh(success(index), floor=floor, cap=cap):
                 break
             index = _draw(priorities, random.random() * total)
     return index
@@ -81,8 +85,14 @@ def running_sum(priorities: Iterable[float]) -> list[float]:
 
 
 def weight(success_rate: float | None, *, floor: float, cap: float) -> float:
-    """Relative frequency of a task under `success`, in `floor` to `cap`."""
+    """Relative frequency of a task under `success`, in `floor` to `cap`; one that was never tried counts as never solved."""
     return min(cap, max(floor, 1.0 - (success_rate or 0.0)))
+
+
+def learnability(success_rate: float | None, *, floor: float, cap: float) -> float:
+    """Relative frequency of a task under `variance`, in `floor` to `cap`."""
+    p = 0.5 if success_rate is None else success_rate
+    return min(cap, max(floor, 4.0 * p * (1.0 - p)))
 
 
 def easy_pool(num_tasks: int, *, sequence: int, ramp_groups: int) -> int:

@@ -11,14 +11,13 @@ import contextlib
 import hashlib
 import inspect
 import math
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
-from infra.chain.calls import Failure, as_tasks, in_thread
+from infra.chain.calls import Failure, Trouble, as_tasks, in_thread
 from infra.plugin import load
 from schemas import Task
 
@@ -63,7 +62,7 @@ class World:
         self._name = use.rpartition(":")[2]
         self._environment: Any = load(use, options, "environment")
         self._timeout_s = timeout_s
-        self._hung: list[threading.Thread] = []
+        self._trouble = Trouble(f"environment {self._name}")
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,9 +85,9 @@ class World:
 
     async def _call(self, function: Callable[[None], Any], what: str) -> object:
         if inspect.iscoroutinefunction(getattr(self._environment, what)):
-            (result,) = await as_tasks(function, [None], {}, self._timeout_s)
+            (result,) = await as_tasks(function, [None], {}, self._timeout_s, self._trouble)
         else:
-            (result,) = await in_thread(function, [None], {}, self._timeout_s, self._hung)
+            (result,) = await in_thread(function, [None], {}, self._timeout_s, self._trouble)
         if isinstance(result, Failure):
             raise EnvironmentFailed(f"environment {self._name}: {what} {result.kind}: {result.detail}")
         return result

@@ -10,14 +10,16 @@ number.
 """
 
 from collections.abc import Iterable, Sequence
-from math import comb, fsum, sqrt
+from math import comb, fsum
 
 import msgspec
 
 from actors.config import EvalSuite
+from actors.evidence import wilson
 from schemas import Closure, EvalResult, Experience, Issued
+from schemas.fields import VERSION_PASSED
 
-VERSION_PASSED = "version passed"
+POISSON_LOW = (0.0, 0.0253, 0.2422, 0.6187)  # of so many events: the mean of which so many or more have chance 2.5 %
 _PREFIX = "eval-"
 
 
@@ -46,7 +48,10 @@ def parse_eval_group(group: str) -> tuple[str, int, int] | None:
 
 
 class Request(msgspec.Struct):
-    """One suite at one version. attempts: index to newest attempt. answers: index to sample to score."""
+    """One suite at one version. attempts: index to newest attempt. answers: index to sample to score.
+
+    tasks: a digest of which tasks.
+    """
 
     suite: str
     version: int
@@ -54,6 +59,7 @@ class Request(msgspec.Struct):
     answers: dict[int, dict[int, float]] = {}
     issued_at: float = 0.0
     num_tasks: int = 0
+    tasks: str = ""
     missed: bool = False
     result: bool = False
 
@@ -96,9 +102,13 @@ class EvalBook:
         for request in self._open.values():
             request.issued_at = at
 
-    def complete(self, suite: str, version: int, num_tasks: int) -> None:
-        """The request is issued as a whole: `num_tasks` tasks, or those of an earlier life if they were more."""
+    def complete(self, suite: str, version: int, num_tasks: int, tasks: str = "") -> None:
+        """The request is issued as a whole: `num_tasks` tasks, or those of an earlier life if they were more.
+
+        tasks: a digest of which ones.
+        """
         request = self.request(suite, version)
+        request.tasks = tasks
         request.num_tasks = max(num_tasks, 1 + max(request.attempts, default=-1))
 
     def scored(self, experience: Experience) -> None:
@@ -191,7 +201,7 @@ class EvalBook:
 
     def _result(self, request: Request) -> EvalResult:
         suite = self.suites[request.suite]
-        right = [sum(value >= 1.0 for value in given.values()) for given in request.answers.values()]
+        right = [sum(value >= 1.0 for value in given.values()) for _, given in sorted(request.answers.items())]
         values = [value for given in request.answers.values() for value in given.values()]
         powers = [1 << power for power in range(suite.samples.bit_length()) if 1 << power <= suite.samples]
         return EvalResult(
@@ -205,6 +215,8 @@ class EvalBook:
             num_samples=suite.samples,
             pass_at={str(k): pass_at(k, right, suite.samples) for k in powers} if suite.samples > 1 else {},
             interval=interval(right, suite.samples),
+            right=tuple(right),
+            tasks=request.tasks if len(right) == request.num_tasks else "",
         )
 
 
@@ -227,20 +239,25 @@ def verdict(experience: Experience, name: str) -> float:
     return whole[-1] if whole else fsum(value for _, value in values)
 
 
-def interval(right: Sequence[int], num_samples: int, z: float = 1.96) -> tuple[float, float]:
+def interval(right: Sequence[int], num_samples: int) -> tuple[float, float]:
     """95 % confidence of the share of right answers.
 
-    One answer per task: Wilson's score interval (1927). Several: normal over the tasks' means, since answers to one task
-    are not independent.
+    Wilson's score interval (1927) of as many independent answers as these are worth: answers to one task are alike, by the
+    design effect of the tasks' means (Kish, Survey Sampling, 1965), in which four tasks of wholly equal answers are
+    counted too, since few tasks show little of it. Next to 0 and 1 the ends are Poisson's where these are further out
+    (Brown, Cai and DasGupta, Statistical Science 16, 2001, equation 10).
     """
-    num_tasks = len(right)
-    shares = [count / num_samples for count in right]
-    mean = sum(shares) / num_tasks
-    if num_samples == 1:
-        centre = (mean + z * z / (2 * num_tasks)) / (1 + z * z / num_tasks)
-        spread = mean * (1 - mean) / num_tasks + z * z / (4 * num_tasks * num_tasks)
-        half = z * sqrt(spread) / (1 + z * z / num_tasks)
-    else:
-        centre = mean
-        half = z * sqrt(sum((share - mean) ** 2 for share in shares) / max(1, num_tasks - 1) / num_tasks)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    num_tasks, count = len(right), sum(right)
+    mean = count / (num_tasks * num_samples)
+    spread = sum((one / num_samples - mean) ** 2 for one in right) / max(1, num_tasks - 1)
+    chance = mean * (1 - mean)
+    seen = num_samples * spread / chance if chance else float(num_samples)
+    effect = min(max((num_tasks * seen + 4 * num_samples) / (num_tasks + 4), 1.0), float(num_samples))
+    worth = num_tasks * num_samples / effect
+    low, high = wilson(mean * worth, worth)
+    few, rest = int(mean * worth + 1e-9), int((1 - mean) * worth + 1e-9)
+    if few < len(POISSON_LOW):
+        low = min(low, POISSON_LOW[few] / worth)
+    if rest < len(POISSON_LOW):
+        high = max(high, 1.0 - POISSON_LOW[rest] / worth)
+    return low, high

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from actors.config import ExploreConfig
 from actors.desk import Desk
 from actors.engine import Engine
-from actors.evaluation import VERSION_PASSED
-from actors.plan import SERVING
 from actors.policy_follower import PolicyFollower
 from actors.role import run_until
 from actors.rollout import Rig, pass_over, run_group
@@ -32,6 +30,7 @@ from infra.images import ImageReader
 from infra.metrics import Metrics
 from infra.store import Store
 from schemas import Progress, Task
+from schemas.fields import VERSION_PASSED, Life
 from schemas.topics import PROGRESS, TASKS
 
 _log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ async def run_explorer(
         images=ImageReader(store),
     )
     desk = Desk(max_episodes=config.episodes_in_flight)
-    await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading"))
+    await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading", life="starting"))
     await engine.start()
     try:
         follower = PolicyFollower(rig, desk, store, floor.policy.name)
@@ -83,7 +82,7 @@ async def run_explorer(
             _report(rig, desk, follower, instance),
             _drain(desk, config.drain_s, stop, halt),
         )
-        await log.publish(PROGRESS, _progress(rig, instance, "stopped"))
+        await log.publish(PROGRESS, _progress(rig, instance, "stopped", "ended"))
     finally:
         await engine.close()
 
@@ -185,11 +184,11 @@ async def _report(rig: Rig, desk: Desk, follower: PolicyFollower, instance: str)
         for name, value in follower.times.gauges().items():
             metrics.gauge(name).set(value)
         metrics.gauge("policy_version").set(rig.engine.version)
-        await rig.log.publish(PROGRESS, _progress(rig, instance, SERVING))
+        await rig.log.publish(PROGRESS, _progress(rig, instance, "serving", "working"))
         await asyncio.sleep(rig.config.report_s)
 
 
-def _progress(rig: Rig, instance: str, state: str) -> Progress:
+def _progress(rig: Rig, instance: str, state: str, life: Life) -> Progress:
     """All that was counted so far."""
     return Progress(
         role="explore",
@@ -198,4 +197,5 @@ def _progress(rig: Rig, instance: str, state: str) -> Progress:
         counters=rig.metrics.counters(),
         gauges=rig.metrics.gauges(),
         state=state,
+        life=life,
     )

@@ -26,7 +26,7 @@ from infra.bus.blobs import day_of
 from infra.bus.log import Log, Message
 from infra.config import Floor, Pacing, duration_s
 from infra.metrics import Metrics
-from schemas import Block, Closure, Directive, Drawn, EvalResult, PolicyEvent, Progress, Task
+from schemas import Block, Closure, Directive, Drawn, EvalResult, MasterState, PolicyEvent, Progress, Task
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange, StoreError, UnknownMajor
 from schemas.fields import CANARY_MISSING
 from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS, TASKSET
@@ -100,14 +100,14 @@ def _apply(plan: Plan, metrics: Metrics, message: Message) -> None:
     if isinstance(record, Task):
         plan.task(record)
     elif isinstance(record, Closure):
-        plan.closure(record)
+        plan.closure(record, message.timestamp_ms)
         metrics.counter("closures", outcome=record.outcome, reason=record.reason).inc()
     elif isinstance(record, Drawn):
         metrics.counter("groups_drawn").inc(plan.drawn(record))
     elif isinstance(record, Progress):
         plan.progress(record, message.timestamp_ms)
     elif isinstance(record, PolicyEvent):
-        plan.policy(record, message.offset)
+        plan.policy(record, message.offset, message.timestamp_ms)
     elif isinstance(record, Directive):
         plan.directive(record, message.offset)
     elif isinstance(record, EvalResult):
@@ -156,7 +156,8 @@ async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instan
     """Tell what is going on; the reports also keep the log's clock moving."""
     while True:
         admission = plan.admission
-        metrics.gauge("outstanding_groups").set(len(admission.outstanding))
+        state = MasterState(state=plan.state, outstanding=len(admission.outstanding), drained_to=plan.drain_offset)
+        metrics.gauge("outstanding_groups").set(state.outstanding)
         metrics.gauge("max_outstanding_groups").set(admission.limits.max_outstanding)
         metrics.gauge("issued_groups").set(admission.next_sequence)
         metrics.gauge("stable_version").set(plan.gate.stable.version)
@@ -164,7 +165,6 @@ async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instan
         if plan.look_for_canary():
             _log.warning("canary_missing trial=%d", plan.gate.stable.trial)
         metrics.gauge(CANARY_MISSING).set(plan.canary.missing_s)
-        metrics.gauge("drain_offset").set(plan.drain_offset)
         metrics.gauge("tasks").set(len(plan.book.tasks))
         metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
         await log.publish(
@@ -175,7 +175,10 @@ async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instan
                 version=plan.feed.newest,
                 counters=metrics.counters(),
                 gauges=metrics.gauges(),
-                state=plan.state,
+                state=state.state,
+                life="ended" if state.state == "done" else "working",
+                master=state,
+                alarms=tuple(plan.gate.alarms()),
             ),
         )
         await asyncio.sleep(every_s)

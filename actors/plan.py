@@ -6,7 +6,9 @@ is starting or gone makes nothing overdue; for the stop rule the time during whi
 recounted from the log at a restart, except how long groups have been waiting: that begins anew.
 """
 
+import hashlib
 import logging
+from collections.abc import Sequence
 
 from actors.absence import Absence
 from actors.admission import Admission, Limits
@@ -20,12 +22,10 @@ from infra.config import Pacing, duration_s
 from infra.weights.policy_feed import PolicyFeed
 from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
-from schemas.fields import IS_CANARY
+from schemas.fields import MasterPhase
 from schemas.ids import task_of
 
 _log = logging.getLogger(__name__)
-
-SERVING = "serving"  # state an explorer reports once it takes tasks
 
 _SILENT_MS = 15_000  # gateways report every few seconds: a longer silence is absence
 _MAX_GAP_MS = 5_000  # explorers report every few seconds: a longer silence is absence
@@ -105,14 +105,14 @@ class Plan:
         self.book.issued(task_of(issued.group), round_of(issued.group))
         self._begun_any = True
 
-    def closure(self, closure: Closure) -> bool:
+    def closure(self, closure: Closure, timestamp_ms: int | None = None) -> bool:
         """A Closure of `progress`; True if it ended an outstanding group."""
         self._moved_ms = self.clock_ms
         if parse_eval_group(closure.group) is not None:
             self.evals.closed(closure)
             return False
         self._begun_any = self._begun_any or closure.lane == "live"
-        self.gate.closure(closure)
+        self.gate.closure(closure, timestamp_ms)
         if closure.mean_reward is not None and closure.revision == 0:
             self.book.rewarded(closure.group, closure.mean_reward)
         return self.admission.closed(closure)
@@ -124,18 +124,18 @@ class Plan:
 
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
         """A report of a role."""
-        self.gate.progress(progress)
-        if progress.gauges.get(IS_CANARY):
+        self.gate.progress(progress, timestamp_ms)
+        if progress.is_canary:
             self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
-        if progress.role != "explore" or progress.state != SERVING:
-            return
+        if progress.role != "explore" or progress.life not in ("working", None):
+            return  # None, of an older explorer: a group that is issued again too early costs less than one that never is
         if self._explorer_ms is not None:
             self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
         self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
 
-    def policy(self, event: PolicyEvent, offset: int) -> None:
+    def policy(self, event: PolicyEvent, offset: int, timestamp_ms: int | None = None) -> None:
         """A record of `policies`."""
-        self.gate.event(event)
+        self.gate.event(event, timestamp_ms)
         if self.feed.apply(event, offset):
             self._moved_ms = self.clock_ms
             self.feed.forget_below(self.feed.newest)
@@ -191,8 +191,8 @@ class Plan:
         )
 
     @property
-    def state(self) -> str:
-        """warming up | issuing | draining | evaluating | done; drained or paused, where an operator asked for it."""
+    def state(self) -> MasterPhase:
+        """How far it is."""
         if self.paused:
             return "paused"
         if not self.stopped:
@@ -251,7 +251,7 @@ class Plan:
             missing = [index for index in range(len(suite_tasks)) if index not in request.attempts]
             tasks += [self._eval(request.suite, request.version, index, self._first_attempt) for index in missing]
             if suite_tasks:
-                self.evals.complete(request.suite, request.version, len(suite_tasks))
+                self.evals.complete(request.suite, request.version, len(suite_tasks), _digest(suite_tasks))
         return self._count(tasks)
 
     def results(self) -> list[EvalResult]:
@@ -336,3 +336,8 @@ class Plan:
             assert task.issued is not None
             self.issued(task.issued)
         return tasks
+
+
+def _digest(tasks: Sequence[Task]) -> str:
+    """Which tasks these are, in their order."""
+    return hashlib.blake2b("\x00".join(task.id for task in tasks).encode(), digest_size=8).hexdigest()

@@ -13,6 +13,8 @@ new part instead of inventing tokens, and `part_reason` says why; what was sampl
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
+from threading import Lock
 from typing import Protocol, TypedDict, Unpack
 
 import msgspec
@@ -26,6 +28,7 @@ from schemas.ids import experience_id
 
 Conversation = tuple[Message, ...]
 
+LONG_CHARS = 16_384
 HISTORY_REWRITTEN = "history rewritten"
 TEMPLATE_DIFFERS = "the template does not extend earlier turns"
 
@@ -98,7 +101,7 @@ class Session:
         conversation = tuple(messages)
         if not conversation:
             raise ValueError("messages: got none, expected the conversation so far")
-        rendered = self._tokenizer.encode_chat(conversation)
+        rendered = await self._rendered(conversation)
         tail, reason = self._tail(conversation, rendered)
         prompt = list(rendered) if tail is None else self._parts[-1].tokens + tail
         images = await self._shown(conversation)
@@ -163,6 +166,12 @@ class Session:
             for index, part in enumerate(parts)
         ]
 
+    async def _rendered(self, conversation: Conversation) -> list[int]:
+        """The conversation's tokens; a long one leaves the event loop, and with it the heartbeat, to others meanwhile."""
+        if is_long(conversation):
+            return await asyncio.to_thread(self._tokenizer.encode_chat, conversation)
+        return self._tokenizer.encode_chat(conversation)
+
     async def _shown(self, conversation: Conversation) -> tuple[Pixels, ...]:
         """The pixels of the conversation's images, which are recorded by reference alone."""
         images = images_of(conversation)
@@ -185,9 +194,14 @@ class Session:
         return tail, TEMPLATE_DIFFERS if tail is None else ""
 
 
+def is_long(messages: Sequence[Message]) -> bool:
+    """Whether there is more text than an event loop may wait for."""
+    return sum(len(message.content) for message in messages) > LONG_CHARS
+
+
 class CachedTokenizer:
     """A tokenizer that remembers what it rendered last: the episodes of a group share their prompt, and short games
-    take the same turns again and again.
+    take the same turns again and again. Safe in several threads, which render a long conversation once between them.
 
     max_tokens: of the conversations remembered, all together; more than that of one alone is remembered too.
     """
@@ -197,18 +211,24 @@ class CachedTokenizer:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._rendered: dict[Conversation, list[int]] = {}
+        self._long, self._cache = Lock(), Lock()
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """As the wrapped tokenizer's; callers must not change the list."""
         key = tuple(messages)
-        tokens = self._rendered.get(key)
-        if tokens is None:
-            tokens = list(self._tokenizer.encode_chat(messages))
-            self._num_tokens += len(tokens)
+        with self._long if is_long(key) else nullcontext():
+            tokens = self._rendered.get(key)
+            if tokens is None:
+                tokens = list(self._tokenizer.encode_chat(messages))
+                self._remember(key, tokens)
+        return tokens
+
+    def _remember(self, key: Conversation, tokens: list[int]) -> None:
+        with self._cache:
+            self._num_tokens += len(tokens) - len(self._rendered.pop(key, ()))
             while self._rendered and self._num_tokens > self._max_tokens:
                 self._num_tokens -= len(self._rendered.pop(next(iter(self._rendered))))
             self._rendered[key] = tokens
-        return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         """As the wrapped tokenizer's."""

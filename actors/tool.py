@@ -10,7 +10,6 @@ Guarantee: whatever the policy writes and whatever a tool does, a call ends as t
 import inspect
 import json
 import re
-import threading
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import jsonschema
 import msgspec
 
-from infra.chain.calls import Failure, as_tasks, in_thread
+from infra.chain.calls import Failure, Trouble, as_tasks, in_thread
 from infra.plugin import load
 from schemas.errors import ConfigError
 
@@ -30,7 +29,7 @@ _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool. parameters: JSON schema of the arguments, an object. hung: threads that were given up.
+    """One tool. parameters: JSON schema of the arguments, an object. trouble: what hangs.
 
     Example: Tool(name="lookup", description="Find an order.", parameters={"type": "object"}, function=lookup)
     """
@@ -39,7 +38,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     parameters: Schema
     function: Callable[..., Any]
-    hung: list[threading.Thread] = []
+    trouble: Trouble = msgspec.field(default_factory=Trouble)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,9 +137,9 @@ async def answer(call: Call, tools: Sequence[Tool], *, timeout_s: float) -> Answ
 
     bare = getattr(tool.function, "func", tool.function)
     if inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__):
-        (result,) = await as_tasks(run, [call.arguments], {}, timeout_s)
+        (result,) = await as_tasks(run, [call.arguments], {}, timeout_s, tool.trouble)
     else:
-        (result,) = await in_thread(run, [call.arguments], {}, timeout_s, tool.hung)
+        (result,) = await in_thread(run, [call.arguments], {}, timeout_s, tool.trouble)
     if isinstance(result, Failure):
         return Answer(f"error: {tool.name} {result.kind}: {result.detail}", failed=True)
     return Answer(_text(result))

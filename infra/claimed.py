@@ -26,7 +26,7 @@ class ClaimedFolder:
 def _claim(base: Path, role: str) -> tuple[Path, IO[str]]:
     for index in range(MAX_PROCESSES):
         path = base / f"{role}-{index}"
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (path / "lock").open("w", encoding="ascii")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -57,22 +57,62 @@ class Kafka(Section, frozen=True):
     created. jars: folder of Kafka's jars for the embedded broker, "" fetches them. deadline_s: how long an unreachable
     broker is retried.
 
-    Example: Kafka(bootstrap_servers="kafka-1:9092,kafka-2:9092", partitions=12)
+    security_protocol and what follows it are Kafka's own names, for a cluster that asks who one is. The password stands in
+    the environment (sasl_password_env names the variable) or in a file (sasl_password_file), never here. sasl_token:
+    `module:name` of a function that returns a bearer token, asked for each connection. ssl_ca_file: who vouches for the
+    brokers, "" for the system's authorities; ssl_cert_file, ssl_key_file: the client's own certificate, where it is asked
+    for one. Files are PEM, relative to the TOML.
+
+    Example: Kafka(bootstrap_servers="kafka-1:9093", security_protocol="SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
+                   sasl_username="headrace", partitions=12)
     """
 
     bootstrap_servers: str = ""
     partitions: Positive = 4
     jars: str = ""
     deadline_s: Seconds = 60.0
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
+    sasl_username: str = ""
+    sasl_password_env: str = "HEADRACE_KAFKA_PASSWORD"
+    sasl_password_file: str = ""
+    sasl_token: str = ""
+    ssl_ca_file: str = ""
+    ssl_cert_file: str = ""
+    ssl_key_file: str = ""
+
+    @property
+    def is_sasl(self) -> bool:
+        """Whether clients say who they are with SASL."""
+        return self.security_protocol.startswith("SASL")
+
+    def __post_init__(self) -> None:
+        if self.security_protocol != "PLAINTEXT" and not self.bootstrap_servers:
+            raise ValueError(
+                "got security_protocol without bootstrap_servers: the embedded broker has a password of its own"
+            )
+        if not self.is_sasl and (self.sasl_username or self.sasl_token):
+            raise ValueError(f'got sasl_* with security_protocol = "{self.security_protocol}", expected SASL_SSL')
+        if self.is_sasl and self.sasl_mechanism == "OAUTHBEARER" and not self.sasl_token:
+            raise ValueError('got sasl_mechanism = "OAUTHBEARER" without sasl_token, expected "module:name"')
+        if self.is_sasl and self.sasl_mechanism != "OAUTHBEARER" and not self.sasl_username:
+            raise ValueError(f'got sasl_mechanism = "{self.sasl_mechanism}" without sasl_username')
+        if not self.security_protocol.endswith("SSL") and (self.ssl_ca_file or self.ssl_cert_file):
+            raise ValueError(f'got ssl_* with security_protocol = "{self.security_protocol}", expected one with SSL')
 
 
 class StoreConfig(Section, frozen=True):
-    """[store]. url: a folder (relative to the TOML) or s3://bucket/prefix; credentials come from the environment.
+    """[store]. url: a folder (relative to the TOML) or s3://bucket/prefix; credentials come from the environment. keys: the
+    same, for what signs and seals (objects below `keys/` and `gateway/`), "" for the same place. Apart, weights and checkpoints
+    can be shared with whoever must not read customers: gateways, stream workers, `forget` and `keys` need to write there,
+    trainer, explorers, `trace` and `replay` to read. Neither place may keep old versions of these objects. To move them,
+    stop the app and copy both folders.
 
-    Example: StoreConfig(url="s3://ml/support-bot")
+    Example: StoreConfig(url="s3://ml/support-bot", keys="s3://ml-secrets/support-bot")
     """
 
     url: str = "store"
+    keys: str = ""
 
 
 class Keep(Section, frozen=True):

@@ -1,7 +1,7 @@
 """Models and tokenizers from a folder: safetensors and JSON only, nothing is fetched, no code in the folder is run.
 
-Guarantee: the control tokens of a conversation are those that its chat template writes, whatever its messages and tools say
-(see `infra.controls`).
+Guarantees: what computes is chosen here, never by a folder's config.json; the control tokens of a conversation are those that
+its chat template writes, whatever its messages and tools say (see `infra.controls`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,10 +144,8 @@ def save_settings(model: str, folder: Path) -> None:
 
 def context_tokens(folder: str | Path) -> int:
     """Tokens of the longest sequence a model takes, 0 where its configuration does not say. Raises ConfigError."""
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        config = _own_kernels(folder)
     except (OSError, ValueError) as error:
         raise _not_loadable("model", folder, "config.json", error) from error
     return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
@@ -168,6 +166,7 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
         with no_progress_bars():
             model = kind.from_pretrained(
                 str(folder),
+                config=_own_kernels(folder),
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
                 trust_remote_code=False,
@@ -177,6 +176,23 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
         raise _not_loadable("model", folder, "config.json and *.safetensors", error) from error
     module: torch.nn.Module = model.eval()
     return module
+
+
+def _own_kernels(folder: str | Path) -> Any:
+    """A folder's configuration without what it says of kernels: a name there may be that of a repository with code.
+
+    Which attention computes is then what transformers takes by itself. Raises OSError, ValueError.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    left = [config]
+    while left:
+        one = left.pop()
+        one._attn_implementation = None
+        one._experts_implementation = None
+        left += [inner for inner in vars(one).values() if isinstance(inner, PretrainedConfig)]
+    return config
 
 
 class Classifier:
@@ -196,11 +212,10 @@ class Classifier:
 
 def build_classifier(folder: str | Path) -> Classifier:
     """The sequence classifier that a folder's config.json describes, with weights yet to be loaded. Raises ConfigError."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+        model = AutoModelForSequenceClassification.from_config(_own_kernels(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _not_loadable("classifier", folder, "config.json of a sequence classifier", error) from error
     return Classifier(model.float().eval())

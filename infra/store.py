@@ -12,6 +12,10 @@ from schemas.errors import ConfigError
 
 MAX_KEY_BYTES = 900  # S3 takes 1024, some of it for the store's own prefix
 MAX_SEGMENT_BYTES = 255  # of file systems, and of MinIO
+PRIVATE = (
+    "keys/",
+    "gateway/",
+)  # what users' data is sealed and tokens are signed with: for the owner of the store alone
 
 
 class Store(Protocol):
@@ -31,6 +35,45 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; absent is fine. Raises StoreError."""
+
+
+class DividedStore:
+    """A store whose secrets lie in another: objects below PRIVATE there, all others in `data`."""
+
+    def __init__(self, data: Store, secrets: Store) -> None:
+        self._data = data
+        self._secrets = secrets
+
+    def __repr__(self) -> str:
+        return f"{self._data!r} with keys in {self._secrets!r}"
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store an object, replacing any other. Raises StoreError."""
+        self._of(key).put(key, data)
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises NotInStore, StoreError."""
+        return self._of(key).get(key)
+
+    def size(self, key: str) -> int:
+        """Bytes of the object. Raises NotInStore, StoreError."""
+        return self._of(key).size(key)
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """All keys that begin with `prefix`, sorted. Raises StoreError."""
+        if prefix.startswith(PRIVATE):
+            yield from self._secrets.keys(prefix)
+            return
+        others = (key for key in self._data.keys(prefix) if not key.startswith(PRIVATE))
+        secret = [key for one in PRIVATE if one.startswith(prefix) for key in self._secrets.keys(one)]
+        yield from sorted([*others, *secret]) if secret else others
+
+    def delete(self, key: str) -> None:
+        """Remove an object; absent is fine. Raises StoreError."""
+        self._of(key).delete(key)
+
+    def _of(self, key: str) -> Store:
+        return self._secrets if key.startswith(PRIVATE) else self._data
 
 
 def open_store(url: str, *, base: Path) -> Store:

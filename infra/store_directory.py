@@ -14,13 +14,11 @@ from typing import TypeVar
 
 from infra.failpoint import reach
 from infra.failpoint import write as write_all
-from infra.store import check_key, check_prefix
+from infra.store import PRIVATE, check_key, check_prefix
 from schemas.errors import NotInStore, StoreError
 
 INCOMING = ".incoming"
 STALE_AFTER_S = 3600.0
-PRIVATE = "keys/"  # what users' data is sealed under: for nobody but the owner of the files
-
 T = TypeVar("T")
 
 
@@ -50,7 +48,7 @@ class DirectoryStore:
                 file.flush()
                 reach("store.before_fsync")
                 os.fsync(file.fileno())
-            self._make_folders(target.parent)
+            self._make_folders(target.parent, 0o700 if key.startswith(PRIVATE) else 0o777)
             reach("store.before_rename")
             os.replace(temporary, target)
             reach("store.after_rename")
@@ -107,11 +105,11 @@ class DirectoryStore:
                 raise NotInStore(f"{verb} {key}: not in {self!r}") from error
             raise StoreError(f"{verb} {key} in {self!r}: {error.strerror}") from error
 
-    def _make_folders(self, folder: Path) -> None:
+    def _make_folders(self, folder: Path, mode: int) -> None:
         if folder.is_dir():
             return
-        self._make_folders(folder.parent)
-        folder.mkdir(exist_ok=True)
+        self._make_folders(folder.parent, mode)
+        folder.mkdir(exist_ok=True, mode=mode)
         _sync_folder(folder.parent)
 
     def _walk(self, top: Path) -> Iterator[str]:

@@ -6,10 +6,9 @@ from schemas.experience import Experience, make_experience
 from schemas.fields import End, Kind, Lane, Meta
 from schemas.frame import decode, encode, kafka_headers, kind_of
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
-from schemas.parts import Edit, Score, Span
+from schemas.parts import Edit, Score, Span, Stretch
 from schemas.records import (
     MAJOR,
-    Answered,
     Closure,
     Control,
     DeadLetter,
@@ -21,13 +20,13 @@ from schemas.records import (
     Issued,
     Message,
     PolicyEvent,
-    Progress,
     Rating,
     Received,
     Stub,
     Task,
     Tick,
 )
+from schemas.reports import Answered, Client, MasterState, Progress
 
 __all__ = [
     "MAJOR",
@@ -36,6 +35,7 @@ __all__ = [
     "Batch",
     "BatchItem",
     "Block",
+    "Client",
     "Closure",
     "Control",
     "DeadLetter",
@@ -51,6 +51,7 @@ __all__ = [
     "Issued",
     "Kind",
     "Lane",
+    "MasterState",
     "Message",
     "Meta",
     "PolicyEvent",
@@ -62,6 +63,7 @@ __all__ = [
     "Score",
     "Skip",
     "Span",
+    "Stretch",
     "Stub",
     "Task",
     "Tick",

@@ -1,7 +1,8 @@
 """Bulk of an experience: its tokens, logprobs and messages, either made here or lying in the sections of a frame.
 
 Guarantee: bulk from a frame is decoded on first use, once; what is wrong with it raises BadFrame then, naming the
-experience and the field. Arrays are read-only.
+experience and the field. Arrays are read-only. However often runs repeat or overlap, an experience has at most
+MAX_MESSAGES messages, and the experiences of a frame decode at most MAX_READ_BYTES of text together.
 """
 
 import struct
@@ -15,7 +16,7 @@ from msgspec import Meta
 
 from schemas.errors import BadFrame
 from schemas.records import Message
-from schemas.sections import LOGPROBS, TEXT, TOKENS, WIDTHS, Ranges, Sections
+from schemas.sections import LOGPROBS, MAX_READ_BYTES, TEXT, TOKENS, WIDTHS, Ranges, Sections
 
 MAX_MESSAGES = 16_384
 
@@ -89,11 +90,13 @@ class Bulk:
         """The conversation as text."""
         found = self._messages
         if found is None:
-            found = ()
+            made: list[Message] = []
             pairs = iter(self.ranges[TEXT])
             for start in pairs:
-                found += self._messages_at(start, next(pairs, -1))
-            self._messages = found
+                made += self._messages_at(start, next(pairs, -1))
+                if len(made) > MAX_MESSAGES:
+                    raise BadFrame(f"experience {self.owner}: text: got over {MAX_MESSAGES} messages")
+            found = self._messages = tuple(made)
         return found
 
     def _items(self, at: int) -> bytes:
@@ -111,6 +114,9 @@ class Bulk:
         assert self.sections is not None
         found = self.sections.texts.get((start, stop))
         if found is None:
+            self.sections.read_bytes += max(stop - start, 0)
+            if self.sections.read_bytes > MAX_READ_BYTES:
+                raise BadFrame(f"experience {self.owner}: text: runs of over {MAX_READ_BYTES} bytes are read in all")
             try:
                 found = _messages_decoder.decode(self.sections.cut(TEXT, (start, stop)))
             except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:

@@ -25,7 +25,7 @@ from schemas.bulk import (
 )
 from schemas.errors import BadFrame
 from schemas.fields import Count, End, Finite, Id, Kind, Lane, Meta, Number, Weight
-from schemas.parts import Edit, Score, Span, num_sampled
+from schemas.parts import Edit, Score, Span, Stretch, num_sampled
 from schemas.records import Message
 
 MAX_TOKENS = 4 * 1024 * 1024
@@ -39,7 +39,8 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     id: see `schemas.ids`. group_size: episodes of the group. part, last: its place in the episode. origin: who made it.
     subject: whose data, key_id: the key it is sealed under; derivatives inherit both. sequence: issue order of the
     group, -1 unpaced. suite: name of the eval set, "" for rollouts. spans: what was sampled, sorted. stamps:
-    "processor@version" of all that ran. meta: the user's own, from task to batch; nothing of headrace reads it.
+    "processor@version" of all that ran. meta: the user's own, from task to batch; read only
+    by what was told a key of it, as scores are.
     A read of tokens, logprobs or messages raises BadFrame where the frame's bulk is bad.
 
     kind: an answer is scored and compared; a demonstration, and the chosen and the rejected side of a preference pair
@@ -55,6 +56,8 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     weight: its loss terms are multiplied by it, within the batch chain alone.
     retrained: how often a late verdict sent it to be trained again.
     notes: what the workflow noted of the episode (`Session.note`).
+    advantages: of runs of tokens, in their order and up to the last token, where turns have their own; `advantage` is then
+    their mean over the sampled tokens, and what a batch step adds to it is added to each. () gives all of them `advantage`.
 
     Example: Experience(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, num_tokens=11, answer="280",
                         spans=(Span(start=6, stop=11, version=12),), reward=1.0, meta={"level": "easy"})
@@ -101,6 +104,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     weight: Weight = 1.0
     retrained: Count = 0
     notes: Meta = {}
+    advantages: Annotated[tuple[Stretch, ...], Bounds(max_length=4096)] = ()
 
     @property
     def tokens(self) -> Tokens:
@@ -308,6 +312,7 @@ class Header(TypedDict, total=False):
     weight: float
     retrained: int
     notes: Meta
+    advantages: tuple[Stretch, ...]
 
 
 def make_experience(

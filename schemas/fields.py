@@ -23,9 +23,14 @@ Outcome = Literal["buffered", "dropped", "superseded"]
 Channel = Literal["candidate", "canary", "stable"]
 PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "refused", "held"]
 DirectiveKind = Literal["lease", "drain", "pause", "continue", "eval", "forget"]
+# Of a role: it gets ready, does its work, or ended in order.
+Life = Literal["starting", "working", "ended"]
+# Of the master: issuing has not begun, goes on, has ended while groups are outstanding, and nothing is outstanding any more
+# because an operator drains; the last evals are answered, and all is over; or an operator pauses learning.
+MasterPhase = Literal["warming up", "issuing", "draining", "drained", "evaluating", "done", "paused"]
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
-# Gauges of Progress: 1 of a gateway that is a canary; for how long none was heard of, 0 where that is no alarm.
-IS_CANARY, CANARY_MISSING = "is_canary", "canary_missing_s"
+CANARY_MISSING = "canary_missing_s"  # gauge of Progress: for how long no canary was heard of, 0 where that is no alarm
+VERSION_PASSED = "version passed"  # reason of a closure: nobody can answer this eval any more
 Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
 
 

@@ -21,7 +21,7 @@ SESSION_LETTERS = 64
 OLD_LETTERS = (
     24  # of sessions and subjects in logs of the first release: unkeyed hashes, a session's with the tenant's first
 )
-_OLD_TAG_LETTERS = 8
+OLD_TAG_LETTERS = 8
 _REQUEST = re.compile(
     rf"(?<![a-z])([bcdfhjklmnqrtvwz]{{{OLD_LETTERS}}}|[bcdfhjklmnqrtvwz]{{{SESSION_LETTERS}}})\.\d{{1,20}}-\d{{1,20}}(?!\d)"
 )
@@ -83,7 +83,7 @@ def session_name(tenant: str, session: str) -> str:
     >>> session_name("acme", "chat-81")
     'mddrffqvmjcncqrrjhvnrntq'
     """
-    return old_tag(tenant) + _letters(f"{tenant}\x00{session}", OLD_LETTERS - _OLD_TAG_LETTERS)
+    return old_tag(tenant) + _letters(f"{tenant}\x00{session}", OLD_LETTERS - OLD_TAG_LETTERS)
 
 
 def request_group(session: str, epoch: int, sequence: int) -> str:
@@ -134,7 +134,7 @@ def subject_of(tenant: str, user: str) -> str:
 
 def old_tag(tenant: str) -> str:
     """What sessions of a tenant begin with in logs of the first release."""
-    return _letters(tenant, _OLD_TAG_LETTERS)
+    return _letters(tenant, OLD_TAG_LETTERS)
 
 
 def spelled(hexadecimal: str) -> str:

@@ -10,8 +10,8 @@ from schemas.fields import Count, Counts, Finite, Id, Lane, Number, Struct
 class BatchItem(Struct, frozen=True, array_like=True):
     """One experience as trained: where it lies in `buffer`, and the numbers the loss used.
 
-    index: within its block. use: 0 the first time this (id, revision) is trained. min_version: oldest sampled token's.
-    weight: multiplies its loss terms.
+    index: within its block. use: 0 the first time it is trained in the lane, as whichever revision. min_version: oldest
+    sampled token's. weight: multiplies its loss terms.
 
     Example: BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual", min_version=11,
                        advantage=0.93)

@@ -52,6 +52,16 @@ def is_of(session: str, tenant: str, secret: bytes) -> bool:
     return session.startswith(ids.old_tag(tenant))
 
 
+def tenant_in(group: str) -> str:
+    """What tells the tenant in the group of a gateway's request, "" for a group of any other kind.
+
+    >>> tenant_in("mddrffqvmjcncqrrjhvnrntq.7-3")
+    'mddrffqv'
+    """
+    session = ids.session_of(group)
+    return session[: TAG_LETTERS if len(session) == ids.SESSION_LETTERS else ids.OLD_TAG_LETTERS]
+
+
 def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | None:
     """With which of `consents` a session was minted; None for one that was made up, or stands in an old log."""
     name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]

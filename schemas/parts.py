@@ -29,8 +29,8 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
     """One named verdict. at: index of the token it judges, None for the whole. version: of what judged, with the model
-    behind "+" where there was one. input: hash of what was judged, "" where it is not kept. cost_usd: None where nothing
-    is charged.
+    behind "+" where there was one. input: hash of what was judged, with that of the code behind ":", "" where it is not
+    kept. cost_usd: None where nothing is charged.
 
     Example: Score(name="exact", value=1.0)
     """
@@ -41,6 +41,16 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
     version: str = ""
     input: str = ""
     cost_usd: Finite | None = None
+
+
+class Stretch(msgspec.Struct, array_like=True, frozen=True):
+    """The advantage of a run of tokens, from the stop of the one before it (or the first token) to `stop` (exclusive).
+
+    Example: Stretch(stop=11, advantage=0.93)
+    """
+
+    stop: Count
+    advantage: Finite
 
 
 class Edit(msgspec.Struct, array_like=True, frozen=True):

@@ -26,6 +26,7 @@ from schemas.fields import (
     Struct,
 )
 from schemas.journal import Batch, Fence, Rollback, Saved, Skip
+from schemas.reports import Progress
 
 MAJOR = 1
 
@@ -213,42 +214,6 @@ class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
     dropped: Annotated[dict[str, str], Bounds(max_length=65_536)] = {}
 
 
-class Answered(Struct, frozen=True):
-    """What one gateway served of one version since it started. trial: as in a Closure. failed: answers the engine did
-    not bring to an end. refused: answers that began as a refusal.
-
-    Example: Answered(version=44, answers=480, failed=1, refused=12)
-    """
-
-    version: Count
-    trial: Number = -1
-    answers: Count = 0
-    failed: Count = 0
-    refused: Count = 0
-
-
-class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
-    """A role's report of itself, every few seconds; what `status` and the demo screen show.
-
-    counters only grow within one `instance`; gauges are of now. Names are those of the Prometheus metrics. chains: of a
-    stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds. answered: of a
-    gateway, its newest versions. reason: why a role that says "failed" has ended.
-
-    Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
-    """
-
-    role: str
-    instance: str
-    version: int = -1
-    counters: Numbers = {}
-    gauges: Numbers = {}
-    state: str = ""
-    chains: Annotated[dict[str, str], Bounds(max_length=64)] = {}
-    partitions: Annotated[dict[str, tuple[Count, ...]], Bounds(max_length=64)] = {}
-    answered: Annotated[tuple[Answered, ...], Bounds(max_length=64)] = ()
-    reason: str = ""
-
-
 class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
     """What happened to a policy. Its offset orders events; a `lease` event's offset is that trainer's fencing token.
 
@@ -305,7 +270,9 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     """A suite answered by exactly one version.
 
     num_correct: of num_tasks * num_samples answers. pass_at: k, as a string, to the chance that one of k answers to a
-    task is right. interval: 95 % confidence of the share of right answers, None where nobody computed it.
+    task is right. interval: 95 % confidence of the share of right answers, None where nobody computed it. right: of each
+    task, in order, how many of its answers are; () in old logs. tasks: a digest of the tasks' ids; two results of one
+    digest can be compared task by task.
 
     Example: EvalResult(policy="main", version=40, suite="held-out", num_tasks=500, num_correct=431,
                         request="40/held-out")
@@ -321,6 +288,8 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     num_samples: Annotated[int, Bounds(ge=1, le=1_000_000)] = 1
     pass_at: Annotated[dict[str, Finite], Bounds(max_length=64)] = {}
     interval: tuple[Finite, Finite] | None = None
+    right: Annotated[tuple[Count, ...], Bounds(max_length=65_536)] = ()
+    tasks: str = ""
 
     @property
     def accuracy(self) -> float:

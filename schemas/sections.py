@@ -18,6 +18,7 @@ from schemas.records import Message
 
 MAX_SECTION_BYTES = 16 * 1024 * 1024
 MAX_TAKEN_BYTES = 256 * 1024 * 1024  # by all experiences of a block: runs may overlap, so sections do not bound it
+MAX_READ_BYTES = 2 * MAX_SECTION_BYTES  # of text, by runs that are decoded: those we write do not overlap
 MAX_SECTIONS = 16
 MAX_BOUNDS = 2048
 
@@ -104,8 +105,8 @@ class Sections:
     """
 
     __slots__ = (
-        "_raw", "bodies", "columns", "logprobs_sound", "num_members", "seal", "sealed_under", "tail", "taken_bytes",
-        "texts",
+        "_raw", "bodies", "columns", "logprobs_sound", "num_members", "read_bytes", "seal", "sealed_under", "tail",
+        "taken_bytes", "texts",
     )  # fmt: skip
 
     def __init__(
@@ -123,7 +124,7 @@ class Sections:
         self.num_members = num_members
         self.sealed_under = sealed_under
         self.seal = seal
-        self.taken_bytes = 0
+        self.taken_bytes = self.read_bytes = 0
         self.logprobs_sound: bool | None = None
         self.texts: dict[tuple[int, int], tuple[Message, ...]] = {}
         self._raw: list[bytes | None] = [None] * len(columns)

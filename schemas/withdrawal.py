@@ -23,6 +23,7 @@ def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Exper
         scores=(),
         reward=None,
         advantage=None,
+        advantages=(),
         kind="withdrawal",
         answer=None,
         edit=None,

@@ -103,7 +103,7 @@ def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
         # It may read feedback, so it is asked again at every revision.
         steps.append(make_step("custom_reward", function, timeout_s=reward.timeout_s, reuse=False))
         blend["blend"] = {"custom_reward": 1.0}
-    advantage = {"kind": collect.advantage.kind, "epsilon": collect.advantage.epsilon}
+    advantage = {name: getattr(collect.advantage, name) for name in ("kind", "epsilon", "turns")}
     synthesize = {"min_reward": collect.synthesize.min_reward}
     steps += [
         _built_in("reward", "streams.processors.reward:reward", blend, "collect"),

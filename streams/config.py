@@ -9,10 +9,11 @@ import msgspec
 
 from infra.chain.insert import ProcessorConfig
 from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, UsePath
+from infra.outside import checked_url
 from infra.redact import KINDS, Kind
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to 1")]
-Weight = Annotated[float, msgspec.Meta(gt=0, description="a weight above 0")]
+Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6, description="a weight")]
 Options = dict[str, Any]
 FEEDBACK_PATH = "/v1/feedback"
 
@@ -55,11 +56,14 @@ class FeedbackConfig(Section, frozen=True):
     """[[feedback]]. Its values become `scores.<name>`.
 
     use: a @feedback function. window: how long collect waits for it after the answer. default: value where none came;
-    "unlabelled" leaves the score absent. late: what feedback after the window does: drop it, amend copies that were not
-    drawn yet, or retrain (again, in the human lane). discount: γ, what a turn of a session gets of what is said about the
-    turn after it; 0 credits the named answer alone. per_rater: how many words of one rater count `within` a time; alike: how
-    many that say nearly the same, whoever says them; the rest is held back and counted. 0 is no limit; both are counted on
-    each partition.
+    "unlabelled" leaves the score absent. late: what feedback after the window does where it changes the verdict: drop it,
+    amend copies that were not drawn yet (a trained one is left as it is), or retrain (again, in lane human, once for each
+    verdict; not where that lane's loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a
+    turn of a session gets of how much better than usual the turn after it was rated; that is for learning alone and is
+    counted by nobody. 0 credits the named answer alone. per_rater: how many words of one rater count `within` a time,
+    all that a key names nobody for being one rater's, and a browser's token one; alike: how many that say nearly the same,
+    whoever says them; the rest is held back and counted. 0 is no limit; both are counted on each partition. See also
+    [collect.limits].
 
     Example: FeedbackConfig(name="csat", use="support:csat", from_=From(topic="zendesk.closed"), window="24h")
     """
@@ -72,7 +76,7 @@ class FeedbackConfig(Section, frozen=True):
     default: Literal["unlabelled"] | float = "unlabelled"
     late: Literal["drop", "amend", "retrain"] = "amend"
     discount: Share = 0.0
-    per_rater: NonNegative = 0
+    per_rater: NonNegative = 1000
     alike: NonNegative = 0
     within: Duration = "1h"
 
@@ -90,11 +94,12 @@ class ScoreConfig(Section, frozen=True):
 
 
 class RewardConfig(Section, frozen=True):
-    """[reward]: runs in collect, after feedback. blend: score to weight; weights of absent scores go to the others;
-    empty takes every score alike. use: a @score function instead of a blend. require: without these scores an
-    experience is unlabelled and dropped. discount: γ of scores given turn by turn, whose discounted sum counts.
+    """[reward]: runs in collect, after feedback. blend: score to weight; weights of absent scores go to the others; a weight
+    below 0 makes a penalty, Σ w · s over the sum of the weights above 0; empty takes every score alike. use: a @score
+    function instead of a blend. require: without these scores an experience is unlabelled and dropped. discount: γ of
+    scores given turn by turn, whose discounted sum counts.
 
-    Example: RewardConfig(blend={"csat": 1.0, "judge": 0.3}, require=("csat",))
+    Example: RewardConfig(blend={"csat": 1.0, "judge": 0.3, "overlong": -0.5}, require=("csat",))
     """
 
     blend: dict[str, Weight] = msgspec.field(default_factory=dict)
@@ -107,6 +112,10 @@ class RewardConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.use and self.blend:
             raise ValueError("got use and blend, expected one of them")
+        if 0.0 in self.blend.values() or (self.blend and max(self.blend.values()) < 0):
+            raise ValueError(
+                f"blend: got {self.blend}, expected no weight of 0, and one above 0: a penalty is no verdict"
+            )
 
 
 class Switch(Section, frozen=True):
@@ -167,15 +176,23 @@ class VerifyConfig(Section, frozen=True):
 
 
 class AdvantageConfig(Section, frozen=True):
-    """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; leave_one_out:
-    reward minus the mean of the others. Lone answers take a running baseline per tenant and origin either way.
+    """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; mean: reward - mean;
+    leave_one_out: reward minus the mean of the others. Lone answers, and the only choice of several that was rated, take a
+    running baseline per tenant and origin either way, shrunk while few are known and cut to ±5
+    (`streams.processors.baseline` says what it assumes). turns: name of a score given turn by turn (an environment's), by
+    which each turn of a group has an advantage of its own, "" for one of the whole; not with leave_one_out.
 
     Example: AdvantageConfig(kind="leave_one_out")
     """
 
     on: bool = True
-    kind: Literal["group", "leave_one_out"] = "group"
+    kind: Literal["group", "mean", "leave_one_out"] = "group"
     epsilon: Annotated[float, msgspec.Meta(gt=0, description="a small number above 0")] = 1e-4
+    turns: str = ""
+
+    def __post_init__(self) -> None:
+        if self.turns and self.kind == "leave_one_out":
+            raise ValueError(f'got turns = "{self.turns}" with kind = "leave_one_out", expected kind "group" or "mean"')
 
 
 class SynthesizeConfig(Section, frozen=True):
@@ -199,16 +216,40 @@ class CorrectConfig(Section, frozen=True):
     on: bool = False
 
 
+class LimitsConfig(Section, frozen=True):
+    """[collect.limits]: how many answers one rater and one tenant can move by what they say, so that nobody alone decides
+    what is learned; counted for each UTC day on each partition, by log time.
+
+    rater_answers, rater_share: a named rater moves so many, or that share of all that is moved if that is more.
+    tenant_answers, tenant_share: a tenant likewise, and with it what its keys say and name nobody for; not where no other
+    tenant's users spoke that day or the day before. A share of 1 is no limit. What is beyond counts neither for learning
+    nor as a rating and is counted as "more from one rater than trains in a day" or "more from one tenant …".
+
+    Example: LimitsConfig(rater_answers=5_000)
+    """
+
+    rater_answers: NonNegative = 500
+    rater_share: Share = 0.1
+    tenant_answers: NonNegative = 10_000
+    tenant_share: Share = 0.5
+
+
 class CollectConfig(Section, frozen=True):
     """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
 
-    deadline_s: a group is closed so long after its first record, whoever is missing. difficulty: drop groups of two and
-    more episodes with all rewards equal, from which no advantage can be taken.
+    deadline_s: a group is closed so long after its first record, whoever is missing. revisions: how often late words may
+    close a group anew; later ones are counted as "revised often enough", but what is taken back always is. retrainings:
+    how often of these, under late = "retrain", an answer is trained again; later verdicts are counted as "retrained often
+    enough" and change the copy that was not drawn yet. difficulty: drop groups of two and more episodes with all rewards
+    equal, from which no advantage can be taken.
 
     Example: CollectConfig(deadline_s=120)
     """
 
     deadline_s: Seconds = 300.0
+    revisions: Positive = 16
+    retrainings: NonNegative = 2
+    limits: LimitsConfig = LimitsConfig()
     correct: CorrectConfig = CorrectConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -259,6 +300,10 @@ class VaryConfig(Section, frozen=True):
     number: Positive = 1
     api_key_env: str = ""
     timeout_s: Seconds = 30.0
+
+    def __post_init__(self) -> None:
+        if self.url:
+            checked_url(self.url)
 
 
 class DifficultyConfig(Section, frozen=True):

@@ -36,7 +36,7 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 
 class EventSource(msgspec.Struct, kw_only=True):
-    """One configured source. topic, file or webhook says where it listens. hung: threads of calls that were given up.
+    """One configured source. topic, file or webhook says where it listens. trouble: what hangs, and which errors were logged.
     redactor: takes out of what is written what is nobody's business.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
@@ -48,7 +48,7 @@ class EventSource(msgspec.Struct, kw_only=True):
     file: Path | None = None
     webhook: str = ""
     timeout_s: float = TIMEOUT_S
-    hung: list[Any] = []
+    trouble: calls.Trouble = msgspec.field(default_factory=calls.Trouble)
     redactor: Redactor = msgspec.field(default_factory=Redactor)
 
 
@@ -99,10 +99,8 @@ def build_sources(
         if webhook and any(source.webhook == webhook for source in sources):
             raise ConfigError(f'{where}.from.webhook: a source listens to "{webhook}" already')
         file = folder / config.from_.file if config.from_.file else None
-        topic = config.from_.topic
-        sources.append(
-            EventSource(name=config.name, function=function, topic=topic, file=file, webhook=webhook, redactor=redactor)
-        )
+        source = EventSource(name=config.name, function=function, file=file, webhook=webhook, redactor=redactor)
+        sources.append(msgspec.structs.replace(source, topic=config.from_.topic, trouble=calls.Trouble(config.name)))
     return tuple(sources)
 
 
@@ -153,9 +151,9 @@ async def read_events(source: EventSource, events: Sequence[Event], keys: Keys |
         readings.append(None)
         tables.append(table)
     if asyncio.iscoroutinefunction(getattr(source.function, "func", source.function)):
-        answers = await calls.as_tasks(source.function, tables, {}, source.timeout_s)
+        answers = await calls.as_tasks(source.function, tables, {}, source.timeout_s, source.trouble)
     else:
-        answers = await calls.in_thread(source.function, tables, {}, source.timeout_s, source.hung)
+        answers = await calls.in_thread(source.function, tables, {}, source.timeout_s, source.trouble)
     answered = iter(answers)
     return [_reading(source, next(answered)) if reading is None else reading for reading in readings]
 

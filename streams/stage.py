@@ -8,7 +8,8 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import NoReturn, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ import msgspec
 from infra.bus.bus import Record
 from infra.bus.log import Log, asks_store
 from infra.bus.log import Message as LogMessage
+from infra.chain.faults import STEP_FAULTS
 from infra.metrics import Metrics
 from schemas import Block, Control, DeadLetter, UnknownMajor
 from schemas.errors import BrokerUnavailable, HeadraceError
@@ -60,7 +62,7 @@ class Output(msgspec.Struct, frozen=True):
 
 class Handled(msgspec.Struct):
     """What a stateless stage made of one record. first, then: published in this order. dropped: reason to count.
-    absent, cost_usd: see `infra.chain.chain.Outcome`.
+    absent, cost_usd: see `infra.chain.chain.Outcome`. failed: of the drops, those by a step's own fault, by its stamp.
 
     Example: Handled(first=(Output(...),), dropped={"too short": 2})
     """
@@ -72,6 +74,7 @@ class Handled(msgspec.Struct):
     num_out: int = 0
     absent: dict[tuple[str, str], int] = {}
     cost_usd: dict[str, float] = {}
+    failed: dict[str, int] = {}
 
 
 def exit_at_once(message: str, code: int) -> NoReturn:
@@ -185,7 +188,19 @@ def count(metrics: Metrics, stage: str, handled: Handled) -> None:
     metrics.counter("experiences_out", stage=stage).inc(handled.num_out)
     for reason, number in handled.dropped.items():
         metrics.counter("dropped", reason=reason).inc(number)
+    count_failed(metrics, stage, handled.failed)
     for (score, reason), number in handled.absent.items():
         metrics.counter("scores_absent", score=score, reason=reason).inc(number)
     for score, cost_usd in handled.cost_usd.items():
         metrics.counter("scores_cost_usd", score=score).inc(cost_usd)
+
+
+def faults_of(gone: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """Drops (reason, stamp of the step) that are the step's own fault: stamp to count."""
+    return dict(Counter(stamp for reason, stamp in gone if reason in STEP_FAULTS))
+
+
+def count_failed(metrics: Metrics, stage: str, failed: Mapping[str, int]) -> None:
+    """Add what steps failed at to the role's counters; `headrace status` raises an alarm where it is too much."""
+    for stamp, number in failed.items():
+        metrics.counter("step_failed", stage=stage, step=stamp).inc(number)

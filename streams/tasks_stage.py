@@ -19,7 +19,7 @@ from infra.chain.turn import Turn
 from infra.processor import Memory
 from schemas import Task
 from schemas.topics import TASKSET
-from streams.stage import Handled, Output, letter
+from streams.stage import Handled, Output, faults_of, letter
 
 STAGE = "tasks"
 BAD_TASK = "bad task"
@@ -74,6 +74,7 @@ class TaskStage:
             dropped=dropped,
             num_in=1,
             num_out=len(outcome.kept),
+            failed=faults_of((gone.reason, gone.processor) for gone in outcome.dropped),
         )
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:

@@ -17,7 +17,7 @@ from infra.processor import Memory
 from schemas import Block, Experience, Stub
 from schemas.topics import EVALS, VERIFIED
 from streams.processors.dedupe import DUPLICATE, dedupe_key
-from streams.stage import Handled, Output, letter
+from streams.stage import Handled, Output, faults_of, letter
 
 STAGE = "verify"
 DEDUPE = "dedupe"
@@ -111,6 +111,7 @@ def handled_from(experiences: Sequence[Experience], outcome: Outcome) -> Handled
         num_out=len(kept) + len(evals),
         absent=outcome.absent,
         cost_usd=outcome.cost_usd,
+        failed=faults_of((drop.reason, drop.processor) for drop in outcome.dropped),
     )
 
 

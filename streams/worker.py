@@ -18,6 +18,7 @@ from schemas.errors import BrokerUnavailable
 from schemas.topics import PROGRESS
 from streams.collect.credit import Source
 from streams.collect.fold import Rules
+from streams.collect.limits import Limits
 from streams.config import StreamsConfig
 from streams.stage import EXIT_BROKER, EXIT_STUCK, end_process
 
@@ -81,6 +82,9 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
         keep_ms=int(duration_s(floor.keep.replay) * 1000),
         sources=sources,
         corrects=config.collect.correct.on,
+        revisions=config.collect.revisions,
+        retrainings=config.collect.retrainings,
+        limits=Limits(**msgspec.structs.asdict(config.collect.limits)),
     )
 
 

@@ -174,7 +174,7 @@ def _flatten(items: Sequence[TrainItem], bootstrap: bool) -> _Flat:
     per_token = {
         "target_N": tokens[start_S[sequence_N] + at_N],
         "behaviour_N": behaviour_N,
-        "advantage_N": np.array([one.item.advantage for one in items], np.float32)[sequence_N],
+        "advantage_N": np.concatenate([_advantages(one) for one in items]),
         "weight_N": np.array([one.item.weight for one in items], np.float32)[sequence_N],
         "temperature_N": np.repeat(temperatures, num_L),
         "version_N": np.repeat(np.array([span.version for _, span in spans]), num_L),
@@ -198,6 +198,18 @@ def _pairs(items: Sequence[TrainItem]) -> np.ndarray:
         if side := pair_side(one.experience):
             number = numbers.setdefault((one.experience.group, one.item.lane), len(numbers))
             found[s] = 2 * number + (side != CHOSEN)
+    return found
+
+
+def _advantages(one: TrainItem) -> np.ndarray:
+    """Of each sampled token: the item's, and by how much its turn's differs from the experience's."""
+    found = np.full(one.experience.num_sampled, one.item.advantage, np.float32)
+    if one.experience.advantages and one.experience.advantage is not None:
+        stops = [stretch.stop for stretch in one.experience.advantages]
+        values = np.array([stretch.advantage for stretch in one.experience.advantages])
+        at = np.concatenate([np.arange(span.start, span.stop) for span in one.experience.spans])
+        of_turn = values[np.minimum(np.searchsorted(stops, at, side="right"), len(stops) - 1)]
+        found += (of_turn - one.experience.advantage).astype(np.float32)
     return found
 
 

@@ -1,10 +1,10 @@
 """The buffer in memory: compressed blocks by offset, their headers as candidates, decoded again only when drawn.
 
-Guarantees: a group is trained at most `max_uses` times of its lane, counted by (group, revision, lane) across restarts;
-a second delivery of a block changes nothing; a revision replaces older ones not yet drawn, a withdrawal removes them.
+Guarantees: a group is trained at most `max_uses` times of its lane, counted by (group, lane) across restarts, and as often
+again for each time it was sent to be retrained; a second delivery of a block changes nothing; a revision replaces a copy
+that still waits and leaves what was trained as it is, a withdrawal removes the copy.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -16,29 +16,25 @@ from schemas.pairs import pair_fault, pair_side
 from schemas.sections import FindSeal
 from schemas.withdrawal import WITHDRAWN, is_withdrawal
 from trainer.draw import Candidate
-
-
-def use_key(group: str, revision: int, lane: str) -> bytes:
-    """What uses are counted by: 16 bytes."""
-    return hashlib.blake2b(f"{group}\x00{revision}\x00{lane}".encode(), digest_size=16).digest()
+from trainer.uses import Uses, keys_of, use_key
 
 
 class Buffer:
     """Groups that may still be trained. One consumer; not thread-safe.
 
-    uses: key → times trained, over the kept horizon. max_uses: per lane. find_seal: keys of sealed blocks. max_tokens: of
+    uses: of what was trained, over the kept horizon. max_uses: per lane. find_seal: keys of sealed blocks. max_tokens: of
     a sequence, 0 for no limit.
     """
 
     def __init__(
         self,
         max_uses: Mapping[Lane, int],
-        uses: Mapping[bytes, int] | None = None,
+        uses: Uses | None = None,
         find_seal: FindSeal | None = None,
         max_tokens: int = 0,
     ) -> None:
         self._max_uses = dict(max_uses)
-        self.uses: dict[bytes, int] = dict(uses or {})
+        self.uses = Uses() if uses is None else uses.copy()
         self._find_seal = find_seal
         self._max_tokens = max_tokens or MAX_TOKENS
         self._frames: dict[int, bytes] = {}
@@ -71,7 +67,7 @@ class Buffer:
                 return "held out"
             self._validation[offset] = (frame, block)
             return ""
-        used = self.uses.get(use_key(block.group, first.revision, first.lane), 0)
+        used = self.uses.of_group(block.group, first.revision, first.retrained, first.lane, offset)
         if used >= self._max_uses[first.lane]:
             self.duplicates += 1
             self._count_used_up(first.lane, len(block.experiences))
@@ -120,16 +116,22 @@ class Buffer:
 
     def count_use(self, one: Candidate) -> None:
         """One more use of a group, drawn now or re-executed from the journal."""
-        key = use_key(one.group, one.revision, one.lane)
-        self.uses[key] = used = self.uses.get(key, 0) + 1
+        self.uses.add(use_key(one.group, one.retrained, one.lane), one.offset)
         if one.offset not in self._frames:
             return
+        held = self._candidates[one.lane]
+        used = held[one.offset].uses + 1
         if used >= self._max_uses[one.lane]:
             self.discard(one.offset, one.lane)
             self._count_used_up(one.lane, one.num_experiences)
         else:
-            held = self._candidates[one.lane]
             held[one.offset] = msgspec.structs.replace(held[one.offset], uses=used)
+
+    def forget_uses(self, below: int) -> int:
+        """Let go of the uses of groups that were last delivered below an offset and are not held; how many went."""
+        held = [one for lane in self._candidates.values() for one in lane.values() if one.uses]
+        keys = {key for one in held for key in keys_of(one.group, one.revision, one.retrained, one.lane)}
+        return self.uses.forget_below(below, keys)
 
     def discard(self, offset: int, lane: Lane) -> None:
         """Forget a group that will not be drawn."""
@@ -176,6 +178,11 @@ def candidate_of(offset: int, block: Block, uses: int, digest: bytes = b"") -> C
         num_experiences=len(block.experiences),
         sequence=first.sequence,
         revision=first.revision,
+        retrained=first.retrained,
+        num_tokens=sum(span.stop - span.start for span in spans),
+        tenant=first.tenant,
+        subject=first.subject,
+        has_signal=any(one.advantage != 0.0 for one in block.experiences),
         min_version=min((span.version for span in spans), default=-1),
         priority=max(one.priority for one in block.experiences),
         uses=uses,

@@ -19,12 +19,14 @@ from infra.store import Store
 from infra.weights.tensors import Tensor, load_tensors, save_tensors
 from schemas.errors import NotInStore
 from trainer.guard import GuardState
+from trainer.uses import KEY_BYTES, Known, Uses
 
 logger = logging.getLogger(__name__)
 
 POLICY = "model/"
 USES_KEYS = "buffer/uses_keys"
 USES_COUNTS = "buffer/uses_counts"
+USES_OFFSETS = "buffer/uses_offsets"  # earlier releases wrote none
 REFERENCES = "buffer/references"
 _PART = re.compile(r"(?:adam/\w+/)?(reference|critic)/")
 
@@ -58,11 +60,11 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A verified checkpoint. references: offsets of undrawn buffer blocks. uses: trained (group, revision, lane) keys."""
+    """A verified checkpoint. references: offsets of undrawn buffer blocks. uses: of what was trained."""
 
     position: Position
     learner: Mapping[str, Tensor]
-    uses: Mapping[bytes, int]
+    uses: Uses
     references: tuple[int, ...]
 
     @property
@@ -134,9 +136,7 @@ def save(
 ) -> Manifest:
     """Write one checkpoint, manifest last. Blocking."""
     tensors = dict(checkpoint.learner)
-    tensors[USES_KEYS] = Tensor("U8", (len(checkpoint.uses), 16), b"".join(checkpoint.uses))
-    counts = np.fromiter(checkpoint.uses.values(), dtype="<u4", count=len(checkpoint.uses))
-    tensors[USES_COUNTS] = Tensor("U32", counts.shape, counts.tobytes())
+    tensors |= _uses_tensors(checkpoint.uses)
     references = np.asarray(checkpoint.references, dtype="<i8")
     tensors[REFERENCES] = Tensor("I64", references.shape, references.tobytes())
     body = save_tensors(tensors)
@@ -185,11 +185,33 @@ def load(store: Store, run: str, place: Place) -> Checkpoint:
     if len(body) != manifest.size or hashlib.sha256(body).hexdigest() != manifest.sha256:
         raise ValueError(f"{manifest.state}: its bytes are not those the manifest names")
     tensors = load_tensors(body)
+    uses = _take_uses(tensors, manifest.position)
+    references = np.frombuffer(tensors.pop(REFERENCES).data, dtype="<i8").tolist()
+    return Checkpoint(position=manifest.position, learner=tensors, uses=uses, references=tuple(references))
+
+
+def _uses_tensors(uses: Uses) -> dict[str, Tensor]:
+    keys = b"".join(key for key, _ in uses)
+    counts = np.fromiter((known.count for _, known in uses), dtype="<u4", count=len(uses))
+    offsets = np.fromiter((known.offset for _, known in uses), dtype="<i8", count=len(uses))
+    return {
+        USES_KEYS: Tensor("U8", (len(uses), KEY_BYTES), keys),
+        USES_COUNTS: Tensor("U32", counts.shape, counts.tobytes()),
+        USES_OFFSETS: Tensor("I64", offsets.shape, offsets.tobytes()),
+    }
+
+
+def _take_uses(tensors: dict[str, Tensor], position: Position) -> Uses:
+    """The uses among the tensors of a state, taken out; those without an offset count as delivered just now."""
     keys = bytes(tensors.pop(USES_KEYS).data)
     counts = np.frombuffer(tensors.pop(USES_COUNTS).data, dtype="<u4").tolist()
-    references = np.frombuffer(tensors.pop(REFERENCES).data, dtype="<i8").tolist()
-    uses = {keys[at * 16 : at * 16 + 16]: count for at, count in enumerate(counts)}
-    return Checkpoint(position=manifest.position, learner=tensors, uses=uses, references=tuple(references))
+    offsets = [position.buffer_next] * len(counts)
+    if USES_OFFSETS in tensors:
+        offsets = np.frombuffer(tensors.pop(USES_OFFSETS).data, dtype="<i8").tolist()
+    uses = Uses()
+    for at, (count, offset) in enumerate(zip(counts, offsets, strict=True)):
+        uses.put(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], Known(count, offset))
+    return uses
 
 
 def load_manifest(store: Store, run: str, place: Place) -> Manifest:

@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from infra.config import NonNegative, Positive, Section, Table, Use
+from infra.config import Duration, NonNegative, Positive, Section, Table, Use
 from schemas.fields import Lane
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
+PartShare = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, at most 1")]
 Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 
 
@@ -16,12 +17,23 @@ class LaneConfig(Section, frozen=True):
 
     loss: a file of trainer/losses (dppo, grpo, ppo, sft, dpo, …), or `module:name` of another; options are the loss's
     keyword parameters. weight: multiplies the lane's mean; the gradient is the sum over lanes, so weights 1-m and m are
-    the MIX loss. share: sequences drawn per sequence of the usual lane, 0 takes weight / (1 - weight). max_uses: how
+    the MIX loss. share: sequences drawn per sequence of the usual lane, 0 takes this weight / that lane's. max_uses: how
     often one experience may be trained. draw: "spread" takes the least used first, "priority" by what prioritize said; the
-    usual lane is drawn in issue order. correction: β of the weights that undo what priority did to the mean, 0 for none.
+    usual lane is drawn in issue order.
+
+    correction: exponent of the weights that undo what priority did to the mean. 1: a step's mean is that of all that waits;
+    for lanes of which much is never drawn, or drawn often. 0: no weights, priority says when a group is trained; right for
+    the mean of all that comes where all of it is drawn in the end. Left out: 0 where max_uses is 1, else 1.
+
     bound: mean |log w| above which a group of an unpaced lane is dropped at the draw, 0 for none. optional: a step need
     not wait for this lane. least: sequences for which a step without the usual lane waits, unless the run drains; Adam
-    makes a full-sized step of however few there are.
+    makes a full-sized step of however few there are. kl: β of β·KL(π_θ‖π_ref), for any loss: see trainer.penalty; the
+    reference is a second model in memory. entropy: of -β·H(π_θ), exact over the vocabulary, at every sampled token.
+    Both are means over the lane's sampled tokens, whatever its loss is a mean over.
+
+    tenant_share, subject_share: how much of a step's sequences of an unpaced lane one tenant, and one user, may make up
+    where others have something to draw too; what is above it waits. 1 for no limit. An even split is always allowed, so a
+    lone tenant is not held back, and a step is filled up to `least` sequences from whoever has them.
 
     Example: LaneConfig(loss="sft", weight=0.1, max_uses=4)
     """
@@ -31,11 +43,20 @@ class LaneConfig(Section, frozen=True):
     share: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     max_uses: Positive = 1
     draw: Literal["spread", "priority"] = "spread"
-    correction: Share = 1.0
+    correction: Share | None = None
     bound: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     optional: bool = False
     least: Positive = 1
+    kl: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
+    entropy: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
+    tenant_share: PartShare = 0.5
+    subject_share: PartShare = 0.25
     options: Table = {}
+
+    @property
+    def exponent(self) -> float:
+        """`correction`, or what it is where it was left out."""
+        return float(self.max_uses > 1) if self.correction is None else self.correction
 
 
 class WarmupConfig(Section, frozen=True):
@@ -59,7 +80,8 @@ class WarmupConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """[trainer.critic]: values for a loss that wants them (ppo). A backbone of its own, begun as a copy of the model.
+    """[trainer.critic]: values for a loss that wants them (ppo). A backbone of its own, begun as a copy of the policy that
+    training begins from (the warmed-up one where there is a warm-up; policy.model where it joins a run that has started).
 
     gamma, gae_lambda: of the advantages; they count sampled tokens, not what was observed between turns. value_clip: how
     far a value may move from what it was before the batch and still be pulled, 0 for no bound. gradient_clip: norm.
@@ -124,7 +146,9 @@ class TrainerConfig(Section, frozen=True):
     the rest the policy after every step; 1 keeps it frozen. max_tokens_per_microbatch: bounds memory; one longer sequence
     goes alone. activation_checkpointing: compute activations again in the backward instead of keeping them. dtype: of the
     forward and of what is published. threads: of the CPU, pinned, 0 leaves torch's choice. checkpoint_every: in
-    publications; keep_checkpoints of them remain. max_steps: optimizer steps after which the trainer ends, 0 for none.
+    publications; keep_checkpoints of them remain. version_every: a step without
+    the usual lane waits until the last version is so old, unless the run drains: answers come when they come, and every
+    version is fetched and loaded by everybody. max_steps: optimizer steps after which the trainer ends, 0 for none.
     max_skips: steps in a row without effect after which the last good policy is restored. halt_on: alarms that do so at
     once. tensorboard: folder of event files, relative to the TOML, "" writes none.
 
@@ -146,6 +170,7 @@ class TrainerConfig(Section, frozen=True):
     threads: NonNegative = 1
     checkpoint_every: Positive = 20
     keep_checkpoints: Annotated[int, msgspec.Meta(ge=3, description="a whole number of 3 or more")] = 3
+    version_every: Duration = "0s"
     max_steps: NonNegative = 0
     max_skips: Positive = 3
     halt_on: tuple[str, ...] = ()

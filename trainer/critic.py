@@ -5,7 +5,7 @@ steps, so what was observed between turns neither discounts nor decays; a sequen
 batch was packed so, what its last state is worth, never both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -99,6 +99,12 @@ class Critic:
         """What is trained and saved, by name."""
         body = {name: value for name, value in self._packed.module.named_parameters() if value.requires_grad}
         return body | {f"head.{name}": value for name, value in self._head.named_parameters()}
+
+    @torch.no_grad()
+    def begin_as(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take over a policy's body, by its names; the head stays."""
+        for name, value in self._packed.module.named_parameters():
+            value.copy_(weights[name])
 
     def values(self, one: Microbatch) -> torch.Tensor:
         """V of the state each sampled token was chosen in, [N]."""

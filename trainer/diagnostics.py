@@ -3,6 +3,7 @@
 All values are token-weighted and per lane, named `<lane>/<name>`:
 
     tokens · entropy                  sampled tokens; -mean log π_θ of them (an estimate, exact only on-policy)
+    entropy_exact · kl_reference      over the vocabulary; estimate of KL(π_θ‖π_ref); where the lane has such a term
     ess                               ESS/B of the importance weights w = π_θ/μ
     weight_mean · weight_max          of w
     clip_positive · clip_negative     share of tokens with A>0, A<0 that the loss clipped or masked
@@ -36,7 +37,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """What one forward saw of N sampled tokens; all [N].
 
     clipped: what the loss silenced. version: of the behaviour policy. exact: the trainer's weights were those of the
-    policy version itself, so a token of staleness 0 compares engine with trainer. lane: index into LANES.
+    policy version itself, so a token of staleness 0 compares engine with trainer. lane: index into LANES. kl, entropy:
+    what the lane's penalty measured, NaN where it has none.
     """
 
     logprob: np.ndarray
@@ -49,6 +51,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     exact: np.ndarray
     lane: np.ndarray
     sequence: np.ndarray
+    kl: np.ndarray
+    entropy: np.ndarray
 
 
 class Alarm(msgspec.Struct, frozen=True):
@@ -84,6 +88,9 @@ def diagnose(observed: Observed) -> dict[str, float]:
     for index in np.unique(observed.lane):
         of_lane = select(observed, observed.lane == index)
         found = {"tokens": float(len(of_lane.logprob)), "entropy": -float(of_lane.logprob.mean())}
+        for name, measured in (("kl_reference", of_lane.kl), ("entropy_exact", of_lane.entropy)):
+            if not np.isnan(measured).all():
+                found[name] = float(measured.mean())
         with_ratio = select(of_lane, of_lane.ratio)
         if len(with_ratio.logprob):
             found |= _weights(with_ratio) | _staleness(with_ratio) | _mismatch(with_ratio)

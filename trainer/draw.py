@@ -4,7 +4,6 @@ Guarantees: groups of the usual lane are drawn in issue order, and none whose ol
 versions behind is ever drawn; what is dropped has a reason. Neither a clock nor a random source is owned here.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -18,7 +17,8 @@ class Candidate(msgspec.Struct, frozen=True):
     sequence: issue order, -1 where it was not issued. min_version: oldest sampled token's. offset: of its block in
     `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own. digest: of its record.
     is_pair: the two sides of a preference pair. weight: multiplies its loss terms, where the draw was not fair. key_id:
-    what it is sealed under, "" for nothing.
+    what it is sealed under, "" for nothing. retrained: see Experience. num_tokens: sampled ones. tenant, subject: whose
+    data, "" for nobody's. has_signal: not all of its advantages are 0.
 
     Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
@@ -37,14 +37,22 @@ class Candidate(msgspec.Struct, frozen=True):
     is_pair: bool = False
     weight: float = 1.0
     key_id: str = ""
+    retrained: int = 0
+    num_tokens: int = 0
+    tenant: str = ""
+    subject: str = ""
+    has_signal: bool = True
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """taken: to train on, in order. dropped: never to be trained, with the reason. wait: draw nothing yet."""
+    """taken: to train on, in order. dropped: never to be trained, with the reason. wait: draw nothing yet. held_back:
+    experiences that waited because their tenant or user had its share.
+    """
 
     taken: tuple[Candidate, ...] = ()
     dropped: tuple[tuple[Candidate, str], ...] = ()
     wait: bool = False
+    held_back: int = 0
 
 
 def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> list[tuple[Candidate, str]]:
@@ -110,26 +118,3 @@ def worth_waiting_for(
         if successor is not None and version - successor.min_version >= max_staleness:
             return number
     return None
-
-
-def draw_spread(candidates: Sequence[Candidate], *, num_experiences: int, max_uses: int, seed: int) -> Draw:
-    """Whole groups worth at least `num_experiences`, least used first, in an order that `seed` alone decides.
-
-    Takes what there is when there is less; waits when there is nothing.
-    """
-    usable = [one for one in candidates if one.uses < max_uses]
-    if not usable:
-        return Draw(wait=True)
-    usable.sort(key=lambda one: (one.uses, _shuffled(seed, one.offset)))
-    taken: list[Candidate] = []
-    total = 0
-    for one in usable:
-        if total >= num_experiences:
-            break
-        taken.append(one)
-        total += one.num_experiences
-    return Draw(taken=tuple(taken))
-
-
-def _shuffled(seed: int, offset: int) -> bytes:
-    return hashlib.blake2b(f"{seed}:{offset}".encode(), digest_size=8).digest()

@@ -2,8 +2,8 @@
 
 Beside the policy and its optimizer a state may hold a reference, which some losses compare with, and a critic.
 
-Guarantee: a reference that a new lane asks for is what it would be had the lane been there from the first step: the version
-that training began from. A critic begins as the model's folder. Both are said in the log.
+Guarantee: a reference that a new lane asks for begins as the version that training began from: a frozen one is what it
+would be had the lane been there from the first step. A critic begins as policy.model. Both are said in the log.
 """
 
 import asyncio

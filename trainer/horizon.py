@@ -46,3 +46,11 @@ def kept(marks: Iterable[Mark], *, newest: int, keep_ms: int) -> set[Place]:
 def trim_below(manifests: Iterable[Manifest], stay: Collection[Place]) -> int:
     """Offset of `buffer` below which no checkpoint that stays needs anything; 0 where there is none."""
     return min((one.oldest_offset for one in manifests if one.place in stay), default=0)
+
+
+def uses_below(manifests: Iterable[Manifest], stay: Collection[Place]) -> int:
+    """Offset of `buffer` below which everything was delivered before the horizon, so that nothing brings it again.
+
+    Collect knows an answer no longer than the horizon, and what a restart reads again is either held or lies above.
+    """
+    return min((one.position.buffer_next for one in manifests if one.place in stay), default=0)

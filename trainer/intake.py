@@ -85,9 +85,9 @@ class Intake:
 
     def take_report(self, report: Progress) -> None:
         """The master says whether more groups will come, and how many are still on their way or waiting here."""
-        if report.role == "master":
-            self.draining = report.state in ("draining", "drained", "evaluating", "done")
-            self.outstanding_groups = int(report.gauges.get("outstanding_groups", 0))
+        if report.master is not None:
+            self.draining = report.master.issues_no_more
+            self.outstanding_groups = report.master.outstanding
 
     def take_directive(self, directive: Directive) -> None:
         """An operator says whether to learn, where the newest word holds, or that somebody is forgotten."""

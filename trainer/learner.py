@@ -32,12 +32,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
     loss: of the whole step (the mean over its minibatches where there are several). grad_norm: before clipping, the
     largest.
+    reward: mean of what it trained on, which the loop fills in; None where nothing has one.
     """
 
     finite: bool
     loss: float
     grad_norm: float
     values: Mapping[str, float]
+    reward: float | None = None
 
 
 class Learner(Protocol):

@@ -36,7 +36,8 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
     reference: log π_ref, teacher: log of the teacher's probability, likewise. staleness: policy version before the step
     minus behaviour version. ratio: μ is the policy's own. sequence: index of the token's sequence, from 0, every one
     whole. pair: 2p for the chosen and 2p + 1 for the rejected side of pair p, every pair whole; -1 for none. bound: what
-    the loss measured over the whole step before its first token.
+    the loss measured over the whole step before its first token. entropy: of π_θ over the vocabulary where the token was
+    sampled, with its gradient, where a lane asked for it.
     """
 
     logprob: torch.Tensor
@@ -50,6 +51,7 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
     sequence: torch.Tensor | None = None
     pair: torch.Tensor | None = None
     bound: float | None = None
+    entropy: torch.Tensor | None = None
 
     @property
     def log_weight(self) -> torch.Tensor:
@@ -79,8 +81,9 @@ Loss = Callable[..., LossOutput]
 class Needs(msgspec.Struct, frozen=True):
     """What a loss wants beside its options. ratio: μ is the policy's own. mean: what its value is a mean over.
 
-    reference, teacher: their logprobs. critic: token advantages from values. bound: function of log w [M] of the whole
-    step (and of those of the loss's options it names) to the number that comes back as `LossInputs.bound`.
+    reference, teacher: their logprobs. critic: token advantages from values. advantage: it teaches nothing where all
+    advantages are 0. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it names)
+    to the number that comes back as `LossInputs.bound`.
     """
 
     ratio: bool = True
@@ -89,13 +92,14 @@ class Needs(msgspec.Struct, frozen=True):
     teacher: bool = False
     critic: bool = False
     bound: Bound | None = None
+    advantage: bool = True
 
 
 class Objective(msgspec.Struct, frozen=True):
     """A lane's loss, bound to its options.
 
     minibatches: optimizer steps per batch it asks for. proximal: "" (none), "recompute" (a forward before the first of
-    them) or "log-linear" (made inside the loss). The others: see Needs.
+    them) or "log-linear" (made inside the loss). kl, entropy: of the lane, whatever its loss. The others: see Needs.
     """
 
     function: Callable[[LossInputs], LossOutput]
@@ -107,7 +111,10 @@ class Objective(msgspec.Struct, frozen=True):
     mean: Mean = "tokens"
     teacher: bool = False
     critic: bool = False
-    bound: Callable[[np.ndarray], float] | None = None
+    bound: Callable[[np.ndarray, np.ndarray], float] | None = None
+    kl: float = 0.0
+    entropy: float = 0.0
+    advantage: bool = True
 
 
 def needs(
@@ -118,14 +125,24 @@ def needs(
     teacher: bool = False,
     critic: bool = False,
     bound: Bound | None = None,
+    advantage: bool = True,
 ) -> Marked:
     """Mark a loss with what it wants: see Needs."""
 
     def attach(function: Loss) -> Loss:
-        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound))
+        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound, advantage))
         return function
 
     return attach
+
+
+def loss_use(loss: str) -> str:
+    """What a lane's loss names, as `module:name`.
+
+    >>> loss_use("grpo")
+    'trainer.losses.grpo:grpo'
+    """
+    return f"trainer.losses.{loss}:{loss}" if loss in BUILT_IN else loss
 
 
 def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
@@ -134,7 +151,7 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     What a loss needs of the learner is read from its mark (`needs`) and from its own keyword parameters: `minibatches`,
     `proximal`, and `kl` (above 0: a reference).
     """
-    use = f"trainer.losses.{lane.loss}:{lane.loss}" if lane.loss in BUILT_IN else lane.loss
+    use = loss_use(lane.loss)
     if ":" not in use:
         raise ConfigError(f'{where}.loss: got "{lane.loss}", expected one of {", ".join(BUILT_IN)} or "module:name"')
     bound = load(use, lane.options, where)
@@ -147,6 +164,8 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
             f"{where}.options.minibatches: got {minibatches}, expected 2 or more with a recomputed proximal policy "
             "(with one step π_θ is still π_p, and no clip acts), 1 or more without"
         )
+    if lane.kl > 0 and float(settings.get("kl", 0.0)) > 0:
+        raise ConfigError(f"{where}: got kl and options.kl, expected one of them: they would pull twice")
     wanted: Needs = getattr(getattr(bound, "func", bound), NEEDS_ATTRIBUTE, Needs())
     return Objective(
         function=bound,
@@ -154,11 +173,14 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
         ratio=wanted.ratio,
         minibatches=minibatches,
         proximal=proximal,
-        reference=wanted.reference or float(settings.get("kl", 0.0)) > 0,
+        reference=wanted.reference or lane.kl > 0 or float(settings.get("kl", 0.0)) > 0,
         mean=wanted.mean,
         teacher=wanted.teacher,
         critic=wanted.critic,
         bound=_with_options(wanted.bound, settings),
+        kl=lane.kl,
+        entropy=lane.entropy,
+        advantage=wanted.advantage,
     )
 
 
@@ -168,11 +190,12 @@ def open_objectives(lanes: Mapping[Lane, LaneConfig]) -> dict[Lane, Objective]:
 
 
 def lane_loss(
-    objective: Objective, inputs: LossInputs, weight: torch.Tensor, denominator: int
+    objective: Objective, inputs: LossInputs, weight: torch.Tensor, denominator: float
 ) -> tuple[torch.Tensor, LossOutput]:
     """What this lane's tokens add to the step's loss.
 
-    weight: [N], multiplies the terms. denominator: tokens, sequences or pairs of the lane in the whole step.
+    weight: [N], multiplies the terms. denominator: tokens, sequences or pairs of the lane in the whole step (an m-th of
+    them in each of m minibatches).
     """
     if objective.ratio:
         inputs.require_ratio()
@@ -180,9 +203,9 @@ def lane_loss(
     return objective.weight * (output.loss * weight).sum() / denominator, output
 
 
-def _with_options(bound: Bound | None, settings: dict[str, Any]) -> Callable[[np.ndarray], float] | None:
+def _with_options(bound: Bound | None, settings: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], float] | None:
     """The function with those of the loss's options that it names."""
     if bound is None:
         return None
     named = {name: settings[name] for name in option_defaults(bound)}
-    return lambda log_weight: bound(log_weight, **named)
+    return lambda log_weight, advantage: bound(log_weight, advantage, **named)

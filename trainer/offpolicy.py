@@ -3,12 +3,14 @@
 Notation, per sampled token: μ behaviour, π_p proximal, π_θ current; w = π_θ/μ, ρ = π_p/μ, r = π_θ/π_p; A advantage.
 """
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
 Values = TypeVar("Values", np.ndarray, torch.Tensor)
+DualBound = Annotated[float, msgspec.Meta(gt=1, description="a number above 1")]
 
 
 def clipped_surrogate(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -16,9 +18,23 @@ def clipped_surrogate(ratio: torch.Tensor, advantage: torch.Tensor, low: float, 
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def surrogate_clips(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Where the clipped surrogate is flat: the ratio already moved past its bound in the advantage's direction."""
-    return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
+def dual_clip(surrogate: torch.Tensor, advantage: torch.Tensor, bound: float | None) -> torch.Tensor:
+    """max(surrogate, cA) where A < 0: a bad token that has become c times as likely is pushed down no harder, with no
+    gradient. bound: c, above 1; None leaves the surrogate. Dual-clip PPO, arXiv 1912.09729 eq. 5.
+    """
+    if bound is None:
+        return surrogate
+    return torch.where(advantage < 0, torch.maximum(surrogate, bound * advantage), surrogate)
+
+
+def surrogate_clips(
+    ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float, dual: float | None = None
+) -> torch.Tensor:
+    """Where the clipped surrogate is flat: the ratio already moved past its bound in the advantage's direction, or, where
+    A < 0, past the second bound in the other.
+    """
+    flat = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
+    return flat if dual is None else flat | ((advantage < 0) & (ratio > dual))
 
 
 def divergence_mask(
@@ -66,6 +82,18 @@ def score_function_k1(logprob: torch.Tensor, reference: torch.Tensor, weight: to
     """sg(w·log(π_θ/π_ref))·log π_θ: its gradient is that of KL(π_θ‖π_ref), sampled from μ. arXiv 2506.09477."""
     distance = (logprob - reference).detach()
     return weight.detach() * distance * logprob
+
+
+def reference_k3(logprob: torch.Tensor, reference: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """w·k3(π_ref/π_θ), w = π_θ/μ: of samples of μ an unbiased estimate of KL(π_θ‖π_ref), and so is its gradient.
+
+    DeepSeek-V3.2, arXiv 2512.02556 eq. 7. Without w, k3 differentiated as it stands follows the gradient of KL(π_ref‖π_θ)
+    even on-policy, and its slope 1 - π_ref/π_θ has no bound; with w and its derivative it is w·log(π_θ/π_ref), which is
+    what is used here, so that a truncated w leaves a pull in the same direction. The states are those μ came to: only the
+    token is reweighted, not what led to it.
+    """
+    distance = (logprob - reference).detach()
+    return weight.detach() * (k3(-distance) + distance * (logprob - logprob.detach()))
 
 
 def chi_square(weight: np.ndarray) -> float:

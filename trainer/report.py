@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from infra.bus.log import Log
 from infra.metrics import Metrics
 from schemas import Progress, topics
+from schemas.fields import Life
 from trainer.batch import TrainItem
 from trainer.board import Board
 from trainer.learner import StepStats
@@ -27,6 +28,8 @@ class Report:
         self.owner = owner or f"train/{os.getpid()}"
         self.gauges: dict[str, float] = {}
         self.state = "starting"
+        self.life: Life = "starting"
+        self.worth_showing: dict[str, float] = {}  # of the newest step, for whoever looks at the version that follows
         self.board = board
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
@@ -48,9 +51,10 @@ class Report:
             self.set(name, value)
         self.set("loss", stats.loss)
         self.set("grad_norm", stats.grad_norm)
-        rewards = [one.experience.reward for one in items if one.experience.reward is not None]
-        if rewards:
-            self.set("reward_mean", sum(rewards) / len(rewards))
+        self.worth_showing = {"loss": stats.loss} if math.isfinite(stats.loss) else {}
+        if stats.reward is not None:
+            self.set("reward_mean", stats.reward)
+            self.worth_showing["reward_mean"] = stats.reward
         for age, tokens in staleness_tokens(items, version).items():
             self.add("staleness_tokens", tokens, versions=str(age))
         for name in ("mismatch_abs_max", "mismatch_k3"):
@@ -89,6 +93,7 @@ async def publish_progress(log: Log, report: Report, version: int) -> None:
         counters=report.metrics.counters(),
         gauges=report.metrics.gauges(),
         state=report.state,
+        life=report.life,
     )
     await log.publish(topics.PROGRESS, progress)
 

@@ -56,7 +56,7 @@ async def resume(
     publisher = Publisher(log, store, lease, floor.policy.name, found, times_ms)
     state, journal = await find_start(log, store, lease)
     position = state.position if state else checkpoint.Position()
-    uses = state.uses if state else {}
+    uses = state.uses if state else None
     buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses, log.find_seal, max_tokens)
     clock = asyncio.get_running_loop().time
     intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)

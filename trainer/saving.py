@@ -1,7 +1,8 @@
 """Writing a checkpoint: told in the journal, stored, then what the horizon no longer needs is removed.
 
-Order: Saved record (it counts) → state → manifest → older checkpoints → `buffer` below all that stay → old policies. So a
-manifest belongs to a record that counts, and nothing is removed that a checkpoint on disk could ask for.
+Order: Saved record (it counts) → state → manifest → older checkpoints → `buffer` below all that stay → uses and policies of
+before the horizon. So a manifest belongs to a record that counts, and nothing is removed that a checkpoint on disk could
+ask for.
 """
 
 import logging
@@ -12,7 +13,7 @@ from infra.bus.bus import Partition
 from infra.config import duration_s
 from schemas import Saved, topics
 from trainer import checkpoint
-from trainer.horizon import Mark, kept, trim_below
+from trainer.horizon import Mark, kept, trim_below, uses_below
 from trainer.origin import made_with
 from trainer.report import Stopwatch
 from trainer.state import Run
@@ -24,7 +25,7 @@ async def write_checkpoint(run: Run, version: int) -> None:
     """Write a checkpoint of now. version: of these weights; a resume publishes it if nobody did."""
     intake = run.intake
     run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next)
-    uses, references = dict(intake.buffer.uses), tuple(intake.buffer.references())
+    uses, references = intake.buffer.uses.copy(), tuple(intake.buffer.references())
     with Stopwatch(run.report, "checkpoint_seconds"):
         learner = await run.in_thread(run.learner.save)
         saved = Saved(
@@ -70,6 +71,9 @@ async def tidy(run: Run) -> None:
         await run.log.bus.delete_records(Partition(run.log.name(topics.BUFFER), 0), below)
         logger.info("buffer trimmed below=%d", below)
         run.trimmed = below
+    if gone := run.intake.buffer.forget_uses(uses_below(manifests, stay)):
+        logger.info("uses forgotten groups=%d", gone)
+    run.report.set("uses_remembered", len(run.intake.buffer.uses))
     # Executing journaled steps again compares what they give with what was published.
     oldest = min(one.position.version for one in manifests[-run.config.keep_checkpoints :])
     await run.in_thread(run.publisher.prune, keep_ms, oldest)

@@ -34,8 +34,10 @@ def required(value: torch.Tensor | None, name: str) -> torch.Tensor:
     return value
 
 
-def first_of_each(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """What all tokens of a sequence have in common, [S]."""
+def of_each(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """What all tokens of a sequence have in common, to the bit; the mean where they differ (turns with advantages of their
+    own); [S].
+    """
     found = values.new_zeros(int(sequence.max()) + 1)
     found[sequence] = values
-    return found
+    return found if bool((found[sequence] == values).all()) else means(values, sequence)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class Run(Learning):
     # there. A checkpoint of that time must still send a restart back to them.
     unread: Unread | None = None
     trimmed: int = 0
+    published_s: float = -math.inf  # by the clock of the intake
 
     def __post_init__(self) -> None:
         self.objectives = open_objectives(self.config.lanes)

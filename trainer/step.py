@@ -8,22 +8,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import msgspec
+
 from infra.failpoint import reach
 from infra.weights.tensors import Tensor
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
 from trainer import checkpoint
 from trainer.assemble import Stamp, assemble, step_seed
-from trainer.batch import TrainItem, pack
+from trainer.batch import TrainItem
 from trainer.batch_chain import PACED, apply_chain
 from trainer.diagnostics import alarms
 from trainer.draw import Candidate, Draw
 from trainer.fit import restore_learner
 from trainer.guard import ANY_FINITE, GuardState, collapses, judge, norm_limit, passed, refused, rolled_back, unhealthy
+from trainer.inputs import step_inputs
 from trainer.learner import StepStats
 from trainer.publication import PROBE_TOKENS, probe_sequences
 from trainer.report import Stopwatch
 from trainer.saving import write_checkpoint
-from trainer.schedule import learning_rate_at
 from trainer.state import Learning, Run, config_hash
 
 logger = logging.getLogger(__name__)
@@ -83,14 +85,8 @@ async def execute(
         run.advance(step=batch.step)
         return StepStats(finite=True, loss=math.nan, grad_norm=math.nan, values={})
     steps_done = batch.step - run.position.first_train_step
-    learning_rate = learning_rate_at(run.config, batch.phase, steps_done)
-    packed = pack(
-        await shown(run, items),
-        max_tokens=run.config.max_tokens_per_microbatch,
-        version=batch.version,
-        exact=steps_done % run.floor.pacing.steps_per_version == 0,
-        bootstrap=run.config.critic is not None and run.config.critic.truncated == "bootstrap",
-    )
+    given = await shown(run, items)
+    packed, learning_rate = step_inputs(run.config, run.floor.pacing, batch, given, steps_done)
     with Stopwatch(run.report, "learner_seconds") as watch:
         reach("learner.before_step")
         stats = await run.in_thread(
@@ -98,6 +94,7 @@ async def execute(
         )
     reach("learner.after_step")
     run.advance(step=batch.step)
+    stats = msgspec.structs.replace(stats, reward=mean_reward(items))
     run.report.step(batch.step, list(items), stats, batch.version, watch.elapsed_s)
     sampled = [one.experience.tokens.tolist() for one in items[:4]]
     longest = PROBE_TOKENS + (run.sight.vision.num_places if run.sight is not None else 0)
@@ -112,7 +109,7 @@ async def shown(run: Learning, items: Sequence[TrainItem]) -> Sequence[TrainItem
 
 async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
     """Let the guard decide, then write and publish what is due."""
-    before, entropy, reward = run.position.guard, *condition(run, stats)
+    before, entropy, reward = run.position.guard, *condition(stats)
     raised = (*alarms(stats.values), *collapses(before, run.config.guard, entropy=entropy, reward=reward))
     for alarm in raised:
         run.report.add("alarms", alarm=alarm.name)
@@ -143,16 +140,22 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
             await write_and_publish_due(run, tensors)
 
 
-def condition(run: Learning, stats: StepStats) -> tuple[float | None, float | None]:
-    """Entropy and mean reward of the step just done."""
-    return stats.values.get("usual/entropy"), run.report.gauges.get("reward_mean")
+def condition(stats: StepStats) -> tuple[float | None, float | None]:
+    """Entropy and mean reward of the step just done, None where it has none."""
+    return stats.values.get("usual/entropy"), stats.reward
+
+
+def mean_reward(items: Sequence[TrainItem]) -> float | None:
+    """Mean over the experiences that have a reward."""
+    rewards = [one.experience.reward for one in items if one.experience.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
     """What the guard remembers after a step that changed the weights. The warm-up is no measure for what follows it."""
     if batch.phase == "warmup":
         return GuardState()
-    entropy, reward = condition(run, stats)
+    entropy, reward = condition(stats)
     before, config = run.position.guard, run.config.guard
     return passed(before, config, grad_norm=stats.grad_norm, entropy=entropy, reward=reward)
 
@@ -183,13 +186,16 @@ async def publish_now(run: Run, version: int, tensors: Mapping[str, Tensor] | No
         if tensors is None:
             tensors = await run.in_thread(run.learner.tensors)
         probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
-        stats: dict[str, float] = {
-            name: run.report.gauges[name] for name in ("loss", "reward_mean") if name in run.report.gauges
-        }
         got = await run.publisher.publish(
-            version, tensors, probe, parent=run.position.version if version else -1, step=run.position.step, stats=stats
+            version,
+            tensors,
+            probe,
+            parent=run.position.version if version else -1,
+            step=run.position.step,
+            stats=run.report.worth_showing,
         )
     run.advance(version=got)
+    run.published_s = run.intake.clock()
     run.published_probe = probe
     run.report.add("policy_versions")
 

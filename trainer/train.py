@@ -9,7 +9,7 @@
 Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
 published; a killed trainer goes on with the same batches, on one CPU process to the same bits. It waits for explorers only when
 the buffer has too little for a step; while an operator has paused learning it begins no step. Where somebody is forgotten
-it lets go of what waits and writes a checkpoint.
+it lets go of what waits and writes a checkpoint. With a store that belongs to another log it does not begin.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from functools import partial
 from infra.bus.log import Log
 from infra.chain.chain import Step
 from infra.config import Floor
+from infra.identity import claim, require_fit
 from infra.metrics import Metrics
 from infra.store import Store
 from schemas import topics
@@ -57,14 +58,17 @@ async def run_trainer(
     sight: Sight | None = None,
     max_tokens: int = 0,
 ) -> None:
-    """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run.
+    """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run, ConfigError
+    where log and store do not belong together.
 
     chain: what every drawn batch passes before it is journaled. sight: of a model that takes pictures. max_tokens: of a
     sequence that the model takes, 0 for any.
     """
     owner = f"train/{socket.gethostname()}/{os.getpid()}"
     name = floor.run or floor.app
+    await require_fit(log, store, floor)
     lease = await take_lease(log, policy=floor.policy.name, run=name, owner=owner)
+    await claim(log, store, floor)
     logger.info("lease taken run=%s token=%d", name, lease.token)
     report = Report(metrics, owner, board)
     run = await resume(
@@ -95,6 +99,7 @@ async def run_trainer(
 
 async def learn(run: Run, stop: asyncio.Event) -> None:
     """The loop of the diagram."""
+    run.report.life = "working"
     if run.position.step < 0 and not run.position.warmed_up and run.saved_step < -1:
         if run.config.warmup is None:
             await run.begin_training()
@@ -110,7 +115,7 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:
             await train_step(run, draw)
-    run.report.state = "stopped"
+    run.report.state, run.report.life = "stopped", "ended"
     if run.position.warmed_up and run.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)
 

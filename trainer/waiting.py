@@ -8,11 +8,14 @@ import logging
 import math
 from collections.abc import Sequence
 
+from infra.config import duration_s
 from schemas import Drawn, Lane, topics
 from trainer.assemble import step_seed
 from trainer.config import LaneConfig
-from trainer.draw import Candidate, Draw, draw_in_order, draw_spread, unfit, worth_waiting_for
+from trainer.draw import Candidate, Draw, draw_in_order, unfit, worth_waiting_for
 from trainer.draw_priority import draw_by_priority
+from trainer.draw_share import Limits
+from trainer.draw_spread import draw_spread
 from trainer.intake import Intake
 from trainer.report import Stopwatch
 from trainer.saving import write_checkpoint
@@ -21,6 +24,7 @@ from trainer.state import Run
 logger = logging.getLogger(__name__)
 
 PACED: Lane = "usual"
+NO_SIGNAL = "no advantage in the step"
 QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of a run is late
 
 
@@ -37,6 +41,8 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
                 await drop(run, draw)
             if not draw.wait:
                 if not await drop_lost(run, draw):
+                    run.report.set("held_back", draw.held_back)
+                    run.report.add("experiences_held_back", draw.held_back)
                     return draw
                 continue
             try:
@@ -66,6 +72,7 @@ def decide(run: Run, *, now_s: float) -> Draw:
     lanes = run.config.lanes
     taken: list[Candidate] = []
     dropped: list[tuple[Candidate, str]] = []
+    held_back = 0
     if PACED in lanes:
         draw = paced(run, now_s)
         dropped += draw.dropped
@@ -77,7 +84,7 @@ def decide(run: Run, *, now_s: float) -> Draw:
     for lane, config in lanes.items():
         if lane == PACED or config.weight == 0.0:
             continue
-        wanted = round(num_paced * share_of(config)) if paced_step else run.floor.pacing.groups_per_step
+        wanted = round(num_paced * share_of(config, lanes[PACED])) if paced_step else run.floor.pacing.groups_per_step
         if wanted == 0:
             continue
         candidates = run.intake.buffer.candidates(lane)
@@ -85,32 +92,62 @@ def decide(run: Run, *, now_s: float) -> Draw:
         dropped += unusable
         refused = {one.offset for one, _ in unusable}
         usable = [one for one in candidates if one.offset not in refused] if refused else candidates
-        is_bound = config.least > 1 and not paced_step and not run.intake.draining
-        if is_bound and sum(one.num_experiences for one in usable) < config.least:
+        least = 1 if paced_step or run.intake.draining else config.least
+        if sum(one.num_experiences for one in usable) < least:
             usable = []
         draw = drawn_from(
             usable,
             config,
             num_experiences=wanted,
             seed=step_seed(run.seed, run.position.step + 1),
+            by_tokens=run.objectives[lane].mean == "tokens",
+            least=least,
         )
         if draw.wait and not config.optional and not paced_step:
             return Draw(dropped=tuple(dropped), wait=True)
         taken += draw.taken
-    return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken)
+        held_back += draw.held_back
+    if taken and not paced_step and is_early(run, now_s):
+        return Draw(dropped=tuple(dropped), wait=True)
+    if taken and not any(teaches(run, one) for one in taken):
+        return Draw(dropped=(*dropped, *((one, NO_SIGNAL) for one in taken)), wait=True)
+    return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken, held_back=held_back)
 
 
-def drawn_from(candidates: Sequence[Candidate], config: LaneConfig, *, num_experiences: int, seed: int) -> Draw:
+def is_early(run: Run, now_s: float) -> bool:
+    """Whether a step without the paced lane would follow the last version too soon."""
+    return not run.intake.draining and now_s - run.published_s < duration_s(run.config.version_every)
+
+
+def teaches(run: Run, one: Candidate) -> bool:
+    """Whether a lane's loss can have a gradient from a group."""
+    objective = run.objectives[one.lane]
+    pulls = objective.critic or objective.reference or objective.entropy > 0
+    return one.has_signal or pulls or not objective.advantage
+
+
+def drawn_from(
+    candidates: Sequence[Candidate],
+    config: LaneConfig,
+    *,
+    num_experiences: int,
+    seed: int,
+    by_tokens: bool = False,
+    least: int = 1,
+) -> Draw:
     """The draw of a lane that is not paced, as its settings say."""
+    limits = Limits(tenant=config.tenant_share, subject=config.subject_share, least=least)
     if config.draw == "priority":
         return draw_by_priority(
             candidates,
             num_experiences=num_experiences,
             max_uses=config.max_uses,
             seed=seed,
-            correction=config.correction,
+            correction=config.exponent,
+            by_tokens=by_tokens,
+            limits=limits,
         )
-    return draw_spread(candidates, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed)
+    return draw_spread(candidates, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed, limits=limits)
 
 
 def unfit_of(run: Run, lane: Lane, candidates: Sequence[Candidate]) -> list[tuple[Candidate, str]]:
@@ -119,9 +156,12 @@ def unfit_of(run: Run, lane: Lane, candidates: Sequence[Candidate]) -> list[tupl
     return unfit(candidates, ratio=objective.ratio, pairs=objective.mean == "pairs")
 
 
-def share_of(config: LaneConfig) -> float:
-    """Sequences of a lane per sequence of the paced one."""
-    return config.share or config.weight / max(1.0 - config.weight, 1e-9)
+def share_of(config: LaneConfig, paced: LaneConfig) -> float:
+    """Sequences of a lane per sequence of the paced one: as many as its loss weighs, so that both are as noisy.
+
+    A paced lane that weighs nothing counts as what is left of 1.
+    """
+    return config.share or config.weight / (paced.weight or max(0.0, 1.0 - config.weight) or 1.0)
 
 
 def paced(run: Run, now_s: float) -> Draw:

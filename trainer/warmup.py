@@ -11,7 +11,7 @@ from trainer.admit import readable
 from trainer.assemble import step_seed
 from trainer.batch import TrainItem, pack
 from trainer.config import WarmupConfig
-from trainer.draw import draw_spread
+from trainer.draw_spread import draw_spread
 from trainer.guard import unhealthy
 from trainer.saving import write_checkpoint
 from trainer.state import Run

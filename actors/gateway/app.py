@@ -141,7 +141,9 @@ class Site:
         self, request: Request, body: bytes, ask: Ask, key: Key, session: str, chat: bool, place: Place
     ) -> Response:
         drawn = self._canary is None or not self._canary.takes(
-            self._gateway.session_of(key, session or ask.user or token_hex())
+            self._gateway.session_of(key, session or ask.user or token_hex()),
+            self._gateway.trial,
+            self._door.book.secret,
         )
         if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
             return told

@@ -4,12 +4,12 @@
                             └─ inside ──> canary ── 200 ──> passed on as it comes
                                             └── anything else, nothing, or silence ──> this gateway's engine
 
-Guarantees: which sessions are inside depends on their names alone, so any number of gateways send one session the same
-way, and a larger share takes more sessions in and none out. Whatever becomes of the canary before it says a first word (in
-a stream: of the answer, not of its opening), the request is answered here; it is asked every second whether it is there,
-and what it has begun to say is broken off with an error event if it goes. It has to say that it is a canary, so gateways
-cannot send requests round in circles. One that has been away for MISSING_S is an alarm (a warning, a metric, a line of
-`headrace status`).
+Guarantees: which sessions are inside depends on their names, the version on trial and the gateways' secret, so any number
+of gateways send one session the same way as long as a trial lasts, and a larger share takes more sessions in and none out.
+Whatever becomes of the canary before it says a first word (in a stream: of the answer, not of its opening), the request is
+answered here; it is asked every second whether it is there, and what it has begun to say is broken off with an error event
+if it goes. It has to say that it is a canary, so gateways cannot send requests round in circles. One that has been away for
+MISSING_S is an alarm (a warning, a metric, a line of `headrace status`).
 """
 
 import asyncio
@@ -87,9 +87,9 @@ class Canary:
             self._metrics.gauge(CANARY_MISSING).set(self._absence.missing_s)
             await asyncio.sleep(self._ask_every_s)
 
-    def takes(self, session: str) -> bool:
-        """Whether a session is inside the share."""
-        return place_of(session) < self._share
+    def takes(self, session: str, trial: int, secret: bytes) -> bool:
+        """Whether a session is inside the share: see `place_of`."""
+        return place_of(session, trial, secret) < self._share
 
     async def answer(
         self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool, openings: int = 0
@@ -183,11 +183,15 @@ class Canary:
         return response.status_code == 200 and told.get("channel") == "canary"
 
 
-def place_of(session: str) -> float:
-    """Where a session lies between 0 and 1; every share above it takes the session in.
+def place_of(session: str, trial: int, secret: bytes) -> float:
+    """Where a session lies between 0 and 1 in a trial; every share above it takes the session in.
 
-    >>> round(place_of("acme/7"), 3)
-    0.476
+    secret: of the gateways, without which nobody can say beforehand who is inside. Another trial is another lot, so that
+    not the same people try everything.
+
+    >>> round(place_of("acme/7", 44, b"secret"), 3)
+    0.58
     """
-    digest = hashlib.blake2b(session.encode(), digest_size=7, person=b"canary").digest()
+    person = b"canary" + trial.to_bytes(8, "big", signed=True)
+    digest = hashlib.blake2b(session.encode(), digest_size=7, key=secret[:64], person=person).digest()
     return int.from_bytes(digest, "big") / 2.0**56

@@ -7,6 +7,7 @@ import msgspec
 
 from actors.config import REFUSALS, Share, check_patterns
 from infra.config import NonNegative, Positive, Seconds, Section, Use, split_address
+from infra.outside import checked_url, without_secrets
 from infra.redact import KINDS, Kind
 from schemas.fields import Channel
 
@@ -66,9 +67,9 @@ class CanaryShare(Section, frozen=True):
     listen: str = ""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-            raise ValueError(f'got url = "{self.url}", expected one such as "http://127.0.0.1:8010"')
+        parts = urlsplit(checked_url(self.url))
+        if parts.path.strip("/") or parts.query:
+            raise ValueError(f'got url = "{without_secrets(self.url)}", expected one such as "http://127.0.0.1:8010"')
         split_address(self.address)
 
     @property

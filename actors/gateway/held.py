@@ -18,6 +18,7 @@ from infra.store import Store
 from schemas.errors import StoreError
 
 MAX_HELD = 65_536
+AWAY_S = 5.0  # a store that failed is not asked for so long: one that is silent would stop all that is written
 
 
 class HeldKeys(Keys):
@@ -27,6 +28,7 @@ class HeldKeys(Keys):
         super().__init__(store)
         self._put: Callable[[str, bytes], None] = store.put
         self._folder = folder
+        self._ask_again_s = float("-inf")
         self._held: dict[str, Key] = {}  # by subject
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in folder.iterdir():
@@ -43,10 +45,12 @@ class HeldKeys(Keys):
 
     def of(self, subject: str) -> Key:
         """As in `Keys`; while the store is away, a key that is held here. Raises StoreError where none can be."""
-        try:
-            return super().of(subject)
-        except StoreError:
-            return self._held.get(subject) or self._made(subject)
+        if self._clock() >= self._ask_again_s:
+            try:
+                return super().of(subject)
+            except StoreError:
+                self._ask_again_s = self._clock() + AWAY_S
+        return self._known_of(subject) or self._held.get(subject) or self._made(subject)
 
     def find(self, key_id: str) -> Key:
         """As in `Keys`."""
@@ -61,6 +65,13 @@ class HeldKeys(Keys):
             self._put(place_of(key.key_id), b"" if forgotten else path.read_bytes())
             del self._held[subject]
             path.unlink()
+        self._ask_again_s = float("-inf")
+
+    def _known_of(self, subject: str) -> Key | None:
+        """The key that the subject had when the store was last there."""
+        with self._lock:
+            key, _ = self._known.get(self._current.get(subject, ""), (None, 0.0))
+        return None if key is None or key.fault else key
 
     def _made(self, subject: str) -> Key:
         if len(self._held) >= MAX_HELD:

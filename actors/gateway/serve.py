@@ -46,7 +46,6 @@ from infra.processor import mark_of
 from infra.store import Store
 from schemas import PolicyEvent, Progress
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
-from schemas.fields import IS_CANARY
 from schemas.topics import PROGRESS
 
 _log = logging.getLogger(__name__)
@@ -182,7 +181,6 @@ class _Loops(msgspec.Struct, frozen=True):
         metrics.gauge("sessions_bytes").set(gateway.sessions.num_bytes)
         metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
         metrics.gauge("policy_version").set(gateway.engine.version)
-        metrics.gauge(IS_CANARY).set(float(gateway.config.channel == "canary"))
         for name, value in self.follower.times.gauges().items():
             metrics.gauge(name).set(value)
         progress = Progress(
@@ -193,6 +191,8 @@ class _Loops(msgspec.Struct, frozen=True):
             gauges=metrics.gauges(),
             state="serving",
             answered=gateway.tallies.told(),
+            life="working",
+            is_canary=gateway.config.channel == "canary",
         )
         with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
             async with asyncio.timeout(gateway.config.report_s):

@@ -27,7 +27,7 @@ from actors.gateway.recent import Recent
 from actors.gateway.record import Recorder, Served, Tokenizer, render
 from actors.gateway.sample import Answer, Growing, OnText, sample, sample_whole
 from actors.gateway.sessions import Sessions, held
-from actors.gateway.tallies import Tallies
+from actors.gateway.tallies import Asker, Tallies
 from actors.gateway.users import Users
 from infra.metrics import Metrics
 from schemas import Message
@@ -190,6 +190,11 @@ class Gateway:
             self.release(turns)
             self._ended(turns)
 
+    @property
+    def trial(self) -> int:
+        """The version on trial, -1 for none, where this gateway takes part in trials."""
+        return self._trial()
+
     def release(self, turns: Turns) -> None:
         """Give back its place; again is fine."""
         turns.place.release()
@@ -328,11 +333,12 @@ class Gateway:
 
     def _tally(self, turns: Turns, whole: bool) -> None:
         """Count for the gate what the engine did; a client that went away says nothing of it."""
+        asker = Asker(turns.key.id, turns.session or turns.subject or turns.group)
         if turns.failed:
-            self.tallies.failed(self.engine.version, turns.trial, turns.ask.choices)
+            self.tallies.failed(self.engine.version, turns.trial, turns.ask.choices, asker)
         elif whole:
             version = min(answer.starts[0][0] for answer in turns.answers)
-            self.tallies.answered(version, turns.trial, [answer.text for answer in turns.answers])
+            self.tallies.answered(version, turns.trial, [answer.text for answer in turns.answers], asker)
 
     def _remember(self, turns: Turns, whole: bool) -> None:
         answer = turns.answers[0] if turns.answers else Answer()

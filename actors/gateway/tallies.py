@@ -1,14 +1,32 @@
-"""What this gateway served of each version: counts for the gate, of every answer, and of nobody's words."""
+"""What this gateway served of each version: counts for the gate, of every answer, and of nobody's words.
 
+Beside all answers it counts those of each client, at most one of each session or user: a prompt may ask for a refusal, so
+what happens to one who asks often must not look like what happens to many. Bounded: `MAX_VERSIONS` versions, `MAX_CLIENTS`
+clients of each by name (the rest are one, without), and `MAX_SEEN` sessions remembered as counted.
+"""
+
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 
 from actors.config import any_of
-from schemas import Answered
+from schemas import Answered, Client
 
 MAX_VERSIONS = 32
+MAX_CLIENTS = 63
+MAX_SEEN = 50_000
 OPENING_CHARS = 200  # a refusal is one at the beginning of an answer
+
+
+class Asker(msgspec.Struct, frozen=True):
+    """Who asked. client: the key's id. session: or user, or the request itself where neither is named.
+
+    Example: Asker(client="abcdefghijklmnop", session="mddrffqvmjcncqrrjhvnrntq")
+    """
+
+    client: str = ""
+    session: str = ""
 
 
 class Tallies:
@@ -17,21 +35,26 @@ class Tallies:
     def __init__(self, refusals: Sequence[str]) -> None:
         self._refusal = any_of(refusals) if refusals else None
         self._known: dict[tuple[int, int], Answered] = {}
+        self._clients: dict[tuple[int, int], dict[str, Client]] = {}
+        self._seen: OrderedDict[tuple[int, int, Asker], None] = OrderedDict()
 
-    def answered(self, version: int, trial: int, texts: Sequence[str]) -> None:
+    def answered(self, version: int, trial: int, texts: Sequence[str], asker: Asker) -> None:
         """Answers that came to their end."""
-        refused = 0 if self._refusal is None else sum(bool(self._refusal.search(one[:OPENING_CHARS])) for one in texts)
-        self._add(Answered(version=version, trial=trial, answers=len(texts), refused=refused))
+        refused = [bool(self._refusal and self._refusal.search(one[:OPENING_CHARS])) for one in texts]
+        self._add(Answered(version=version, trial=trial, answers=len(texts), refused=sum(refused)), asker)
 
-    def failed(self, version: int, trial: int, count: int) -> None:
+    def failed(self, version: int, trial: int, count: int, asker: Asker) -> None:
         """Answers that the engine did not bring to their end."""
-        self._add(Answered(version=version, trial=trial, answers=count, failed=count))
+        self._add(Answered(version=version, trial=trial, answers=count, failed=count), asker)
 
     def told(self) -> tuple[Answered, ...]:
         """As it is told to the others."""
-        return tuple(self._known.values())
+        return tuple(
+            msgspec.structs.replace(one, clients=tuple(self._clients[place].values()))
+            for place, one in self._known.items()
+        )
 
-    def _add(self, more: Answered) -> None:
+    def _add(self, more: Answered, asker: Asker) -> None:
         place = (more.version, more.trial)
         known = self._known.get(place, Answered(version=more.version, trial=more.trial))
         self._known[place] = msgspec.structs.replace(
@@ -40,5 +63,24 @@ class Tallies:
             failed=known.failed + more.failed,
             refused=known.refused + more.refused,
         )
+        self._count(place, more, asker)
         if len(self._known) > MAX_VERSIONS:
-            del self._known[min(self._known)]
+            oldest = min(self._known)
+            del self._known[oldest], self._clients[oldest]
+
+    def _count(self, place: tuple[int, int], more: Answered, asker: Asker) -> None:
+        """The first answer of somebody counts for their client."""
+        clients = self._clients.setdefault(place, {})
+        if (*place, asker) in self._seen or not more.answers:
+            return
+        self._seen[(*place, asker)] = None
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        name = asker.client if asker.client in clients or len(clients) < MAX_CLIENTS else ""
+        known = clients.get(name, Client(client=name))
+        clients[name] = Client(
+            client=name,
+            answers=known.answers + 1,
+            failed=known.failed + (more.failed > 0),
+            refused=known.refused + (more.refused > 0),
+        )

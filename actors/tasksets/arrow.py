@@ -2,17 +2,78 @@
 
 `datasets` writes each split as Arrow streams beside a state.json that lists them; a dictionary of splits is a folder of
 such folders, and the folder's name becomes the rows' split. Read row group by row group: no file is held whole.
+
+Columns are compressed: some hundred bytes may say gigabytes. So a file is read in a process of its own, in bounded memory,
+which hands over one row after the other:
+
+    out   u32 length · msgpack [where, cells], [where, "why it is no row"], ["", "why nothing more comes"] or ["", ""]
 """
 
 import json
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from schemas.errors import ConfigError
 
 Cells = dict[str, Any]
-_BATCH = 1024
+MEMORY_BYTES = 4 * 1024**3
+MAX_ROW_BYTES = 16 * 1024 * 1024
+_BATCH = 64
+
+
+def read_apart(path: Path) -> Iterator[tuple[str, Cells | str]]:
+    """Every row of a Parquet file or a folder, or in words why one cannot be had. Raises ConfigError."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(one or os.getcwd() for one in sys.path),
+        "ARROW_DEFAULT_MEMORY_POOL": "system",
+    }
+    command = [sys.executable, "-m", "actors.tasksets.arrow", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            while size := process.stdout.read(4):
+                try:
+                    where, cells = msgspec.msgpack.decode(process.stdout.read(int.from_bytes(size, "little")))
+                except msgspec.DecodeError:  # cut off: it crashed
+                    break
+                if not where and not cells:
+                    return
+                if not where:
+                    raise ConfigError(cells)
+                yield where, cells
+        finally:
+            process.kill()
+    raise ConfigError(f"{path}: reading it took more than {MEMORY_BYTES} bytes of memory, or crashed")
+
+
+def main(path: Path) -> None:
+    """Write every row to the standard output."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    try:
+        for where, cells in read_folder(path) if path.is_dir() else read_parquet(path):
+            body = msgspec.msgpack.encode((where, cells), enc_hook=str)
+            if len(body) > MAX_ROW_BYTES:
+                why = f"got a row of {len(body)} bytes, expected at most {MAX_ROW_BYTES}"
+                body = msgspec.msgpack.encode((where, why))
+            _write(body)
+        _write(msgspec.msgpack.encode(("", "")))
+    except ConfigError as error:
+        _write(msgspec.msgpack.encode(("", str(error))))
+    except (MemoryError, OverflowError):
+        words = f"{path}: {_BATCH} rows take more than {MEMORY_BYTES} bytes of memory; write it with smaller rows"
+        _write(msgspec.msgpack.encode(("", words)))
+
+
+def _write(body: bytes) -> None:
+    sys.stdout.buffer.write(len(body).to_bytes(4, "little") + body)
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Cells]]:
@@ -24,7 +85,9 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Cells]]:
                 for cells in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", cells
-        except _pyarrow().ArrowException as error:
+        except (OSError, _pyarrow().ArrowException) as error:
+            if isinstance(error, MemoryError):
+                raise
             raise ConfigError(f"{path}: broken behind row {number}: {error}") from error
 
 
@@ -58,6 +121,8 @@ def _read_split(folder: Path) -> Iterator[tuple[str, Cells]]:
                             number += 1
                             yield f"{path}: row {number}", cells
         except (OSError, arrow.ArrowException) as error:
+            if isinstance(error, MemoryError):
+                raise
             raise ConfigError(f"{path}: broken behind row {number}: {error}") from error
 
 
@@ -88,3 +153,7 @@ def _pyarrow() -> Any:
     except ImportError as error:
         raise ConfigError("Parquet and saved datasets need pyarrow: pip install 'headrace[tasks]'") from error
     return pyarrow
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

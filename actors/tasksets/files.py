@@ -13,7 +13,7 @@ import csv
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 import msgspec
 
@@ -81,8 +81,8 @@ def count_rows(path: Path) -> int | None:
     if path.is_dir():
         return None
     try:
-        with path.open("rb") as lines:
-            return sum(1 for line in lines if line.strip()) - (path.suffix in SEPARATORS)
+        with path.open("rb") as file:
+            return sum(1 for line in _bounded(file) if line.strip()) - (path.suffix in SEPARATORS)
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -90,9 +90,10 @@ def count_rows(path: Path) -> int | None:
 def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
     """The rows with where they are, read by the kind of file."""
     if path.is_dir() or path.suffix == ".parquet":
-        from actors.tasksets.arrow import read_folder, read_parquet
+        from actors.tasksets.arrow import read_apart
 
-        yield from read_folder(path) if path.is_dir() else read_parquet(path)
+        for where, cells in read_apart(path):
+            yield where, Broken(where, cells) if isinstance(cells, str) else cells
     elif path.suffix in SEPARATORS:
         yield from _csv(path, SEPARATORS[path.suffix])
     else:
@@ -101,17 +102,25 @@ def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+        with path.open("rb") as file:
+            for number, line in enumerate(_bounded(file), start=1):
                 if line.strip():
                     yield f"{path}:{number}", _object(line, f"{path}:{number}")
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
+def _bounded(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long its first MAX_LINE_BYTES + 1 bytes, so that it is known by its length."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):  # the rest of it
+            line = file.readline(MAX_LINE_BYTES + 1) or b"\n"
+
+
 def _object(line: bytes, where: str) -> Cells | Broken:
     if len(line) > MAX_LINE_BYTES:
-        return Broken(where, f"got a line of {len(line)} bytes, expected at most {MAX_LINE_BYTES}")
+        return Broken(where, f"got a line of more than {MAX_LINE_BYTES} bytes, expected at most as many")
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -122,7 +131,7 @@ def _csv(path: Path, separator: str) -> Iterator[tuple[str, Cells | Broken]]:
     csv.field_size_limit(MAX_LINE_BYTES)
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-            rows = csv.reader(lines, delimiter=separator, strict=True)
+            rows = csv.reader(_bounded_text(lines, path), delimiter=separator, strict=True)
             header = next(rows, [])
             while True:
                 where = f"{path}:{rows.line_num + 1}"
@@ -137,6 +146,13 @@ def _csv(path: Path, separator: str) -> Iterator[tuple[str, Cells | Broken]]:
                     yield where, _named(header, row, where)
     except (OSError, csv.Error) as error:
         raise _unreadable(path, error) from error
+
+
+def _bounded_text(file: TextIO, path: Path) -> Iterator[str]:
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise ConfigError(f"{path}: got a line of more than {MAX_LINE_BYTES} characters, expected at most as many")
+        yield line
 
 
 def _named(header: list[str], row: list[str], where: str) -> Cells | Broken:

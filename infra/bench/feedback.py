@@ -48,7 +48,9 @@ async def _run(pending: int, joins: int, seed: int) -> dict[str, float]:
         await log.publish(VERIFIED, _answer(group, random))
     for number in random.permutation(pending)[:joins]:
         ref = answer_id(experience_id(groups[number], 0, 0))
-        await log.publish(VERIFIED, Feedback(ref=ref, id=f"f{number}", value=float(number % 2), source="csat"))
+        await log.publish(
+            VERIFIED, Feedback(ref=ref, id=f"f{number}", value=float(number % 2), source="csat", rater=f"user-{number}")
+        )
     records = [message.record async for message in log.read_all(VERIFIED)]
     gc.collect()
     gc.freeze()  # the log in memory is no garbage of a worker's

@@ -21,6 +21,7 @@ from aiokafka.errors import (
     for_code,
 )
 
+from infra.bus.access import PLAINTEXT, Access, client_options, refusal
 from infra.bus.bus import Headers, Partition, Position, Reader, check_size
 from infra.bus.kafka_reader import KafkaReader, may_pass, stop
 from infra.bus.memory import changed_count
@@ -48,15 +49,20 @@ class _TryAgain(Exception):
     """What a moment's waiting mends, though aiokafka does not say so."""
 
 
-async def answers(bootstrap_servers: str, *, timeout_s: float) -> bool:
-    """Whether a broker that takes records answers a metadata request."""
-    client = AIOKafkaClient(bootstrap_servers=bootstrap_servers, request_timeout_ms=int(timeout_s * 1000))
+async def answers(bootstrap_servers: str, *, timeout_s: float, access: Access = PLAINTEXT) -> bool:
+    """Whether a broker that takes records answers a metadata request. Raises ConfigError where it refuses this client."""
+    timeout_ms = int(timeout_s * 1000)
+    client = AIOKafkaClient(
+        bootstrap_servers=bootstrap_servers, request_timeout_ms=timeout_ms, **client_options(access)
+    )
     try:
         async with asyncio.timeout(timeout_s):
             await client.bootstrap()
             return bool(client.cluster.brokers())
     except (KafkaError, OSError) as error:
         logger.debug("kafka.no_answer address=%s error=%r", bootstrap_servers, error)
+        if access is not PLAINTEXT and (refused := await refusal(bootstrap_servers, access, timeout_ms)):
+            raise refused from error
         return False
     finally:
         await client.close()
@@ -66,7 +72,8 @@ class KafkaBus:
     """A Bus on a Kafka cluster: one producer, one admin connection, one connection per reader (two in a group).
 
     bootstrap_servers: `host:port`, comma-separated. deadline_s: how long a broker may be away before BrokerUnavailable.
-    Belongs to the event loop in which it was started.
+    access: how it proves who it is; a broker that refuses it is a ConfigError at the start. Belongs to the event loop in
+    which it was started.
     """
 
     def __init__(
@@ -76,11 +83,13 @@ class KafkaBus:
         deadline_s: float = 60.0,
         client_id: str = "headrace",
         linger_ms: int = LINGER_MS,
+        access: Access = PLAINTEXT,
     ) -> None:
         self.bootstrap_servers = bootstrap_servers
         self.deadline_s = deadline_s
         self._client_id = client_id
         self._linger_ms = linger_ms
+        self._access = access
         self._producer: AIOKafkaProducer | None = None
         self._admin: AIOKafkaAdminClient | None = None
         self._offsets: AIOKafkaConsumer | None = None
@@ -250,9 +259,10 @@ class KafkaBus:
             "client_id": self._client_id,
             "request_timeout_ms": REQUEST_TIMEOUT_MS,
             "retry_backoff_ms": RETRY_BACKOFF_MS,
+            **client_options(self._access),
         }
         if self._admin is None:
-            self._admin = await _start(AIOKafkaAdminClient(**common))
+            self._admin = await self._admitted(AIOKafkaAdminClient(**common))
         if self._producer is None:
             self._producer = await _start(
                 AIOKafkaProducer(
@@ -264,6 +274,17 @@ class KafkaBus:
                     max_request_size=MAX_RECORD_BYTES,
                 )
             )
+
+    async def _admitted(self, client: AIOKafkaAdminClient) -> AIOKafkaAdminClient:
+        """The first client, started. Raises ConfigError where the brokers are there and do not let it in."""
+        try:
+            return await _start(client)
+        except (KafkaError, OSError) as error:
+            if self._access is not PLAINTEXT and (
+                refused := await refusal(self.bootstrap_servers, self._access, REQUEST_TIMEOUT_MS)
+            ):
+                raise refused from error
+            raise
 
     def _consumer(self, group: str | None) -> AIOKafkaConsumer:
         return AIOKafkaConsumer(
@@ -278,6 +299,7 @@ class KafkaBus:
             session_timeout_ms=SESSION_TIMEOUT_MS,
             heartbeat_interval_ms=HEARTBEAT_MS,
             max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
+            **client_options(self._access),
         )
 
     async def _started(self, make: Callable[[], AIOKafkaConsumer]) -> AIOKafkaConsumer:

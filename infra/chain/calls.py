@@ -5,20 +5,31 @@
              goes on in a new thread
     async    all arguments at once, each under its own timeout
 
-A thread cannot be killed: one that hangs lives until its function returns or the process ends. While MAX_HUNG threads
-of a step hang, its calls fail at once. One long C call that holds the interpreter lock stops this process whatever the
-thread: such work belongs in a child process, as in `streams.scores.math`.
+A thread cannot be killed: one that hangs lives until its function returns or the process ends. After MAX_HUNG calls in a
+row that hang, calls fail at once, but for one try every PAUSE_S: as soon as one returns, all are called again. With
+MAX_THREADS that still hang a step is called no more until its role is started anew. One long C call that holds the
+interpreter lock stops this process whatever the thread: such work belongs in a child process, as in `streams.scores.child`.
 """
 
 import asyncio
+import logging
+import os
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+logger = logging.getLogger(__name__)
+
 MAX_HUNG = 8
+MAX_THREADS = 64
+PAUSE_S = 30.0
+MAX_TOLD = 64
+# What these say is about code; what others say may quote a user's text, which belongs into no log.
+_OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError)
 MAX_DETAIL_CHARS = 500
 Extras = Mapping[str, Any]
 
@@ -33,19 +44,70 @@ class Failure(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Trouble:
+    """What went wrong with one function: threads that hang, and which errors were told. name: of the step, for the log."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.hung: list[threading.Thread] = []
+        self._in_a_row = 0
+        self._try_at_s = 0.0
+        self._told: set[str] = set()
+
+    def refuses(self) -> str:
+        """Why the function is not called now, "" where it is."""
+        self.hung = [thread for thread in self.hung if thread.is_alive()]
+        if len(self.hung) >= MAX_THREADS:
+            return f"not called: {len(self.hung)} earlier calls still hang; restart this role"
+        if self._in_a_row >= MAX_HUNG and self.hung and time.monotonic() < self._try_at_s:
+            return f"not called: the last {self._in_a_row} calls hung; tried again every {PAUSE_S:g} s"
+        return ""
+
+    def returned(self) -> None:
+        """A call came to its end."""
+        self._in_a_row = 0
+
+    def hangs(self, thread: threading.Thread) -> None:
+        """A call was given up."""
+        self.hung.append(thread)
+        self._in_a_row += 1
+        self._try_at_s = time.monotonic() + PAUSE_S
+        if self._in_a_row in (1, MAX_HUNG):
+            logger.warning("step_hangs step=%s in_a_row=%d threads=%d", self.name, self._in_a_row, len(self.hung))
+
+    def tell(self, error: BaseException) -> None:
+        """Log an error with file, line and stack: the first of its type and place, MAX_TOLD in all."""
+        stack = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        at = f"{os.path.basename(stack[-1].filename)}:{stack[-1].lineno}" if stack else "?"
+        kind = f"{type(error).__name__} {at}"
+        if kind in self._told or len(self._told) >= MAX_TOLD:
+            return
+        self._told.add(kind)
+        said = ascii(str(error)[:MAX_DETAIL_CHARS]) if isinstance(error, _OF_CODE) else "(not logged)"
+        lines = "".join(traceback.format_list(stack)).rstrip()
+        logger.warning("step_failed step=%s at=%s error=%s %s\n%s", self.name, at, type(error).__name__, said, lines)
+
+
 def describe_error(error: BaseException) -> str:
     """Type and message of an error, cut to what a metric of the day after still wants to read."""
-    return f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
+    try:
+        return f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
+    except BaseException:  # its own __str__ raises
+        return type(error).__name__
 
 
-def inline(function: Callable[..., object], arguments: Sequence[object], extras: Extras) -> list[object]:
-    """Call in this thread; SystemExit counts as a failure, so that a plugin cannot end a worker."""
+def inline(
+    function: Callable[..., object], arguments: Sequence[object], extras: Extras, trouble: Trouble
+) -> list[object]:
+    """Call in this thread. Whatever is raised counts as a failure, SystemExit and KeyboardInterrupt too: a plugin cannot
+    end a worker. (Ctrl-C raises nothing here: the loop that runs a role takes it.)
+    """
     results: list[object] = []
     for argument in arguments:
         try:
             results.append(function(argument, **extras))
-        except (Exception, SystemExit) as error:
-            results.append(Failure(_kind(error), describe_error(error)))
+        except BaseException as error:
+            results.append(_failure(error, trouble))
     return results
 
 
@@ -54,44 +116,54 @@ async def in_thread(
     arguments: Sequence[object],
     extras: Extras,
     timeout_s: float,
-    hung: list[threading.Thread],
+    trouble: Trouble,
 ) -> list[object]:
-    """Call in a thread, one argument after the other; `hung` collects the threads that were given up."""
+    """Call in a thread, one argument after the other; `trouble` holds the threads that were given up."""
     results: list[object] = []
     while len(results) < len(arguments):
-        hung[:] = [thread for thread in hung if thread.is_alive()]
-        if len(hung) >= MAX_HUNG:
-            refused = Failure("timed out", f"not called: {MAX_HUNG} earlier calls still hang")
-            results.extend([refused] * (len(arguments) - len(results)))
+        if why := trouble.refuses():
+            results.extend([Failure("timed out", why)] * (len(arguments) - len(results)))
             break
-        results.extend(await _one_thread(function, arguments[len(results) :], extras, timeout_s, hung))
+        results.extend(await _one_thread(function, arguments[len(results) :], extras, timeout_s, trouble))
     return results
 
 
 async def as_tasks(
-    function: Callable[..., Awaitable[object]], arguments: Sequence[object], extras: Extras, timeout_s: float
+    function: Callable[..., Awaitable[object]],
+    arguments: Sequence[object],
+    extras: Extras,
+    timeout_s: float,
+    trouble: Trouble,
 ) -> list[object]:
     """Await all calls at once, each under its own timeout."""
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(_one_await(function, argument, extras, timeout_s)) for argument in arguments]
+        running = [
+            tasks.create_task(_one_await(function, argument, extras, timeout_s, trouble)) for argument in arguments
+        ]
     return [task.result() for task in running]
 
 
 async def _one_await(
-    function: Callable[..., Awaitable[object]], argument: object, extras: Extras, timeout_s: float
+    function: Callable[..., Awaitable[object]], argument: object, extras: Extras, timeout_s: float, trouble: Trouble
 ) -> object:
+    task = asyncio.current_task()
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             return await function(argument, **extras)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
         if limit.expired():
             return Failure("timed out", f"no answer within {timeout_s:g} s")
-        return Failure(_kind(error), describe_error(error))
+        return _failure(error, trouble)
 
 
-def _kind(error: BaseException) -> str:
-    return "timed out" if isinstance(error, TimeoutError) else "failed"
+def _failure(error: BaseException, trouble: Trouble) -> Failure:
+    if isinstance(error, TimeoutError):
+        return Failure("timed out", describe_error(error))
+    trouble.tell(error)
+    return Failure("failed", describe_error(error))
 
 
 async def _one_thread(
@@ -99,7 +171,7 @@ async def _one_thread(
     arguments: Sequence[object],
     extras: Extras,
     timeout_s: float,
-    hung: list[threading.Thread],
+    trouble: Trouble,
 ) -> list[object]:
     """Results of one thread: all of them, or those before the call that hung and a Failure for that one."""
     loop = asyncio.get_running_loop()
@@ -113,7 +185,9 @@ async def _one_thread(
             if given_up.is_set():
                 return
             started[0] = time.monotonic()
-            results.extend(inline(function, [argument], extras))
+            results.extend(inline(function, [argument], extras, trouble))
+            if not given_up.is_set():
+                trouble.returned()
         if not given_up.is_set():
             loop.call_soon_threadsafe(finished.set)
 
@@ -127,7 +201,7 @@ async def _one_thread(
                 if time.monotonic() - started[0] < timeout_s:  # it moved on between the two looks
                     continue
                 given_up.set()
-                hung.append(thread)
+                trouble.hangs(thread)
                 return [*results[:num_done], Failure("timed out", f"no answer within {timeout_s:g} s")]
             try:
                 async with asyncio.timeout(remaining_s):

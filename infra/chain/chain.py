@@ -16,17 +16,16 @@ others silently. A score that has no verdict returns None, or a Verdict that say
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import msgspec
 
 from infra.chain import calls
-from infra.chain.calls import Extras, Failure
+from infra.chain.calls import Extras, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_fault
 from infra.chain.turn import Turn
-from infra.chain.verdict import Question, Recorded, input_hash, options_hash, read_verdict
+from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
 from infra.processor import Drop, Memory, Verdict, mark_of
 from schemas import BadFrame, Experience, Score
 from schemas.errors import ConfigError
@@ -40,7 +39,7 @@ class Step(msgspec.Struct, kw_only=True):
     """One bound function of a chain. kind: see the module. memory: entries per partition, 0 for none.
 
     reuse: a score already recorded under this name and version is not asked again. question: hash of a score's options,
-    "" for one whose answers are not kept for reuse. hung: threads that were given up.
+    "" for one whose answers are not kept for reuse. trouble: what hangs, and which errors were logged.
 
     Example: Step(name="exact", version=1, kind="score", function=exact, inline=True)
     """
@@ -56,7 +55,7 @@ class Step(msgspec.Struct, kw_only=True):
     fills: tuple[str, ...] = ()
     reuse: bool = True
     question: str = ""
-    hung: list[threading.Thread] = []
+    trouble: Trouble = msgspec.field(default_factory=Trouble)
 
     @property
     def stamp(self) -> str:
@@ -137,7 +136,7 @@ def make_step(
         raise ConfigError(f"{name}: got an async processor with memory, expected a plain function (log order)")
     return Step(
         name=name, version=mark.version, kind=kind, function=function, timeout_s=timeout_s, inline=mark.inline,
-        asynchronous=asynchronous, memory=mark.memory, fills=fills, reuse=reuse,
+        asynchronous=asynchronous, memory=mark.memory, fills=fills, reuse=reuse, trouble=Trouble(f"{name}@{mark.version}"),
         question=options_hash(function, options or {}) if kind == "score" and not mark.inline else "",
     )  # fmt: skip
 
@@ -217,13 +216,10 @@ class _Flow:
 
 def extras_of(step: Step, context: Context) -> Extras:
     """The parameters that the chain fills in."""
-    extras: dict[str, Any] = {}
-    for name in step.fills:
-        if name == "memory":
-            extras[name] = context.memories.setdefault(step.name, Memory(step.memory))
-        else:
-            extras[name] = context.time_ms if name == "time_ms" else context.record_offset
-    return extras
+    known: dict[str, Any] = {"time_ms": context.time_ms, "record_offset": context.record_offset}
+    if step.memory:
+        known["memory"] = context.memories.setdefault(step.name, Memory(step.memory))
+    return {name: known[name] for name in step.fills}
 
 
 async def call_step(step: Step, arguments: Sequence[object], extras: Extras) -> list[object]:
@@ -231,10 +227,10 @@ async def call_step(step: Step, arguments: Sequence[object], extras: Extras) -> 
     if not arguments:
         return []
     if step.asynchronous:
-        return await calls.as_tasks(step.function, arguments, extras, step.timeout_s)
+        return await calls.as_tasks(step.function, arguments, extras, step.timeout_s, step.trouble)
     if step.inline:
-        return calls.inline(step.function, arguments, extras)
-    return await calls.in_thread(step.function, arguments, extras, step.timeout_s, step.hung)
+        return calls.inline(step.function, arguments, extras, step.trouble)
+    return await calls.in_thread(step.function, arguments, extras, step.timeout_s, step.trouble)
 
 
 async def _scored(
@@ -258,11 +254,7 @@ async def _scored(
 
 
 def _is_to_be_scored(experience: Experience, step: Step) -> bool:
-    if experience.is_given:
-        return False
-    version = str(step.version)
-    known = any(score.name == step.name and score.version.partition("+")[0] == version for score in experience.scores)
-    return not (known and step.reuse)
+    return not experience.is_given and not (step.reuse and has_score(experience, step.name, step.version))
 
 
 def _settle_each(flow: _Flow, step: Step, index: int, asked: Sequence[Experience], results: Sequence[object]) -> None:
@@ -274,18 +266,26 @@ def _settle_each(flow: _Flow, step: Step, index: int, asked: Sequence[Experience
         if member is not awaited:
             members.append(member)
             continue
-        if result is member:
-            members.append(member)
-        elif isinstance(result, Failure):
-            flow.drop(member, index, f"{_noun(step)} {result.kind}", f"{step.stamp}: {result.detail}")
-        elif step.kind == "score":
-            members.extend(_settle_score(flow, step, index, member, result))
-        elif isinstance(result, list):
-            members.extend(_settle_list(flow, step, index, member, result))
-        else:
-            members.extend(_settle_one(flow, step, index, member, result))
+        try:
+            members.extend(_settle(flow, step, index, member, result))
+        except BaseException as error:  # raised by the result itself
+            flow.drop(member, index, f"{_noun(step)} returned nonsense", f"{step.stamp}: {calls.describe_error(error)}")
         awaited, result = next(answers, (None, None))
     flow.members = members
+
+
+def _settle(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:
+    """The member as it goes on, and what was made from it."""
+    if result is member:
+        return [member]
+    if isinstance(result, Failure):
+        flow.drop(member, index, f"{_noun(step)} {result.kind}", f"{step.stamp}: {result.detail}")
+        return []
+    if step.kind == "score":
+        return _settle_score(flow, step, index, member, result)
+    if isinstance(result, list):
+        return _settle_list(flow, step, index, member, result)
+    return _settle_one(flow, step, index, member, result)
 
 
 def _settle_one(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:
@@ -392,7 +392,7 @@ def _guarded(check: Callable[..., Experience | str], *arguments: object) -> Expe
     """A check on an object of any shape: one that cannot even be looked at is nonsense too."""
     try:
         return check(*arguments)
-    except Exception as error:
+    except BaseException as error:
         return f"cannot be checked: {calls.describe_error(error)}"
 
 

@@ -23,10 +23,14 @@ IDENTITY = (
 )  # fmt: skip
 _identity = operator.attrgetter(*IDENTITY)
 MAX_REASON_CHARS = 80
+# Reasons of drops that are a step's own fault, not its decision.
+STEP_FAULTS = frozenset(
+    f"{noun} {what}" for noun in ("score", "processor") for what in ("failed", "timed out", "returned nonsense")
+)
 NUMBERS = ("reward", "advantage", "priority", "weight")
 _numbers = operator.attrgetter("reward", "advantage", "priority")
 _others = operator.attrgetter(
-    "num_tokens", "spans", "end", "lane", "scores", "meta", "bulk", "answer", "edit", "weight", "notes"
+    "num_tokens", "spans", "end", "lane", "scores", "meta", "bulk", "answer", "edit", "weight", "notes", "advantages"
 )
 
 

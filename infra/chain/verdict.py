@@ -3,8 +3,11 @@
 Only scores that are not inline have one: a judge, a sandbox, a model. What is computed here and now is computed again.
 """
 
+import ast
 import hashlib
+import inspect
 import math
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,11 +19,13 @@ from infra.processor import Verdict
 from schemas import Experience
 
 HASH_CHARS = 16
+CODE_CHARS = 8
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr, order="deterministic")
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One experience put before one score. input: hash of all the score could see, and of its options.
+    """One experience put before one score. input: hash of all the score could see, and of its options; ":" and the hash of
+    the score's code.
 
     Example: Question("add-3745.2.0-7-0", "judge", "2", "9f86d081884c7d65")
     """
@@ -36,12 +41,35 @@ Recorded = Callable[[Question], Verdict | Failure | None]
 
 
 def options_hash(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
-    """Of the options a score has: its own as far as they can be read back, and those it was given."""
-    return hashlib.blake2b(_encoder.encode((option_defaults(function), given))).hexdigest()[:HASH_CHARS]
+    """Of the options a score has: its own as far as they can be read back, and those it was given; ":" and `code_hash`."""
+    options = hashlib.blake2b(_encoder.encode((option_defaults(function), given))).hexdigest()[:HASH_CHARS]
+    return f"{options}:{code_hash(function)}"
 
 
-def input_hash(options: str, experience: Experience) -> str:
-    """Of what a score may read: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame."""
+def code_hash(function: Callable[..., Any]) -> str:
+    """Of a function's (or class's) own source without comments, docstrings and layout; "" where none can be read."""
+    bare = getattr(function, "func", function)
+    try:
+        source = inspect.getsource(bare if inspect.isroutine(bare) or inspect.isclass(bare) else type(bare))
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and ast.get_docstring(node) is not None
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.blake2b(ast.unparse(tree).encode()).hexdigest()[:CODE_CHARS]
+
+
+def input_hash(question: str, experience: Experience) -> str:
+    """Of what a score may read: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame.
+
+    question: `options_hash`. What stands behind its ":" is no part of the hash and follows it as it is: a verdict is looked
+    for by the hash alone, and whether the code is still the same is known beside it.
+    """
+    options, colon, code = question.partition(":")
     seen = hashlib.blake2b(options.encode())
     seen.update(_encoder.encode((experience.messages, experience.meta, experience.end, experience.part)))
     # What the meta of an older frame says too is not said twice: a verdict that was recorded then is found again.
@@ -49,16 +77,22 @@ def input_hash(options: str, experience: Experience) -> str:
     if further := {name: value for name, value in fields.items() if value != experience.meta.get(name)}:
         seen.update(_encoder.encode(further))
     seen.update(experience.tokens.tobytes())
-    return seen.hexdigest()[:HASH_CHARS]
+    return f"{seen.hexdigest()[:HASH_CHARS]}{colon}{code}"
+
+
+def has_score(experience: Experience, name: str, version: int) -> bool:
+    """Whether it carries this version's score already, whatever model answered."""
+    return any(one.name == name and one.version.partition("+")[0] == str(version) for one in experience.scores)
 
 
 def read_verdict(result: object) -> Verdict | str:
-    """What a score returned, its numbers plain and finite; or what is wrong with it."""
+    """What a score returned, its numbers plain and finite; or what is wrong with it. Raises what the result itself raises."""
     verdict = result if isinstance(result, Verdict) else None
     value = result if verdict is None else verdict.value
     number = None if value is None else _finite(value)
     if value is not None and number is None:
-        return f"got {str(value)[:60]!r} ({type(value).__name__}), expected a finite number or None"
+        shown = f"{str(value)[:60]!r} " if isinstance(value, str | float) else ""
+        return f"got {shown}({type(value).__name__}), expected a finite number or None"
     if verdict is None:
         return Verdict(value=number)
     return msgspec.structs.replace(verdict, value=number, cost_usd=_finite(verdict.cost_usd))
@@ -68,6 +102,6 @@ def _finite(value: object) -> float | None:
     """The value as a finite number, or None."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

@@ -52,11 +52,11 @@ async def _whole(step: Step, members: tuple[Experience, ...]) -> Outcome:
 
 async def _answer(step: Step, members: tuple[Experience, ...]) -> object:
     if step.asynchronous:
-        (result,) = await calls.as_tasks(step.function, [members], {}, step.timeout_s)
+        (result,) = await calls.as_tasks(step.function, [members], {}, step.timeout_s, step.trouble)
     elif step.inline:
-        (result,) = calls.inline(step.function, [members], {})
+        (result,) = calls.inline(step.function, [members], {}, step.trouble)
     else:
-        (result,) = await calls.in_thread(step.function, [members], {}, step.timeout_s, step.hung)
+        (result,) = await calls.in_thread(step.function, [members], {}, step.timeout_s, step.trouble)
     return result
 
 

@@ -5,11 +5,11 @@ import socket
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable_json
 from infra.config import duration_s
 from infra.ledger.account import Account
 from infra.ledger.audit import audit
@@ -30,7 +30,7 @@ async def run_audit(
     """Print the account; exit code 1 if a promise is broken, or if something is on its way after a drain."""
     settings = load_settings(config, sets)
     timeout_s = duration_s(within)
-    console = Console(stderr=as_json, highlight=False)
+    console = Screen(stderr=as_json)
     run = settings.run or settings.app
     # A drain needs the roles at work, so a broker that is not there is not started for it.
     async with connected(settings) if drained or then_continue else reading(settings) as log:
@@ -45,7 +45,7 @@ async def run_audit(
                     await go_on(log, operator())
     if as_json:
         more = {"clean": account.is_clean, "on_the_way": account.on_the_way}
-        print(msgspec.json.encode(msgspec.to_builtins(account) | more).decode())
+        print(printable_json(msgspec.json.encode(msgspec.to_builtins(account) | more).decode()))
     else:
         console.print(table(account))
         for title, ids in (("trained twice", account.trained_twice), ("trained, never published", account.unknown)):

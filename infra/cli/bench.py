@@ -4,10 +4,10 @@ import importlib
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
 
 BENCHES = {
@@ -67,9 +67,9 @@ def run_bench(name: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps(figures))
     elif name == "codec":
-        Console().print(shapes_table(name, module.rows(figures)))
+        Screen().print(shapes_table(name, module.rows(figures)))
     else:
-        Console().print(figures_table(name, figures))
+        Screen().print(figures_table(name, figures))
     return 0
 
 
@@ -82,12 +82,12 @@ def run_offpolicy(out: Path, steps: int, seeds: int, lags: str, losses: str, as_
     except ValueError as error:
         raise ConfigError(f"--lags: got {lags!r}, expected whole numbers by commas, as in 0,2,8") from error
     plan = Plan(losses=tuple(losses.split(",")), lags=wanted, seeds=tuple(range(seeds)), steps=steps)
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     figures = run(plan, out=out, say=console.print)
     if as_json:
         print(json.dumps(figures))
     else:
-        Console().print(figures_table("offpolicy", figures))
+        Screen().print(figures_table("offpolicy", figures))
     return 0
 
 
@@ -99,7 +99,7 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
     if as_json:
         print(json.dumps(figures))
     else:
-        Console().print(figures_table("outage", figures))
+        Screen().print(figures_table("outage", figures))
     return 0
 
 
@@ -107,12 +107,12 @@ def run_mix(out: Path, seeds: int, steps: int, as_json: bool) -> int:
     """Run `infra/bench/mix.py` as asked."""
     from infra.bench.mix import Plan, run
 
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     figures = run(Plan(seeds=tuple(range(seeds)), steps=steps), out=out, say=console.print)
     if as_json:
         print(json.dumps(figures))
     else:
-        Console().print(figures_table("mix", figures))
+        Screen().print(figures_table("mix", figures))
     return 0
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from infra.bus.log import Log
 from infra.cli.connect import connected, reading
 from infra.cli.learning import learning_history
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen
 from infra.weights.channel import Stable, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
@@ -41,7 +41,7 @@ async def run_move(
         )
         await log.publish(topics.POLICIES, event)
         after = moved(before, event, settings.policy.name)
-    Console(highlight=False).print(f"stable: {told(before)} → {told(after)}")
+    Screen().print(f"stable: {told(before)} → {told(after)}")
     return 0
 
 
@@ -74,7 +74,7 @@ async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
         told_of |= {"decisions": msgspec.to_builtins(made)}
         print(json.dumps(told_of))
         return 0
-    console = Console(highlight=False)
+    console = Screen()
     console.print(f"stable: {told(stable)}", style="bold")
     if made:
         console.print(decisions_table(made))

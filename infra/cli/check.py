@@ -7,16 +7,18 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from infra.chain.chain import Step
-from infra.cli.check_state import check_lanes, check_state
+from infra.cli.check_state import check_state
 from infra.cli.connect import connected
+from infra.cli.private import open_to_others
 from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen
 from infra.config import duration_s
 from infra.plugin import add_plugin_folders, find, option_defaults
 from infra.processor import mark_of
+from schemas.errors import ConfigError
 from streams.config import FeedbackConfig
 
 
@@ -37,8 +39,9 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     sources = build_sources(settings.feedback, settings.folder)
     notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
-        notes += check_lanes(settings) + check_state(settings)
-    console = Console(highlight=False)
+        notes += check_state(settings)
+    notes += open_to_others(settings)
+    console = Screen()
     console.print(summary(settings))
     for stage, steps in chains.items():
         console.print(chain_table(stage, steps))
@@ -69,8 +72,19 @@ def check_plugins(settings: Settings) -> list[str]:
         find(settings.gateway.engine.use, "gateway.engine.use")
     find(settings.trainer.learner.use, "trainer.learner.use")
     for lane, one in settings.trainer.lanes.items():
-        open_objective(one, f"trainer.lanes.{lane}")
+        if open_objective(one, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
+            check_late(settings, one.loss)
     return []
+
+
+def check_late(settings: Settings, loss: str) -> None:
+    """Late feedback that retrains needs a lane human that trains answers, not pairs as `loss` does. Raises ConfigError."""
+    retrains = [index for index, one in enumerate(settings.feedback) if one.late == "retrain"]
+    if retrains:
+        raise ConfigError(
+            f'feedback[{retrains[0]}].late: got "retrain", which sends answers to lane human, but its loss "{loss}" takes pairs'
+            ' alone; expected late = "amend", or another loss in [trainer.lanes.human]'
+        )
 
 
 def check_reward(settings: Settings) -> list[str]:

@@ -12,26 +12,16 @@ MAX_HEADER_BYTES = 100_000_000
 BEGINS = {"reference": "the version that training began from", "critic": "policy.model"}
 
 
-def check_lanes(settings: Settings) -> list[str]:
-    """Feedback whose late answers the trainer could not use."""
-    from trainer.loss import open_objective
-
-    human = settings.trainer.lanes.get("human")
-    if human is None or open_objective(human, "trainer.lanes.human").mean != "pairs":
-        return []
-    return [
-        f'feedback {one.name}: late = "retrain" sends an answer to lane human, whose loss {human.loss} trains on pairs '
-        'alone: it would be dropped as "not a pair"'
-        for one in settings.feedback
-        if one.late == "retrain"
-    ]
-
-
 def check_state(settings: Settings) -> list[str]:
-    """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit."""
+    """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit, and
+    for lanes that do not go with the critic.
+    """
     from trainer import checkpoint
+    from trainer.learners.values import check_critic
     from trainer.loss import open_objectives
 
+    objectives = open_objectives(settings.trainer.lanes)
+    check_critic(settings.trainer, objectives)
     url = settings.store.url
     if "://" not in url and not (settings.folder / Path(url).expanduser()).is_dir():
         return []  # nothing was ever stored; looking must not make the folder
@@ -44,7 +34,6 @@ def check_state(settings: Settings) -> list[str]:
     newest, held = manifests[-1], set(manifests[-1].parts)
     what = f"checkpoint of step {newest.position.step}"
     check_shapes(settings, newest.shapes, what)
-    objectives = open_objectives(settings.trainer.lanes)
     wanted = {"reference"} if any(one.reference for one in objectives.values()) else set()
     wanted |= {"critic"} if settings.trainer.critic is not None else set()
     lacking = [f"{what} has no {one}, a lane wants one: it begins as {BEGINS[one]}" for one in sorted(wanted - held)]

@@ -7,15 +7,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from infra.bus.access import EMBEDDED_FOLDER
 from infra.bus.log import Log
 from infra.cli.settings import Settings
-from infra.store import Store, open_store
+from infra.cli.terminal import LineFormatter
+from infra.store import DividedStore, Store, open_store
 from schemas.errors import ConfigError
 
 
 def kafka_folder(settings: Settings) -> Path:
     """Where the embedded broker of these settings keeps its data."""
-    return settings.folder / "kafka"
+    return settings.folder / EMBEDDED_FOLDER
 
 
 def bootstrap_of(settings: Settings) -> str:
@@ -34,8 +36,11 @@ def bootstrap_of(settings: Settings) -> str:
 
 
 def store_of(settings: Settings) -> Store:
-    """The configured object store."""
-    return open_store(settings.store.url, base=settings.folder)
+    """The configured object store, secrets where they are meant to lie."""
+    store = open_store(settings.store.url, base=settings.folder)
+    if not settings.store.keys:
+        return store
+    return DividedStore(store, open_store(settings.store.keys, base=settings.folder))
 
 
 @asynccontextmanager
@@ -48,6 +53,7 @@ async def connected(
     Raises BrokerUnavailable naming the address after the deadline (that of the settings, if it is shorter), ConfigError
     for topics that are missing.
     """
+    from infra.bus.access import access_of
     from infra.bus.kafka import LINGER_MS, KafkaBus
 
     quieten_client()
@@ -56,6 +62,7 @@ async def connected(
         bootstrap_of(settings),
         deadline_s=min(deadline_s or limit_s, limit_s),
         linger_ms=LINGER_MS if linger_ms is None else linger_ms,
+        access=access_of(settings),
     )
     try:
         await bus.start()
@@ -68,20 +75,29 @@ async def connected(
 
 
 @asynccontextmanager
-async def reading(settings: Settings) -> AsyncIterator[Log]:
-    """`connected`, for commands that only look: an embedded broker that is not running is started for as long as they take."""
+async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[Log]:
+    """`connected`, for commands that only look: an embedded broker that is not running is started for as long as they take.
+
+    create: see `connected`; the broker's folder need not be there either.
+    """
+    from infra.bus.access import access_of
     from infra.bus.kafka import answers
+    from infra.local.address import read_address
     from infra.local.broker import EmbeddedKafka
 
     quieten_client()
-    if settings.kafka.bootstrap_servers or await answers(bootstrap_of(settings), timeout_s=2.0):
-        async with connected(settings, deadline_s=10.0) as log:
+    runs = bool(settings.kafka.bootstrap_servers)
+    if not runs and not (create and read_address(kafka_folder(settings)) is None):
+        runs = await answers(bootstrap_of(settings), timeout_s=2.0, access=access_of(settings))
+    if runs:
+        async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log
         return
-    broker = EmbeddedKafka(kafka_folder(settings), jars=Path(settings.kafka.jars) if settings.kafka.jars else None)
+    jars = Path(settings.kafka.jars) if settings.kafka.jars else None
+    broker = EmbeddedKafka(kafka_folder(settings), jars=jars, guarded=True)
     await asyncio.to_thread(broker.start)
     try:
-        async with connected(settings, deadline_s=10.0) as log:
+        async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log
     finally:
         await asyncio.to_thread(broker.stop)
@@ -89,9 +105,9 @@ async def reading(settings: Settings) -> AsyncIterator[Log]:
 
 def log_to_stderr(level: int = logging.INFO) -> None:
     """Plain lines on stderr: the supervisor sends them to a file per role."""
-    logging.basicConfig(
-        stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(handlers=[handler], level=level, force=True)
     for noisy in ("faust", "mode", "urllib3", "vllm"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     quieten_client()

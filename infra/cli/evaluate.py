@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from actors.config import EvalSuite
 from infra.bus.log import Log
@@ -19,6 +18,7 @@ from infra.cli.channel import policy_history
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
 from infra.cli.status import accuracy_text
+from infra.cli.terminal import Screen, printable_json
 from infra.config import duration_s
 from schemas import Directive, EvalResult
 from schemas.errors import ConfigError
@@ -34,7 +34,7 @@ async def run_eval(
     check_suite(suite, settings.master.evals)
     async with connected(settings) as log:
         wanted = await request(log, settings.policy.name, suite, version)
-        status = Console(stderr=True, highlight=False)
+        status = Screen(stderr=True)
         try:
             with status.status(f"{suite} by version {wanted}"):
                 async with asyncio.timeout(timeout_s):
@@ -47,11 +47,11 @@ async def run_eval(
             )
             return 1
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print(printable_json(msgspec.json.encode(found).decode()))
     else:
         told = {"share": found.accuracy, "interval": found.interval, "pass_at": found.pass_at}
         asked = "" if found.version == wanted else f" (explorers were past version {wanted})"
-        Console(highlight=False).print(f"{suite} {accuracy_text(told)} at v{found.version}{asked}")
+        Screen().print(f"{suite} {accuracy_text(told)} at v{found.version}{asked}")
     return 0
 
 

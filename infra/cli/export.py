@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from infra.bus.bus import Partition, Record
 from infra.bus.log import Log
 from infra.cli.source import Source, opened, shaping
+from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import ABOUT, About, Archive, writing
 from infra.vision import vision_if_any
 from schemas import topics
@@ -22,7 +22,7 @@ from trainer.replay import Start, find_start
 
 async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool) -> int:
     """Write the archive; returns the exit code."""
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     async with opened(run) as source:
         with console.status("reading the journal"):
             start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=None)
@@ -37,7 +37,7 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
         "records": counts,
     }
     if as_json:
-        print(msgspec.json.encode(told).decode())
+        print(printable_json(msgspec.json.encode(told).decode()))
     else:
         records = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
         print(f"{file}  {told['bytes']:,} bytes: {start.survey.num_steps} steps from {told['from_step']}, {records}")

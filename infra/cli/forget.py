@@ -12,6 +12,7 @@ from infra.bus.log import Log
 from infra.cli.connect import reading, store_of
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable_json
 from infra.cli.trace import index_of
 from infra.config import duration_s
 from infra.ledger.forget import Report, checkpointed, complete, destroy, tell
@@ -45,17 +46,17 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
             about = await tell(log, tenant, user, secret=secret, owner=getpass.getuser())
             found = await complete(log, index, keys, about, key_ids)
             if not as_json:
-                show(Console(highlight=False, soft_wrap=True), found)
+                show(Screen(soft_wrap=True), found)
             saved = await first_checkpoint(log, settings.run or settings.app, wait_s)
     finally:
         index.close()
     if as_json:
         table = msgspec.to_builtins(found) | {"checkpoint": saved.step if saved is not None else None}
-        print(msgspec.json.encode(table).decode())
+        print(printable_json(msgspec.json.encode(table).decode()))
     elif wait_s:
         none = f"none within {wait}, or no trainer runs; a resume from an older one drops it again"
         told = none if saved is None else f"step {saved.step}"
-        Console(highlight=False, soft_wrap=True).print(f"checkpoint without it: {told}")
+        Screen(soft_wrap=True).print(f"checkpoint without it: {told}")
     return 0
 
 
@@ -90,12 +91,12 @@ async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float 
 async def trains(log: Log) -> bool:
     """Whether a trainer has reported lately, by the broker's clock."""
     (said,) = await newest(log, POLICIES, 1)  # our own word
-    states: dict[str, str] = {}
+    ended: dict[str, bool] = {}
     for message in await newest(log, PROGRESS, LAST_RECORDS):
         one = message.value
         if isinstance(one, Progress) and one.role == "train" and said.timestamp_ms - message.timestamp_ms < LATELY_MS:
-            states[one.instance] = one.state
-    return any(state != "stopped" for state in states.values())
+            ended[one.instance] = one.life == "ended"
+    return not all(ended.values())
 
 
 def show(console: Console, found: Report) -> None:
@@ -107,6 +108,8 @@ def show(console: Console, found: Report) -> None:
         console.print(
             f"what was written in {found.texts} sessions about their answers, or without their name, cannot be read any more"
         )
+    if found.tasks:
+        console.print(f"{found.tasks} tasks that quoted them are emptied: no version is asked them again")
     console.print(f"roles that looked a key up drop what they hold within {FRESH_S:g} s, counted as forgotten")
     if not found.steps:
         console.print(

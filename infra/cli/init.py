@@ -5,8 +5,7 @@ Guarantee: nothing that is there is overwritten.
 
 from pathlib import Path
 
-from rich.console import Console
-
+from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
 
 TOML = """\
@@ -68,8 +67,12 @@ use = "mine:brief"
 blend = {{ user = 1.0, csat = 1.0, brief = 0.1 }}
 require = ["user"]               # without it an answer is unlabelled: counted, never trained
 
+[trainer]
+version_every = "5m"             # at least so long between versions; everybody loads each of them
+
 [trainer.lanes]
-live = {{ loss = "topr", weight = 1.0 }}   # answers are old, and many are bad: topr pushes these down only so far
+# Answers are old, and many are bad: topr pushes these down only so far. A step waits for `least` of them.
+live = {{ loss = "topr", weight = 1.0, least = 64 }}
 """
 PLUGIN = '''\
 """Your own steps. Raise `version` whenever a decision changes: it is stamped on what it saw."""
@@ -112,7 +115,7 @@ def run_init(directory: Path, model: str, engine: str) -> int:
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    console = Console(highlight=False)
+    console = Screen()
     for path in files:
         console.print(f"wrote {path}")
     where = directory / "headrace.toml"

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
 from rich.table import Table
 
 from actors.gateway.keys import SCOPES, Key, Scope, Train, create_key, revoke_key
 from actors.gateway.keys import list_keys as keys_in
 from infra.cli.connect import store_of
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable, printable_json
 from infra.config import duration_s
 from schemas.errors import ConfigError
 
@@ -34,7 +34,7 @@ def run_create(
         tpm=tpm,
         lives_s=lives_s,
     )
-    print(f"key {key.id} for tenant {tenant}; it is shown this once:", file=sys.stderr)
+    print(printable(f"key {key.id} for tenant {tenant}; it is shown this once:"), file=sys.stderr)
     print(shown)
     return 0
 
@@ -43,13 +43,13 @@ def run_list(config: Path, sets: list[str], as_json: bool) -> int:
     """Print the keys."""
     found = keys_in(store_of(load_settings(config, sets)))
     if as_json:
-        print(json.dumps([_shown(key, revoked) for key, revoked in found]))
+        print(printable_json(json.dumps([_shown(key, revoked) for key, revoked in found])))
         return 0
     table = Table("key", "tenant", "scopes", "train", "rpm", "tpm", "state")
     for key, revoked in found:
         rpm, tpm = str(key.rpm or "-"), str(key.tpm or "-")
         table.add_row(key.id, key.tenant, ", ".join(key.scopes), key.train, rpm, tpm, _state(key, revoked))
-    Console(highlight=False).print(table)
+    Screen().print(table)
     return 0
 
 

@@ -5,12 +5,11 @@ It is a word in the log: it outlives every process, and `headrace channel` lists
 
 from pathlib import Path
 
-from rich.console import Console
-
 from infra.bus.log import Log
 from infra.cli.audit import operator
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen
 from schemas import Directive, topics
 from schemas.fields import DirectiveKind
 
@@ -25,7 +24,7 @@ async def run_learning(order: DirectiveKind, reason: str, config: Path, sets: li
     settings = load_settings(config, sets)
     async with connected(settings) as log:
         await log.publish(topics.POLICIES, Directive(order=order, owner=operator(), reason=reason))
-    Console(highlight=False).print(SAID[order])
+    Screen().print(SAID[order])
     return 0
 
 

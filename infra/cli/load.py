@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from infra.cli.connect import connected, store_of
 from infra.cli.roles import model_folder
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable
 from infra.plugin import add_plugin_folders, load
 from schemas.errors import ConfigError
 from schemas.experience import MAX_TOKENS
@@ -194,8 +195,8 @@ class Bar:
 @contextmanager
 def progress_bar(title: str, total: int | None) -> Iterator[Bar]:
     """A bar for as long as the block takes."""
-    with Progress(console=Console(stderr=True, highlight=False, soft_wrap=True), transient=True) as bar:
-        yield Bar(bar, bar.add_task(title, total=total))
+    with Progress(console=Screen(stderr=True, soft_wrap=True), transient=True) as bar:
+        yield Bar(bar, bar.add_task(escape(printable(title)), total=total))
 
 
 def tell(kind: str, done: "Loaded", bar: Bar) -> int:
@@ -204,7 +205,7 @@ def tell(kind: str, done: "Loaded", bar: Bar) -> int:
         raise ConfigError(
             f"none of {bar.num_broken} rows could be read as {kind}; see above, and try --map field=column"
         )
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     broken = f", {bar.num_broken} broken and passed over" if bar.num_broken else ""
     console.print(f"{done.loaded} {kind} loaded, {done.repeated} repeated, {done.known} there already{broken}")
     return 0

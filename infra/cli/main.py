@@ -3,11 +3,13 @@
 Bodies import what they need when they run, so that `--help` stays fast and `master` never loads torch.
 """
 
+import os
 import signal
 
 import typer
 
-from infra.cli.commands import again, data, govern, keys, look, measure, repeat, roles, start, weights
+from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, start, weights
+from infra.cli.options import umask_of
 
 app = typer.Typer(
     name="headrace",
@@ -61,6 +63,7 @@ app.command(rich_help_panel="Serve")(govern.unpin)
 app.command(rich_help_panel="Serve")(govern.rollback)
 app.command(rich_help_panel="Serve")(govern.pause)
 app.command(rich_help_panel="Serve")(govern.resume)
+app.command(rich_help_panel="Repeat")(mend.recover)
 app.command(rich_help_panel="Repeat")(repeat.replay)
 app.command(rich_help_panel="Repeat")(repeat.export)
 app.command(rich_help_panel="Repeat")(again.reprocess)
@@ -90,6 +93,7 @@ def main() -> None:
     """Entry point of the `headrace` command."""
     # A shell without job control starts what it puts into the background deaf to Ctrl-C, and Python leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.umask(umask_of(os.environ))
     app()
 
 

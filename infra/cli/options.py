@@ -3,7 +3,8 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,16 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 DEFAULT = Path("headrace.toml")
+UMASK = "HEADRACE_UMASK"
+OWNERS_ALONE = 0o077
+
+
+def umask_of(environment: Mapping[str, str]) -> int:
+    """What others may not do with what headrace makes: nothing at all, unless HEADRACE_UMASK says less (027 lets a group read).
+    Secrets are their owner's alone whatever it says.
+    """
+    told = environment.get(UMASK, "")
+    return int(told, 8) if told and len(told) <= 4 and set(told) <= set("01234567") else OWNERS_ALONE
 
 
 def exit_with(
@@ -47,13 +58,15 @@ def exit_with(
 
 def _tell(error: Exception) -> int:
     """Print what we raise on purpose as one line each and return the exit code; any other error deserves its traceback."""
+    from infra.cli.terminal import printable
     from schemas.errors import ConfigError, HeadraceError
 
     told = _leaves(error)
     if not all(isinstance(one, HeadraceError) for one in told):
-        raise error
+        print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+        return 1
     for line in dict.fromkeys(f"headrace: {one}" for one in told):
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     return 2 if all(isinstance(one, ConfigError) for one in told) else 1
 
 

@@ -12,6 +12,7 @@ from infra.bus.log import Message
 from infra.cli.connect import reading
 from infra.cli.newest import newest_and_reader
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable_json
 from schemas import Batch, Block, DeadLetter, Experience, Progress, Task, UnknownMajor, decode, topics
 from schemas.errors import BadFrame, ConfigError
 
@@ -27,7 +28,7 @@ async def run_peek(topic: str, config: Path, sets: list[str], *, last: int, foll
     except ValueError as error:
         raise ConfigError(str(error)) from error
     # Records are read as they are, whatever the terminal's width.
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(soft_wrap=True)
     async with reading(settings) as log:
         messages, reader = await newest_and_reader(log, chosen, last)
         try:
@@ -47,7 +48,8 @@ def show(console: Console, message: Message, as_json: bool) -> None:
     """One record: where it lies and what it says."""
     if as_json:
         where = {"partition": message.partition, "offset": message.offset, "timestamp_ms": message.timestamp_ms}
-        print(msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode(), flush=True)
+        told = msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode()
+        print(printable_json(told), flush=True)
         return
     clock = time.strftime("%H:%M:%S", time.localtime(message.timestamp_ms / 1000))
     head = Text(f"{message.partition}/{message.offset} {clock}  ", style="dim")

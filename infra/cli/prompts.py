@@ -1,10 +1,12 @@
 """`headrace load prompts`: what customers asked lately becomes an eval suite, for the gate to compare answers on.
 
-Only what was recorded can be taken: with consent, and redacted as it was. A task says whose data it is in its meta.
+Only what was recorded can be taken: with consent, and redacted as it was. Guarantee: what is sealed is left out, and counted: a
+task lies open in the log, and is asked of every version, so it could not be forgotten with its user.
 """
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -26,9 +28,15 @@ async def run_load_prompts(count: int, suite: str, config: Path, sets: list[str]
     settings = load_settings(config, sets)
     async with connected(settings) as log:
         found = await recorded(log)
+        sealed = sum(bool(one.key_id) for _, one in found)
         tasks = list(islice(newest_prompts(found, suite), count))
         with progress_bar("recorded prompts", len(tasks)) as bar:
             done = await load_tasks(log, tasks, on_progress=bar.moved)
+    if sealed:
+        print(
+            f"{sealed} answers were given to named users: what they asked is left out, for they may be forgotten",
+            file=sys.stderr,
+        )
     return tell("prompts", done, bar)
 
 
@@ -42,9 +50,11 @@ async def recorded(log: Log) -> list[tuple[int, Experience]]:
 
 
 def newest_prompts(found: list[tuple[int, Experience]], suite: str) -> Iterator[Task]:
-    """Tasks of different prompts, the newest first; those that cannot be read any more are passed over."""
+    """Tasks of different prompts, the newest first; those that are sealed or cannot be read are passed over."""
     seen: set[str] = set()
     for _, one in sorted(found, key=lambda pair: pair[0], reverse=True):
+        if one.key_id:
+            continue
         try:
             prompt = one.messages[:-1]
         except BadFrame:
@@ -56,5 +66,5 @@ def newest_prompts(found: list[tuple[int, Experience]], suite: str) -> Iterator[
                 id=f"{suite}-{name}",
                 messages=prompt,
                 split=suite,
-                meta={"subject": one.subject, "experience": one.id},
+                meta={"experience": one.id},
             )

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from infra.cli.source import Source, opened
+from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import MAX_BYTES
 from infra.metrics import Metrics
 from infra.plugin import add_plugin_folders
@@ -66,7 +67,7 @@ async def run_replay(
     path: Path, *, from_step: int | None, to_step: int | None, verify: bool, as_json: bool, trust: Trust
 ) -> int:
     """Replay the run at `path` and print what came out; returns the exit code."""
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console = Screen(stderr=as_json, soft_wrap=True)
     async with opened(path, trust.max_bytes) as source:
         check_names(console, source, trusted=trust.plugins)
         with console.status("loading the model"):
@@ -84,7 +85,7 @@ async def run_replay(
         finally:
             run.executor.shutdown()
     if as_json:
-        print(msgspec.json.encode(as_table(verdict)).decode())
+        print(printable_json(msgspec.json.encode(as_table(verdict)).decode()))
     else:
         summarize(console, verdict, verify=verify)
     return verdict.exit_code if verify else 0

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from infra.cli.connect import connected, reading
 from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen, printable_json
 from infra.plugin import add_plugin_folders
 from schemas.errors import ConfigError
 
@@ -36,16 +37,16 @@ async def run_reprocess(
     if other is not None:
         judged_by = load_settings(other, sets)
         add_plugin_folders(judged_by.folder, judged_by.plugins)
-    console = Console(stderr=as_json, highlight=False)
+    console = Screen(stderr=as_json)
     if stage == "dead-letters":
         refused = [name for name in ("diff", "publish", "rescore") if options.get(name)]
         if refused or other is not None:
             raise ConfigError(f"reprocess dead-letters: takes no --{refused[0] if refused else 'with'}")
         letters = await _letters(settings, order, console)
-        print(msgspec.json.encode(letters).decode()) if as_json else show_letters(console, letters)
+        print(printable_json(msgspec.json.encode(letters).decode())) if as_json else show_letters(console, letters)
         return 1 if letters.refused else 0
     report = await _stage(settings, judged_by, order, console)
-    print(to_json(report)) if as_json else show(console, report, order, settings)
+    print(printable_json(to_json(report))) if as_json else show(console, report, order, settings)
     return 0
 
 
@@ -135,6 +136,8 @@ def totals_of(report: "Report", order: "Order") -> list[tuple[str, int]]:
         ("groups still open at the end", report.open_groups),
         ("scores reused", report.reused_scores),
     ]
+    for name, count in sorted(report.other_code.items()):
+        rest.append((f"of them by other code of {name}: raise its version, or --rescore", count))
     return rows + [row for row in rest if row[1]]
 
 

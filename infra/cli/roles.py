@@ -12,21 +12,24 @@ from pathlib import Path
 from actors.gateway.config import GatewayConfig, Webhook
 from infra import failpoint
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
+from infra.cli.private import open_to_others
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
 from infra.config import split_address
 from infra.deadline import ends_within
+from infra.identity import require_fit
 from infra.local.ranks import rank_of
 from infra.metrics import LISTEN_VARIABLE, Metrics
 from infra.plugin import add_plugin_folders
 from schemas import Progress
-from schemas.errors import ConfigError, HeadraceError
+from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
 from schemas.topics import PROGRESS
 from streams.config import FEEDBACK_PATH
 
 logger = logging.getLogger(__name__)
 
 SAY_S = 5.0
+FIT_S = 2.0
 MAX_REASON = 1000  # characters
 STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever wants it sooner sends SIGKILL
 
@@ -35,6 +38,8 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud."""
     settings = load_settings(config, sets)
     log_to_stderr()
+    for line in open_to_others(settings):
+        logger.warning("open_to_others %s", line)
     failpoint.check()
     add_plugin_folders(settings.folder, settings.plugins)
     stop = asyncio.Event()
@@ -59,7 +64,11 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
 async def say_failed(role: str, settings: Settings, reason: str) -> None:
     """Tell the log why this role ends, for `headrace status`; a log that cannot be reached is told nothing."""
     ended = Progress(
-        role=role, instance=f"{role}/{socket.gethostname()}/{os.getpid()}", state="failed", reason=reason[:MAX_REASON]
+        role=role,
+        instance=f"{role}/{socket.gethostname()}/{os.getpid()}",
+        state="failed",
+        life="ended",
+        reason=reason[:MAX_REASON],
     )
     try:
         async with connected(settings, deadline_s=SAY_S, create=True) as log:
@@ -101,7 +110,8 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
     from actors.master import run_master
 
     async with connected(settings) as log:
-        await run_master(settings, settings.master, settings.pacing, log, metrics, stop)
+        await require_fit(log, store_of(settings), settings)
+        await run_master(settings, settings.gate(), settings.pacing, log, metrics, stop)
 
 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
@@ -112,6 +122,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     from infra.plugin import load
 
     async with connected(settings) as log:  # first: a missing broker is told in seconds, a model takes longer to load
+        await require_fit(log, store_of(settings), settings)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
         engine: Engine = load(settings.engine.use, {"model": folder, **settings.engine.options}, "engine")
         await run_explorer(
@@ -134,14 +145,17 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from actors.engine import Engine
     from actors.gateway.listen import forget_loaded
     from actors.gateway.serve import run_gateway
+    from infra.bus.access import access_of
     from infra.bus.kafka import KafkaBus
     from infra.bus.log import Log
     from infra.model import load_tokenizer
     from infra.plugin import load
 
     store = store_of(settings)
+    await require_fit_if_there(settings)
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
-    log = Log(KafkaBus(bootstrap_of(settings), deadline_s=config.send_s), settings.app, store=store)
+    bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
+    log = Log(bus, settings.app, store=store)
     tokenizer = await asyncio.to_thread(load_tokenizer, folder)
     use = config.engine or settings.engine
     engine: Engine = load(use.use, {"model": folder, **use.options}, "gateway.engine")
@@ -170,6 +184,8 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     from streams.app import run_worker
 
+    async with connected(settings) as log:
+        await require_fit(log, store_of(settings), settings)
     await run_worker(
         settings,
         settings.streams(),
@@ -219,6 +235,15 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
             if board is not None:
                 board.close()
         await asyncio.to_thread(learner.close)
+
+
+async def require_fit_if_there(settings: Settings) -> None:
+    """`require_fit` where the broker and the store answer at once; a gateway serves without them too."""
+    try:
+        async with connected(settings, deadline_s=FIT_S, create=True) as log:
+            await require_fit(log, store_of(settings), settings)
+    except (BrokerUnavailable, StoreError) as error:
+        logger.warning("log and store not compared: %s", error)
 
 
 def gateway_of(settings: Settings) -> GatewayConfig:

@@ -9,7 +9,7 @@ from actors.config import ExploreConfig, MasterConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
 from infra.cli.expected import Expect
-from infra.config import Floor, Use, decode, read_toml
+from infra.config import Floor, Use, decode, duration_s, read_toml
 from schemas.errors import ConfigError
 from streams.config import (
     CollectConfig,
@@ -44,6 +44,13 @@ class Settings(Floor, frozen=True):
     collect: CollectConfig = CollectConfig()
     trainer: TrainerConfig = TrainerConfig()
     expect: Expect = Expect()
+
+    def gate(self) -> MasterConfig:
+        """The master's part, where a word of people counts as long as any feedback is waited for."""
+        people = self.master.gate.people
+        longest = max((one.window for one in self.feedback), key=duration_s, default="0s")
+        people = msgspec.structs.replace(people, mature=people.mature or longest)
+        return msgspec.structs.replace(self.master, gate=msgspec.structs.replace(self.master.gate, people=people))
 
     def streams(self) -> StreamsConfig:
         """The streams wing's part."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from rich.console import Console
 
 from infra.bus.bus import CommitRefused, Partition
 from infra.bus.log import Log
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen
 from schemas import DeadLetter, topics
 from schemas.errors import ConfigError
 
@@ -43,7 +43,7 @@ class Lost(msgspec.Struct, frozen=True):
 async def run_skip(group: Group, config: Path, sets: list[str]) -> int:
     """Move the group to the oldest records that are kept. Raises ConfigError while a process of the group runs."""
     settings = load_settings(config, sets)
-    console = Console(highlight=False)
+    console = Screen()
     async with connected(settings) as log:
         lost = await skip_lost(log, group)
     for one in lost:

@@ -1,6 +1,7 @@
 """`headrace status`: roles, versions, rates, lags, drops and alarms, read from the log alone."""
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable_json
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
@@ -22,6 +24,7 @@ from schemas.ids import answer_id
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
 NEWEST = 64  # records of experiences looked at for the newest answer
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
+FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
 GONE_S = 15.0  # a role that has not spoken for so long is silent
 # Which group reads which topic; its lag is what waits to be done.
 CONSUMERS = (
@@ -34,6 +37,8 @@ CONSUMERS = (
 # Counters that should stand still: one that grew in the last minute is an alarm.
 ALARMING = ("alarms", "steps_skipped", "rollbacks", "policies_refused", "policy_fetch_failed", "requests_failed")
 
+_STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
+
 State = dict[str, Any]
 Reports = list[tuple[Progress, float]]
 
@@ -45,9 +50,9 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
         wanted = wanted_of(settings.expect, serves=settings.gateway is not None)
         state = await read_status(log, now_s=time.time(), max_lag=max_lag, wanted=wanted)
     if as_json:
-        print(json.dumps(state))
+        print(printable_json(json.dumps(state)))
     else:
-        show(Console(highlight=False), state)
+        show(Screen(), state)
     return 1 if check and state["alarms"] else 0
 
 
@@ -97,6 +102,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "instance": new.instance,
         "state": new.state,
         "reason": new.reason,
+        "alarms": new.alarms,
         "version": new.version,
         "age_s": age_s,
         "silent": age_s >= GONE_S and new.state not in OVER,
@@ -106,8 +112,25 @@ def role_state(reports: Reports, now_s: float) -> State:
         "grown": {
             name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in ALARMING
         },
+        "failing": failing(grown),
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
     }
+
+
+def failing(grown: Mapping[str, float]) -> list[str]:
+    """Steps of chains that failed at more than FAILED_SHARE, by what their stage's counters did: a line each."""
+    found = []
+    for name, failed in sorted(grown.items()):
+        match = _STEP_FAILED.fullmatch(name)
+        if match is None or failed <= 0:
+            continue
+        of = failed + grown.get(f"experiences_out{{stage={match['stage']}}}", 0.0)
+        if failed > FAILED_SHARE * of:
+            found.append(
+                f"{match['stage']}: step {match['step']} failed on {failed:g} of {of:g} in the last minute; "
+                "the first error of each kind is in the log of process, as step_failed"
+            )
+    return found
 
 
 def newest_of_each(roles: list[State]) -> list[State]:
@@ -210,6 +233,8 @@ def alarms(state: State, max_lag: int) -> list[str]:
             found += [
                 f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
             ]
+            found += [f"{role['instance']}: {alarm}" for alarm in role["alarms"]]
+            found += [f"{role['instance']}: {line}" for line in role["failing"]]
             found += canary_alarm(role)
     lags: Mapping[str, int | None] = state["lags"]
     for name, waiting in lags.items():
@@ -269,6 +294,10 @@ def show(console: Console, state: State) -> None:
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
     console.print(f"dropped    {drops or 'nothing'}", markup=False)
+    for role in state["roles"]:
+        if held := role["gauges"].get("held_back", 0.0):
+            why = "tenants or users had their share of the last step (tenant_share, subject_share)"
+            console.print(f"held back  {held:,.0f} experiences wait since their {why}", markup=False)
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.peek import cut
 from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen, printable_json
 from infra.ledger.following import follow
 from infra.ledger.index import Index
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
@@ -27,7 +28,7 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
     if (ref is None) == (policy is None):
         raise ConfigError("trace: expected an answer id or --policy VERSION, one of them")
     settings = load_settings(config, sets)
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console = Screen(stderr=as_json, soft_wrap=True)
     index = index_of(settings)
     try:
         async with reading(settings) as log:
@@ -67,7 +68,7 @@ def index_of(settings: Settings) -> Index:
 
 def print_json(value: object) -> None:
     """One line."""
-    print(msgspec.json.encode(value, enc_hook=str).decode())
+    print(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
 
 
 def answer_json(answer: AnswerTrace) -> dict[str, object]:
@@ -114,7 +115,7 @@ def show_answer(console: Console, answer: AnswerTrace) -> None:
     for use in answer.uses:
         what = use.undone or f"advantage {use.advantage:+.3f}, weight {use.weight:g}, on version {use.version}"
         rows.add_row(clock(use.time_ms), "trained", f"step {use.step}, lane {use.lane}: {what}")
-    console.print(f"[bold]{answer.id}[/]")
+    console.print(answer.id, style="bold")
     console.print(rows)
     if answer.first_version is not None:
         since = answer.newest_version - answer.first_version

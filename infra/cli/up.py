@@ -14,6 +14,7 @@ from rich.console import Console
 from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_client, store_of
 from infra.cli.roles import metrics_address
 from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen, printable
 from infra.config import duration_s
 from infra.local.folder_lock import lock_folder
 from infra.local.supervisor import Child, ChildEvent, Supervisor
@@ -118,12 +119,8 @@ def last_words(log: Path) -> str:
     return ""
 
 
-def printable(line: str) -> str:
-    """Without anything that moves a terminal's cursor or sets its colours."""
-    return "".join(one if one.isprintable() else " " for one in line)
-
-
 async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
+    from infra.bus.access import access_of
     from infra.bus.kafka import answers
 
     quieten_client()
@@ -137,7 +134,7 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
             address = bootstrap_of(settings)
         except ConfigError:
             address = ""
-        if address and await answers(address, timeout_s=2.0):
+        if address and await answers(address, timeout_s=2.0, access=access_of(settings)):
             return
         await asyncio.sleep(0.1)
 
@@ -152,7 +149,7 @@ async def run_up(config: Path, sets: list[str]) -> int:
 async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
     file = settings.folder / config.name
     children = [role_child(settings, file, sets, role) for role in roles_of(settings)]
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -162,7 +159,7 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         console.print(f"{event.name} {event.kind}{code}")
         if event.kind == "exited" and event.exit_code:
             words = last_words(settings.folder / "logs" / f"{event.name}.log")
-            console.print(f"  {words}", style="red", markup=False)
+            console.print(f"  {words}", style="red")
         if event.kind == "gave_up" and event.name in roles_of(settings):
             stop.set()
 
@@ -182,7 +179,7 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
                 await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)
         failed = [state.name for state in roles.states.values() if state.given_up]
     for name in failed:
-        console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red", markup=False)
+        console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
     return 1 if failed else 0
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from infra.bus.log import Log
 from infra.cli.channel import Decision, decisions, policy_history, stable_of
 from infra.cli.connect import reading, store_of
 from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen
 from infra.ledger.archive import MODEL_SUFFIXES
 from infra.store import Store
 from infra.weights.fetch import Follower
@@ -61,7 +61,7 @@ async def run_pull(version: str, folder: Path, config: Path, sets: list[str]) ->
         manifest_sha256=event.manifest_sha256,
         decisions=tuple(one for one in decisions(history, []) if one.version == event.version),
     )  # fmt: skip
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
     num_bytes = await asyncio.to_thread(pull, store_of(settings), event, settings, folder, about)
     console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; what is known of it: {ABOUT}")

@@ -11,7 +11,6 @@ from infra.local.supervisor import ChildEvent, ChildState
 from infra.weights.channel import Stable, moved
 from schemas import Block, EvalResult, PolicyEvent, Progress, topics
 
-DONE = "done"
 CONFIG_ERROR = 2
 
 
@@ -63,7 +62,8 @@ class Watch:
                 self._remember(record, message.timestamp_ms / 1000)
             if record.role == "master":
                 self.phase = record.state
-                if record.state == DONE and message.timestamp_ms / 1000 >= self.started_s:
+                is_done = record.master is not None and record.master.state == "done"
+                if is_done and message.timestamp_ms / 1000 >= self.started_s:
                     self.done.set()
         elif isinstance(record, EvalResult):
             self.accuracy.setdefault(record.suite, {})[record.version] = record.accuracy

@@ -18,7 +18,6 @@ from infra.ledger.audit import audit
 from schemas import Directive, Progress
 from schemas.topics import POLICIES, PROGRESS
 
-DRAINED = frozenset({"drained", "done"})
 AGAIN_S = 1.0
 MAX_AGAIN_S = 15.0
 
@@ -70,12 +69,10 @@ async def _master_drained(log: Log, start: int, told: int, on_draining: OnDraini
         while True:
             for message in await log.read(reader, timeout_s=1.0):
                 report = message.value
-                if not isinstance(report, Progress) or report.role != "master":
-                    continue
-                if report.gauges.get("drain_offset", -1) < told:
-                    continue  # it has not heard of it yet
-                on_draining(Draining(report.state, int(report.gauges.get("outstanding_groups", 0))))
-                if report.state in DRAINED:
+                if not isinstance(report, Progress) or report.master is None or report.master.drained_to < told:
+                    continue  # an older master, or one that has not heard of it yet
+                on_draining(Draining(report.master.state, report.master.outstanding))
+                if report.master.is_drained:
                     return
     finally:
         await reader.close()

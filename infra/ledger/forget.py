@@ -14,13 +14,14 @@ completes one that was cut short. The weights stay what they are: the report say
 import asyncio
 import hashlib
 import hmac
+from collections.abc import Collection
 
 import msgspec
 
 from infra.bus.log import Log
 from infra.ledger.index import Index
-from infra.seal import Keys
-from schemas import Directive, Saved, topics
+from infra.seal import FORGOTTEN, Keys
+from schemas import Directive, Saved, Task, topics
 from schemas.ids import subject_of
 from schemas.names import keyed_subject
 
@@ -32,7 +33,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     begins before it. first_version: the first published policy that learned from it, None for none; every one up to
     newest_version descends from it. replay_from: the step after the last of them, where a checkpoint can be replayed from.
     texts: sessions where what was written under the session's own key (feedback, turns that named nobody) cannot be read any
-    more.
+    more. tasks: that quoted them, and are emptied.
 
     Example: Report(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,
                     replay_from=40)
@@ -46,6 +47,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     newest_version: int = -1
     replay_from: int | None = None
     texts: int = 0
+    tasks: int = 0
 
 
 def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
@@ -57,14 +59,15 @@ def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
 
 
 async def complete(log: Log, index: Index, keys: Keys, about: str, key_ids: tuple[str, ...]) -> Report:
-    """Bring the index up to date, destroy the keys of the user's sessions, and report. Raises StoreError; then it is to be
-    done again.
+    """Bring the index up to date, destroy the keys of the user's sessions, empty tasks that quote them, and report. Raises
+    StoreError; then it is to be done again.
     """
     await index.refresh(log)
     sessions = index.sessions_under(key_ids)  # here: SQLite takes questions in the thread that opened it alone
     of_sessions = [await asyncio.to_thread(keys.destroy, session) for session in sessions]
     found = report(index, about, (*key_ids, *(key_id for some in of_sessions for key_id in some)))
-    return msgspec.structs.replace(found, keys=key_ids, texts=sum(map(bool, of_sessions)))
+    tasks = await withdraw_tasks(log, {key_id.rpartition("-")[0] for key_id in key_ids})
+    return msgspec.structs.replace(found, keys=key_ids, texts=sum(map(bool, of_sessions)), tasks=tasks)
 
 
 async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -> str:
@@ -72,6 +75,20 @@ async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -
     about = hmac.new(secret, f"forget\x00{subject_of(tenant, user)}".encode(), hashlib.sha256).hexdigest()[:24]
     await log.publish(topics.POLICIES, Directive(order="forget", owner=owner, about=about))
     return about
+
+
+async def withdraw_tasks(log: Log, subjects: Collection[str]) -> int:
+    """Empty the tasks that quote these subjects, so that none is issued again; how many. The first release loaded such tasks
+    (`headrace load prompts`); what it wrote leaves the broker with compaction, and with retention.
+    """
+    quoting: set[str] = set()
+    async for message in log.read_all(topics.TASKSET):
+        task = message.value
+        if isinstance(task, Task):
+            (quoting.add if task.meta.get("subject") in subjects else quoting.discard)(task.id)
+    for name in sorted(quoting):
+        await log.publish(topics.TASKSET, Task(id=name, messages=(), split=FORGOTTEN, priority=0.0))
+    return len(quoting)
 
 
 async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:

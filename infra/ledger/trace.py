@@ -97,7 +97,12 @@ async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
         published_ms=published[0][0] if published else 0,
         judged=judged[0][1] if judged else None,
         dropped=next(
-            (one.reason for _, one in by_topic.get("verified", ()) if isinstance(one, Stub) and one.id == name), ""
+            (
+                f"{one.reason} (by {one.processor})" if one.processor else one.reason
+                for _, one in by_topic.get("verified", ())
+                if isinstance(one, Stub) and one.id == name
+            ),
+            "",
         ),
         feedback=tuple(
             (place.time_ms, legible(one, log.keys))

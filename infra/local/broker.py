@@ -4,6 +4,8 @@ Guarantees: `start` returns once the broker answers a metadata request; one brok
 process itself holds); the broker ends when the process that started it does, by whatever signal; a restart keeps the
 address while its ports are free. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
 
+Its files are its owner's alone, and so is its port where it is `guarded` (`infra.local.guard`), as it is for every command.
+
     python -m infra.local.broker FOLDER      runs one in the foreground until SIGTERM
 """
 
@@ -20,16 +22,18 @@ import threading
 import time
 import uuid
 from base64 import urlsafe_b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Self
 
+from infra.bus.access import PLAINTEXT, Access, embedded_access
 from infra.bus.kafka import answers
 from infra.local import jars
 from infra.local.address import HOST, Address, plan_address
 from infra.local.ahead import cache_options
 from infra.local.folder_lock import lock_folder
+from infra.local.guard import guarded, write_private
 from infra.local.process import Watched, start_watched
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import MAX_RECORD_BYTES
@@ -51,8 +55,8 @@ JAVA_OPTIONS = (
 logger = logging.getLogger(__name__)
 
 
-def server_properties(data: Path, address: Address) -> str:
-    """Kafka's settings for one node that is broker and controller."""
+def server_properties(data: Path, address: Address, more: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Kafka's settings for one node that is broker and controller. more: they come before ours."""
     settings = {
         "process.roles": "broker,controller",
         "node.id": "1",
@@ -88,6 +92,7 @@ def server_properties(data: Path, address: Address) -> str:
         "num.network.threads": "2",
         "num.io.threads": "4",
         "num.recovery.threads.per.data.dir": "2",
+        **more,
     }
     return "".join(f"{name}={value}\n" for name, value in settings.items())
 
@@ -96,15 +101,29 @@ class EmbeddedKafka:
     """The broker of one folder: `data/`, `broker.log`, `address.json`. Also a context manager.
 
     jars: a folder of Kafka's jars; by default those of `infra.local.jars`. learned: where Java is to write an
-    ahead-of-time cache when this broker stops; see `infra.local.ahead`. Raises ConfigError where the folder is in use or
+    ahead-of-time cache when this broker stops; see `infra.local.ahead`. guarded: whether it asks for a password. settings: more
+    of Kafka's own, or others than ours.
+    format_options: of the first preparation of the data folder. Raises ConfigError where the folder is in use or
     the jars cannot be had, BrokerUnavailable where the broker does not come up.
     """
 
-    def __init__(self, folder: Path, *, jars: Path | None = None, learned: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        jars: Path | None = None,
+        learned: Path | None = None,
+        guarded: bool = False,
+        settings: Mapping[str, str] = MappingProxyType({}),
+        format_options: Sequence[str] = (),
+    ) -> None:
         self.folder = folder.absolute()
         self.log = self.folder / "broker.log"
         self._jars = jars
         self._learned = learned
+        self._guarded = guarded
+        self._settings = dict(settings)
+        self._format_options = tuple(format_options)
         self._watched: Watched | None = None
         self._lock: IO[str] | None = None
         self._address: Address | None = None
@@ -125,7 +144,7 @@ class EmbeddedKafka:
         if self.pid is not None:
             return self.bootstrap
         java = self._java()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = lock_folder(self.folder / "broker.lock", f"Kafka's folder {self.folder}")
         try:
             for attempt in range(NUM_ADDRESSES):
@@ -190,9 +209,11 @@ class EmbeddedKafka:
         assert self._address is not None and self._lock is not None
         data = self.folder / "data"
         properties = self.folder / "server.properties"
-        properties.write_text(server_properties(data, self._address))
+        own = guarded(self.folder, self._address) if self._guarded else {}
+        write_private(properties, server_properties(data, self._address, {**own, **self._settings}))
+        access = embedded_access(self.folder) if self._guarded else PLAINTEXT
         if not (data / "meta.properties").exists():
-            _format(java, properties, self.log)
+            _format(java, properties, self.log, self._format_options)
         log_start = self.log.stat().st_size if self.log.exists() else 0
         # The Java process inherits the lock, so the folder stays taken for as long as anything writes to it.
         learns = [] if self._learned is None else [f"-XX:AOTCacheOutput={self._learned}"]
@@ -205,7 +226,7 @@ class EmbeddedKafka:
                 if "Address already in use" in text:
                     return False
                 raise BrokerUnavailable(f"Kafka ended with code {code} while starting; see {self.log}: {text[-600:]}")
-            if _listens(self._address.port) and _run_apart(self._address.bootstrap):
+            if _listens(self._address.port) and _run_apart(self._address.bootstrap, access):
                 logger.info("kafka.started address=%s pid=%d", self._address.bootstrap, self._watched.pid)
                 return True
             time.sleep(0.05)
@@ -220,11 +241,11 @@ def _learn(cache: Path) -> None:
         logger.info("kafka.learn cache=%s", cache)
 
 
-def _format(java: Sequence[str], properties: Path, log: Path) -> None:
+def _format(java: Sequence[str], properties: Path, log: Path, options: Sequence[str]) -> None:
     """Prepare the data folder, once."""
     cluster = urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
     command = [*java, "kafka.tools.StorageTool", "format", "--ignore-formatted"]
-    command += [f"--cluster-id={cluster}", "-c", str(properties)]
+    command += [f"--cluster-id={cluster}", "-c", str(properties), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, stdin=subprocess.DEVNULL)
     with log.open("a") as file:
         file.write(done.stdout + done.stderr)
@@ -238,13 +259,13 @@ def _listens(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
-def _run_apart(bootstrap: str) -> bool:
+def _run_apart(bootstrap: str, access: Access) -> bool:
     """Ask the broker for metadata, from a thread of its own: the caller may be running an event loop."""
     answered = False
 
     def ask() -> None:
         nonlocal answered
-        answered = asyncio.run(answers(bootstrap, timeout_s=5.0))
+        answered = asyncio.run(answers(bootstrap, timeout_s=5.0, access=access))
 
     thread = threading.Thread(target=ask, name="kafka-health")
     thread.start()
@@ -258,7 +279,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="data, log and address are kept here")
     parser.add_argument("--jars", type=Path, default=None, help="folder of Kafka's jars, instead of the cached ones")
     options = parser.parse_args(arguments)
-    broker = EmbeddedKafka(options.folder, jars=options.jars)
+    broker = EmbeddedKafka(options.folder, jars=options.jars, guarded=True)
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(0)

@@ -2,7 +2,8 @@
 
 Guarantees: when `close` returns, every process of the run is gone: the first of its process namespace is killed and
 waited for, and the kernel ends a namespace with its first process. Should this process die instead, the sandbox dies
-with it. A flood of output ends the run at its limit; what is read is never more than that.
+with it. A flood of output ends the run at its limit; what is read is never more than that. So does memory: while it is
+waited for, all processes of the run are looked at every LOOK_S.
 """
 
 import json
@@ -14,12 +15,14 @@ import time
 from typing import Literal
 
 from infra.sandbox.command import Limits
+from infra.sandbox.memory import used_bytes
 from schemas.errors import SandboxUnavailable
 
 CHUNK_BYTES = 65_536
+LOOK_S = 0.02
 START_S = 30.0
 KILL_S = 30.0
-Fault = Literal["", "wall time", "output limit"]
+Fault = Literal["", "wall time", "output limit", "memory"]
 
 
 class Child:
@@ -38,6 +41,8 @@ class Child:
         self._pending = b""
         self._status, written = status
         self._inner = -1  # a descriptor of the first process of the namespace
+        self._first_pid = 0
+        self._looked_s = self.started_s
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -110,12 +115,13 @@ class Child:
         remaining_s = self.deadline_s - time.monotonic()
         if remaining_s <= 0:
             self.fault = self.fault or "wall time"
+        self._look()
         if self.fault:
             return False
         writing = [self._in.fileno()] if self._pending and not self._in.closed else []
         if not self._pending and close_input and not self._in.closed:
             self._in.close()
-        ready, writable, _ = select.select([*self._open, self._outer], writing, [], remaining_s)
+        ready, writable, _ = select.select([*self._open, self._outer], writing, [], min(remaining_s, LOOK_S))
         if writable:
             self._write()
         for descriptor in ready:
@@ -125,6 +131,13 @@ class Child:
             self._drain()
             return False
         return True
+
+    def _look(self) -> None:
+        """End a run whose processes hold too much memory together."""
+        if self._inner >= 0 and time.monotonic() >= self._looked_s + LOOK_S:
+            if used_bytes(self._first_pid) > self._limits.total_bytes:
+                self.fault = self.fault or "memory"
+            self._looked_s = time.monotonic()
 
     def _write(self) -> None:
         try:
@@ -165,7 +178,7 @@ class Child:
             pid = json.loads(line).get("child-pid")
             if pid is not None:
                 try:
-                    self._inner = os.pidfd_open(pid)
+                    self._inner, self._first_pid = os.pidfd_open(pid), pid
                 except ProcessLookupError:  # it is over already
                     return
 

@@ -37,7 +37,8 @@ Above = Annotated[float, msgspec.Meta(gt=0, description="seconds above 0")]
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one run may use. wall_s: of the run, start included. cpu_s, memory_bytes (address space), open_files: of
-    each of its processes; processes: threads count too. file_bytes: of one file. tmp_bytes: of /tmp, and of /dev/shm.
+    each of its processes; total_bytes: of memory, of all of them together, looked at every 20 ms: they may be over it for
+    so long. processes: threads count too. file_bytes: of one file. tmp_bytes: of /tmp, and of /dev/shm.
     output_bytes: of standard output, and of standard error.
 
     Example: Limits(wall_s=5, memory_bytes=1 << 30)
@@ -51,6 +52,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     file_bytes: Whole = 16 * MEBIBYTE
     tmp_bytes: Whole = 16 * MEBIBYTE
     output_bytes: Whole = MEBIBYTE
+    total_bytes: Whole = 1024 * MEBIBYTE
 
 
 def is_machine_root() -> bool:

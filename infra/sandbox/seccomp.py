@@ -17,6 +17,9 @@ IOCTL = 16
 # CLONE_NEWTIME, _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET
 NAMESPACES = 0x80 | 0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x1000_0000 | 0x2000_0000 | 0x4000_0000
 TERMINAL_INJECTION = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+FCNTL = 72
+# F_SETLEASE and F_NOTIFY hold up whoever opens a file of the host; F_SETPIPE_SZ enlarges what no limit counts.
+HOLDS = (1024, 1026, 1031)
 
 # Name and number (x86-64) of what nothing in a sandbox needs, and what attacks on kernels and neighbours begin with.
 DENIED = {
@@ -36,7 +39,10 @@ DENIED = {
     # memory that no limit counts
     "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "shmat": 30, "msgget": 68, "semget": 64, "mq_open": 240,
     "mbind": 237, "set_mempolicy": 238, "migrate_pages": 256, "move_pages": 279, "mlock": 149, "mlock2": 325,
-    "mlockall": 151, "remap_file_pages": 216, "vmsplice": 278,
+    "mlockall": 151, "remap_file_pages": 216, "vmsplice": 278, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190,
+    "setsockopt": 54,  # larger buffers
+    # what reaches files of the host that can only be read
+    "flock": 73, "inotify_init": 253, "inotify_init1": 294, "inotify_add_watch": 254, "cachestat": 451,
     # the machine
     "kexec_load": 246, "kexec_file_load": 320, "init_module": 175, "finit_module": 313, "delete_module": 176,
     "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163, "quotactl": 179, "quotactl_fd": 443, "syslog": 103,
@@ -70,6 +76,7 @@ def seccomp_filter() -> bytes:
         program += _when((_EQUAL, 0, 0, number), errno.EPERM)
     program += _argument(CLONE, _ARGUMENT_0, [(_ANY_BIT, 0, 0, NAMESPACES)])
     program += _argument(IOCTL, _ARGUMENT_1, [(_EQUAL, 0, 0, request) for request in TERMINAL_INJECTION])
+    program += _argument(FCNTL, _ARGUMENT_1, [(_EQUAL, 0, 0, command) for command in HOLDS])
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 

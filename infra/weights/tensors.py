@@ -6,10 +6,11 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,8 @@ ITEM_BYTES: dict[str, int] = {
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library itself
+MAX_HEADER_BYTES = 16 * 1024 * 1024  # of a model with 100,000 tensors
+MAX_RANK = 16
 
 # The bits of the exponent: all set means infinity or NaN.
 _EXPONENT_BITS: dict[str, int] = {
@@ -53,6 +55,8 @@ class Tensor(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype: got {self.dtype!r}, expected one of {', '.join(ITEM_BYTES)}")
+        if len(self.shape) > MAX_RANK:
+            raise ValueError(f"shape: got {len(self.shape)} dimensions, expected at most {MAX_RANK}")
         expected = math.prod(self.shape) * ITEM_BYTES[self.dtype]
         if min(self.shape, default=0) < 0 or len(self.data) != expected:
             what = f"{self.dtype}{list(self.shape)}"
@@ -144,10 +148,13 @@ def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
     return b"".join([len(encoded).to_bytes(8, "little"), encoded, *(tensors[name].data for name in names)])
 
 
+_Size = Annotated[int, Meta(ge=0, le=2**48)]
+
+
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=MAX_RANK)]
+    data_offsets: tuple[_Size, _Size]
 
 
 def load_tensors(data: bytes | memoryview) -> dict[str, Tensor]:

@@ -24,13 +24,17 @@ from infra.seal import FORGOTTEN, open_text
 from schemas import Block, Closure, Tick
 from schemas.errors import BadFrame, OffsetOutOfRange, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
+from streams.collect.credit import usual_memories
 from streams.collect.decision import Decision, Folded
-from streams.collect.fold import Arrival, Chain, Rules, chain_of, fold, group_named, wanted
+from streams.collect.fold import Arrival, Rules, chain_of, fold, group_named
 from streams.collect.held import held_memories
+from streams.collect.judge import Chain
+from streams.collect.limits import limit_memories
+from streams.collect.needs import wanted
 from streams.collect.pending import Pending
 from streams.collect.state import State
 from streams.collect.turns import echoing, session_named
-from streams.stage import Output, confirmed, letter, publish_all, read
+from streams.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +173,10 @@ class Collector:
             return None
 
     def _memories(self) -> dict[str, Memory]:
-        """Empty ones, of the steps and of what holds feedback back."""
-        return new_memories(self._settings.steps) | held_memories(self._settings.rules.sources)
+        """Empty ones, of the steps, of what holds feedback back and of what credits it."""
+        sources = self._settings.rules.sources
+        kept = held_memories(sources) | limit_memories() | usual_memories(sources)
+        return new_memories(self._settings.steps) | kept
 
     async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
         folded, letters = await self.fold(records)
@@ -287,5 +293,7 @@ class Collector:
             self._metrics.counter("dropped", reason=reason).inc(number)
         for outcome, number in Counter(decision.closure.outcome for decision in decisions).items():
             self._metrics.counter("closures", outcome=outcome).inc(number)
+        gone = [(drop.reason, drop.processor) for decision in decisions for drop in decision.dropped]
+        count_failed(self._metrics, STAGE, faults_of(gone))
         num_out = sum(decision.closure.experiences for decision in decisions)
         self._metrics.counter("experiences_out", stage=STAGE).inc(num_out)

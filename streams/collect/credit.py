@@ -1,8 +1,7 @@
 """Feedback becomes scores: which verdict of which source counts for an answer, and what an answer still waits for.
 
 Rules: feedback belongs to the answer its ref names, and with a discount to the turns before it; no feedback differs from 0;
-a newer verdict of the same (source, rater, type) revises the older, a retraction takes all of that rater's back; several
-raters of a source are averaged; of several edits the newest stands.
+several raters of a source are averaged; of several edits the newest stands.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,20 +9,26 @@ from typing import Literal
 
 import msgspec
 
+from infra.processor import Memory
 from schemas import Edit, Experience, Score
-from schemas.ids import ANSWER_PREFIX
-from streams.collect.group import Echo, Said
+from streams.collect.group import Echo, Words
+from streams.collect.words import OpenText, as_it_is, edit_of, verdicts
 
 Late = Literal["drop", "amend", "retrain"]
-OpenText = Callable[[str, str], str | None]
 DEFAULT_VERSION = "default"
+USUAL = "usual verdicts"
+MAX_USUAL = 1024
+USUAL_WINDOW = 256  # verdicts a mean is of, roughly
+USUAL_PRIOR = 8  # neutral verdicts it begins with, one less for each that is heard
+NEUTRAL = 0.5
 
 
 class Source(msgspec.Struct, frozen=True):
     """How long answers wait for a source, what its silence means, and what its late word does.
 
     default: the score when the window closes in silence, None leaves it absent. late: drop counts and forgets; amend
-    sends the answer on again as a new revision in its lane; retrain does so in the human lane. discount: γ of what
+    sends the answer on again as a new revision in its lane, for copies that were not drawn yet; retrain sends it to be trained
+    again, in the human lane; both only where the verdict changed. discount: γ of what
     earlier turns of a session are credited with, 0 for nothing. per_rater, alike, within_ms: see `streams.collect.held`.
 
     Example: Source(window_ms=86_400_000, default=None, late="amend")
@@ -38,83 +43,72 @@ class Source(msgspec.Struct, frozen=True):
     within_ms: int = 0
 
 
-def answer_of(ref: str) -> str:
-    """Experience id of a ref, which may be the answer id a client saw."""
-    return ref.removeprefix(ANSWER_PREFIX)
+def returns(
+    words: Words | None,
+    echoes: Iterable[Echo],
+    sources: Mapping[str, Source],
+    usual: Callable[[str], float] = lambda source: NEUTRAL,
+) -> dict[str, float]:
+    """Source to v + Σ γ^k · (v_k - u): what counts of the answer, and by how much what counts of the one k turns later differs
+    from the usual.
 
+    The discounted differential return of Sutton and Barto, "Reinforcement Learning" (2nd edition), section 10.3, equation
+    10.9: of turns that are all equally good, an early one gets no more for having more turns behind it. An answer that
+    nobody spoke of itself has the usual value, v = u. usual: the running mean of a source's verdicts.
 
-def is_repeat(said: Iterable[Said], new: Said) -> bool:
-    """Whether this very feedback was heard before: same source and id."""
-    return any((old.feedback.source, old.feedback.id) == (new.feedback.source, new.feedback.id) for old in said)
-
-
-def verdicts(said: Iterable[Said]) -> dict[str, float]:
-    """Source to value: what counts of all that was said about one answer, in log order."""
-    standing: dict[tuple[str, str, str], float | None] = {}
-    for item in said:
-        feedback = item.feedback
-        if feedback.type == "retraction":
-            for key in [key for key in standing if key[:2] == (feedback.source, feedback.rater)]:
-                del standing[key]
-        else:
-            standing[(feedback.source, feedback.rater, feedback.type)] = feedback.value
-    values: dict[str, list[float]] = {}
-    for (source, _, _), value in standing.items():
-        if value is not None:
-            values.setdefault(source, []).append(value)
-    return {source: sum(heard) / len(heard) for source, heard in values.items()}
-
-
-def returns(said: Iterable[Said], echoes: Iterable[Echo], sources: Mapping[str, Source]) -> dict[str, float]:
-    """Source to v + Σ γ^k · v_k: what was said about the answer, and about the one k turns later.
-
-    The discounted return of Sutton and Barto, "Reinforcement Learning" (2nd edition), equation 3.8.
+    Assumes that verdicts have one usual value wherever in a session they fall: where later turns are rated d worse, earlier
+    ones lean down by at most d · γ / (1 - γ), together.
     """
-    values = verdicts(said)
-    later: dict[tuple[int, str], list[Said]] = {}
-    for echo in echoes:
-        later.setdefault((echo.turns, answer_of(echo.said.feedback.ref)), []).append(echo.said)
-    for (turns, _), heard in sorted(later.items()):
-        for name, value in verdicts(heard).items():
+    values = verdicts(words)
+    for echo in sorted(echoes, key=lambda echo: (echo.turns, sorted(echo.values.items()))):
+        for name, value in echo.values.items():
             if name in sources:
-                values[name] = values.get(name, 0.0) + sources[name].discount ** turns * value
+                more = sources[name].discount ** echo.turns * (value - usual(name))
+                values[name] = values.get(name, usual(name)) + more
     return values
 
 
-def as_it_is(text: str, answer: str) -> str | None:
-    """A text that nobody sealed."""
-    return text
+def learn_usual(
+    memories: dict[str, Memory], tenant: str, before: Mapping[str, float], now: Mapping[str, float]
+) -> None:
+    """Let the first verdicts about an answer join the mean of their sources. before, now: what counts of the answer."""
+    memory = memories.setdefault(USUAL, Memory(MAX_USUAL))
+    for source, value in sorted(now.items()):
+        if source not in before:
+            key = f"{tenant}\x00{source}"
+            count, mean = _known(memory, key)
+            memory.discard(key)  # so that what is in use is not the first to be forgotten
+            memory.set(key, [min(count + 1, USUAL_WINDOW), mean + (value - mean) / min(count + 1, USUAL_WINDOW)])
 
 
-def edit_of(said: Iterable[Said], open_text: OpenText = as_it_is) -> tuple[str | None, int]:
-    """The correction that stands, None for none, and how often one was made or taken back.
-
-    open_text: what was written about an answer, None where it is forgotten.
+def usual_of(memories: Mapping[str, Memory], tenant: str, source: str) -> float:
+    """What a tenant's users usually say through a source: the mean of the last verdicts, filled up with neutral ones to
+    `USUAL_PRIOR` while there are fewer.
     """
-    standing: dict[tuple[str, str], str] = {}
-    edits = 0
-    for item in said:
-        feedback = item.feedback
-        key = (feedback.source, feedback.rater)
-        if feedback.type == "correction" and feedback.text:
-            standing.pop(key, None)
-            edits += 1
-            if (text := open_text(feedback.text, answer_of(feedback.ref))) is not None:
-                standing[key] = text
-        elif feedback.type == "retraction" and standing.pop(key, None) is not None:
-            edits += 1
-    return (list(standing.values())[-1] if standing else None), edits
+    count, mean = _known(memories[USUAL], f"{tenant}\x00{source}") if USUAL in memories else (0, 0.0)
+    return (count * mean + max(0, USUAL_PRIOR - count) * NEUTRAL) / max(count, USUAL_PRIOR)
+
+
+def usual_memories(sources: Mapping[str, Source]) -> dict[str, Memory]:
+    """What has to be remembered where earlier turns are credited."""
+    return {USUAL: Memory(MAX_USUAL)} if any(source.discount > 0 for source in sources.values()) else {}
+
+
+def _known(memory: Memory, key: str) -> tuple[int, float]:
+    known = memory.get(key)
+    return (int(known[0]), float(known[1])) if isinstance(known, list) else (0, 0.0)
 
 
 def credited(
     experience: Experience,
-    said: Iterable[Said],
+    words: Words | None,
     sources: Mapping[str, Source],
     waits: bool,
     echoes: Iterable[Echo] = (),
+    usual: Callable[[str], float] = lambda source: NEUTRAL,
 ) -> Experience:
     """The experience with a score per source; `waits`: its lane waits for feedback, so silence takes the default."""
-    values = returns(said, echoes, sources)
+    values = returns(words, echoes, sources, usual)
     scores = [Score(name=source, value=value) for source, value in sorted(values.items())]
     if waits:
         scores += [
@@ -129,16 +123,17 @@ def credited(
     return msgspec.structs.replace(experience, scores=(*others, *scores))
 
 
-def with_edit(experience: Experience, said: Iterable[Said], open_text: OpenText = as_it_is) -> Experience:
+def with_edit(experience: Experience, words: Words | None, open_text: OpenText = as_it_is) -> Experience:
     """The experience with the edit that stands, for the step `correct`; itself where nobody edited."""
-    edit, edits = edit_of(said, open_text)
-    if not edits:
+    if words is None or not words.edits:
         return experience
-    return msgspec.structs.replace(experience, edit=Edit(text=edit, count=edits))
+    return msgspec.structs.replace(experience, edit=Edit(text=edit_of(words, open_text), count=words.edits))
 
 
-def is_labelled(said: Iterable[Said], sources: Mapping[str, Source], echoes: Iterable[Echo] = ()) -> bool:
-    """Whether every source has spoken about the answer or a later turn, so that nothing is left to wait for."""
-    everything = (*said, *(echo.said for echo in echoes))
-    heard = {item.feedback.source for item in everything if item.feedback.type != "retraction"}
+def is_labelled(words: Words | None, sources: Mapping[str, Source]) -> bool:
+    """Whether every source has spoken about the answer itself, so that nothing is left to wait for.
+
+    What is said about a later turn ends no wait: the answer's own verdict may still come within its window.
+    """
+    heard = set() if words is None else {said.feedback.source for said in words.standing}
     return all(source in heard for source in sources)

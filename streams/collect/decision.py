@@ -29,8 +29,22 @@ class Folded(msgspec.Struct):
     dropped: dict[str, int] = {}
 
     def drop(self, reason: str, count: int = 1) -> None:
-        if count:
+        """Count `count` under `reason`; "" is nothing."""
+        if reason and count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+
+def dead_letter(partition: int, offset: int, reason: str, error: str, value: bytes) -> DeadLetter:
+    """A record of `verified` that nothing can be done with."""
+    return DeadLetter(
+        topic="verified",
+        partition=partition,
+        offset=offset,
+        stage="collect",
+        reason=reason,
+        error=error,
+        value=value[: 64 * 1024],
+    )
 
 
 def blocks_of(experiences: Sequence[Experience]) -> tuple[Block, ...]:

@@ -10,29 +10,34 @@ the first attempt that completes wins; feedback is credited to the answer it nam
 """
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from infra.chain.chain import Context, Outcome, Step, run_chain
-from schemas import Block, Closure, Control, DeadLetter, Experience, Feedback, Lane, Stub, Tick, encode
+from infra.chain.chain import Context, Step, run_chain
+from schemas import Block, Closure, Control, Experience, Feedback, Lane, Stub, Tick, encode
 from schemas.ids import group_of
-from schemas.withdrawal import withdrawal_of
-from streams.collect.credit import OpenText, Source, answer_of, as_it_is, credited, is_labelled, is_repeat, with_edit
-from streams.collect.decision import Decision, Folded, blocks_of, mean_reward, trial_of
-from streams.collect.group import Attempt, Group, Place, Said, fullest, take_in
+from schemas.names import tenant_in
+from streams.collect.credit import Source, is_labelled, learn_usual, usual_of
+from streams.collect.decision import Decision, Folded, dead_letter
+from streams.collect.group import Attempt, Group, Place, Said, Words, fullest
 from streams.collect.held import held_back
+from streams.collect.judge import Chain, judged, learned, stands
+from streams.collect.limits import Limits, beyond, charge
 from streams.collect.state import State
-from streams.collect.turns import depth_of, echoing, hearers, new_echoes
+from streams.collect.turns import depth_of, echoing, late_echo, new_echoes
+from streams.collect.words import OpenText, answer_of, as_it_is, hear, is_repeat, ratings, verdicts
 
-Chain = Callable[[Sequence[Experience], Context], Awaitable[Outcome]]
+MAX_ANSWERS = 1024  # of a group, that something is said about before it is closed
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What collect waits for. deadline_ms: after a group's first record. keep_ms: for how long a closed group is known.
 
     sources: feedback by name. waiting: the lanes whose answers wait for it. corrects: the chain learns from edits.
-    open_text: see `edit_of`.
+    open_text: see `edit_of`. revisions: how often late words may close a group anew; past it only what takes a word back
+    does. retrainings: how often of these, under late = "retrain", it is trained again. limits: what one rater and one
+    tenant can move in a day.
 
     Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": Source(window_ms=86_400_000)})
     """
@@ -43,6 +48,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     waiting: frozenset[Lane] = frozenset({"live"})
     corrects: bool = False
     open_text: OpenText = as_it_is
+    revisions: int = 16
+    retrainings: int = 2
+    limits: Limits = Limits()
 
     @property
     def window_ms(self) -> int:
@@ -78,26 +86,6 @@ def group_named(value: Block | Control | None) -> str | None:
         except ValueError:
             return None
     return None
-
-
-def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
-    """Offsets of `verified` whose blocks `fold` needs: those of the groups that late feedback reopens.
-
-    They are closed by now, or the record's own time closes them first.
-    """
-    value = arrival.value
-    name = group_named(value)
-    if name is None or not isinstance(value, Feedback | Block):
-        return set()
-    group, names = state.groups.get(name), echoing(rules.sources)
-    reopened = hearers(group, value, state.turns(name), names) if names else []
-    if isinstance(value, Feedback):
-        source = rules.sources.get(value.source)
-        if source is None or source.late == "drop":
-            return set()
-        reopened = [group, *reopened] if group is not None else reopened
-    now_ms = max(state.now_ms, arrival.timestamp_ms)
-    return {offset for one in reopened if one.is_closed or 0 < one.due_ms <= now_ms for offset in one.offsets()}
 
 
 async def fold(
@@ -147,7 +135,7 @@ class _Fold:
         if arrived:
             group.depth = depth_of(block.experiences[0])
             self.state.frames.put(self.arrival.offset, block, self.arrival.frame)
-            await self._echo(group)  # first: what is settled may be closed, with all it has heard
+            await self._echo(group, came=True)  # first: what is settled may be closed, with all it has heard
             await self._settle_first(group, arrived)
 
     async def stub(self, stub: Stub) -> None:
@@ -164,20 +152,26 @@ class _Fold:
         answer = answer_of(feedback.ref)
         said = Said(feedback, self.arrival.offset, self.arrival.timestamp_ms)
         known = self.state.groups.get(group_id)
-        if known is not None and is_repeat(known.said.get(answer, ()), said):
+        if known is not None and is_repeat(known.said.get(answer), feedback):
             return
         source = self.rules.sources.get(feedback.source)
         heard = feedback
         if source is not None and source.alike and feedback.text:
             heard = msgspec.structs.replace(feedback, text=self.rules.open_text(feedback.text, answer))
-        if reason := held_back(self.state.memories, heard, source, self.arrival.timestamp_ms):
+        memories, tenant, is_back = self.state.memories, tenant_in(group_id), feedback.type == "retraction"
+        reason = held_back(memories, heard, source, self.arrival.timestamp_ms, tenant)
+        if not reason and not is_back:
+            reason = beyond(memories, self.rules.limits, tenant, feedback.rater, self.state.now_ms)
+        if reason:
             self.folded.drop(reason)
             return
         if feedback.type == "correction" and not self.rules.corrects:
             self.folded.drop("correction without [collect.correct]")
         group = self._group(group_id)
-        await self._hear(group, said)
-        await self._echo(group)
+        is_heard = await self._hear(group, said)
+        echoed = await self._echo(group, is_back=is_back)
+        if is_heard and not is_back:
+            charge(memories, tenant, feedback.rater, self.state.now_ms, 1 + echoed)
 
     async def fire(self, group: Group) -> None:
         """Time has come for an open group: its deadline, its feedback window, or that of feedback without an answer."""
@@ -187,24 +181,15 @@ class _Fold:
         elif group.attempts:
             await self._settle(group, fullest(group.attempts))
         else:
-            for said in (said for heard in group.said.values() for said in heard):
-                self.folded.drop("feedback without an answer")
+            standing = [said for words in group.said.values() for said in words.standing]
+            self.folded.drop("feedback without an answer", max(1, len(standing)))
+            for said in standing:
                 self.letter("no answer", f"ref: {said.feedback.ref!r} never came", encode(said.feedback), said.offset)
             self.state.remove(group.id)
 
     def letter(self, reason: str, error: str, value: bytes, offset: int | None = None) -> None:
         at = self.arrival.offset if offset is None else offset
-        self.folded.letters.append(
-            DeadLetter(
-                topic="verified",
-                partition=self.arrival.partition,
-                offset=at,
-                stage="collect",
-                reason=reason,
-                error=error,
-                value=value[: 64 * 1024],
-            )
-        )
+        self.folded.letters.append(dead_letter(self.arrival.partition, at, reason, error, value))
 
     def _group(self, group_id: str) -> Group:
         group = self.state.groups.get(group_id)
@@ -214,25 +199,49 @@ class _Fold:
         self.state.touched.add(group_id)
         return group
 
-    async def _hear(self, group: Group, said: Said, turns: int = 0) -> None:
-        """Take in what was said about an answer of this group, or of a group so many turns later."""
+    async def _hear(self, group: Group, said: Said) -> bool:
+        """Take in what was said about an answer of this group; False if it was dropped."""
+        answer = answer_of(said.feedback.ref)
         if group.is_closed:
-            await self._late(group, said, turns)
-            return
-        take_in(group, said, turns)
+            return await self._late(group, answer, said)
+        if answer not in group.said and len(group.said) >= MAX_ANSWERS:
+            self.folded.drop("feedback about too many answers of a group")
+            return False
+        self._take(group.said.setdefault(answer, Words()), said)
         if group.winner >= 0:
             await self._close_unless_waiting(group)
-        elif not turns:
-            self.state.schedule(group, self._due_ms(group))
+        elif not group.due_ms:
+            rules = self.rules
+            self.state.schedule(group, self.arrival.timestamp_ms + max(rules.window_ms, rules.deadline_ms))
+        return True
 
-    async def _echo(self, group: Group) -> None:
-        """Let turns of the session hear what they have not heard of later ones."""
-        names = echoing(self.rules.sources)
+    def _take(self, words: Words, said: Said) -> None:
+        before = verdicts(words)
+        self.folded.drop(hear(words, said, self.rules.open_text))
+        if echoing(self.rules.sources):
+            tenant = tenant_in(group_of(said.feedback.ref))
+            learn_usual(self.state.memories, tenant, before, verdicts(words))
+
+    async def _echo(self, group: Group, *, came: bool = False, is_back: bool = False) -> int:
+        """Let turns of the session hear what counts of later ones; how many did. came: `group`'s answer has just come."""
+        names, heard_by = echoing(self.rules.sources), set()
         if group.depth < 0 or not names:
-            return
-        for turn, echo in new_echoes(group, self.state.turns(group.id), names, self.arrival.offset):
+            return 0
+        revised: dict[str, tuple[Group, list[Experience]]] = {}
+        for turn, later, echo in new_echoes(group, self.state.turns(group.id), names, came):
+            if turn.is_closed:
+                heard = turn.echoes.get(later)
+                late = late_echo(heard, echo, self.rules.sources)
+                self.folded.drop("late feedback" if late.values != echo.values else "")
+                if late == heard or (members := self._reopened(turn, is_back)) is None:
+                    continue
+                revised[turn.id], echo = (turn, members), late
+            turn.echoes[later] = echo
             self.state.touched.add(turn.id)
-            await self._hear(turn, echo.said, echo.turns)
+            heard_by.add(turn.id)
+        for turn, members in revised.values():
+            await self._revise(turn, members, "late credit")
+        return len(heard_by)
 
     def _arrive(self, group: Group, record: Experience | Stub, arrived: Place | str) -> bool:
         """Note an experience or stub; True if its attempt is open and did not have it."""
@@ -282,8 +291,7 @@ class _Fold:
         if attempt.lane in self.rules.waiting and self.rules.sources and attempt.places():
             due_ms = self._due_ms(group)
             members = self._members(attempt, self.state.frames.get)
-            sources, echoes = self.rules.sources, group.echoes
-            unheard = not all(is_labelled(group.said.get(member.id, ()), sources, echoes) for member in members)
+            unheard = not all(is_labelled(group.said.get(member.id), self.rules.sources) for member in members)
             if unheard and due_ms > self.state.now_ms:
                 self.state.schedule(group, due_ms)
                 return
@@ -292,96 +300,94 @@ class _Fold:
     async def _close(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
         members = self._members(attempt, self.state.frames.get)
-        drops = attempt.drops()
-        if not attempt.is_complete:
-            drops["missing at deadline"] = attempt.group_size - attempt.num_done
         known = {member.id for member in members}
-        strays = sum(len(heard) for answer, heard in group.said.items() if answer not in known)
+        strays = sum(len(words.standing) for answer, words in group.said.items() if answer not in known)
         self.folded.drop("feedback for an unknown answer", strays)
-        await self._judge(group, attempt, members, drops, "" if attempt.is_complete else "deadline")
+        group.said = {answer: words for answer, words in group.said.items() if answer in known}
+        await self._judge(group, members, "" if attempt.is_complete else "deadline")
         for offset in group.offsets():
             self.state.frames.remove(offset)
         self.state.close(group)
 
-    async def _late(self, group: Group, said: Said, turns: int) -> None:
-        """Feedback for a closed group, as its source's policy says."""
-        source = self.rules.sources.get(said.feedback.source)
+    async def _late(self, group: Group, answer: str, said: Said) -> bool:
+        """Feedback for a closed group, as its source's policy says; False if it was dropped."""
+        source, open_text = self.rules.sources.get(said.feedback.source), self._open_text
         if source is None or source.late == "drop":
             self.folded.drop("late feedback")
-            return
-        attempt = group.attempts[group.winner]
+            return False
+        members = self._reopened(group, said.feedback.type == "retraction")
+        if members is None:
+            return False
+        if answer not in {member.id for member in members}:
+            self.folded.drop("feedback for an unknown answer")
+            return False
+        words = group.said.setdefault(answer, Words())
+        before, rated = stands(group, answer, open_text), ratings((words,))
+        self._take(words, said)
+        after = stands(group, answer, open_text)
+        if after == before and rated == ratings((words,)):
+            return True
+        if source.late == "retrain" and after[0] != before[0]:
+            if group.retrained < self.rules.retrainings:
+                group.retrained += 1
+            else:
+                self.folded.drop("retrained often enough")
+        await self._revise(group, members, f"late {source.late}", sends=after != before)
+        return True
+
+    def _reopened(self, group: Group, is_back: bool) -> list[Experience] | None:
+        """Members of a closed group that late words may close anew; None, counted, where it cannot be. is_back: for what
+        takes a word back, of which there are no more than words.
+        """
+        if group.revision >= self.rules.revisions and not is_back:
+            self.folded.drop("revised often enough")
+            return None
         try:
-            members = self._members(attempt, self.fetched.__getitem__)
+            return self._members(group.attempts[group.winner], self.fetched.__getitem__)
         except KeyError:
             self.folded.drop("answer no longer in the log")
-            return
-        if not turns and answer_of(said.feedback.ref) not in {member.id for member in members}:
-            self.folded.drop("feedback for an unknown answer")
-            return
-        take_in(group, said, turns)
+            return None
+
+    async def _revise(self, group: Group, members: Sequence[Experience], reason: str, *, sends: bool = True) -> None:
+        """Close a closed group anew. sends: what is learned has changed, not only who said it."""
         group.revision += 1
-        if source.late == "retrain":
-            members = [msgspec.structs.replace(member, lane="human") for member in members]
-        members = [msgspec.structs.replace(member, revision=group.revision) for member in members]
-        await self._judge(group, attempt, members, attempt.drops(), f"late {source.late}")
+        revised = [msgspec.structs.replace(member, revision=group.revision) for member in members]
+        if group.retrained:
+            revised = [msgspec.structs.replace(one, lane="human", retrained=group.retrained) for one in revised]
+        await self._judge(group, revised, reason, sends=sends)
 
-    async def _judge(
-        self, group: Group, attempt: Attempt, members: Sequence[Experience], drops: dict[str, int], reason: str
-    ) -> None:
+    async def _judge(self, group: Group, members: Sequence[Experience], reason: str, *, sends: bool = True) -> None:
         """Credit, chain, closure."""
-        waits = attempt.lane in self.rules.waiting
-        for lost in (member.lost for member in members if member.lost):
-            drops[lost] = drops.get(lost, 0) + 1
-        given = tuple(self._credited(group, member, waits) for member in members if not member.lost)
-        outcome = Outcome(kept=given, dropped=())
-        # Demonstrations are what they are: nothing is compared, nothing is rewarded.
-        if given and not all(member.is_given for member in given):
-            context = Context(
-                time_ms=self.arrival.timestamp_ms, record_offset=self.arrival.offset, memories=self.state.memories
-            )
-            outcome = await self.chain(given, context)
-        for gone in outcome.dropped:
-            drops[gone.reason] = drops.get(gone.reason, 0) + 1
-        for label, count in drops.items():
-            self.folded.drop(label, count)
-        own = [experience for experience in outcome.kept if experience.group == group.id]
-        sent = outcome.kept if own else (*outcome.kept, *self._taken_back(group, members))
-        group.lane = own[0].lane if own else None
-        closure = Closure(
-            group=group.id,
-            outcome="buffered" if own else "dropped",
-            reason=reason if own or not drops else max(drops, key=lambda label: drops[label]),
-            attempt=attempt.number,
-            revision=group.revision,
-            sequence=attempt.sequence,
-            lane=own[0].lane if own else attempt.lane,
-            experiences=len(own),
-            mean_reward=mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
-            drops=drops,
-            version=min((member.min_version for member in given), default=-1),
-            trial=trial_of(given),
+        attempt, rules = group.attempts[group.winner], self.rules
+        waits = attempt.lane in rules.waiting
+        usual = functools.partial(usual_of, self.state.memories, tenant_in(group.id))
+        given = [
+            learned(group, member, rules.sources, waits, self._open_text, usual)
+            for member in members
+            if not member.lost
+        ]
+        context = Context(
+            time_ms=self.arrival.timestamp_ms, record_offset=self.arrival.offset, memories=self.state.memories
         )
-        self.folded.decisions.append(Decision(closure, blocks_of(sent), outcome.dropped))
+        decision = await judged(group, attempt, members, given, reason, chain=self.chain, context=context)
+        if sends:
+            group.lane = decision.closure.lane if decision.closure.outcome == "buffered" else None
+            for label, count in decision.closure.drops.items():
+                self.folded.drop(label, count)
+        else:
+            decision = Decision(msgspec.structs.replace(decision.closure, reason="rated again", experiences=0))
+        self.folded.decisions.append(decision)
 
-    def _credited(self, group: Group, member: Experience, waits: bool) -> Experience:
-        said = group.said.get(member.id, ())
-        scored = credited(member, said, self.rules.sources, waits, group.echoes)
-        return with_edit(scored, said, self.rules.open_text) if self.rules.corrects else scored
-
-    def _taken_back(self, group: Group, members: Sequence[Experience]) -> tuple[Experience, ...]:
-        """What an older revision sent on, where this one has nothing in its place."""
-        if group.lane is None:
-            return ()
-        return (withdrawal_of(members[0], lane=group.lane, revision=group.revision),)
+    @property
+    def _open_text(self) -> OpenText | None:
+        """For edits, where they teach anything."""
+        return self.rules.open_text if self.rules.corrects else None
 
     def _members(self, attempt: Attempt, block_at: Callable[[int], Block]) -> list[Experience]:
         return [block_at(place.offset).experiences[place.index] for place in attempt.places(done_only=True)]
 
     def _due_ms(self, group: Group) -> int:
-        """When time alone decides about an open group."""
+        """When time alone decides about an open group that has an attempt."""
         if group.winner >= 0:
             return group.attempts[group.winner].first_ms + self.rules.window_ms
-        if group.attempts:
-            return min(attempt.first_ms for attempt in group.attempts.values()) + self.rules.deadline_ms
-        first_ms = min(said.time_ms for heard in group.said.values() for said in heard)
-        return first_ms + max(self.rules.window_ms, self.rules.deadline_ms)
+        return min(attempt.first_ms for attempt in group.attempts.values()) + self.rules.deadline_ms

@@ -7,7 +7,6 @@ experience it stands for. Arrivals are known by (episode, part), so a redelivery
 import msgspec
 
 from schemas import Experience, Feedback, Lane, Stub
-from schemas.ids import ANSWER_PREFIX
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -100,23 +99,37 @@ class Said(msgspec.Struct, array_like=True, frozen=True):
     time_ms: int
 
 
-class Echo(msgspec.Struct, array_like=True, frozen=True):
-    """What was said about a later answer of the same session. turns: how many turns later that one was given.
+class Words(msgspec.Struct, array_like=True):
+    """What stands of all that was said about one answer. standing: in log order, one for each (source, rater, type).
 
-    Example: Echo(said=Said(...), turns=2)
+    known: digests of the last feedback that was heard, so that a redelivery is known. edits: how often a correction was
+    made or taken back. See `streams.collect.words`.
+
+    Example: Words(standing=[Said(feedback=Feedback(...), offset=982, time_ms=1763715600000)], edits=1)
     """
 
-    said: Said
+    standing: list[Said] = []
+    known: dict[int, None] = {}
+    edits: int = 0
+
+
+class Echo(msgspec.Struct, array_like=True, frozen=True):
+    """What counts of a later answer of the same session. turns: how many turns later it was given. values: by source.
+
+    Example: Echo(turns=2, values={"csat": 0.8})
+    """
+
     turns: int
+    values: dict[str, float]
 
 
 class Group(msgspec.Struct, array_like=True):
     """Everything about one group. attempts: those still open, and the one that won. winner: its number, -1 before.
 
     superseded: attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone
-    decides something, 0 never. said: experience id to its feedback, in log order. lane: of the copy that the last revision
-    sent on, None for none. depth: messages before the answer of a session's turn, -1 for anything else. echoes: what was
-    said about later turns, in log order.
+    decides something, 0 never. said: experience id to what stands about it. lane: of the copy that the last revision
+    sent on, None for none. depth: messages before the answer of a session's turn, -1 for anything else. echoes: later
+    turns of the session, by group, and what counts of them. retrained: how often late words had it trained again.
 
     Example: Group(id="add-3745.2", attempts={0: Attempt(...)}, due_ms=1763719200000)
     """
@@ -128,10 +141,11 @@ class Group(msgspec.Struct, array_like=True):
     revision: int = 0
     closed_ms: int = 0
     due_ms: int = 0
-    said: dict[str, list[Said]] = {}
+    said: dict[str, Words] = {}
     lane: Lane | None = None
     depth: int = -1
-    echoes: list[Echo] = []
+    echoes: dict[str, Echo] = {}
+    retrained: int = 0
 
     @property
     def is_closed(self) -> bool:
@@ -140,14 +154,6 @@ class Group(msgspec.Struct, array_like=True):
     def offsets(self) -> set[int]:
         """Blocks that hold an experience of an attempt still here."""
         return {place.offset for attempt in self.attempts.values() for place in attempt.places()}
-
-
-def take_in(group: Group, said: Said, turns: int) -> None:
-    """Note what was said about an answer of the group (turns 0), or about one so many turns later."""
-    if turns:
-        group.echoes.append(Echo(said, turns))
-    else:
-        group.said.setdefault(said.feedback.ref.removeprefix(ANSWER_PREFIX), []).append(said)
 
 
 def fullest(attempts: dict[int, Attempt]) -> Attempt:

@@ -1,5 +1,7 @@
 """Feedback held back: more from one rater than its source takes, and the same words over and over.
 
+A rater is one of its tenant; who is not named is one rater too, so that leaving the name out lifts no cap.
+
 Guarantees: what is held back counts for nothing and has a reason; a retraction is never held back; the decision follows from
 the records before it on its partition and their log-append times, and what is remembered lies in the state, so that a rebuild
 holds back the same again. Partitions do not know of each other: a rater is counted on each.
@@ -14,7 +16,7 @@ from streams.processors.task_dedupe import bands, minhash, shingles, similarity
 
 RATERS = "feedback raters"
 WORDS = "feedback words"
-MAX_RATERS = 16_384
+MAX_RATERS = 4096
 MAX_WORDS = 16_384  # 17 entries and a counter for each text
 NEAR = 0.8  # estimated similarity from which two texts say the same
 RATER_CAP = "more from one rater than counts"
@@ -31,13 +33,16 @@ def held_memories(sources: Mapping[str, Source]) -> dict[str, Memory]:
     return memories
 
 
-def held_back(memories: dict[str, Memory], feedback: Feedback, source: Source | None, time_ms: int) -> str:
-    """Why this feedback does not count, "" if it does; it is remembered either way."""
+def held_back(
+    memories: dict[str, Memory], feedback: Feedback, source: Source | None, time_ms: int, tenant: str = ""
+) -> str:
+    """Why this feedback does not count, "" if it does; it is remembered either way. tenant: whose answer it is about."""
     if source is None or feedback.type == "retraction":
         return ""
-    if source.per_rater and feedback.rater:
+    if source.per_rater:
         raters = memories.setdefault(RATERS, Memory(MAX_RATERS))
-        if _count(raters, f"{feedback.source}\x00{feedback.rater}", time_ms, source.within_ms) > source.per_rater:
+        name = f"{feedback.source}\x00{tenant}\x00{feedback.rater}"
+        if _count(raters, name, time_ms, source.within_ms) > source.per_rater:
             return RATER_CAP
     if source.alike and feedback.text:
         words = memories.setdefault(WORDS, Memory(MAX_WORDS))

@@ -22,7 +22,7 @@ from streams.collect.state import Frames, State
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 1
+LAYOUT = 2
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, closed_ms INTEGER NOT NULL, data BLOB NOT NULL);

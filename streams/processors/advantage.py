@@ -1,6 +1,7 @@
 """advantage: how much better an episode did than its group, or, alone, than answers like it did lately.
 
-Sources: group mean and std is GRPO's (arXiv 2402.03300, section 4.1.2), leave-one-out RLOO's (arXiv 2402.14740).
+Sources: group mean and std is GRPO's (arXiv 2402.03300, section 4.1.2), the mean alone Dr. GRPO's (arXiv 2503.20783,
+section 3.2), leave-one-out RLOO's (arXiv 2402.14740); of lone answers see `streams.processors.baseline`.
 """
 
 import math
@@ -11,31 +12,41 @@ import msgspec
 
 from infra.processor import Memory, processor
 from schemas import Experience
-from streams.processors.episodes import rewards_of
+from streams.processors.baseline import MEMORY, compared
+from streams.processors.episodes import is_lone, rewards_of
+from streams.processors.turns import with_turns
 
-BASELINE_WINDOW = 256  # answers a running baseline averages over, roughly
-MAX_BASELINES = 4096
-AdvantageKind = Literal["group", "leave_one_out"]
+AdvantageKind = Literal["group", "mean", "leave_one_out"]
 
 
-@processor(version=1, memory=MAX_BASELINES)
+@processor(version=2, memory=MEMORY)
 def advantage(
-    group: tuple[Experience, ...], *, memory: Memory, kind: AdvantageKind = "group", epsilon: float = 1e-4
+    group: tuple[Experience, ...],
+    *,
+    memory: Memory,
+    kind: AdvantageKind = "group",
+    epsilon: float = 1e-4,
+    turns: str = "",
 ) -> tuple[Experience, ...]:
     """Advantage of each episode, given to all its parts; demonstrations and members without a reward pass unchanged.
 
-    A lone answer (group_size 1) is compared with the running baseline of its tenant and origin, and then joins it; the
-    first of its kind has nothing to be compared with and gets 0.
+    kind: "mean" divides nothing by a spread. A lone answer, and the only one of several choices of production that was
+    rated, is compared with the running baseline of its tenant and origin, and then joins it; the first of its kind has
+    nothing to be compared with and gets 0. turns: a score given turn by turn, by which the turns of a group have advantages of
+    their own (`streams.processors.turns`).
     """
     rewards = rewards_of(group)
-    if group[0].group_size == 1:
+    values = list(rewards.values())
+    if is_lone(group, rewards):
         key = f"{group[0].tenant}\x00{group[0].origin}"
-        advantages = {episode: from_baseline(memory, key, value, epsilon) for episode, value in rewards.items()}
+        each = [compared(memory, key, group[0].group, value, scaled=kind != "mean") for value in values]
+    elif kind == "leave_one_out":
+        each = leave_one_out(values)
     else:
-        values = list(rewards.values())
-        each = group_normalized(values, epsilon) if kind == "group" else leave_one_out(values)
-        advantages = dict(zip(rewards, each, strict=True))
-    return tuple(_with_advantage(member, advantages) for member in group)
+        each = group_normalized(values, epsilon) if kind == "group" else less_the_mean(values)
+    advantages = dict(zip(rewards, each, strict=True))
+    own = with_turns(group, turns, epsilon, scaled=kind == "group") if turns and not is_lone(group, rewards) else {}
+    return tuple(own.get(member.id) or _with_advantage(member, advantages) for member in group)
 
 
 def group_normalized(rewards: Sequence[float], epsilon: float) -> list[float]:
@@ -47,28 +58,18 @@ def group_normalized(rewards: Sequence[float], epsilon: float) -> list[float]:
     return [(value - mean) / (std + epsilon) for value in rewards]
 
 
+def less_the_mean(rewards: Sequence[float]) -> list[float]:
+    """r - mean: without the division, a question that is nearly always or nearly never answered right weighs no more."""
+    mean = math.fsum(rewards) / max(1, len(rewards))
+    return [value - mean for value in rewards]
+
+
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
     """r minus the mean of the others; 0 where there are none."""
     if len(rewards) < 2:
         return [0.0 for _ in rewards]
     total = math.fsum(rewards)
     return [value - (total - value) / (len(rewards) - 1) for value in rewards]
-
-
-def from_baseline(memory: Memory, key: str, reward: float, epsilon: float) -> float:
-    """(r - mean) / (std + epsilon) of what `memory` saw under `key` before; then r joins it.
-
-    The mean is exact over the first 256 and exponential after.
-    """
-    known = memory.get(key)
-    count, mean, variance = known if isinstance(known, list) else (0, 0.0, 0.0)
-    count, mean, variance = int(count), float(mean), float(variance)
-    result = 0.0 if count == 0 else (reward - mean) / (math.sqrt(variance) + epsilon) if variance else reward - mean
-    share = 1.0 / min(count + 1, BASELINE_WINDOW)
-    moved = mean + share * (reward - mean)
-    variance = (1.0 - share) * (variance + share * (reward - mean) ** 2)
-    memory.set(key, [min(count + 1, BASELINE_WINDOW), moved, variance])
-    return result
 
 
 def _with_advantage(member: Experience, advantages: Mapping[int, float]) -> Experience:

@@ -9,11 +9,12 @@ from infra.processor import processor
 from schemas import Experience
 
 
-@processor(version=1, inline=True)
+@processor(version=2, inline=True)
 def shuffle_advantages(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
     """Permute the advantages among the members that have one: same numbers, no relation to what was done.
 
-    The permutation is seeded by the group id, so a retry and a replay shuffle alike.
+    Turns have no advantages of their own afterwards. The permutation is seeded by the group id, so a retry and a replay
+    shuffle alike.
     """
     places = [place for place, member in enumerate(group) if member.advantage is not None]
     values = [group[place].advantage for place in places]
@@ -21,5 +22,5 @@ def shuffle_advantages(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
     random.Random(seed).shuffle(values)
     members = list(group)
     for place, value in zip(places, values, strict=True):
-        members[place] = msgspec.structs.replace(members[place], advantage=value)
+        members[place] = msgspec.structs.replace(members[place], advantage=value, advantages=())
     return tuple(members)

@@ -123,6 +123,7 @@ def _named(answer: Experience, index: int, lane: Lane, episode: int = 0) -> Expe
         scores=(),
         reward=None,
         advantage=None,
+        advantages=(),
         stamps=(),
         parent=answer.id,
         turn=-1,

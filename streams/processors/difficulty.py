@@ -2,17 +2,21 @@
 
 from infra.processor import Drop, processor
 from schemas import Experience
-from streams.processors.episodes import is_judged, rewards_of
+from streams.processors.episodes import is_judged, is_lone, rewards_of
+from streams.processors.turns import differ
 
 ALL_EQUAL = "all rewards equal"
 TOLERANCE = 1e-9  # rewards closer than this are equal: blends differ in their last bits
 
 
-@processor(version=1, inline=True)
+@processor(version=2, inline=True)
 def difficulty(group: tuple[Experience, ...]) -> tuple[Experience | Drop, ...]:
-    """Drop all judged members of a group (group_size 2 or more) whose rewards are all equal. Demonstrations pass."""
-    rewards = list(rewards_of(group).values())
-    if group[0].group_size < 2 or not rewards or max(rewards) - min(rewards) > TOLERANCE:
+    """Drop all judged members of a group (group_size 2 or more) whose rewards are all equal. Demonstrations pass, and so do
+    the only one of several choices that was rated, which is compared with answers like it, and a group whose turns differ.
+    """
+    found = rewards_of(group)
+    rewards = list(found.values())
+    if not rewards or is_lone(group, found) or differ(group) or max(rewards) - min(rewards) > TOLERANCE:
         return group
     detail = f"{len(rewards)} episodes with reward {rewards[0]:g}"
     return tuple(Drop(ALL_EQUAL, detail) if is_judged(member) else member for member in group)

@@ -1,6 +1,6 @@
 """Episodes of a group: the parts of one episode share its reward and its advantage."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from schemas import Experience
 
@@ -29,3 +29,8 @@ def rewards_of(group: Iterable[Experience]) -> dict[int, float]:
             if part.reward is not None:
                 rewards[episode] = part.reward
     return rewards
+
+
+def is_lone(group: Sequence[Experience], rewards: Mapping[int, float]) -> bool:
+    """Whether there is nothing in the group to compare with: one answer, or choices of production of which one was rated."""
+    return group[0].group_size == 1 or (group[0].lane == "live" and len(rewards) == 1)

@@ -13,7 +13,7 @@ UNLABELLED = "unlabelled"
 INCOMPLETE = "incomplete episode"
 
 
-@processor(version=2, inline=True)
+@processor(version=3, inline=True)
 def reward(
     group: tuple[Experience, ...],
     *,
@@ -21,7 +21,8 @@ def reward(
     require: Sequence[str] = (),
     discount: float = 1.0,
 ) -> tuple[Experience | Drop, ...]:
-    """Weighted mean of the scores in `blend`; the weights of absent ones go to the others.
+    """Weighted mean of the scores in `blend`; the weights of absent ones go to the others. A weight below 0 is a penalty:
+    what it weighs is taken off the mean of the others.
 
     No blend: every score of the whole alike; where there is none, every one given turn by turn.
 
@@ -60,12 +61,14 @@ def is_whole(parts: Sequence[Experience]) -> bool:
 
 
 def blended(scores: Mapping[str, float], weights: Mapping[str, float], require: Sequence[str] = ()) -> float | Drop:
-    """Weighted mean over the scores that are there, or why there is none."""
+    """Σ w · s over the sum of the weights above 0, of the scores that are there, or why there is none: a penalty alone is no
+    verdict.
+    """
     missing = [name for name in require if name not in scores]
     if missing:
         return Drop(UNLABELLED, f"no score {', '.join(missing)}")
     present = {name: weight for name, weight in weights.items() if name in scores}
-    total = sum(present.values())
+    total = sum(weight for weight in present.values() if weight > 0)
     if total <= 0:
         return Drop(UNLABELLED, f"no score of {', '.join(weights) or 'any name'}")
     return sum(weight * scores[name] for name, weight in present.items()) / total

@@ -39,6 +39,7 @@ def demonstration_of(best: Experience) -> Experience:
         spans=spans,
         scores=tuple(score for score in best.scores if score.at is None),
         advantage=None,
+        advantages=(),
         priority=1.0,
         revision=0,
         kind="demonstration",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
+from infra.outside import checked_url
 from infra.processor import processor
 from schemas import Message, Task
 from schemas.errors import ConfigError
@@ -52,6 +53,11 @@ class Vary(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"vary: got the template {template!r}, expected {QUESTION} in it")
         if bool(self.url) != bool(self.model):
             raise ConfigError("vary: got one of url and model, expected both or neither")
+        if self.url:
+            try:
+                checked_url(self.url)
+            except ValueError as error:
+                raise ConfigError(f"vary.url: {error}") from error
         if self.api_key_env and self.api_key_env not in os.environ:
             raise ConfigError(f"vary.api_key_env: the environment has no {self.api_key_env}")
 

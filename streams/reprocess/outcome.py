@@ -72,7 +72,12 @@ def ending(closure: Closure) -> Outcome:
     drops = ", ".join(f"{count} {label}" for label, count in sorted(closure.drops.items()))
     said = f"{closure.outcome} {closure.experiences}{' ' + closure.reason if closure.reason else ''}"
     reward = "" if closure.mean_reward is None else f", mean reward {closure.mean_reward:.9g}"
-    return Outcome(key=ending_key(closure), content=f"{said}{f' ({drops})' if drops else ''}{reward}")
+    rated = (
+        ""
+        if not closure.ratings
+        else f", rated {', '.join(f'{one.source} {one.value:.9g}' for one in closure.ratings)}"
+    )
+    return Outcome(key=ending_key(closure), content=f"{said}{f' ({drops})' if drops else ''}{reward}{rated}")
 
 
 def left_out(closure: Closure) -> Outcome:

@@ -29,6 +29,7 @@ class Report(msgspec.Struct):
     """records: read from the range. kept, dropped: experiences (tasks) as they come out now. repeated: came out before.
     compared: of them, with what is recorded; unrecorded: those the log says nothing of. behind: records of the range that the
     workers have not committed yet, left out of a comparison. open_groups: wait for what lies behind the range.
+    other_code: of the scores reused, those recorded under the same version by other code, by name.
     """
 
     stage: str
@@ -42,6 +43,7 @@ class Report(msgspec.Struct):
     open_groups: int = 0
     published: int = 0
     reused_scores: int = 0
+    other_code: dict[str, int] = {}
     changes: list[Change] = []
 
     @property

@@ -3,8 +3,8 @@
     input ─> Verifier (memory read back before the range) ─> compare with verified, evals ─> another app's verified
 
 Scores on record are reused where score, version and input are the same, and so is the failure that a stub names; unless
-they are to be asked for again. With --publish, what others than verify put into `verified` (feedback, ticks, stubs of
-explorers) goes along in its place.
+they are to be asked for again. Where the code of a score changed and its version did not, the report says so. With
+--publish, what others than verify put into `verified` (feedback, ticks, stubs of explorers) goes along in its place.
 """
 
 import asyncio
@@ -151,11 +151,15 @@ def _recorded(shelf: Shelf, report: Report) -> Recorded:
 
     def recorded(question: Question) -> Verdict | Failure | None:
         known = shelf.get(question.id)
-        asked = (question.name, question.version, question.input)
+        input, _, code = question.input.partition(":")
+        asked = (question.name, question.version, input)
         for score in () if known is None else known.scores:
             version, _, model = score.version.partition("+")
-            if (score.name, version, score.input) == asked:
+            known_input, _, known_code = score.input.partition(":")
+            if (score.name, version, known_input) == asked:
                 report.reused_scores += 1
+                if known_code and code and known_code != code:
+                    report.other_code[score.name] = report.other_code.get(score.name, 0) + 1
                 return Verdict(value=score.value, model=model, cost_usd=score.cost_usd)
         failed = shelf.get(_failed_key(question.id, f"{question.name}@{question.version}"))
         if failed is None:

@@ -20,6 +20,7 @@ import httpx
 import msgspec
 
 from infra.config import Section
+from infra.outside import checked_url
 from schemas.errors import ConfigError
 from streams.scores.ledger import Ledger
 
@@ -60,8 +61,7 @@ class EndpointConfig(Section, frozen=True):
     schema: bool = True
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"got url = {self.url!r}, expected http://… or https://…")
+        checked_url(self.url)
         if self.usd_per_day and not self.usd_per_million_input + self.usd_per_million_output:
             raise ValueError(
                 "got usd_per_day without prices, expected usd_per_million_input and usd_per_million_output"

@@ -21,6 +21,7 @@ from schemas.ids import ANSWER_PREFIX
 from schemas.topics import FEEDBACK
 from streams.config import FEEDBACK_PATH
 from streams.source import Event, EventSource, publish_events
+from streams.verify import REDELIVERED
 
 POLL_S = 1.0
 GROUP = "feedback"
@@ -75,7 +76,10 @@ async def take_once(
         if not isinstance(received, Received) or received.path not in by_path:
             await _unheard(message, log, metrics)
             continue
-        if received.path != FEEDBACK_PATH:
+        again = any(
+            name == REDELIVERED for name, _ in message.record.headers
+        )  # by a person, who knows that it was here
+        if received.path != FEEDBACK_PATH and not again:
             if received.id in read or received.id in came_now:
                 metrics.counter("feedback_events", source=by_path[received.path].name, outcome="repeated").inc()
                 continue

@@ -16,7 +16,7 @@ from infra.bus.memory import MemoryBus
 from infra.cli.status import read_status
 from infra.metrics import Metrics
 from schemas import PolicyEvent, Progress
-from schemas.fields import CANARY_MISSING, IS_CANARY, Channel
+from schemas.fields import CANARY_MISSING, Channel
 from schemas.topics import POLICIES, PROGRESS
 from tests.actors.gateway.gateway_rig import serving
 from tests.actors.rig import MASTER, Heard, master, running, until
@@ -68,7 +68,7 @@ def test_a_trial_that_no_canary_serves_is_an_alarm_within_its_time_until_one_is_
             assert "version 5 is on trial and no canary has been heard of for" in alarm
             assert "start headrace serve --channel canary" in alarm and "headrace promote or rollback" in alarm
             assert caplog.text.count("canary_missing trial=5") == 1
-            await log.publish(PROGRESS, Progress(role="serve", instance="serve/1", gauges={IS_CANARY: 1.0}))
+            await log.publish(PROGRESS, Progress(role="serve", instance="serve/1", is_canary=True))
             await asyncio.sleep(2.0)
             assert not await missing() and await alarms(log, loop.time()) == []
             await asyncio.sleep(LATEST_S)
@@ -122,6 +122,6 @@ def test_a_gateway_reports_whether_it_is_a_canary(tmp_path: Path, channel: Chann
             heard = Heard(served.log, PROGRESS)
             async with running(asyncio.create_task(heard.listen())):
                 await until(lambda: bool(heard.of(Progress)), seconds=60)
-            assert heard.of(Progress)[0].gauges[IS_CANARY] == float(channel == "canary")
+            assert heard.of(Progress)[0].is_canary == (channel == "canary")
 
     asyncio.run(check())

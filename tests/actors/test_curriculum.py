@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.config import CurriculumKind
-from actors.curriculum import choose, easy_pool, in_pass, running_sum, smoothed, weight
+from actors.curriculum import choose, easy_pool, in_pass, learnability, running_sum, smoothed, weight
 
 FLOOR = 0.05
 
@@ -71,6 +71,18 @@ def test_success_chooses_in_proportion_to_failure() -> None:
     total = 1.0 + 0.5 + 0.25 + FLOOR
     for index, expected in enumerate((1.0, 0.5, 0.25, FLOOR)):
         assert abs(counts[index] / 9000 - expected / total) < 0.03
+
+
+def test_variance_chooses_in_proportion_to_p_times_1_less_p() -> None:
+    rates = [0.5, 0.9, 1.0, 0.0, None]
+    expected = [1.0, 0.36, FLOOR, FLOOR, 1.0]
+    found = shares(picks("variance", 9000, rates))
+    assert found == pytest.approx([one / sum(expected) for one in expected], abs=0.03)
+
+
+def test_under_variance_what_is_always_or_never_solved_still_comes_back() -> None:
+    assert learnability(0.0, floor=FLOOR, cap=1.0) == learnability(1.0, floor=FLOOR, cap=1.0) == FLOOR > 0
+    assert picks("variance", 100, [0.0, 1.0]).total() == 100
 
 
 def test_what_is_always_solved_still_comes_back() -> None:

@@ -14,7 +14,12 @@ def gate(config: GateConfig = CONFIG) -> Gate:
 
 
 def result(version: int, suite: str, share: float, policy: str = "main") -> EvalResult:
-    return EvalResult(policy=policy, version=version, suite=suite, num_tasks=1000, num_correct=round(1000 * share))
+    """Of a thousand tasks the first so many are right."""
+    right = round(1000 * share)
+    return EvalResult(
+        policy=policy, version=version, suite=suite, num_tasks=1000, num_correct=right,
+        right=(1,) * right + (0,) * (1000 - right), tasks="9f",
+    )  # fmt: skip
 
 
 def judged(one: Gate, version: int, dev: float, safety: float = 1.0) -> list[bool]:
@@ -90,6 +95,16 @@ def test_a_version_is_compared_with_the_older_one_that_somebody_went_back_to() -
     one.event(PolicyEvent(event="pinned", policy="main", version=3, channel="stable"))
     assert judged(one, 9, 0.6) == [False]
     assert judged(one, 11, 0.7) == [True]
+
+
+def test_small_drops_do_not_add_up_until_somebody_says_that_all_is_well() -> None:
+    one = gate()
+    shares = [0.9 - 0.003 * number for number in range(60)]
+    verdicts = [judged(one, version, share)[0] for version, share in enumerate(shares)]
+    assert verdicts[:8] == [True] * 8 and not any(verdicts[15:])
+    assert one.stable.version == sum(verdicts) - 1 and shares[one.stable.version] > 0.855
+    one.event(PolicyEvent(event="promoted", policy="main", version=59, channel="stable", owner="ann"))
+    assert judged(one, 61, shares[59]) == [True], "ann has looked at it"
 
 
 def test_without_suites_the_gate_decides_nothing() -> None:

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from msgspec.structs import replace
 
-from actors.config import EvalSuite, GateConfig, GuardConfig, StopRule
+from actors.config import EvalSuite, GateConfig, GuardConfig, PeopleConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master import PRUNE_EVERY_S
 from actors.waiting import issued_of
@@ -17,7 +17,7 @@ from infra.store import Store
 from infra.store_memory import MemoryStore
 from infra.weights.publish import publish
 from infra.weights.tensors import from_numpy
-from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Task
+from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Rating, Task
 from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, TASKS
 from tests.actors.rig import (
     MASTER,
@@ -214,32 +214,33 @@ def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
 
 
 def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_leaves_it_at_that() -> None:
-    def said(version: int, number: int, reward: float) -> Closure:
+    def said(version: int, number: int, value: float, answered_ms: int = -1) -> Closure:
+        group, ratings = f"g{version}-{number}", (Rating(source="user", value=value),)
         return Closure(
-            group=f"g{version}-{number}", outcome="buffered", lane="live", mean_reward=reward, version=version
+            group=group, outcome="buffered", lane="live", version=version, ratings=ratings, answered_ms=answered_ms
         )
 
     async def run() -> list[PolicyEvent]:
         log = await memory_log()
         policies, progress = Heard(log, POLICIES), Heard(log, PROGRESS)
-        config = replace(MASTER, gate=GateConfig(guard=GuardConfig()))
+        config = replace(MASTER, gate=GateConfig(guard=GuardConfig(), people=PeopleConfig(block="1ms")))
         async with running(*listening(policies, progress)):
             async with running(master(log, config)):
                 for version in (3, 5):
                     event = PolicyEvent(event="promoted", policy="main", version=version, channel="stable")
                     await log.publish(POLICIES, event)
-                await log.publish_all(PROGRESS, [said(3, number, 1.0) for number in range(100)])
-                await log.publish_all(PROGRESS, [said(5, number, 0.0) for number in range(20)])
+                await log.publish_all(PROGRESS, [said(3, number, 1.0, answered_ms=number) for number in range(100)])
+                await log.publish_all(PROGRESS, [said(5, number, 0.0) for number in range(40)])
                 await until(lambda: any(one.event == "rolled_back" for one in policies.of(PolicyEvent)))
             async with running(master(log, config)):
                 reported = len(progress.of(Progress))
-                await log.publish(PROGRESS, said(5, 20, 0.0))
+                await log.publish(PROGRESS, said(5, 40, 0.0))
                 await until(lambda: len(progress.of(Progress)) >= reported + 3)
         return [one for one in policies.of(PolicyEvent) if one.event == "rolled_back"]
 
     (event,) = asyncio.run(run())
     assert (event.version, event.owner, event.channel) == (3, "guard", "stable")
-    assert event.stats["guard/bad"] <= 20.0 and "rated down" in event.reason
+    assert event.stats["guard/bad"] <= 40.0 and "rated down" in event.reason
 
 
 def test_large_frames_that_nothing_claims_are_removed_while_the_master_runs() -> None:

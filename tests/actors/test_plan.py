@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite, MasterConfig, StopRule
 from actors.evaluation import VERSION_PASSED, parse_eval_group
-from actors.plan import SERVING, Plan
+from actors.plan import Plan
 from actors.waiting import issued_of
 from infra.config import Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
@@ -34,7 +34,7 @@ def publish(made: Plan, version: int) -> None:
 
 def explorer_reports(made: Plan, start_ms: int, seconds: int) -> None:
     for second in range(seconds + 1):
-        made.progress(Progress(role="explore", instance="e", state=SERVING), start_ms + second * 1000)
+        made.progress(Progress(role="explore", instance="e", life="working"), start_ms + second * 1000)
 
 
 def test_nothing_is_issued_before_the_first_version() -> None:

@@ -1,88 +1,140 @@
-"""What is known of how versions served: every answer once, as it stands, in whatever order it is told."""
+"""What is known of how versions served: every person once, as they stand, in whatever order it is told."""
 
 from random import Random
 
-from actors.ratings import Ratings, Tally
-from schemas import Answered, Closure, Progress
+import pytest
+from msgspec.structs import replace
+
+from actors import ratings as module
+from actors.config import PeopleConfig
+from actors.ratings import DAY_MS, MAX_DAYS, MAX_TRIALS, MAX_VOICES, Ratings, Tally
+from schemas import Answered, Client, Closure, Progress
+from tests.actors.rated import rated
+
+CONFIG = PeopleConfig(mature="1h")
 
 
-def closed(group: str, reward: float | None, revision: int = 0, *, version: int = 5, trial: int = -1) -> Closure:
-    lane = "human" if revision > 1 else "live"
-    return Closure(
-        group=group, outcome="buffered", lane=lane, mean_reward=reward, revision=revision, version=version, trial=trial
-    )
-
-
-def reported(answers: int, failed: int = 0, *, instance: str = "serve/1/a", version: int = 5) -> Progress:
-    told = Answered(version=version, answers=answers, failed=failed, refused=1)
-    return Progress(role="serve", instance=instance, answered=(told,))
-
-
-def after(*closures: Closure) -> Ratings:
-    ratings = Ratings()
+def after(*closures: Closure, config: PeopleConfig = CONFIG) -> Ratings:
+    ratings = Ratings(config)
     for closure in closures:
-        ratings.closure(closure)
+        ratings.closure(closure, closure.answered_ms)
     return ratings
 
 
-def test_a_revised_rating_counts_as_it_stands_and_a_withdrawn_one_not_at_all() -> None:
-    down = closed("g", 0.0)
-    assert after(down).of_version(5) == Tally(rated=1, bad=1)
-    assert after(down, closed("g", 1.0, 1)).of_version(5) == Tally(rated=1)
-    assert after(down, closed("g", None, 1)).of_version(5) == Tally()
-    assert after(down, closed("g", None, 1), closed("g", 0.2, 2)).of_version(5) == Tally(rated=1, bad=1)
-    assert after(closed("g", None), closed("g", 0.0, 1)).of_version(5) == Tally(rated=1, bad=1), "rated late"
+def heard(ratings: Ratings, day: int = 0) -> list[tuple[int, bool | None]]:
+    """Version and verdict of everybody heard on a day."""
+    days = ratings.of_days()
+    return sorted((voice.arm[0], voice.bad) for voice in days[day]) if day in days else []
 
 
-def test_a_closure_that_comes_twice_counts_once() -> None:
-    once = [closed("g", 0.0), closed("g", 1.0, 1), closed("h", 0.0)]
-    assert after(*once, *once).of_version(5) == after(*once).of_version(5) == Tally(rated=2, bad=1)
+def test_a_revised_rating_counts_as_it_stands_and_one_taken_back_not_at_all() -> None:
+    down = rated("ann", 5, 0.0)
+    assert heard(after(down)) == [(5, True)]
+    assert heard(after(down, rated("ann", 5, 1.0, revision=1))) == [(5, False)]
+    assert heard(after(down, rated("ann", 5, revision=1))) == []
+    assert heard(after(down, rated("ann", 5, revision=1), rated("ann", 5, 0.2, revision=2))) == [(5, True)]
+    assert heard(after(rated("ann", 5), rated("ann", 5, 0.0, revision=1))) == [(5, True)], "rated late"
 
 
-def test_only_production_answers_count() -> None:
+def test_a_closure_that_comes_twice_counts_once_and_only_production_answers_count() -> None:
+    once = [rated("ann", 5, 0.0), rated("ann", 5, 1.0, revision=1), rated("bob", 5, 0.0)]
+    assert heard(after(*once, *once)) == heard(after(*once)) == [(5, False), (5, True)]
     usual = Closure(group="t.0", outcome="buffered", lane="usual", mean_reward=0.0, version=5)
-    edited = Closure(group="e", outcome="buffered", lane="human", mean_reward=0.0, version=5, revision=1)
-    assert after(usual, edited, closed("x", 0.0, version=-1)).of_version(5) == Tally()
+    assert heard(after(usual, rated("x", -1, 0.0), rated("y", 5, 0.0, revision=1))) == []
+
+
+def test_of_one_person_one_word_a_day_counts_that_of_the_first_answer_whichever_version_gave_it() -> None:
+    many = [rated("ann", 5, 0.0, number=number, at_ms=1000 * number) for number in range(20)]
+    assert heard(after(*many, rated("bob", 5, 1.0))) == [(5, False), (5, True)]
+    named = [rated(f"s{number}", 5 + number, 0.0, rater="ann", at_ms=1000 * number) for number in range(20)]
+    assert heard(after(*named)) == heard(after(*named[::-1])) == [(5, True)], "a rater is one in all sessions"
+    assert heard(after(*named, rated("s", 5, 0.0, rater="ann", tenant="globex"))) == [(5, True)] * 2
+    assert heard(after(*many, rated("ann", 6, 0.0, number=99, at_ms=DAY_MS)), day=1) == [(6, True)]
+
+
+def test_what_comes_later_than_its_time_counts_for_nothing_whether_good_or_bad() -> None:
+    hour_ms = 3_600_000
+    assert heard(after(rated("ann", 5, 0.0, late_ms=hour_ms), rated("bob", 5, 1.0, late_ms=hour_ms))) != []
+    late = after(rated("ann", 5, 0.0, late_ms=hour_ms + 1), rated("bob", 5, 1.0, late_ms=hour_ms + 1))
+    assert heard(late) == [] and late.of_days()[0].said == [0, 0, 1, 1]
+    replaced = after(rated("ann", 5, 0.0), rated("ann", 5, 1.0, late_ms=2 * hour_ms, revision=1))
+    assert heard(replaced) == [(5, True)], "as it stood when its time was over"
+
+
+def test_what_is_a_complaint_is_said_on_the_scale_of_its_source() -> None:
+    config = PeopleConfig(bad_below=0.5, bad_below_of={"stars": 3.0})
+    stars = rated("ann", 5, 2.0)
+    stars = replace(stars, ratings=tuple(replace(one, source="stars") for one in stars.ratings or ()))
+    assert heard(after(stars, config=config)) == [(5, True)]
+    assert heard(after(rated("bob", 5, 2.0), config=config)) == [(5, False)]
+
+
+def test_in_logs_without_ratings_what_was_credited_stands_for_them() -> None:
+    old = Closure(group="s.7-0", outcome="buffered", lane="live", mean_reward=0.2, version=5)
+    ratings = Ratings(CONFIG)
+    ratings.closure(old, 1000)
+    ratings.closure(replace(old, group="s.7-1", mean_reward=None), 2000)
+    assert heard(ratings) == [(5, True)]
+
+
+def test_four_sessions_of_ten_turns_praised_once_each_are_four_people_and_no_complaint() -> None:
+    turns = [
+        replace(rated(f"s{session}", 5, *([1.0] if turn == 9 else []), number=turn), mean_reward=0.9 ** (9 - turn))
+        for session in range(4)
+        for turn in range(10)
+    ]
+    assert heard(after(*turns)) == [(5, False)] * 4
+
+
+def test_the_order_of_records_about_different_answers_changes_nothing() -> None:
+    told = [
+        rated(f"s{n % 7}", 5, n % 3 / 2, number=n, at_ms=n * 50_000, rater="r" * (n % 2), trial=7) for n in range(60)
+    ]
+    counted = set()
+    for seed in range(20):
+        Random(seed).shuffle(told)
+        ratings = after(*told)
+        counted.add(repr(sorted((voice.group, voice.bad) for voice in ratings.of_trial(7))) + repr(heard(ratings)))
+    assert len(counted) == 1
+
+
+def test_people_beyond_the_bound_are_chosen_by_a_hash_the_same_in_any_order() -> None:
+    told = [rated(f"s{number}", 5, 1.0, trial=7) for number in range(MAX_VOICES + 500)]
+    one, other = after(*told), after(*told[::-1])
+    kept = {voice.group for voice in one.of_trial(7)}
+    assert MAX_VOICES / 3 < len(kept) <= MAX_VOICES and kept == {voice.group for voice in other.of_trial(7)}
+
+
+def test_the_newest_days_and_trials_are_kept() -> None:
+    told = [rated(f"s{day}", 5, 1.0, trial=day, at_ms=day * DAY_MS) for day in range(MAX_DAYS + 5)]
+    ratings = after(*told, rated("late", 5, 1.0, trial=0))
+    assert sorted(ratings.of_days()) == list(range(5, MAX_DAYS + 5))
+    assert [len(list(ratings.of_trial(trial))) for trial in range(MAX_DAYS + 5)][-MAX_TRIALS:] == [1] * MAX_TRIALS
+    assert not list(ratings.of_trial(0)) and module.MAX_ANSWERS == 100_000
+
+
+def reported(
+    answers: int, failed: int = 0, *, instance: str = "serve/1/a", version: int = 5, **more: object
+) -> Progress:
+    told = Answered(version=version, answers=answers, failed=failed, refused=1, **more)  # type: ignore[arg-type]
+    return Progress(role="serve", instance=instance, answered=(told,))
 
 
 def test_what_a_gateway_reports_is_counted_once_and_gateways_add_up() -> None:
     ratings = Ratings()
     for told in (reported(10), reported(30, 2), reported(20, 1), reported(5, instance="serve/1/b")):
         ratings.progress(told)
-    assert ratings.of_version(5) == Tally(answers=35, failed=2, refused=2)
+    assert ratings.of_version(5) == {"": Tally(answers=35, failed=2, refused=2)}
+    clients = (Client(client="a", answers=7, failed=1), Client(client="b", answers=2, refused=1))
+    ratings.progress(reported(40, 5, clients=clients))
+    assert ratings.of_version(5) == {
+        "": Tally(answers=5, refused=1), "a": Tally(answers=7, failed=1), "b": Tally(answers=2, refused=1),
+    }  # fmt: skip
+    ratings.forget({6})
+    assert ratings.of_version(5) == {}
 
 
-def test_the_order_of_reports_and_of_different_answers_changes_no_count() -> None:
-    told = [closed(f"g{number}", number % 3 / 2, trial=7) for number in range(20)]
-    reports = [reported(number) for number in range(10)]
-    counted = set()
-    for seed in range(20):
-        mixed: list[Closure | Progress] = [*told, *reports]
-        Random(seed).shuffle(mixed)
-        ratings = Ratings()
-        for one in mixed:
-            ratings.closure(one) if isinstance(one, Closure) else ratings.progress(one)
-        counted.add((repr(ratings.of_version(5)), repr(ratings.of_arm(5, 7))))
-    assert len(counted) == 1
-
-
-def test_the_sides_of_a_trial_are_kept_apart_and_in_the_order_of_their_ratings() -> None:
-    sides = [
-        closed("a", 0.0, trial=7),
-        closed("b", 1.0, version=7, trial=7),
-        closed("c", 1.0, trial=7),
-        closed("d", 0.0),
-    ]
-    ratings = after(*sides, closed("a", 1.0, 1, trial=7), closed("e", 0.0, trial=7))
-    assert ratings.of_arm(5, 7) == Tally(rated=3, bad=1) and ratings.of_arm(7, 7) == Tally(rated=1)
-    assert ratings.in_order(5, 7) == [False, False, True]
-    ratings.closure(closed("c", None, 1, trial=7))
-    assert ratings.in_order(5, 7) == [False, True]
-
-
-def test_what_nothing_is_compared_with_any_more_is_forgotten_and_what_comes_next_is_not() -> None:
-    ratings = after(closed("a", 0.0, version=3), closed("b", 0.0, version=5), closed("c", 0.0, version=9))
-    ratings.progress(reported(4, version=3))
-    ratings.forget({4, 5})
-    assert [ratings.of_version(version).rated for version in (3, 5, 9)] == [0, 1, 1]
-    assert ratings.of_version(3).answers == 0
+@pytest.mark.parametrize("tenants", [1, 2])
+def test_there_are_several_tenants_where_people_of_several_are_heard(tenants: int) -> None:
+    told = [rated(f"s{number}", 5, 1.0, tenant=f"t{number % tenants}") for number in range(10)]
+    assert after(*told, rated("stray", 5, 1.0, tenant="dev")).several() == (tenants > 1)

@@ -1,12 +1,13 @@
 """The session records exactly what was sampled, whatever a chat template makes of it afterwards."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import pytest
 
 from actors.engine import Completion, LoadReport, Sampling
-from actors.session import CachedTokenizer, Session
+from actors.session import LONG_CHARS, CachedTokenizer, Session
 from infra.images import Pixels
 from infra.weights.policy import Policy
 from schemas import Message, Span
@@ -248,3 +249,26 @@ def test_a_group_renders_its_prompt_once() -> None:
         cached.encode_chat([user(text)])
     assert tokenizer.num_rendered == 4
     assert cached.decode(spell("x")) == "x"
+
+
+class Watched(Spelled):
+    """Notes in which thread it rendered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[bool] = []
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        self.threads.append(threading.current_thread() is threading.main_thread())
+        return super().encode_chat(messages)
+
+
+def test_a_long_conversation_is_tokenized_away_from_the_event_loop_and_once_for_a_group() -> None:
+    async def main(text: str) -> list[bool]:
+        watched = Watched()
+        cached = CachedTokenizer(watched)
+        await asyncio.gather(*(Session(Answers(answer(END)), cached, SAMPLING).reply([user(text)]) for _ in range(8)))
+        return watched.threads
+
+    assert asyncio.run(main("x" * (LONG_CHARS + 1))) == [False]
+    assert asyncio.run(main("x" * LONG_CHARS)) == [True]

@@ -5,138 +5,196 @@ from random import Random
 
 import pytest
 
-from actors.config import CanaryConfig, GateConfig, GateSuite, GuardConfig
+from actors.config import CanaryConfig, GateConfig, GateSuite, GuardConfig, PeopleConfig
 from actors.gate import Gate, Verdict, verdict_event
-from actors.ratings import Ratings
-from actors.trial import Outcome, log_odds, outcome, pairs
-from schemas import Answered, Closure, EvalResult, PolicyEvent, Progress
+from actors.ratings import Tally
+from actors.trial import Block, decided, heard_of, merged, outcome, weighed
+from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
+from tests.actors.rated import BLOCK_MS, crowd, rated
 
 CONFIG = CanaryConfig()
+PEOPLE = PeopleConfig(mature="1h")
 STABLE, TRIAL = 3, 5
-
-
-def rated(number: int, version: int, down: bool, revision: int = 0, trial: int = TRIAL) -> Closure:
-    return Closure(
-        group=f"g{version}-{number}", outcome="buffered", lane="live", mean_reward=0.0 if down else 1.0,
-        version=version, trial=trial, revision=revision,
-    )  # fmt: skip
-
-
-def tried(random: Random, canary: float, stable: float, share: float = 0.2) -> Outcome:
-    """A trial by 6,000 rated answers at most, looked at after every one of the canary's."""
-    ratings = Ratings()
-    for number in range(6000):
-        drawn = random.random() < share
-        version = TRIAL if drawn else STABLE
-        ratings.closure(rated(number, version, random.random() < (canary if drawn else stable)))
-        if drawn and (found := outcome(CONFIG, ratings, TRIAL, STABLE)).ended:
-            return found
-    return Outcome("")
-
-
-def test_a_version_that_is_no_worse_is_turned_away_less_often_than_alpha_however_often_one_looks() -> None:
-    endings = [tried(Random(seed), 0.2, 0.2).ended for seed in range(60)]
-    assert endings.count("failed") <= 2 and endings.count("") == 0
-
-
-def test_a_version_whose_odds_are_much_worse_is_let_through_less_often_than_beta() -> None:
-    """0.4 against 0.2: odds 2.7 times as high, where 2 is looked for."""
-    endings = [tried(Random(seed), 0.4, 0.2).ended for seed in range(60)]
-    assert endings.count("failed") >= 55 and endings.count("") == 0
-
-
-def test_a_version_nobody_complains_of_is_let_through_after_enough_ratings() -> None:
-    found = tried(Random(1), 0.0, 0.0)
-    assert found.ended == "passed" and found.numbers["canary/rated"] == CONFIG.enough
-
-
-def test_only_pairs_that_differ_speak_and_the_ratio_is_the_textbooks() -> None:
-    """q = 2/3: three worse and one better give (4/3)^3 * (2/3)."""
-    assert pairs([True, True, False, False, True], [True, False, True, False]) == (1, 1)
-    assert math.isclose(log_odds(3, 1, 2.0), 3 * math.log(4 / 3) + math.log(2 / 3))
-
-
-def test_a_canary_that_fails_is_turned_away_without_a_single_rating() -> None:
-    ratings = Ratings()
-    arms = (
-        Answered(version=TRIAL, trial=TRIAL, answers=100, failed=25),
-        Answered(version=STABLE, trial=TRIAL, answers=900),
-    )
-    ratings.progress(Progress(role="serve", instance="serve/1", answered=arms))
-    found = outcome(CONFIG, ratings, TRIAL, STABLE)
-    assert found.ended == "failed" and found.reason == "failed 25 of 100 times, version 3 0 of 900"
+LATER_MS = 2 * 3_600_000
 
 
 def gate(canary: CanaryConfig | None = CONFIG) -> Gate:
-    return Gate(GateConfig(suites={"dev": GateSuite()}, guard=GuardConfig(), canary=canary), policy="main")
+    return Gate(
+        GateConfig(suites={"dev": GateSuite()}, guard=GuardConfig(), canary=canary, people=PEOPLE), policy="main"
+    )
 
 
-def weighed(one: Gate, version: int) -> list[Verdict]:
+def weighed_by(one: Gate, version: int) -> list[Verdict]:
     one.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
     return one.verdicts()
 
 
-def say(one: Gate, num: int, canary_down: int, trial: int = TRIAL) -> list[Closure]:
-    """So many rated answers of each side, the canary's with so many complaints."""
-    said = [rated(number, STABLE, False, trial=trial) for number in range(num)]
-    said += [rated(number, trial, number < canary_down, trial=trial) for number in range(num)]
+def begun(canary: CanaryConfig | None = CONFIG) -> Gate:
+    one = gate(canary)
+    weighed_by(one, STABLE), weighed_by(one, TRIAL)
+    return one
+
+
+def say(one: Gate, people: int, canary_down: int, stable_down: int = 0, **more: object) -> list[Closure]:
+    """So many people on each side, and so many complaints."""
+    said = [
+        *crowd("old", STABLE, people, stable_down, trial=TRIAL, **more),
+        *crowd("new", TRIAL, people, canary_down, trial=TRIAL, **more),
+    ]
     for closure in said:
-        one.closure(closure)
+        one.closure(closure, closure.answered_ms)
     return said
+
+
+def passes(one: Gate, at_ms: int = LATER_MS) -> list[Verdict]:
+    """What is decided at a time."""
+    one.progress(Progress(role="master", instance="master/1"), at_ms)
+    return one.verdicts()
+
+
+def drifting(random: Random, odds: float) -> list[Block]:
+    """2,000 people an hour for two days, of whom one in twenty complains, and at the end one in five; a tenth tries it."""
+    blocks = []
+    for index in range(288):
+        usual = 0.05 + 0.15 * index / 288
+        worse = odds * usual / (1 + (odds - 1) * usual)
+        new_bad, old_bad = (sum(random.random() < p for _ in range(n)) for p, n in ((worse, 4), (usual, 36)))
+        blocks.append(Block("acme", index * BLOCK_MS, 4, new_bad, 36, old_bad))
+    return blocks
+
+
+def ends(blocks: list[Block]) -> str:
+    """What is decided first, however often one looks."""
+    evidence = weighed(CONFIG, PEOPLE, merged(blocks), several=False)
+    return next((ended for one in evidence if (ended := decided(CONFIG, *one))), "")
+
+
+def test_a_version_that_is_no_worse_is_turned_away_less_often_than_alpha_though_complaints_rise() -> None:
+    endings = [ends(drifting(Random(seed), 1.0)) for seed in range(100)]
+    assert endings.count("failed") <= 1 and endings.count("") <= 1
+
+
+def test_a_version_whose_odds_are_twice_as_high_is_turned_away_and_seldom_let_through_though_complaints_rise() -> None:
+    endings = [ends(drifting(Random(seed), 2.0)) for seed in range(100)]
+    assert endings.count("failed") >= 85 and endings.count("passed") <= 10
+
+
+def test_what_is_let_through_is_let_through_by_evidence_alone_however_many_spoke() -> None:
+    """As many complaints as between equal and twice the odds: nothing is decided by 400 people of each side."""
+    heard = heard_of(CONFIG, PEOPLE, [Block("acme", 0, 400, 48, 400, 36)], several=False)
+    assert math.log(CONFIG.beta) < heard.favour and heard.against < math.log(3 / CONFIG.alpha)
+    assert outcome(CONFIG, PEOPLE, heard, {}, {}, 0).ended == ""
+
+
+def test_blocks_of_too_few_people_wait_for_the_next_of_their_tenant() -> None:
+    few = [Block("a", 0, 1, 1, 2), Block("b", 0, 0, 0, 9), Block("a", 1, 0, 0, 5), Block("b", 1, 2), Block("a", 2, 1)]
+    assert merged(few) == [Block("a", 1, 1, 1, 7), Block("b", 1, 2, 0, 9)]
 
 
 def test_what_passes_the_suites_is_tried_first_and_then_served_with_the_numbers_in_the_event() -> None:
     one = gate()
-    (first,) = weighed(one, STABLE)
+    (first,) = weighed_by(one, STABLE)
     assert first.channel == "stable", "there is nothing to compare the first version with"
-    (begun,) = weighed(one, TRIAL)
-    assert (begun.channel, begun.owner, one.stable.version, one.stable.trial) == ("canary", "gate", STABLE, TRIAL)
-    assert weighed(one, 7) == [], "one trial at a time"
-    say(one, CONFIG.enough, 0)
-    (passed,) = one.verdicts()
+    (trial,) = weighed_by(one, TRIAL)
+    assert (trial.channel, trial.owner, one.stable.version, one.stable.trial) == ("canary", "gate", STABLE, TRIAL)
+    assert weighed_by(one, 7) == [], "one trial at a time"
+    say(one, 100, 5, stable_down=20)
+    assert passes(one, 3_600_000) == [], "their time is not over"
+    (passed,) = passes(one)
     event = verdict_event(passed, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("promoted", TRIAL, "stable", "canary")
-    assert event.reason == "rated down 0 of 400 times, version 3 0 of 400" and event.stats["pairs/worse"] == 0.0
+    assert event.reason == "rated down by 5 of 100 people, the stable version by 20 of 100"
+    assert event.stats["trial/favour"] < math.log(CONFIG.beta)
     assert (one.stable.version, one.stable.trial) == (TRIAL, -1)
     assert [verdict.version for verdict in one.verdicts()] == [7], "the next one's turn"
 
 
 def test_a_canary_people_like_less_is_taken_back_and_not_tried_again() -> None:
-    one = gate()
-    weighed(one, STABLE), weighed(one, TRIAL)
+    one = begun()
     say(one, 60, 40)
-    (held,) = one.verdicts()
+    (held,) = passes(one)
     event = verdict_event(held, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("held", TRIAL, "stable", "canary")
-    assert event.reason == "rated down 40 of 60 times, version 3 0 of 60"
-    assert event.stats["pairs/worse"] == 40.0 and event.stats["pairs/log_ratio"] > math.log(3 / CONFIG.alpha)
+    assert event.reason == "rated down by 40 of 60 people, the stable version by 0 of 60"
+    assert event.stats["trial/against"] > math.log(3 / CONFIG.alpha)
     assert (one.stable.version, one.stable.trial) == (STABLE, -1)
-    assert weighed(one, TRIAL) == []
+    assert weighed_by(one, TRIAL) == []
+
+
+def test_twenty_answers_of_one_person_end_no_trial() -> None:
+    for rater in ("", "ann"):
+        one = begun()
+        say(one, 20, 2, stable_down=2)
+        for number in range(20):
+            session = f"s{number}" if rater else "s"
+            one.closure(rated(session, TRIAL, 0.0, trial=TRIAL, rater=rater, number=number), 0)
+            one.closure(rated(f"{session}/", STABLE, 1.0, trial=TRIAL, rater=rater, number=number), 0)
+        assert passes(one) == [] and one.stable.trial == TRIAL
+
+
+@pytest.mark.parametrize(("share", "verdicts"), [(0.5, []), (1.0, [False])])
+def test_the_people_of_one_tenant_end_no_trial_where_there_are_several_and_none_may_decide_alone(
+    share: float, verdicts: list[bool]
+) -> None:
+    people = PeopleConfig(mature="1h", tenant_share=share)
+    one = Gate(GateConfig(suites={"dev": GateSuite()}, canary=CONFIG, people=people), policy="main")
+    weighed_by(one, STABLE), weighed_by(one, TRIAL)
+    say(one, 20, 2, stable_down=2)
+    say(one, 40, 40, tenant="globex")
+    assert [verdict.passed for verdict in passes(one)] == verdicts
 
 
 def test_withdrawn_complaints_end_no_trial() -> None:
-    one = gate()
-    weighed(one, STABLE), weighed(one, TRIAL)
-    said = [rated(number, STABLE, False) for number in range(60)]
-    said += [rated(number, TRIAL, number < 40) for number in range(60)]
-    said += [rated(number, TRIAL, False, revision=1) for number in range(40)]
-    for closure in said:
-        one.closure(closure)
-    assert one.verdicts() == [] and one.stable.trial == TRIAL
+    one = begun()
+    say(one, 60, 40)
+    for number in range(40):
+        one.closure(rated(f"new{TRIAL}-{number}", TRIAL, 1.0, trial=TRIAL, revision=1), 0)
+    assert all(verdict.passed for verdict in passes(one))
+
+
+def test_a_trial_that_stays_undecided_ends_at_its_longest_and_so_does_one_that_nobody_rates() -> None:
+    for people in (0, 10):
+        one = begun()
+        say(one, people, 1, stable_down=1)
+        assert passes(one, 7 * 86_400_000 - 1) == []
+        (held,) = passes(one, 7 * 86_400_000)
+        assert not held.passed and held.reason.startswith("undecided after 7d: rated down by ")
+
+
+def arms(failed: int, clients: tuple[Client, ...] = ()) -> Progress:
+    told = (
+        Answered(version=TRIAL, trial=TRIAL, answers=100, failed=failed, clients=clients),
+        Answered(version=STABLE, trial=TRIAL, answers=900),
+    )
+    return Progress(role="serve", instance="serve/1", answered=told)
+
+
+def test_a_canary_that_fails_is_turned_away_without_a_single_rating() -> None:
+    one = begun()
+    one.progress(arms(25), 0)
+    (held,) = one.verdicts()
+    assert not held.passed and held.reason == "failed 25 of 100 times, the stable version 0 of 900"
+
+
+def test_answers_that_fail_one_client_alone_turn_no_canary_away() -> None:
+    alone = (Client(client="a", answers=40, failed=25), Client(client="b", answers=60))
+    both = (Client(client="a", answers=40, failed=10), Client(client="b", answers=60, failed=15))
+    for clients, verdicts in ((alone, 0), (both, 1)):
+        one = begun()
+        one.progress(arms(25, clients), 0)
+        assert len(one.verdicts()) == verdicts
 
 
 @pytest.mark.parametrize(("kind", "version"), [("promoted", 4), ("rolled_back", 2), ("pinned", 3)])
 def test_a_move_by_hand_ends_the_trial(kind: str, version: int) -> None:
-    one = gate()
-    weighed(one, STABLE), weighed(one, TRIAL)
+    one = begun()
     one.event(PolicyEvent(event=kind, policy="main", version=version, channel="stable"))  # type: ignore[arg-type]
     say(one, 60, 60)
-    assert (one.verdicts(), one.stable.version, one.stable.trial) == ([], version, -1)
+    assert (passes(one), one.stable.version, one.stable.trial) == ([], version, -1)
 
 
 def test_a_version_the_canary_cannot_load_is_not_waited_for() -> None:
-    one = gate()
-    weighed(one, STABLE), weighed(one, TRIAL)
+    one = begun()
     one.event(PolicyEvent(event="refused", policy="main", version=TRIAL, owner="serve/7", reason="damaged"))
     (held,) = one.verdicts()
     assert (held.passed, held.reason, one.stable.trial) == (False, "serve/7 refused it: damaged", -1)
@@ -144,28 +202,33 @@ def test_a_version_the_canary_cannot_load_is_not_waited_for() -> None:
 
 def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read() -> None:
     one = gate()
-    events = [verdict_event(verdict, "main", 0) for version in (STABLE, TRIAL) for verdict in weighed(one, version)]
-    said = say(one, 30, 12)
+    events = [verdict_event(verdict, "main", 0) for version in (STABLE, TRIAL) for verdict in weighed_by(one, version)]
+    said = say(one, 30, 6, stable_down=4)
+    assert passes(one) == []
     for closures_first in (True, False):
         again = gate()
         for closure in said if closures_first else ():
-            again.closure(closure)
+            again.closure(closure, closure.answered_ms)
         for event in events:
-            again.event(event)
+            again.event(event, 0)
         for closure in () if closures_first else said:
-            again.closure(closure)
-        assert again.stable.trial == TRIAL and again.verdicts() == one.verdicts() == []
-        again.closure(rated(99, STABLE, False))
-        more = [rated(number, TRIAL, True) for number in range(100, 130)]
-        more += [rated(number, STABLE, False) for number in range(100, 130)]
-        for closure in more:
-            again.closure(closure)
-        assert [verdict.passed for verdict in again.verdicts()] == [False]
+            again.closure(closure, closure.answered_ms)
+        assert again.stable.trial == TRIAL and passes(again) == []
+        for closure in [*crowd("more", TRIAL, 40, 40, trial=TRIAL), *crowd("more", STABLE, 40, 0, trial=TRIAL)]:
+            again.closure(closure, 0)
+        assert [verdict.passed for verdict in passes(again, LATER_MS + BLOCK_MS)] == [False]
 
 
 def test_a_trial_begun_by_hand_without_a_rule_is_ended_by_hand() -> None:
     one = gate(canary=None)
-    weighed(one, STABLE)
+    weighed_by(one, STABLE)
     one.event(PolicyEvent(event="promoted", policy="main", version=TRIAL, channel="canary"))
     say(one, 60, 60)
-    assert one.verdicts() == [] and one.stable.trial == TRIAL
+    assert passes(one) == [] and one.stable.trial == TRIAL
+
+
+def test_a_tally_of_nobody_decides_nothing() -> None:
+    assert (
+        outcome(CONFIG, PEOPLE, heard_of(CONFIG, PEOPLE, [], several=False), {}, {"": Tally(answers=900)}, 0).ended
+        == ""
+    )

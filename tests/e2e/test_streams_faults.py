@@ -149,7 +149,7 @@ def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tm
     *running, last = asyncio.run(run())
     assert (last.role, last.state) == ("process", "stopped")
     assert not [name for name in last.counters if name.startswith("dropped")]
-    assert last.chains["collect"] == "reward@2 advantage@1 prioritize@1" and last.chains["verify"].endswith("exact@1")
+    assert last.chains["collect"] == "reward@3 advantage@2 prioritize@1" and last.chains["verify"].endswith("exact@1")
     assert last.partitions == {}
     assert any(one.partitions.get("collect") == (0, 1) for one in running), "it said what it held"
 

@@ -77,14 +77,6 @@ def test_an_exception_drops_its_experience_and_no_other(settings: dict[str, Any]
     assert gone.experience.stamps == ("digits@1",)
 
 
-def test_a_plugin_cannot_end_the_worker() -> None:
-    @processor(version=1, inline=True)
-    def leaves(experience: Experience) -> Experience:
-        raise SystemExit(1)
-
-    assert run([step_of(leaves)], [answer()]).dropped[0].reason == "processor failed"
-
-
 def test_a_drop_is_kept_with_its_reason_and_detail() -> None:
     @processor(version=1, inline=True)
     def drops(experience: Experience) -> Drop:
@@ -178,29 +170,6 @@ def test_a_hanging_step_is_given_up_and_its_neighbours_go_on() -> None:
         assert outcome.dropped[0].detail == "step@1: no answer within 0.05 s"
     finally:
         release.set()
-
-
-def test_while_too_many_calls_hang_the_step_is_not_called() -> None:
-    release = threading.Event()
-    calls: list[int] = []
-
-    @score(version=1)
-    def hangs(experience: Experience) -> float:
-        calls.append(experience.episode)
-        release.wait(30)
-        return 1.0
-
-    step = step_of(hangs, timeout_s=0.01)
-    try:
-        outcome = run([step], [answer(episode, group_size=12) for episode in range(12)])
-        assert len(calls) == 8
-        assert [gone.reason for gone in outcome.dropped] == ["score timed out"] * 12
-        assert "earlier calls still hang" in outcome.dropped[-1].detail
-    finally:
-        release.set()
-    for thread in step.hung:
-        thread.join(10)
-    assert run([step], [answer()]).kept
 
 
 def test_async_steps_run_together_under_their_own_timeouts() -> None:

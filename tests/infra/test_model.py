@@ -9,7 +9,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from infra.demo.char_model import build_char_model
-from infra.model import context_tokens, folder_tensors, load_into, load_model, load_tokenizer, model_tensors
+from infra.model import (
+    _own_kernels,
+    context_tokens,
+    folder_tensors,
+    load_into,
+    load_model,
+    load_tokenizer,
+    model_tensors,
+)
 from infra.weights.tensors import Tensor, from_numpy, save_tensors, to_numpy
 from schemas import Message
 from schemas.errors import ConfigError
@@ -182,3 +190,22 @@ def test_a_tokenizer_without_a_chat_template_says_so(folder: Path, tmp_path: Pat
     (tmp_path / "m" / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
         load_tokenizer(tmp_path / "m")
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_folder_does_not_choose_what_computes(folder: Path, tmp_path: Path, key: str) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {key: "somebody/kernels:run"}))
+    plain, named = load_model(folder), load_model(copied)
+    assert named.config._attn_implementation == plain.config._attn_implementation
+    assert context_tokens(copied) == context_tokens(folder)
+
+
+def test_a_configuration_within_another_chooses_nothing_either(tmp_path: Path) -> None:
+    inner = {"model_type": "clip_vision_model", "attn_implementation": "somebody/kernels:run"}
+    outer = {"model_type": "llava", "sub_configs": {}, "vision_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config = _own_kernels(tmp_path)
+    assert config.vision_config._attn_implementation is None

@@ -1,11 +1,13 @@
 """What a score was asked: a verdict on record stands for the same question, and for no other."""
 
+import functools
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from infra.chain.verdict import input_hash
+from infra.chain.verdict import code_hash, input_hash
+from infra.processor import score
 from schemas import Experience, Message, Span, make_experience
 
 
@@ -47,3 +49,41 @@ def test_another_reference_or_another_meta_is_another_question(change: dict[str,
 def test_a_meta_that_says_what_the_fields_say_is_told_from_fields_that_say_nothing() -> None:
     meta = {"answer": "280", "task": "t"}
     assert input_hash("", asked(answer="280", task="t", meta=meta)) != input_hash("", asked(meta=meta))
+
+
+def test_the_hash_of_the_code_stands_beside_the_question_and_is_no_part_of_it() -> None:
+    one = asked(answer="280")
+    assert input_hash("options:1a2b", one) == input_hash("options", one) + ":1a2b"
+
+
+def right(experience: Experience, *, weight: float = 1.0) -> float:
+    """One docstring."""
+    return weight  # and a comment
+
+
+class Judge:
+    """A score with options as fields."""
+
+    def __call__(self, experience: Experience) -> float:
+        return 1.0
+
+
+def test_comments_docstrings_and_layout_do_not_change_the_hash_of_code() -> None:
+    first = code_hash(right)
+
+    def other() -> str:
+        def right(
+            experience: Experience,
+            *,
+            weight: float = 1.0,
+        ) -> float:
+            """Another docstring."""
+            return weight
+
+        return code_hash(right)
+
+    assert first == other() != ""
+    assert code_hash(functools.partial(right, weight=2.0)) == first
+    assert code_hash(Judge()) == code_hash(Judge) != first
+    assert code_hash(score(version=1)(right)) == first
+    assert code_hash(len) == "", "no source to read"

@@ -9,7 +9,20 @@ from hypothesis import strategies as st
 from msgspec import inspect as inspection
 
 import schemas
-from schemas import Block, Control, Edit, Experience, Kind, Message, Score, Span, journal, make_experience, records
+from schemas import (
+    Block,
+    Control,
+    Edit,
+    Experience,
+    Kind,
+    Message,
+    Score,
+    Span,
+    Stretch,
+    journal,
+    make_experience,
+    records,
+)
 
 CONTROL_KINDS: tuple[type[Any], ...] = get_args(Control)
 
@@ -109,6 +122,7 @@ def experiences(draw: st.DrawFn, group: str, prompt: tuple[int, ...] = ()) -> Ex
         weight=draw(st.floats(0, 1e300)),
         retrained=draw(counts),
         notes=draw(metas),
+        advantages=tuple(draw(st.lists(st.builds(Stretch, stop=counts, advantage=finite), max_size=3))),
     )
 
 

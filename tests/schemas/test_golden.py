@@ -7,7 +7,21 @@ import pytest
 from msgspec.structs import replace
 from record_samples import CONTROL_KINDS, example_of
 
-from schemas import BatchItem, Block, Edit, Experience, Image, Issued, Message, Score, Span, Task, decode, encode
+from schemas import (
+    BatchItem,
+    Block,
+    Edit,
+    Experience,
+    Image,
+    Issued,
+    Message,
+    Score,
+    Span,
+    Stretch,
+    Task,
+    decode,
+    encode,
+)
 from schemas.sections import Column
 from schemas.topics import Topic
 
@@ -48,7 +62,9 @@ def test_a_fresh_block_has_the_released_header() -> None:
     assert encode(example_of(Block))[:length] == golden_block()[:length]
 
 
-@pytest.mark.parametrize("kind", [BatchItem, Column, Edit, Experience, Image, Issued, Message, Score, Span, Topic])
+@pytest.mark.parametrize(
+    "kind", [BatchItem, Column, Edit, Experience, Image, Issued, Message, Score, Span, Stretch, Topic]
+)
 def test_docstring_examples_of_parts_are_real(kind: type[Any]) -> None:
     if kind is Topic:
         assert Topic("buffer", ("Block",), key="group", partitions=1, retention="keep").name == "buffer"

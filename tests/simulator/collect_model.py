@@ -10,7 +10,7 @@ import msgspec
 
 from schemas import Block, Feedback, Stub
 from schemas.ids import group_of
-from streams.collect.credit import answer_of
+from streams.collect.words import answer_of
 
 Key = tuple[str, int, int]
 
@@ -157,7 +157,11 @@ class CollectModel:
         if group.is_closed:
             if self.late == "drop" or answer not in group.tries[group.winner].there.values():
                 return
-            group.heard.setdefault(answer, []).append(feedback)
+            heard = group.heard.setdefault(answer, [])
+            before = last_words(heard)
+            heard.append(feedback)
+            if last_words(heard) == before:
+                return
             group.revision += 1
             self.expected[name, group.winner, group.revision] = self._state(group)
             return
@@ -169,10 +173,14 @@ class CollectModel:
             group.due_ms = group.first_heard_ms + max(self.window_ms, self.deadline_ms)
 
 
+def last_words(heard: list[Feedback]) -> dict[tuple[str, str], float]:
+    """The last value of each rater of a source."""
+    return {(one.source, one.rater): one.value for one in heard if one.value is not None}
+
+
 def means(heard: list[Feedback]) -> dict[str, float]:
     """What counts of each source: the last word of each rater, averaged."""
-    last = {(one.source, one.rater): one.value for one in heard if one.value is not None}
     found: dict[str, list[float]] = {}
-    for (source, _), value in last.items():
+    for (source, _), value in last_words(heard).items():
         found.setdefault(source, []).append(value)
     return {source: sum(values) / len(values) for source, values in found.items()}

@@ -1,7 +1,7 @@
 """A stream worker without Faust: the drivers of all stages, fed and acknowledged as Faust's consumers do it.
 
 Offsets are committed every half second, up to the first record that is not acknowledged; a rebalance retires what the
-older generation holds, as `streams/app.py` does.
+older generation holds, as `streams/hosted.py` does.
 """
 
 import asyncio

@@ -144,7 +144,7 @@ def test_what_cannot_be_assembled_is_one_config_error(tables: dict[str, Any], me
             "feedback[0].default: got 'none'",
         ),
         ({"reward": {"use": "a:b", "blend": {"x": 1}}}, "reward: got use and blend"),
-        ({"reward": {"blend": {"x": -1}}}, "reward.blend.x: got -1 (whole number), expected a weight above 0"),
+        ({"reward": {"blend": {"x": -1}}}, "reward: blend: got {'x': -1.0}, expected no weight of 0, and one above 0"),
         ({"verify": {"filter": {"max_repetition": 2}}}, "verify.filter.max_repetition: got 2"),
         ({"score": [{"name": "a b", "use": "a:b"}]}, "score[0].name: got 'a b'"),
     ],
@@ -188,7 +188,7 @@ def test_a_group_goes_through_both_stages() -> None:
     assert [member.reward for member in outcome.kept] == [1.0, 0.0, 1.0, 0.0]
     assert [round(member.advantage or 0, 2) for member in outcome.kept] == [1.0, -1.0, 1.0, -1.0]
     assert outcome.kept[0].stamps == (
-        "validate@1", "dedupe@1", "filter@1", "exact@1", "reward@2", "advantage@1", "difficulty@1", "prioritize@1",
+        "validate@1", "dedupe@1", "filter@1", "exact@1", "reward@3", "advantage@2", "difficulty@2", "prioritize@1",
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_an_easy_group_is_dropped_but_shows_how_if_asked_to() -> None:
 def test_a_reward_of_ones_own_replaces_the_blend_and_may_hang_alone() -> None:
     outcome = run(config(reward={"use": f"{HERE}:helpful"}), "28", "2800")
     assert [member.reward for member in outcome.kept] == [0.2, 0.4]
-    assert outcome.kept[0].stamps[3:5] == ("custom_reward@1", "reward@2")
+    assert outcome.kept[0].stamps[3:5] == ("custom_reward@1", "reward@3")
 
 
 def test_a_chain_describes_itself_with_versions_and_options() -> None:

@@ -1,12 +1,14 @@
 """What the gateway received becomes Feedback in `verified`, by the source of its path."""
 
 import asyncio
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from infra.bus.bus import Headers
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.config import decode
@@ -19,6 +21,7 @@ from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.config import StreamsConfig
 from streams.source import EventSource, build_sources
 from streams.sources.received import GROUP, rating, take_once
+from streams.verify import REDELIVERED
 
 HERE = "tests.streams.test_received_source"
 REF = "hr-bcdfhjklmnqrtvwzbcdfhjkl.7-3-0"
@@ -34,14 +37,17 @@ def said(**fields: Any) -> Received:
     return Received(path="/v1/feedback", body=body, id="f-1", ref=REF)
 
 
-async def read(records: list[Received], *sources: EventSource) -> tuple[list[Feedback], list[DeadLetter]]:
+async def read(
+    records: list[Received], *sources: EventSource, headers: Headers = ()
+) -> tuple[list[Feedback], list[DeadLetter]]:
     log = Log(MemoryBus(), "bot", store=MemoryStore())
     await log.create_topics(partitions=2, keep_ms=3_600_000)
     for record in records:
-        await log.publish(FEEDBACK, record)
+        await log.publish(FEEDBACK, record, headers=headers)
     by_path = {source.webhook: source for source in sources}
     reader = await log.subscribed(FEEDBACK, group=GROUP)
-    while await take_once(by_path, reader, log, Metrics("process")):
+    seen: OrderedDict[str, None] = OrderedDict()
+    while await take_once(by_path, reader, log, Metrics("process"), seen):
         pass
     await reader.close()
     found = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
@@ -65,6 +71,14 @@ USER = EventSource(name="user", function=rating, webhook="/v1/feedback")
 def test_what_a_client_said_is_feedback_of_its_source(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     found, dead = asyncio.run(read([said(**fields)], USER))
     assert found == [Feedback(ref=REF, id="f-1", source="user", **expected)] and not dead
+
+
+def test_a_webhooks_event_that_was_sent_again_is_read_once_unless_a_person_delivers_it_again() -> None:
+    source = EventSource(name="csat", function=csat, webhook="/zendesk")
+    body = msgspec.json.encode({"answer_id": REF, "id": "t-1", "csat": 4})
+    events = [Received(path="/zendesk", body=body, id=name) for name in ("x", "x", "y", "x")]
+    assert len(asyncio.run(read(events, source))[0]) == 2
+    assert len(asyncio.run(read(events, source, headers=((REDELIVERED, b"dead-letters/0@7"),)))[0]) == 4
 
 
 def test_a_webhook_is_read_by_the_function_of_its_source() -> None:

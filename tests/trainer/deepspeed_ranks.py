@@ -78,6 +78,10 @@ NEEDS = {
     "proximal": {"usual": LaneConfig(loss="decoupled", weight=0.9), "expert": LANES["expert"]},
     "bound": {"usual": LaneConfig(loss="m2po", weight=0.9), "expert": LANES["expert"]},
     "reference": {"usual": LaneConfig(loss="grpo", options={"kl": 0.1}), "expert": LANES["expert"]},
+    "penalty": {
+        "usual": LaneConfig(loss="gspo", weight=0.9, kl=0.1, entropy=0.05),
+        "expert": LaneConfig(loss="sft", weight=0.1, entropy=0.05),
+    },
     "bfloat16": LANES,
 }
 

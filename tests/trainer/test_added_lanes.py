@@ -7,18 +7,20 @@ import pytest
 import torch
 
 from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
 from infra.config import Floor, Pacing
 from infra.demo.char_model import Size, build_char_model
 from infra.metrics import Metrics
 from infra.store_memory import MemoryStore
 from infra.weights.tensors import Tensor
-from schemas import topics
+from schemas import Batch, topics
 from schemas.errors import ConfigError
-from tests.trainer.memory_run import MemoryBus, block, journal
+from tests.trainer.memory_run import KillingBus, KillingStore, block, ends, journal
 from tests.trainer.test_objectives_on_the_log import group, pair
 from trainer import checkpoint
-from trainer.checkpoint import Position, part_of
+from trainer.checkpoint import Checkpoint, Position, part_of
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig, WarmupConfig
+from trainer.fit import restore_learner
 from trainer.learners.torch import TorchLearner
 from trainer.replay import find_start, replay
 from trainer.report import Report
@@ -42,15 +44,27 @@ def settings(steps: int, lanes: dict[str, LaneConfig], **more: object) -> Traine
     return TrainerConfig(lanes=lanes, max_steps=steps, **given)  # type: ignore[arg-type]
 
 
-async def filled(store: MemoryStore) -> Log:
-    log = Log(MemoryBus(), "t", store=store)
+async def filled(store: MemoryStore, bus: MemoryBus | None = None, steps: int = 20) -> Log:
+    log = Log(bus or MemoryBus(), "t", store=store)
     await log.create_topics(partitions=1, keep_ms=-1)
     for number in range(4):
         await log.publish(topics.BUFFER, block(number, "expert"))
-        await log.publish(topics.BUFFER, pair(number))
-    for sequence in range(40):
+    for sequence in range(2 * steps):
         await log.publish(topics.BUFFER, group(sequence))
     return log
+
+
+async def prefer(log: Log, steps: int) -> None:
+    """Pairs for the lane that joins, and groups for what comes after `steps`, which cannot be drawn before them."""
+    for number in range(10, 14):
+        await log.publish(topics.BUFFER, pair(number))
+    for sequence in range(2 * steps, 40):
+        await log.publish(topics.BUFFER, group(sequence))
+
+
+async def num_pairs(log: Log) -> int:
+    """Sides of pairs that were trained."""
+    return sum(item.lane == "human" for one in await journal(log) if isinstance(one, Batch) for item in one.items)
 
 
 async def train(log: Log, store: MemoryStore, model: str, config: TrainerConfig) -> dict[str, Tensor]:
@@ -76,12 +90,14 @@ def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_what_training_
 ) -> None:
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store)
+        log = await filled(store, steps=4)
         await train(log, store, model, settings(4, BEFORE, warmup=warmup))
         started = checkpoint.load(
             store, "t", min(p for p in checkpoint.places(store, "t") if p.step >= (1 if warmup else -1))
         )
+        await prefer(log, 4)
         state = await train(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=warmup))
+        assert await num_pairs(log) > 0
         assert part(state, "reference") == weights(dict(started.learner)) != weights(state)
         assert "has no reference, a lane wants one: it begins as the version that training began from" in caplog.text
         again = await train(log, store, model, settings(8, BEFORE | {"human": HUMAN}, warmup=warmup))
@@ -98,9 +114,11 @@ def test_a_replay_from_before_the_lane_gives_the_bits_that_the_run_has_after_it(
 
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store)
+        log = await filled(store, steps=1)
         await train(log, store, model, settings(1, BEFORE, checkpoint_every=1))
+        await prefer(log, 1)
         await train(log, store, model, config)
+        assert await num_pairs(log) > 0
         start = await find_start(log, store, "t", from_step=0, to_step=None)
         assert not [name for name in start.state.learner if part_of(name)]
         learner = TorchLearner(model, config, device="cpu")
@@ -109,6 +127,46 @@ def test_a_replay_from_before_the_lane_gives_the_bits_that_the_run_has_after_it(
         assert [one.equal for one in found][1:] == [True] * (len(found) - 1) and len(found) > 1
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_around_the_lanes_first_steps_ends_with_the_bits_of_one_that_was_not(model: str) -> None:
+    lanes = settings(5, BEFORE | {"human": HUMAN})
+
+    async def final(*kills: int) -> str:
+        """The state after processes that died at these sends, counted from the start of each."""
+        bus, store = KillingBus(), KillingStore()
+        log = await filled(store, bus, steps=2)
+        await train(log, store, model, settings(2, BEFORE))
+        await prefer(log, 2)
+        for send in kills:
+            bus.sends, bus.kill_at = 0, send
+            assert not await ends(train(log, store, model, lanes))
+        bus.kill_at = -1
+        state = await train(log, store, model, lanes)
+        assert await num_pairs(log) > 0
+        return checkpoint.state_sha256(state)
+
+    async def main() -> None:
+        expected = await final()
+        for kills in ((2, 5), (6, 4), (9,)):
+            assert await final(*kills) == expected, kills
+
+    asyncio.run(main())
+
+
+def test_a_rollback_to_before_the_lane_keeps_the_reference_as_it_is(model: str) -> None:
+    with_pairs = settings(2, BEFORE | {"human": HUMAN})
+    learner, plain = (TorchLearner(model, one, device="cpu") for one in (with_pairs, settings(2, BEFORE)))
+    learner.begin_phase("warmup")
+    moved = {name: Tensor(one.dtype, one.shape, bytes(len(one.data))) for name, one in learner.save().items()}
+    learner.restore(learner.save() | {name: one for name, one in moved.items() if part_of(name) == "reference"})
+    run = Learning(floor=FLOOR, config=with_pairs, learner=learner, report=Report(Metrics("r")), position=Position())
+    state = Checkpoint(position=Position(step=1), learner=plain.save(), uses={}, references=())
+    asyncio.run(restore_learner(run, state))
+    found = learner.save()
+    assert part(found, "reference") == part(moved, "reference")
+    assert part(found, "") == part(plain.save(), "")
 
 
 @pytest.mark.slow

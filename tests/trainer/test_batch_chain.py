@@ -13,11 +13,13 @@ from infra.processor import Drop, processor
 from infra.store_directory import DirectoryStore
 from schemas import Batch, Experience, Span, decode, encode
 from schemas.errors import ConfigError
+from schemas.parts import Stretch
 from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
 from tests.trainer.trainer_samples import make_item
 from trainer.batch import TrainItem
 from trainer.batch_chain import ALONE, apply_chain, build_batch
 from trainer.learners.scripted import ScriptedLearner
+from trainer.processors.drop_weak import drop_weak
 from trainer.processors.normalize_advantages import normalize_advantages
 from trainer.train import run_trainer
 from trainer.weight import with_weight
@@ -98,6 +100,15 @@ def test_normalized_advantages_have_mean_0_and_variance_1_over_the_whole_batch()
     assert [one.experience.advantage for one in kept] == [-1.0, 0.0, 1.0, 2.0, 3.0], "the log says what it said"
 
 
+def test_normalized_advantages_of_a_lane_are_not_scaled_by_those_of_another():
+    live = [
+        msgspec.structs.replace(one.experience, advantage=1000.0 * i, lane="live") for i, one in enumerate(items(2))
+    ]
+    usual = [one.experience for one in items(3)]
+    found = [one.advantage for one in normalize_advantages((*usual, *live))]
+    assert found[:3] == pytest.approx(np.array([-1, 0, 1]) / np.sqrt(2 / 3)) and found[3:] == pytest.approx([-1, 1])
+
+
 def test_normalizing_leaves_alone_what_has_no_advantage_or_nothing_to_compare():
     plain = tuple(one.experience for one in items(3))
     none = tuple(msgspec.structs.replace(one, advantage=None) for one in plain)
@@ -128,6 +139,30 @@ def test_drop_weak_leaves_out_what_teaches_nothing():
     use = "trainer.processors.drop_weak:drop_weak"
     record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
     assert [one.id for one in record.dropped] == ["usual-1.0.0-0-0"] and record.dropped_because == ("weak advantage",)
+
+
+def test_drop_weak_keeps_an_answer_whose_turns_differ():
+    weak, *_ = (msgspec.structs.replace(one.experience, advantage=0.0) for one in items(1))
+    turns = msgspec.structs.replace(weak, advantages=(Stretch(2, 1.0), Stretch(3, -1.0)))
+    found = drop_weak((weak, turns))
+    assert isinstance(found[0], Drop) and not isinstance(found[1], Drop)
+
+
+@pytest.mark.parametrize("mean", ["tokens", "sequences"])
+def test_drop_weak_leaves_every_other_token_the_weight_it_had_in_the_whole(mean):
+    """weight / denominator, which is counted over what is left, is as before."""
+    use = "trainer.processors.drop_weak:drop_weak"
+    given = [*items(5), *items(2, lane="expert")]  # lengths 1 to 5, advantages -1 to 3: the second is dropped
+    steps = build_batch([ProcessorConfig(use=use, stage="batch", options={"mean": mean})])
+    _, kept = applied(steps, given)
+
+    def size(some: list[TrainItem], lane: str) -> int:
+        return sum(one.experience.num_sampled if mean == "tokens" else 1 for one in some if one.item.lane == lane)
+
+    assert len(kept) == 5
+    for lane in ("usual", "expert"):
+        shares = [one.item.weight / size(kept, lane) for one in kept if one.item.lane == lane]
+        assert shares == pytest.approx([1 / size(given, lane)] * len(shares))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """The buffer: what is held, how often it may be trained, and that deliveries twice or late change nothing."""
 
-import pytest
+import hashlib
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import Block, encode
 from tests.trainer.buffered_blocks import block, mixed
-from trainer.buffer import Buffer, candidate_of, use_key
+from trainer.buffer import Buffer, candidate_of
 from trainer.draw import Candidate
+from trainer.uses import Known, Uses, use_key
 
 
 def filled(*blocks: Block, **max_uses: int) -> Buffer:
@@ -57,7 +59,69 @@ def test_what_was_trained_is_not_taken_in_again_not_even_after_a_restart() -> No
     assert add(buffer, 5, block("a.0")) == "already trained"
     restarted = Buffer({"usual": 1}, buffer.uses)
     assert add(restarted, 5, block("a.0")) == "already trained"
-    assert add(restarted, 6, block("a.0", revision=1)) == "", "a revision is trained in its own right"
+    assert add(restarted, 6, block("a.0", revision=1)) == "already trained", "what was trained is left as it is"
+
+
+def test_an_amended_answer_that_was_trained_is_left_and_a_copy_that_waits_is_replaced() -> None:
+    """A session of five turns rated as it goes: every rating amends what was said of all turns before it."""
+    buffer = Buffer({"live": 1})
+    trained: list[tuple[str, int]] = []
+    offset = 0
+    for rated in range(5):
+        for turn in range(rated + 1):
+            add(buffer, offset, block(f"turn{turn}.0", lane="live", num_members=1, revision=rated - turn))
+            offset += 1
+        if rated % 2:
+            trained += [(one.group, one.revision) for one in buffer.candidates("live")]
+            buffer.take(buffer.candidates("live"))
+    trained += [(one.group, one.revision) for one in buffer.candidates("live")]
+    assert trained == [("turn0.0", 1), ("turn1.0", 0), ("turn2.0", 1), ("turn3.0", 0), ("turn4.0", 0)]
+
+
+def test_a_group_is_trained_again_once_each_time_it_was_sent_to_be_retrained() -> None:
+    buffer = Buffer({"human": 1})
+    for offset, (revision, retrained) in enumerate([(0, 0), (1, 1), (2, 1), (3, 2), (4, 0)]):
+        reason = add(buffer, offset, block("a.0", lane="human", revision=revision, retrained=retrained))
+        assert reason == ("already trained" if offset in (2, 4) else "")
+        if not reason:
+            buffer.take([only(buffer, "human")])
+    assert len(buffer.uses) == 3
+
+
+def test_a_group_in_half_use_keeps_its_uses_when_a_revision_takes_its_place() -> None:
+    buffer = filled(block("a.0", lane="expert"))
+    buffer.take([only(buffer, "expert")])
+    assert add(buffer, 1, block("a.0", lane="expert", revision=1)) == ""
+    assert (only(buffer, "expert").offset, only(buffer, "expert").uses) == (1, 1)
+    buffer.take([only(buffer, "expert")])
+    assert buffer.candidates("expert") == []
+
+
+def test_what_an_earlier_release_counted_by_revision_is_still_trained() -> None:
+    """Its keys: BLAKE2b-128 of group, revision and lane."""
+    old = {number: hashlib.blake2b(f"a.0\x00{number}\x00usual".encode(), digest_size=16).digest() for number in (0, 2)}
+    assert old[0] == use_key("a.0", 0, "usual")
+    for key in old.values():
+        uses = Uses()
+        uses.put(key, Known(1, 7))
+        buffer = Buffer({"usual": 1}, uses)
+        assert add(buffer, 8, block("a.0", revision=2)) == add(buffer, 9, block("a.0", revision=3)) == "already trained"
+        assert add(buffer, 10, block("a.0", revision=3, retrained=2)) == "", "no old key is mistaken for it"
+
+
+def test_uses_are_forgotten_below_the_horizon_unless_held_or_delivered_again() -> None:
+    buffer = filled(*(block(f"{name}.0", lane="expert") for name in "abcd"))
+    for number in (0, 0, 0, 0, 0):  # a and b twice, c once
+        buffer.take(buffer.candidates("expert")[number : number + 1])
+    assert add(buffer, 9, block("b.0", lane="expert")) == "already trained"
+    assert (len(buffer.uses), buffer.forget_uses(5)) == (3, 1)
+    assert add(buffer, 10, block("b.0", lane="expert")) == "already trained", "it came again within the horizon"
+    assert only_uses(buffer, "c.0") == 1, "it waits for its second use"
+    assert buffer.forget_uses(5) == 0
+
+
+def only_uses(buffer: Buffer, group: str) -> int:
+    return next(one.uses for one in buffer.candidates("expert") if one.group == group)
 
 
 def test_what_has_no_use_left_was_heard_here_and_after_a_restart() -> None:
@@ -115,14 +179,12 @@ def test_a_group_that_the_master_waits_for_is_refused_with_a_reason_where_it_is_
 def test_a_use_of_something_no_longer_held_still_counts() -> None:
     buffer = filled()
     buffer.count_use(candidate_of(9, block("a.0"), 0))
-    assert buffer.uses == {use_key("a.0", 0, "usual"): 1}
+    assert dict(buffer.uses) == {use_key("a.0", 0, "usual"): Known(1, 9)}
     assert add(buffer, 9, block("a.0")) == "already trained"
 
 
-@pytest.mark.parametrize(("group", "revision", "lane"), [("a.0", 0, "usual"), ("a.0", 1, "usual"), ("a.0", 0, "human")])
-def test_uses_are_counted_by_group_revision_and_lane(group: str, revision: int, lane: str) -> None:
-    keys = [use_key(*one) for one in (("a.0", 0, "usual"), ("a.0", 1, "usual"), ("a.0", 0, "human"))]
-    assert keys.count(use_key(group, revision, lane)) == 1
+def test_uses_are_counted_by_group_retraining_and_lane() -> None:
+    assert len({use_key(*one) for one in (("a.0", 0, "usual"), ("a.0", 1, "usual"), ("a.0", 0, "human"))}) == 3
 
 
 def test_a_candidate_is_as_old_as_its_oldest_token_and_has_a_ratio_only_if_all_have() -> None:
@@ -131,22 +193,31 @@ def test_a_candidate_is_as_old_as_its_oldest_token_and_has_a_ratio_only_if_all_h
     assert (one.min_version, one.has_ratio, one.num_experiences, one.offset) == (2, False, 2, 4)
 
 
-DELIVERIES = st.lists(st.tuples(st.sampled_from(["a.0", "b.0"]), st.integers(0, 2), st.booleans()), max_size=12)
+DELIVERIES = st.lists(
+    st.tuples(st.sampled_from(["a.0", "b.0"]), st.integers(0, 2), st.booleans(), st.booleans()), max_size=12
+)
 
 
 @given(DELIVERIES, st.integers(1, 2))
-def test_no_revision_of_a_group_is_trained_more_than_max_uses_whatever_is_delivered(
-    deliveries: list[tuple[str, int, bool]], max_uses: int
+def test_no_group_is_trained_more_than_max_uses_whatever_is_delivered_drawn_or_restarted(
+    deliveries: list[tuple[str, int, bool, bool]], max_uses: int
 ) -> None:
     buffer = Buffer({"usual": max_uses})
-    trained: dict[tuple[str, int], int] = {}
-    for offset, (group, revision, draw) in enumerate(deliveries):
+    trained: dict[str, int] = {}
+    for offset, (group, revision, draw, restart) in enumerate(deliveries):
         add(buffer, offset, block(group, revision=revision))
         if draw:
             for one in buffer.candidates("usual"):
                 buffer.take([one])
-                trained[one.group, one.revision] = trained.get((one.group, one.revision), 0) + 1
+                trained[one.group] = trained.get(one.group, 0) + 1
+        if restart:
+            held = buffer.candidates("usual")
+            blocks = buffer.look_at(held)
+            buffer = Buffer({"usual": max_uses}, buffer.uses)
+            assert [add(buffer, one.offset, back) for one, back in zip(held, blocks, strict=True)] == [""] * len(held)
     assert all(times <= max_uses for times in trained.values())
-    assert {use_key(group, revision, "usual"): times for (group, revision), times in trained.items()} == buffer.uses
-    held = [one.group for one in buffer.candidates("usual")]
-    assert len(held) == len(set(held)) and sorted(buffer.references()) == buffer.references()
+    assert {use_key(group, 0, "usual"): times for group, times in trained.items()} == {
+        key: known.count for key, known in buffer.uses
+    }
+    names = [one.group for one in buffer.candidates("usual")]
+    assert len(names) == len(set(names)) and sorted(buffer.references()) == buffer.references()

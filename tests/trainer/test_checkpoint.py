@@ -1,13 +1,17 @@
 """Checkpoints: whole or not there, the newest that verifies, never fewer than asked for."""
 
+import hashlib
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.store_memory import MemoryStore
-from infra.weights.tensors import Tensor
+from infra.weights.tensors import Tensor, load_tensors, save_tensors
 from schemas.errors import StoreError
 from trainer.checkpoint import (
+    USES_OFFSETS,
     Checkpoint,
     Place,
     Position,
@@ -19,11 +23,12 @@ from trainer.checkpoint import (
     save,
     state_sha256,
 )
+from trainer.uses import Known, Uses
 
 
 def state(step: int, **fields: object) -> Checkpoint:
     weights = {"weights": Tensor("F32", (2,), bytes([step % 251] * 8))}
-    given = {"learner": weights, "uses": {}, "references": (), **fields}
+    given = {"learner": weights, "uses": Uses(), "references": (), **fields}
     return Checkpoint(position=Position(step=step, version=step), **given)  # type: ignore[arg-type]
 
 
@@ -39,17 +44,24 @@ def keys(store: MemoryStore, step: int) -> list[str]:
 
 
 @given(
-    st.dictionaries(st.binary(min_size=16, max_size=16), st.integers(1, 2**32 - 1), max_size=20),
+    st.dictionaries(
+        st.binary(min_size=16, max_size=16),
+        st.builds(Known, st.integers(1, 2**32 - 1), st.integers(0, 2**62)),
+        max_size=20,
+    ),
     st.lists(st.integers(0, 2**62), max_size=20),
     st.integers(-1, 10**9),
 )
-def test_what_was_saved_is_loaded(uses: dict[bytes, int], references: list[int], step: int) -> None:
+def test_what_was_saved_is_loaded(known: dict[bytes, Known], references: list[int], step: int) -> None:
     store = MemoryStore()
+    uses = Uses()
+    for key, value in known.items():
+        uses.put(key, value)
     one = state(step, uses=uses, references=tuple(references))
     save(store, "r", one)
     found = load_newest(store, "r")
     assert found is not None
-    assert (found.position, found.uses, found.references) == (one.position, uses, tuple(references))
+    assert (found.position, dict(found.uses), found.references) == (one.position, known, tuple(references))
     assert {name: bytes(tensor.data) for name, tensor in found.learner.items()} == {
         name: bytes(tensor.data) for name, tensor in one.learner.items()
     }
@@ -100,11 +112,29 @@ def test_what_is_removed_leaves_nothing_behind() -> None:
 
 def test_two_trainers_that_reach_the_same_step_write_to_different_places() -> None:
     store = saved(3)
-    save(store, "r", state(3, uses={b"k" * 16: 1}), token=9)
+    uses = Uses()
+    uses.add(b"k" * 16, 5)
+    save(store, "r", state(3, uses=uses), token=9)
     assert places(store, "r") == [Place(3, 0), Place(3, 9)]
     newest = load_newest(store, "r")
     older = load_newest(store, "r", before=Place(3, 9))
     assert newest is not None and newest.uses and older is not None and not older.uses
+
+
+def test_uses_of_a_checkpoint_of_an_earlier_release_count_as_delivered_when_it_was_made() -> None:
+    store, uses = MemoryStore(), Uses()
+    uses.add(b"k" * 16, 5)
+    one = msgspec.structs.replace(state(3, uses=uses), position=Position(step=3, buffer_next=70))
+    manifest = save(store, "r", one)
+    tensors = load_tensors(store.get(manifest.state))
+    del tensors[USES_OFFSETS]
+    body = save_tensors(tensors)
+    store.put(manifest.state, body)
+    there = msgspec.structs.replace(manifest, size=len(body), sha256=hashlib.sha256(body).hexdigest())
+    (key,) = [name for name in keys(store, 3) if name.endswith("manifest.json")]
+    store.put(key, msgspec.json.encode(there))
+    found = load_newest(store, "r")
+    assert found is not None and dict(found.uses) == {b"k" * 16: Known(1, 70)}
 
 
 def test_a_store_that_fails_is_loud_and_no_reason_to_go_back() -> None:

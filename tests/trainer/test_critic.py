@@ -191,6 +191,22 @@ def test_what_the_prompt_decides_is_no_advantage_once_values_know_it(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("truncated", ["reward", "bootstrap"])
+def test_a_critic_that_learns_from_cut_off_answers_of_a_half_values_them_at_a_half(model, truncated):
+    config = CriticConfig(learning_rate=2e-3, truncated=truncated, value_clip=0.0)
+    learner = opened(model, critic=config)
+    items = ending([6, 4, 6], "truncated") + (
+        ending([6, 4, 6], "terminal", first=3) if truncated == "bootstrap" else []
+    )
+    batch = pack(items, max_tokens=1000, bootstrap=truncated == "bootstrap")
+    for step in range(60):
+        learner.step(batch, learning_rate=1e-9, seed=step)
+    assert learner._critic is not None
+    values = np.concatenate([learner._critic.values(one).detach().numpy() for one in batch.microbatches])
+    assert values == pytest.approx(np.full(len(values), HALF), abs=0.1)
+
+
+@pytest.mark.slow
 def test_a_truncated_sequence_is_worth_what_its_last_state_is(model):
     learner = opened(model, critic=CriticConfig(learning_rate=2e-3, gae_lambda=1.0, normalize=False))
     for step in range(40):
@@ -249,6 +265,20 @@ def test_a_step_whose_values_are_not_finite_changes_nothing(model, minibatches):
     assert not learner.step(pack(poisoned, max_tokens=40), learning_rate=1e-3, seed=1).finite
     after = learner.save()
     assert all(bytes(before[name].data) == bytes(after[name].data) for name in before)
+
+
+def test_after_a_warm_up_the_critic_begins_as_the_warmed_up_policy(model):
+    lanes = {"usual": LaneConfig(loss="ppo"), "expert": LaneConfig(loss="sft", weight=0.1)}
+    learner = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, critic=CriticConfig()), device="cpu")
+    shown = make_item([1, 40, 41], [Span(2, 3, -1, 1.0, False)], group="d.0", lane="expert")
+    learner.begin_phase("warmup")
+    learner.step(pack([shown], max_tokens=9), learning_rate=1e-2, seed=0)
+    learner.begin_phase("train")
+    saved = learner.save()
+    names = [name[7:] for name in saved if name.startswith("critic/") and "head" not in name]
+    assert names and all(bytes(saved[f"critic/{name}"].data) == bytes(saved[f"model/{name}"].data) for name in names)
+    began = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, critic=CriticConfig()), device="cpu").save()
+    assert any(bytes(began[f"critic/{name}"].data) != bytes(saved[f"critic/{name}"].data) for name in names)
 
 
 def test_a_critic_and_a_loss_that_wants_it_come_together(model):

@@ -19,6 +19,8 @@ def observed(weight, **more):
         "exact": np.ones(num, bool),
         "lane": np.full(num, LANES.index("usual")),
         "sequence": np.zeros(num, int),
+        "kl": np.full(num, np.nan),
+        "entropy": np.full(num, np.nan),
     }
     return Observed(**given | {name: np.asarray(values) for name, values in more.items()})
 

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.draw import Candidate, draw_in_order, draw_spread, missing, worth_waiting_for
+from trainer.draw import Candidate, draw_in_order, missing, worth_waiting_for
+from trainer.draw_spread import draw_spread
 
 
 def group(sequence: int, version: int = 0, **more: int) -> Candidate:

@@ -1,17 +1,21 @@
 """What a step waits for: the paced lane decides, the others follow in proportion."""
 
 import asyncio
+import tomllib
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
-from infra.config import Floor, Pacing
+from infra.cli.init import TOML
+from infra.config import Floor, Pacing, decode
 from infra.metrics import Metrics
 from infra.store_memory import MemoryStore
-from schemas import Block, Closure, Drawn, Progress, topics
+from schemas import Block, Closure, Drawn, MasterState, Progress, topics
+from schemas.fields import MasterPhase
 from tests.trainer.buffered_blocks import block, message
 from trainer.buffer import Buffer
 from trainer.checkpoint import Position
@@ -63,8 +67,8 @@ def taken(draw: Draw) -> list[str]:
     return [one.group for one in draw.taken]
 
 
-def master(state: str, outstanding: int) -> Progress:
-    return Progress(role="master", instance="m", state=state, gauges={"outstanding_groups": float(outstanding)})
+def master(state: MasterPhase, outstanding: int) -> Progress:
+    return Progress(role="master", instance="m", master=MasterState(state=state, outstanding=outstanding))
 
 
 def test_an_empty_buffer_waits_though_there_are_experts() -> None:
@@ -87,8 +91,8 @@ def test_a_lane_of_weight_0_is_not_drawn() -> None:
     assert taken(decide(run, now_s=0.0)) == ["u0.0", "u1.0"]
 
 
-def live(number: int) -> Block:
-    return block(f"l{number}.0", lane="live", num_members=1)
+def live(number: int, **header: object) -> Block:
+    return block(f"l{number}.0", lane="live", num_members=1, **header)
 
 
 def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_none() -> None:
@@ -104,8 +108,74 @@ def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_n
 
 
 def test_a_share_that_is_given_goes_before_the_weights() -> None:
-    assert share_of(LaneConfig(share=0.5, weight=0.1)) == 0.5
-    assert share_of(LaneConfig(weight=0.1)) == pytest.approx(1 / 9)
+    assert share_of(LaneConfig(share=0.5, weight=0.1), USUAL) == 0.5
+    assert share_of(LaneConfig(weight=0.1), USUAL) == pytest.approx(1 / 9)
+
+
+def test_a_lane_beside_the_usual_one_is_asked_for_as_much_as_it_weighs_also_with_weights_of_1() -> None:
+    assert share_of(LaneConfig(), LaneConfig()) == 1.0 and share_of(LaneConfig(), LaneConfig(weight=0.0)) == 1.0
+    lanes = {"usual": LaneConfig(), "expert": LaneConfig(loss="sft", max_uses=9)}
+    draw = decide(run_of(usual(0), usual(1), *(expert(number) for number in range(50)), lanes=lanes), now_s=0.0)
+    assert [one.lane for one in draw.taken].count("expert") == 36
+
+
+def test_a_step_that_could_teach_nothing_is_not_made_and_what_it_would_have_used_is_dropped() -> None:
+    lanes = {"live": LaneConfig(loss="topr", least=2)}
+    run = run_of(live(0, advantage=0.0), live(1, advantage=0.0), lanes=lanes)
+    draw = decide(run, now_s=0.0)
+    assert draw.wait and not draw.taken
+    assert [(one.group, reason) for one, reason in sorted(draw.dropped, key=lambda pair: pair[0].group)] == [
+        ("l0.0", "no advantage in the step"),
+        ("l1.0", "no advantage in the step"),
+    ]
+    arrive(run, live(2, advantage=0.5))
+    assert "l2.0" in taken(decide(run_of(live(0, advantage=0.0), live(2, advantage=0.5), lanes=lanes), now_s=0.0))
+
+
+@pytest.mark.parametrize("lane", [LaneConfig(loss="sft"), LaneConfig(loss="grpo", options={"kl": 0.1})])
+def test_a_loss_that_learns_without_advantages_trains_where_they_are_0(lane: LaneConfig) -> None:
+    assert taken(decide(run_of(live(0, advantage=0.0), lanes={"live": lane}), now_s=0.0)) == ["l0.0"]
+    assert taken(decide(run_of(live(0), lanes={"live": LaneConfig()}), now_s=0.0)) == ["l0.0"], "nobody set one"
+
+
+def test_a_lane_alone_makes_no_version_before_the_last_one_has_its_time() -> None:
+    run = run_of(live(0), lanes={"live": LaneConfig()})
+    run.config = msgspec.structs.replace(run.config, version_every="5m")
+    assert taken(decide(run, now_s=50.0)) == ["l0.0"], "nothing was published yet"
+    run.published_s = 50.0
+    assert decide(run, now_s=349.0).wait and taken(decide(run, now_s=350.0)) == ["l0.0"]
+    run.intake.take_report(master("draining", outstanding=0))
+    assert taken(decide(run, now_s=51.0)) == ["l0.0"]
+    paced = run_of(usual(0), usual(1))
+    paced.config = msgspec.structs.replace(paced.config, version_every="5m")
+    paced.published_s = 50.0
+    assert taken(decide(paced, now_s=51.0)) == ["u0.0", "u1.0"], "rollouts are never held up"
+
+
+def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
+    text = TOML.format(app="bot", model="model", engine="actors.engines.torch:TorchEngine")
+    trainer = decode(tomllib.loads(text)["trainer"], TrainerConfig, "headrace.toml")
+    run = run_of(lanes=trainer.lanes)
+    run.config = trainer
+    for number in range(8):
+        arrive(run, live(number, advantage=0.5))
+        assert decide(run, now_s=0.0).wait
+    for number in range(8, 64):
+        arrive(run, live(number, advantage=0.5))
+    assert not decide(run, now_s=0.0).wait
+    run.published_s = 0.0
+    assert decide(run, now_s=299.0).wait
+
+
+def test_what_one_user_has_above_the_share_waits_and_is_told() -> None:
+    lanes = {"live": LaneConfig(tenant_share=1.0, subject_share=0.5)}
+    many = [live(number, subject="heavy") for number in range(9)]
+    run = run_of(*many, live(10, subject="a"), live(11, subject="b"), lanes=lanes, groups_per_step=4)
+    draw = decide(run, now_s=0.0)
+    assert len([one for one in draw.taken if one.subject == "heavy"]) == 2 == len(draw.taken) - 2
+    assert draw.held_back > 0
+    alone = run_of(*many, lanes=lanes, groups_per_step=4)
+    assert len(decide(alone, now_s=0.0).taken) == 4, "nobody else is there"
 
 
 def test_answers_without_a_ratio_are_dropped_with_a_reason_unless_the_loss_is_supervised() -> None:

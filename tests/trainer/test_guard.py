@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from infra.weights.policy import Probe
 from infra.weights.tensors import Tensor
+from schemas import Span
+from tests.trainer.trainer_samples import make_item
 from trainer.config import GuardConfig
 from trainer.guard import (
     ANY_FINITE,
@@ -21,6 +24,8 @@ from trainer.guard import (
     rolled_back,
     unhealthy,
 )
+from trainer.learner import StepStats
+from trainer.step import condition, mean_reward
 
 CONFIG = GuardConfig(window=5, min_steps=4, grad_norm=10, entropy=0.2, reward=0.5, probe_shift=2)
 HALTING = frozenset({"usual/ess", "usual/chi2"})
@@ -100,3 +105,12 @@ def test_weights_that_are_not_finite_or_moved_far_are_not_published() -> None:
     assert unhealthy(fine, before, near, CONFIG) == ""
     assert unhealthy(fine, before, far, CONFIG).startswith("the probe moved by 4 nats per token")
     assert unhealthy(fine, None, far, CONFIG) == unhealthy(fine, before, far, GuardConfig()) == ""
+
+
+def test_the_guard_hears_of_the_rewards_of_this_step_alone_so_that_a_restart_judges_alike() -> None:
+    spans = [Span(1, 2, 3)]
+    rewarded = [make_item([1, 2], spans, episode=episode, reward=float(episode)) for episode in range(2)]
+    stats = StepStats(finite=True, loss=1.0, grad_norm=1.0, values={"usual/entropy": 0.5})
+    assert mean_reward(rewarded) == 0.5 and mean_reward([make_item([1, 2], spans, reward=None)]) is None
+    assert condition(msgspec.structs.replace(stats, reward=0.5)) == (0.5, 0.5)
+    assert condition(stats) == (0.5, None), "whatever an earlier step of this process said"

@@ -1,11 +1,20 @@
 """What stays of a run: enough to resume, enough to replay the whole horizon, and never more than a bounded number."""
 
+import asyncio
+import itertools
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.checkpoint import Manifest, Place, Position
-from trainer.horizon import SLOTS, Mark, kept, trim_below
+from infra.bus.memory import MemoryBus
+from infra.config import Keep
+from infra.store_memory import MemoryStore
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, filled_log, train
+from trainer.checkpoint import Manifest, Place, Position, load_newest
+from trainer.horizon import SLOTS, Mark, kept, trim_below, uses_below
+from trainer.learners.scripted import ScriptedLearner
 
 
 def pruned(gaps_ms: list[int], newest: int, keep_ms: int) -> tuple[list[Mark], list[Mark]]:
@@ -66,3 +75,25 @@ def test_the_buffer_is_trimmed_to_what_the_neediest_kept_checkpoint_needs_and_ne
 
 def test_without_a_checkpoint_nothing_is_trimmed() -> None:
     assert trim_below([], []) == 0
+
+
+def test_uses_reach_back_to_what_the_oldest_checkpoint_had_read() -> None:
+    made = [
+        Manifest(position=Position(step=step, buffer_next=10 * step), state="", size=0, sha256="") for step in range(4)
+    ]
+    assert uses_below(made, {one.place for one in made[2:]}) == 20 and uses_below([], set()) == 0
+
+
+def test_a_checkpoint_remembers_the_uses_of_its_horizon_and_not_of_the_whole_run() -> None:
+    async def remembered(keep: str) -> int:
+        tick, store = itertools.count(step=1000), MemoryStore()
+        log = await filled_log(store, MemoryBus(lambda: next(tick)))
+        config = msgspec.structs.replace(CONFIG, checkpoint_every=1)
+        await train(log, store, ScriptedLearner(), config, msgspec.structs.replace(FLOOR, keep=Keep(replay=keep)))
+        found = load_newest(store, "t")
+        assert found is not None and found.position.step >= STEPS
+        return len(found.uses)
+
+    whole = asyncio.run(remembered("30d"))
+    assert whole >= 2 * STEPS
+    assert asyncio.run(remembered("10s")) < whole / 2

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.metrics import Metrics
-from schemas import Closure, PolicyEvent, Progress, topics
+from schemas import Closure, MasterState, PolicyEvent, Progress, topics
 from schemas.errors import FencedOut
+from schemas.fields import MasterPhase
 from tests.trainer.buffered_blocks import block, message
 from trainer.buffer import Buffer
 from trainer.intake import Intake, follow_buffer, follow_progress, watch_policies
@@ -85,16 +86,18 @@ def test_only_the_masters_word_says_that_no_more_will_come() -> None:
     one = intake()
     one.take_report(Progress(role="explore", instance="e", state="draining", gauges={"outstanding_groups": 9.0}))
     assert not one.draining and one.outstanding_groups == 0
-    one.take_report(Progress(role="master", instance="m", state="draining", gauges={"outstanding_groups": 9.0}))
+    one.take_report(Progress(role="master", instance="m", master=MasterState(state="draining", outstanding=9)))
     assert one.draining and one.outstanding_groups == 9
-    one.take_report(Progress(role="master", instance="m", state="issuing"))
+    one.take_report(Progress(role="master", instance="m", state="issuing", gauges={"outstanding_groups": 1.0}))
+    assert one.draining and one.outstanding_groups == 9, "names and gauges are for people"
+    one.take_report(Progress(role="master", instance="m", master=MasterState(state="issuing")))
     assert not one.draining
 
 
 @pytest.mark.parametrize("state", ["draining", "evaluating", "done"])
-def test_no_more_will_come_also_when_the_master_is_past_draining(state: str) -> None:
+def test_no_more_will_come_also_when_the_master_is_past_draining(state: MasterPhase) -> None:
     one = intake()
-    one.take_report(Progress(role="master", instance="m", state=state, gauges={"outstanding_groups": 1.0}))
+    one.take_report(Progress(role="master", instance="m", master=MasterState(state=state, outstanding=1)))
     assert one.draining, "the last groups are trained, however late they come"
 
 

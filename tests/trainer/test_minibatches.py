@@ -11,7 +11,7 @@ from infra.demo.char_model import build_char_model
 from schemas import Span
 from trainer.batch import LANES, PackedBatch, TrainItem, pack
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
-from trainer.learners.lanes import StepContext, denominators, microbatch_loss
+from trainer.learners.lanes import microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
 from trainer.loss import Objective, open_objectives
 from trainer.split import split
@@ -46,9 +46,7 @@ def token_weights(
     found: dict[str, list[float]] = {}
     dealt = split(batch, parts, seed=3)
     for part in dealt:
-        context = StepContext(
-            objectives=objectives, denominators=denominators(objectives, batch, len(dealt)), version=0, exact=False
-        )
+        context = step_context(objectives, batch, len(dealt), 0, staleness_decay=1.0, bounds={})
         for rank in split(part, ranks):
             for one in rank.microbatches:
                 logprob_N = torch.zeros(len(one.target_N), dtype=torch.float64, requires_grad=True)

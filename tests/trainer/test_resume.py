@@ -28,6 +28,7 @@ from trainer.checkpoint import Checkpoint, Position, places, remove, save
 from trainer.journal import Lease
 from trainer.learners.scripted import ScriptedLearner
 from trainer.resume import find_start
+from trainer.uses import Uses
 
 
 def test_a_checkpoint_of_steps_that_were_rolled_back_later_is_passed_over() -> None:
@@ -37,7 +38,7 @@ def test_a_checkpoint_of_steps_that_were_rolled_back_later_is_passed_over() -> N
         await log.publish(topics.BATCHES, Fence(run="r", token=1))
         for step in (3, 5):
             weights = {"weights": Tensor("F32", (1,), bytes(4))}
-            save(store, "r", Checkpoint(Position(step=step, journal_next=1), weights, {}, ()), token=1)
+            save(store, "r", Checkpoint(Position(step=step, journal_next=1), weights, Uses(), ()), token=1)
         lease = Lease(run="r", token=1, owner="")
         state, _ = await find_start(log, store, lease)
         assert state is not None and state.position.step == 5

@@ -77,6 +77,25 @@ def test_ppo_is_the_clipped_surrogate_on_the_advantages_it_is_given():
     assert open_objective(LaneConfig(loss="ppo")).critic
 
 
+@pytest.mark.parametrize("loss", [ppo, grpo])
+def test_dual_clip_bounds_how_hard_a_bad_token_that_has_grown_is_pushed_down(loss):
+    # A < 0: max(min(wA, clip(w)A), cA); flat, so without gradient, where w > c. arXiv 1912.09729 eq. 5
+    current = np.log(RANDOM.uniform(0.05, 0.95, N))
+    w = np.exp(current - BEHAVIOUR)
+    given = inputs(current=current)
+    value, gradient, clipped = value_and_gradient(loss, given, dual_clip_at=1.5)
+    single = np.minimum(w * ADVANTAGE, np.clip(w, 0.8, 1.2) * ADVANTAGE)
+    dual = np.where(ADVANTAGE < 0, np.maximum(single, 1.5 * ADVANTAGE), single)
+    flat = np.where(ADVANTAGE > 0, w > 1.2, (w < 0.8) | (w > 1.5))
+    assert value == pytest.approx(-dual)
+    assert gradient == pytest.approx(np.where(flat, 0, -w * ADVANTAGE))
+    assert (clipped == flat).all() and ((ADVANTAGE < 0) & (w > 1.5)).sum() > 5
+    plain, _, _ = value_and_gradient(loss, inputs(current=current))
+    assert plain == pytest.approx(-single)
+    with pytest.raises(ConfigError, match=r"dual_clip_at.*above 1"):
+        open_objective(LaneConfig(loss=loss.__name__, options={"dual_clip_at": 0.5}))
+
+
 def test_cispo_keeps_every_gradient_under_a_clipped_weight():
     # L = -c A log π with c = clip(w, 0, 1.3) a constant: dL/dlogπ = -c A, also where the clip acts
     value, gradient, clipped = value_and_gradient(cispo, inputs(), low=0.3, high=0.3)
@@ -97,9 +116,12 @@ def test_icepop_drops_what_lies_outside_its_interval():
     assert (clipped == ~kept).all() and 5 < kept.sum() < N - 5
 
 
-def second_moment_by_removal(log_weight, threshold):
+PUSHED = np.where(ADVANTAGE > 0, LOG_W > 0, LOG_W < 0)  # what a step would move further away
+
+
+def second_moment_by_removal(threshold):
     """Algorithm 1 as it reads: take the largest away until the mean of the rest is within the threshold."""
-    left = sorted(np.square(log_weight))
+    left = sorted(np.square(LOG_W[PUSHED]))
     while left and np.mean(left) > threshold:
         left.pop()
     return left
@@ -107,11 +129,11 @@ def second_moment_by_removal(log_weight, threshold):
 
 @pytest.mark.parametrize("threshold", [1e-9, 0.005, 0.04, 1.0])
 def test_m2po_masks_the_fewest_outliers_that_bring_the_second_moment_down(threshold):
-    bound = second_moment_bound(LOG_W, threshold=threshold)
-    left = second_moment_by_removal(LOG_W, threshold)
+    bound = second_moment_bound(LOG_W, ADVANTAGE, threshold=threshold)
+    left = second_moment_by_removal(threshold)
     value, gradient, clipped = value_and_gradient(m2po, inputs(bound=bound), threshold=threshold)
-    kept = (left[-1] if left else -1) >= LOG_W**2
-    assert kept.sum() == len(left)
+    kept = ~PUSHED | ((left[-1] if left else -1) >= LOG_W**2)
+    assert kept.sum() == len(left) + (~PUSHED).sum() and 9 < PUSHED.sum() < N - 9
     assert value == pytest.approx(np.where(kept, -W * ADVANTAGE, 0))
     assert gradient == pytest.approx(np.where(kept, -W * ADVANTAGE, 0))
     assert (clipped == ~kept).all()
@@ -120,7 +142,20 @@ def test_m2po_masks_the_fewest_outliers_that_bring_the_second_moment_down(thresh
 def test_m2po_takes_its_threshold_to_the_bound():
     given = open_objective(LaneConfig(loss="m2po", options={"threshold": 0.005}))
     assert given.bound is not None
-    assert given.bound(LOG_W) == second_moment_bound(LOG_W, threshold=0.005) != second_moment_bound(LOG_W)
+    bounds = [second_moment_bound(LOG_W, ADVANTAGE, threshold=threshold) for threshold in (0.005, 0.04)]
+    assert given.bound(LOG_W, ADVANTAGE) == bounds[0] != bounds[1]
+
+
+def test_m2po_leaves_every_outlier_that_its_own_gradient_pulls_back():
+    # A > 0 and w < 1: the gradient makes the token likelier again; A < 0 and w > 1: less likely
+    log_w = np.array([-3.0, 3.0, 3.0, -3.0, 0.01, 4.0])
+    advantage = np.array([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    bound = second_moment_bound(log_w, advantage, threshold=0.04)
+    given = inputs(current=log_w - 5, behaviour=np.full(6, -5.0), advantage=advantage, sequence=range(6), bound=bound)
+    _, gradient, clipped = value_and_gradient(m2po, given)
+    assert clipped.tolist() == [False, False, True, True, False, False]
+    assert np.sign(gradient).tolist() == [-1.0, 1.0, 0.0, 0.0, -1.0, 0.0]
+    assert second_moment_bound(log_w[:2], advantage[:2]) == np.inf, "nothing could be masked"
 
 
 def test_gspo_clips_whole_sequences_by_the_mean_of_their_log_ratios():
@@ -179,6 +214,14 @@ def test_distillation_on_policy_is_the_gradient_of_the_divergence_from_the_teach
 
     numeric = [(divergence(step * one) - divergence(-step * one)) / (2 * step) for one in np.eye(3)]
     assert (p * gradient) @ score == pytest.approx(numeric, abs=1e-8)
+
+
+@pytest.mark.parametrize("loss", [gspo, topr, opmd])
+def test_turns_with_advantages_of_their_own_give_a_sequence_their_mean(loss):
+    own = ADVANTAGE + RANDOM.normal(size=N)
+    mean = (per_sequence(own) / LENGTHS)[SEQUENCE]
+    found = [value_and_gradient(loss, inputs(advantage=advantage))[:2] for advantage in (own, mean)]
+    assert found[0][0] == pytest.approx(found[1][0]) and found[0][1] == pytest.approx(found[1][1])
 
 
 def test_reinforce_never_looks_at_who_sampled():

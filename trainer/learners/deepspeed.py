@@ -30,11 +30,12 @@ from trainer.learners.lanes import (
     StepContext,
     bounds,
     check_step,
-    denominators,
     looks_ahead,
     microbatch_loss,
     of_phase,
+    read,
     reference_dtype,
+    step_context,
 )
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import Order, broadcast, decode_batch, encode_batch, gather_arrays, gather_observed
@@ -227,14 +228,8 @@ class DeepSpeedLearner:
         losses: list[float] = []
         norms: list[float] = []
         for index, part in enumerate(parts):
-            context = StepContext(
-                objectives=objectives,
-                denominators=denominators(objectives, batch, len(parts)),
-                version=batch.version,
-                exact=batch.exact and index == 0,
-                staleness_decay=self._config.staleness_decay,
-                bounds=bounded,
-            )
+            decay = self._config.staleness_decay
+            context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
             proximal = ahead[index] if ahead is not None and any(one.proximal for one in present) else None
             loss, seen = self._backward(context, part, proximal)
             observed += seen
@@ -291,13 +286,14 @@ class DeepSpeedLearner:
             real = index < len(mine)
             one = mine[index] if real else part.microbatches[0]
             self._engine.set_gradient_accumulation_boundary(index == most - 1)
-            logprob_N = self._engine("logprobs", one)
+            logprob_N, entropy_N = read(self._engine, context, one)
             loss, seen = microbatch_loss(
                 context,
                 one,
                 logprob_N,
                 proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
                 reference_N=self._of_reference(one),
+                entropy_N=entropy_N,
             )
             if real:
                 observed.append(seen)

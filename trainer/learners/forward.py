@@ -5,6 +5,7 @@ whose attention or head this packing would change is refused); the head runs in 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,14 +53,11 @@ class PackedModel:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens, [N] float32."""
-        hidden_ND = self._hidden(one)
-        target_N = self._tensor(one.target_N)
-        temperature_N = self._tensor(one.temperature_N)
-        pieces = self._num_pieces(len(target_N))
-        if pieces == 1:
-            return self._read(hidden_ND, target_N, temperature_N)
-        parts = zip(hidden_ND.chunk(pieces), target_N.chunk(pieces), temperature_N.chunk(pieces), strict=True)
-        return torch.cat([checkpoint(self._read, *part, use_reentrant=False) for part in parts])
+        return self._in_pieces(self._read, one, arrays=1)
+
+    def logprobs_and_entropy(self, one: Microbatch) -> torch.Tensor:
+        """log π_θ of the sampled tokens and the entropy of π_θ where each was chosen, both with gradients, [2, N] float32."""
+        return self._in_pieces(self._read_both, one, arrays=3)
 
     @torch.no_grad()
     def hits(self, one: Microbatch) -> torch.Tensor:
@@ -101,6 +99,19 @@ class PackedModel:
         states: torch.Tensor = hidden_BTD.flatten(0, 1)
         return states
 
+    def _in_pieces(self, read: Callable[..., torch.Tensor], one: Microbatch, *, arrays: int) -> torch.Tensor:
+        """What `read` makes of all sampled tokens, [..., N]. arrays: as large as the logits, kept for its backward; no more
+        are held at once than allowed.
+        """
+        hidden_ND = self._hidden(one)
+        target_N = self._tensor(one.target_N)
+        temperature_N = self._tensor(one.temperature_N)
+        pieces = self._num_pieces(len(target_N) * arrays)
+        if pieces == 1:
+            return read(hidden_ND, target_N, temperature_N)
+        parts = zip(hidden_ND.chunk(pieces), target_N.chunk(pieces), temperature_N.chunk(pieces), strict=True)
+        return torch.cat([checkpoint(read, *part, use_reentrant=False) for part in parts], -1)
+
     def _num_pieces(self, num_tokens: int) -> int:
         num_logits = num_tokens * int(self._head.out_features)
         return max(1, -(-num_logits // self._max_logits))
@@ -108,6 +119,11 @@ class PackedModel:
     def _read(self, hidden_ND: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
         logits_NV = self._head(hidden_ND) / temperature_N[:, None]
         return torch.log_softmax(logits_NV, -1).gather(1, target_N[:, None]).squeeze(1)
+
+    def _read_both(self, hidden_ND: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
+        logprob_NV = torch.log_softmax(self._head(hidden_ND) / temperature_N[:, None], -1)
+        entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
+        return torch.stack((logprob_NV.gather(1, target_N[:, None]).squeeze(1), entropy_N))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

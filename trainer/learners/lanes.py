@@ -6,7 +6,8 @@ m times what it weighs in one step, whichever minibatch it falls into, and so do
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,21 +20,59 @@ from trainer.diagnostics import Observed
 from trainer.learner import Phase
 from trainer.loss import LossInputs, Objective, lane_loss
 from trainer.offpolicy import staleness_weight
+from trainer.penalty import lane_penalty
 
 
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     """What is the same for all microbatches of one optimizer step.
 
-    denominators: of each lane, global: see `denominators`. version: policy version before the batch. exact: the weights
-    are that version's. bounds: what losses measured over the whole step.
+    denominators: of each lane, global: see `denominators`. num_tokens: of each lane, likewise. version: policy version
+    before the batch. exact: the weights are that version's. bounds: what losses measured over the whole step.
     """
 
     objectives: Mapping[Lane, Objective]
     denominators: Mapping[Lane, float]
+    num_tokens: Mapping[Lane, float]
     version: int
     exact: bool
     staleness_decay: float = 1.0
     bounds: Mapping[Lane, float] = {}
+
+    @property
+    def entropy(self) -> bool:
+        """Whether some lane of the step wants the entropy of the policy."""
+        return any(self.objectives[lane].entropy > 0 for lane in self.num_tokens)
+
+
+def step_context(
+    objectives: Mapping[Lane, Objective],
+    batch: PackedBatch,
+    parts: int,
+    index: int,
+    *,
+    staleness_decay: float,
+    bounds: Mapping[Lane, float],
+) -> StepContext:
+    """Of minibatch `index` of `parts`. batch: the whole step."""
+    return StepContext(
+        objectives=objectives,
+        denominators=denominators(objectives, batch, parts),
+        num_tokens={lane: tokens / parts for lane, tokens in batch.lane_tokens.items()},
+        version=batch.version,
+        exact=batch.exact and index == 0,
+        staleness_decay=staleness_decay,
+        bounds=bounds,
+    )
+
+
+def read(
+    forward: Callable[[str, Microbatch], torch.Tensor], context: StepContext, one: Microbatch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log π_θ of the sampled tokens, and the entropy where a lane wants it; both [N]."""
+    if not context.entropy:
+        return forward("logprobs", one), None
+    logprob_N, entropy_N = forward("logprobs_and_entropy", one).unbind(0)
+    return logprob_N, entropy_N
 
 
 def of_phase(objectives: Mapping[Lane, Objective], phase: Phase) -> Mapping[Lane, Objective]:
@@ -71,8 +110,11 @@ def bounds(
         measure = objectives[lane].bound
         if measure is not None:
             chosen = [one.lane_N == LANES.index(lane) for one in batch.microbatches]
-            parts = zip(batch.microbatches, logprobs, chosen, strict=True)
-            found[lane] = measure(np.concatenate([(logprob - one.behaviour_N)[at] for one, logprob, at in parts]))
+            parts = list(zip(batch.microbatches, logprobs, chosen, strict=True))
+            found[lane] = measure(
+                np.concatenate([(logprob - one.behaviour_N)[at] for one, logprob, at in parts]),
+                np.concatenate([one.advantage_N[at] for one, _, at in parts]),
+            )
     return found
 
 
@@ -116,6 +158,7 @@ def microbatch_loss(
     *,
     proximal_N: torch.Tensor | None = None,
     reference_N: torch.Tensor | None = None,
+    entropy_N: torch.Tensor | None = None,
     advantage_N: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, Observed]:
     """What these tokens add to the step's loss, and what was seen of them. advantage_N: a critic's, for its lanes."""
@@ -126,37 +169,28 @@ def microbatch_loss(
         decayed = weight * staleness_weight(staleness, context.staleness_decay)
         weight = np.where(one.ratio_N, decayed, weight).astype(np.float32)
     clipped = np.zeros(len(one.target_N), bool)
+    kl, entropy = np.full((2, len(one.target_N)), np.nan, np.float32)
     advantage = one.advantage_N.copy()
     total = logprob_N.new_zeros(())
+    per_token = Tokens(logprob_N, proximal_N, reference_N, entropy_N)
     for index in np.unique(one.lane_N):
         lane = LANES[index]
         mine = np.flatnonzero(one.lane_N == index)
-        at = torch.from_numpy(mine).to(device)
-
-        def part(array: np.ndarray, mine: np.ndarray = mine) -> torch.Tensor:
-            return torch.from_numpy(array[mine]).to(device)
-
         objective = context.objectives[lane]
         if objective.critic and advantage_N is not None:
             advantage[mine] = advantage_N[mine]
-        _, sequence = np.unique(one.sequence_N[mine], return_inverse=True)
-        inputs = LossInputs(
-            logprob=logprob_N[at],
-            behaviour=part(one.behaviour_N),
-            advantage=part(advantage),
-            staleness=part(staleness),
-            ratio=part(one.ratio_N),
-            proximal=None if proximal_N is None else proximal_N[at],
-            reference=None if reference_N is None else reference_N[at],
-            teacher=part(one.teacher_N) if objective.teacher else None,
-            sequence=torch.from_numpy(sequence).to(device),
-            pair=part(one.pair_N),
-            bound=context.bounds.get(lane),
-        )
-        loss, output = lane_loss(objective, inputs, part(weight), context.denominators[lane])
+        inputs = _inputs(per_token, one, mine, objective, advantage=advantage, staleness=staleness)
+        inputs = msgspec.structs.replace(inputs, bound=context.bounds.get(lane))
+        weight_L = torch.from_numpy(weight[mine]).to(device)
+        loss, output = lane_loss(objective, inputs, weight_L, context.denominators[lane])
         total = total + loss
         if output.clipped is not None:
             clipped[mine] = output.clipped.cpu().numpy()
+        if objective.kl > 0 or objective.entropy > 0:
+            penalty = lane_penalty(objective, inputs, weight_L, context.num_tokens[lane])
+            total = total + penalty.loss
+            for array, values in ((kl, penalty.kl), (entropy, penalty.entropy)):
+                array[mine] = np.nan if values is None else values.cpu().numpy()
     return total, Observed(
         logprob=logprob_N.detach().cpu().numpy(),
         behaviour=one.behaviour_N,
@@ -168,4 +202,47 @@ def microbatch_loss(
         exact=np.full(len(clipped), context.exact),
         lane=one.lane_N,
         sequence=one.sequence_N,
+        kl=kl,
+        entropy=entropy,
+    )
+
+
+class Tokens(NamedTuple):
+    """What forwards gave for the sampled tokens of a microbatch; [N] each."""
+
+    logprob: torch.Tensor
+    proximal: torch.Tensor | None
+    reference: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+def _inputs(
+    given: Tokens,
+    one: Microbatch,
+    mine: np.ndarray,
+    objective: Objective,
+    *,
+    advantage: np.ndarray,
+    staleness: np.ndarray,
+) -> LossInputs:
+    """Of one lane's tokens, at `mine`."""
+    device = given.logprob.device
+    at = torch.from_numpy(mine).to(device)
+    _, sequence = np.unique(one.sequence_N[mine], return_inverse=True)
+
+    def part(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array[mine]).to(device)
+
+    return LossInputs(
+        logprob=given.logprob[at],
+        behaviour=part(one.behaviour_N),
+        advantage=part(advantage),
+        staleness=part(staleness),
+        ratio=part(one.ratio_N),
+        proximal=None if given.proximal is None else given.proximal[at],
+        reference=None if given.reference is None else given.reference[at],
+        teacher=part(one.teacher_N) if objective.teacher else None,
+        sequence=torch.from_numpy(sequence).to(device),
+        pair=part(one.pair_N),
+        entropy=None if given.entropy is None else given.entropy[at],
     )

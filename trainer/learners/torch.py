@@ -25,11 +25,12 @@ from trainer.learners.lanes import (
     StepContext,
     bounds,
     check_step,
-    denominators,
     looks_ahead,
     microbatch_loss,
     of_phase,
+    read,
     reference_dtype,
+    step_context,
 )
 from trainer.learners.numerics import numerics
 from trainer.learners.values import Values, open_critic
@@ -64,9 +65,13 @@ class TorchLearner:
         self._optimizer = self._fresh_optimizer()
 
     def begin_phase(self, phase: Phase) -> None:
-        """Start a fresh optimizer; the reference, where a loss wants one, becomes the policy as it is now."""
+        """Start a fresh optimizer; the reference, where a loss wants one, becomes the policy as it is now, and the critic's
+        body what a warm-up made of it.
+        """
         if phase not in PHASES:
             raise ValueError(f"phase: got {phase!r}, expected one of {', '.join(PHASES)}")
+        if self._critic is not None and (self._phase, phase) == ("warmup", "train"):
+            self._critic.begin_as(self._masters)
         self._phase = phase
         self._optimizer = self._fresh_optimizer()
         if self._reference is not None:
@@ -93,14 +98,8 @@ class TorchLearner:
         losses: list[float] = []
         norms: list[float] = []
         for index, part in enumerate(parts):
-            context = StepContext(
-                objectives=objectives,
-                denominators=denominators(objectives, batch, len(parts)),
-                version=batch.version,
-                exact=batch.exact and index == 0,
-                staleness_decay=self._config.staleness_decay,
-                bounds=bounded,
-            )
+            decay = self._config.staleness_decay
+            context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
             self._clear_gradients()
             advantages = values.advantages(index) if values is not None else None
             loss, norm = self._accumulate(context, part, proximal[index] if proximal else None, advantages, observed)
@@ -189,7 +188,7 @@ class TorchLearner:
         """Forward and backward of one minibatch; its loss and the norm of its gradient, which is then clipped."""
         total = torch.zeros((), device=self._model.device)
         for index, one in enumerate(part.microbatches):
-            logprob_N = self._model.logprobs(one)
+            logprob_N, entropy_N = read(lambda what, of: getattr(self._model, what)(of), context, one)
             reference_N = None
             if self._reference is not None:
                 with torch.no_grad():
@@ -200,6 +199,7 @@ class TorchLearner:
                 logprob_N,
                 proximal_N=proximal[index] if proximal else None,
                 reference_N=reference_N,
+                entropy_N=entropy_N,
                 advantage_N=advantages[index] if advantages else None,
             )
             torch.autograd.backward(loss)

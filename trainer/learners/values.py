@@ -17,13 +17,18 @@ from trainer.loss import Objective
 def open_critic(
     folder: str, config: TrainerConfig, objectives: Mapping[Lane, Objective], *, device: str
 ) -> Critic | None:
-    """The critic of the losses that want one, or None. Raises ConfigError where only one of the two is configured."""
+    """The critic of the losses that want one, or None. Raises ConfigError as `check_critic` does."""
+    check_critic(config, objectives)
+    return None if config.critic is None else Critic(folder, config.critic, device=device)
+
+
+def check_critic(config: TrainerConfig, objectives: Mapping[Lane, Objective]) -> None:
+    """Raise ConfigError where there is a critic that no loss wants, or the other way round."""
     wanting = [lane for lane, one in objectives.items() if one.critic]
     if wanting and config.critic is None:
         raise ConfigError(f"trainer.critic: missing, expected a table: the loss of lane {wanting[0]} needs values")
     if config.critic is not None and not wanting:
         raise ConfigError("trainer.critic: got a critic, expected a lane whose loss uses it (ppo)")
-    return None if config.critic is None else Critic(folder, config.critic, device=device)
 
 
 class Values:

@@ -5,7 +5,7 @@ from trainer.offpolicy import truncated_weight
 from trainer.sequences import required
 
 
-@needs(teacher=True)
+@needs(teacher=True, advantage=False)
 def distill(inputs: LossInputs, *, cap: float = 5.0) -> LossOutput:
     """-sg(min(w, cap)·(log π_T - log π_θ))·log π_θ: the gradient of each token's KL(π_θ‖π_T), as a policy gradient.
 

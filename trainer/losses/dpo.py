@@ -6,7 +6,7 @@ from trainer.loss import LossInputs, LossOutput, needs
 from trainer.sequences import required, sums
 
 
-@needs(ratio=False, mean="pairs", reference=True)
+@needs(ratio=False, mean="pairs", reference=True, advantage=False)
 def dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
     """-log σ(β·(log π_θ(y_w)/π_ref(y_w) - log π_θ(y_l)/π_ref(y_l))), sequence sums, mean over pairs.
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from trainer.loss import LossInputs, LossOutput
-from trainer.offpolicy import clipped_surrogate, k3, score_function_k1, surrogate_clips
+from trainer.offpolicy import DualBound, clipped_surrogate, dual_clip, k3, score_function_k1, surrogate_clips
 
 
 def grpo(
@@ -14,15 +14,18 @@ def grpo(
     kl: float = 0.0,
     estimator: Literal["k1", "k3"] = "k3",
     minibatches: int = 1,
+    dual_clip_at: DualBound | None = None,
 ) -> LossOutput:
     """-min(wA, clip(w, 1-low, 1+high)A) + kl·KL(π_θ, π_ref). arXiv 2402.03300 eq. 3 and 4.
 
-    estimator: k3 is differentiated as it stands, as in eq. 4; k1 so, would have no gradient on average (2506.09477), so
-    it enters as the weight of log π_θ. minibatches: optimizer steps per batch (read by the learner).
+    estimator: k3 is differentiated as it stands, as in eq. 4, which is not the gradient of this KL; k1 so, would have no
+    gradient on average (2506.09477), so it enters as the weight of log π_θ. The lane's own `kl` serves any loss and is
+    unbiased: prefer it. minibatches: optimizer steps per batch (read by the learner). dual_clip_at: see `dual_clip`, 3 in
+    its paper.
     """
     log_weight = inputs.log_weight
     weight = log_weight.exp()
-    loss = -clipped_surrogate(weight, inputs.advantage, low, high)
+    loss = -dual_clip(clipped_surrogate(weight, inputs.advantage, low, high), inputs.advantage, dual_clip_at)
     if kl > 0:
         if inputs.reference is None:
             raise ValueError("reference: got none, expected the reference model's logprobs where kl is above 0")
@@ -30,4 +33,4 @@ def grpo(
             loss = loss + kl * k3(inputs.reference - inputs.logprob)
         else:
             loss = loss + kl * score_function_k1(inputs.logprob, inputs.reference, weight)
-    return LossOutput(loss, surrogate_clips(weight.detach(), inputs.advantage, low, high))
+    return LossOutput(loss, surrogate_clips(weight.detach(), inputs.advantage, low, high, dual_clip_at))

@@ -2,7 +2,7 @@
 
 from trainer.loss import LossInputs, LossOutput, needs
 from trainer.offpolicy import clipped_surrogate, surrogate_clips
-from trainer.sequences import deal, first_of_each, means, required
+from trainer.sequences import deal, means, of_each, required
 
 
 @needs(mean="sequences")
@@ -13,7 +13,7 @@ def gspo(inputs: LossInputs, *, low: float = 3e-4, high: float = 4e-4, minibatch
     """
     sequence = required(inputs.sequence, "sequence")
     ratio = means(inputs.log_weight, sequence).exp()
-    advantage = first_of_each(inputs.advantage, sequence)
+    advantage = of_each(inputs.advantage, sequence)
     loss = -clipped_surrogate(ratio, advantage, low, high)
     clipped = surrogate_clips(ratio.detach(), advantage, low, high)
     return LossOutput(deal(loss, sequence), clipped[sequence])

@@ -1,16 +1,19 @@
 """OPMD: online policy mirror descent, a policy gradient without ratios, held near the sampler by a squared distance."""
 
 from trainer.loss import LossInputs, LossOutput, needs
-from trainer.sequences import deal, first_of_each, required, sums
+from trainer.sequences import deal, of_each, required, sums
 
 
 @needs(mean="sequences")
 def opmd(inputs: LossInputs, *, tau: float = 0.1) -> LossOutput:
     """-A·log π_θ(y) + τ/2·(log π_θ(y)/μ(y))², mean over sequences. Kimi k1.5, arXiv 2501.12599 section 2.3.2, whose old policy
-    is here the one that sampled, and whose r - mean(r) is the advantage.
+    is here the one that sampled.
+
+    A is what [collect.advantage] gives. The paper's is r - mean(r); the default divides by the group's standard deviation
+    as well, which is the same as a τ of the paper times that deviation, group by group.
     """
     sequence = required(inputs.sequence, "sequence")
-    advantage = first_of_each(inputs.advantage, sequence)
+    advantage = of_each(inputs.advantage, sequence)
     distance = sums(inputs.log_weight, sequence)
     loss = -advantage * sums(inputs.logprob, sequence) + tau / 2 * distance.square()
     return LossOutput(deal(loss, sequence))

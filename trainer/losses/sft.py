@@ -3,7 +3,7 @@
 from trainer.loss import LossInputs, LossOutput, needs
 
 
-@needs(ratio=False)
+@needs(ratio=False, advantage=False)
 def sft(inputs: LossInputs) -> LossOutput:
     """-log π_θ."""
     return LossOutput(-inputs.logprob)

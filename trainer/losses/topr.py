@@ -3,7 +3,7 @@
 import torch
 
 from trainer.loss import LossInputs, LossOutput, needs
-from trainer.sequences import deal, first_of_each, required, sums
+from trainer.sequences import deal, of_each, required, sums
 
 
 @needs(mean="sequences")
@@ -13,7 +13,7 @@ def topr(inputs: LossInputs) -> LossOutput:
     clipped: sequences whose weight was truncated.
     """
     sequence = required(inputs.sequence, "sequence")
-    advantage = first_of_each(inputs.advantage, sequence)
+    advantage = of_each(inputs.advantage, sequence)
     ratio = sums(inputs.log_weight.detach(), sequence).exp()
     weight = torch.where(advantage >= 0, 1.0, ratio.clamp(max=1.0))
     loss = -weight * advantage * sums(inputs.logprob, sequence)

@@ -1,6 +1,7 @@
-"""normalize_advantages: advantages of a batch to mean 0 and variance 1, over all that will be trained together."""
+"""normalize_advantages: advantages of a batch to mean 0 and variance 1, lane by lane, over all that is trained together."""
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -8,21 +9,37 @@ from infra.processor import processor
 from schemas import Experience
 
 
-@processor(version=1, inline=True)
+@processor(version=2, inline=True)
 def normalize_advantages(
     batch: tuple[Experience, ...], *, center: bool = True, epsilon: float = 1e-8
 ) -> tuple[Experience, ...]:
-    """(A - mean) / (std + epsilon) over the members that have an advantage; the others pass. REINFORCE++, arXiv 2501.03262.
+    """(A - mean) / (std + epsilon) over the members of a lane that have an advantage; the others pass. REINFORCE++,
+    arXiv 2501.03262. A lane's advantages are of its own kind (a task's group, a person's rating): others do not scale them.
 
-    Each sequence counts once, however long. center false leaves the mean. Fewer than two, or all alike, pass unchanged.
+    Each sequence counts once, however long; by how much its turns differ from it is not scaled. center false leaves the
+    mean. Fewer than two, or all alike, pass unchanged.
     """
-    values = [one.advantage for one in batch if one.advantage is not None]
-    if len(values) < 2 or max(values) == min(values):
-        return batch
-    mean = math.fsum(values) / len(values)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)) + epsilon
-    shift = mean if center else 0.0
+    values: dict[str, list[float]] = {}
+    for one in batch:
+        if one.advantage is not None:
+            values.setdefault(one.lane, []).append(one.advantage)
+    moments = {lane: _moments(of_lane) for lane, of_lane in values.items() if max(of_lane) > min(of_lane)}
     return tuple(
-        one if one.advantage is None else msgspec.structs.replace(one, advantage=(one.advantage - shift) / deviation)
+        one
+        if one.advantage is None or one.lane not in moments
+        else _scaled(one, one.advantage, *moments[one.lane], center, epsilon)
         for one in batch
     )
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+def _scaled(
+    one: Experience, advantage: float, mean: float, deviation: float, center: bool, epsilon: float
+) -> Experience:
+    shift = mean if center else 0.0
+    return msgspec.structs.replace(one, advantage=(advantage - shift) / (deviation + epsilon))

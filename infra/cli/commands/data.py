@@ -86,6 +86,7 @@ def forget(
     Pending and buffered data, all that was made from it, and what was written about it, is dropped by the roles that hold it;
     while a trainer runs, the command ends with its first checkpoint after that.
     Names the versions that have learned from it, and the steps that replay can no longer reproduce.
+    Tasks that an earlier release made of what they asked are emptied.
     The event is in the log, without the user's name. It cannot be undone.
 
     Example: [cyan]headrace forget --user ann@example.org --tenant acme --json[/]
@@ -102,7 +103,7 @@ def load_prompts(
     sets: SetOption = [],  # noqa: B006
 ) -> None:
     """Load recorded production prompts as an eval suite: the gate compares a candidate's answers to them with the stable
-    version's.
+    version's. What named users asked is left out: it is sealed, so that it can be forgotten.
 
     Example: [cyan]headrace load prompts 200[/]
     """

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from openai import AsyncOpenAI
 from starlette.responses import StreamingResponse
 
-from actors.config import CanaryConfig, GateConfig
+from actors.config import CanaryConfig, GateConfig, PeopleConfig
 from actors.gateway.canary import Canary, place_of
 from actors.gateway.config import CanaryShare, GatewayConfig
 from infra.bus.memory import MemoryBus
@@ -63,12 +63,22 @@ def test_a_share_of_sessions_goes_to_the_canary_and_each_stays_where_it_fell(tmp
 
 
 def test_a_larger_share_takes_more_sessions_in_and_none_out_and_is_about_what_was_asked() -> None:
-    places = [place_of(f"{number:x}") for number in range(10_000)]
+    places = [place_of(f"{number:x}", 5, b"secret") for number in range(10_000)]
     for share in (0.05, 0.1, 0.5):
         inside = sum(place < share for place in places) / len(places)
         assert abs(inside - share) < 0.02
     canary = Canary(CanaryShare(url="http://127.0.0.1:9", share=0.0), Metrics("serve"))
-    assert not any(canary.takes(f"{number:x}") for number in range(1000))
+    assert not any(canary.takes(f"{number:x}", 5, b"secret") for number in range(1000))
+
+
+def test_every_trial_draws_anew_and_nobody_without_the_secret_knows_who_is_inside() -> None:
+    def inside(trial: int, secret: bytes) -> set[int]:
+        return {number for number in range(10_000) if place_of(f"{number:x}", trial, secret) < 0.1}
+
+    first = inside(5, b"secret")
+    assert first == inside(5, b"secret")
+    for other in (inside(6, b"secret"), inside(5, b"guessed"), inside(-1, b"secret")):
+        assert len(first & other) < 150, "a tenth of a tenth, as by chance"
 
 
 def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_record_says_what_was_on_trial(
@@ -342,7 +352,7 @@ def test_a_canary_that_its_users_rate_down_is_taken_back_by_the_master_while_eve
             log, policies = stable.log, Heard(stable.log, POLICIES)
             key = stable.key()
             await stable.keys_read(), await canary.keys_read()
-            config = replace(MASTER, gate=GateConfig(canary=CanaryConfig()))
+            config = replace(MASTER, gate=GateConfig(canary=CanaryConfig(), people=PeopleConfig(block="1ms")))
             async with running(master(log, config), asyncio.create_task(policies.listen())):
                 for version in (1, 2):
                     await announce(stable, version, bigram(version))
@@ -364,5 +374,5 @@ def test_a_canary_that_its_users_rate_down_is_taken_back_by_the_master_while_eve
 
     event = asyncio.run(check())
     assert (event.version, event.owner, event.channel) == (2, "canary", "stable")
-    assert event.stats["pairs/worse"] >= 20 and event.stats["pairs/better"] == 0
-    assert event.reason.startswith("rated down ") and " version 1 0 of " in event.reason
+    assert event.stats["trial/bad"] == event.stats["trial/people"] >= 9 and event.stats["trial/bad_stable"] == 0
+    assert event.reason.startswith("rated down by ")

@@ -123,3 +123,12 @@ def test_a_plugin_that_cannot_be_used_is_one_line_that_names_its_table(
 ) -> None:
     line = refused(replaced(config, old, new))
     assert all(word in line for word in words), line
+
+
+def test_late_feedback_that_retrains_into_a_lane_of_pairs_is_refused(config: Path) -> None:
+    lane = '\n[trainer.lanes.human]\nloss = "dpo"\n'
+    replaced(config, 'window = "2h"', 'window = "2h"\nlate = "retrain"')
+    assert check(config).exit_code == 0
+    config.write_text(config.read_text() + lane)
+    line = refused(config)
+    assert all(word in line for word in ('feedback[0].late: got "retrain"', '"dpo" takes pairs', '"amend"')), line

@@ -25,12 +25,9 @@ usual = {{}}
 """
 
 
-def check(folder: Path, lanes: str = "", **changes: str) -> tuple[int, str]:
+def check(folder: Path, lanes: str = "") -> tuple[int, str]:
     """Exit code and output, without its line breaks."""
-    text = SETTINGS.format(lanes=lanes)
-    for before, after in changes.items():
-        text = text.replace(before, after)
-    (folder / "headrace.toml").write_text(text)
+    (folder / "headrace.toml").write_text(SETTINGS.format(lanes=lanes))
     result = CliRunner().invoke(app, ["check", "-c", str(folder / "headrace.toml")], env={"TERM": "dumb"})
     return result.exit_code, " ".join(result.output.split())
 
@@ -76,15 +73,10 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(started):
     assert code == 2 and "head is (2, 4), policy.model has (2, 3)" in said and "another name in `run`" in said
 
 
+def test_a_critic_that_no_loss_wants_is_refused(started):
+    code, said = check(started, "[trainer.critic]")
+    assert code == 2 and "trainer.critic: got a critic, expected a lane whose loss uses it" in said
+
+
 def test_looking_at_an_app_that_never_started_leaves_no_store_behind(tmp_path):
     assert check(tmp_path)[0] == 0 and not (tmp_path / "store").exists()
-
-
-def test_late_answers_that_a_lane_of_pairs_would_drop_are_told(started):
-    (started / "late_answers.py").write_text(
-        "from headrace import Feedback, feedback\n\n@feedback(version=1)\ndef csat(ticket: dict) -> Feedback | None:\n"
-        "    return None\n"
-    )
-    source = '[[feedback]]\nname = "csat"\nuse = "late_answers:csat"\nlate = "retrain"\nfrom = { topic = "t" }\n'
-    code, said = check(started, f'{PAIRS}\n{source}window = "1h"', **{'app = "bot"': 'app = "bot"\nplugins = ["."]'})
-    assert code == 0 and 'it would be dropped as "not a pair"' in said

@@ -23,8 +23,14 @@ def test_the_newest_prompt_comes_first_and_each_once() -> None:
     tasks = list(newest_prompts(found, "production"))
     assert [task.messages[0].content for task in tasks] == ["new?", "old?"]
     assert all(task.split == "production" and len(task.messages) == 1 for task in tasks)
-    assert tasks[0].meta == {"subject": "ann", "experience": "g3.0-0-0"}
+    assert tasks[0].meta == {"experience": "g3.0-0-0"}
     assert [task.id for task in tasks] == [task.id for task in newest_prompts(found, "production")]
+
+
+def test_what_is_sealed_becomes_no_task() -> None:
+    open_, shut = asked(1, "open?"), replace(asked(2, "sealed?"), key_id="ann-00")
+    tasks = newest_prompts([(1, open_), (2, shut)], "production")
+    assert [task.messages[0].content for task in tasks] == ["open?"]
 
 
 async def recorded_lanes() -> list[str]:

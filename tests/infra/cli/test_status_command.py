@@ -102,6 +102,11 @@ def test_a_counter_that_should_stand_still_is_an_alarm_for_a_minute_after_it_gre
     assert at(70) == []
 
 
+def test_what_a_role_says_somebody_should_look_at_is_an_alarm() -> None:
+    said = Progress(role="master", instance="master/1", state="issuing", alarms=("complaints come late",))
+    assert "master/1: complaints come late" in state_of((0, said), now_s=1)["alarms"]
+
+
 def test_the_newest_policy_being_refused_is_an_alarm_and_an_older_one_is_history() -> None:
     published = [(0.0, PolicyEvent(event="published", policy="main", version=version)) for version in (1, 2)]
     refused = PolicyEvent(event="refused", policy="main", version=2, owner="explore/7", reason="NaN in lm_head")
@@ -184,6 +189,11 @@ def test_the_screen_shows_roles_policies_drops_and_alarms() -> None:
     assert has("lag", "no consumer has committed yet")
 
 
+def test_what_waits_for_the_share_of_a_tenant_is_shown() -> None:
+    report = Progress(role="train", instance="train/1", state="learning", gauges={"held_back": 1234.0})
+    assert "held back  1,234 experiences wait" in shown(state_of((0, report), now_s=1))
+
+
 def test_the_chain_in_force_on_each_partition_is_listed_while_workers_are_replaced_one_by_one() -> None:
     def worker(name: str, chain: str, *held: int, state: str = "running") -> Progress:
         return Progress(
@@ -200,3 +210,17 @@ def test_the_chain_in_force_on_each_partition_is_listed_while_workers_are_replac
     assert state["chains"] == {"verify": {"0": old, "1": new, "2": old}}
     lines = shown(state).splitlines()
     assert f"chain      verify 0, 2: {old}" in lines and f"chain      verify 1: {new}" in lines
+
+
+def failures(failed: float, out: float) -> list[str]:
+    counters = {"experiences_out{stage=verify}": out, "step_failed{stage=verify,step=raises@1}": failed}
+    began, now = progress("process"), progress("process", **counters)
+    found: list[str] = state_of((0.0, began), (30.0, now), now_s=31.0)["alarms"]
+    return found
+
+
+def test_a_step_that_fails_more_often_than_it_may_is_an_alarm_that_names_it() -> None:
+    (alarm,) = failures(3, 37)
+    assert alarm.startswith("process/1: verify: step raises@1 failed on 3 of 40 in the last minute; ")
+    assert failures(40, 0)
+    assert failures(2, 38) == []

@@ -77,7 +77,7 @@ def test_the_last_words_of_a_role_are_printed_without_what_moves_the_cursor(tmp_
     log = tmp_path / "serve.log"
     assert last_words(log) == ""
     log.write_bytes(b"x" * 10_000 + b"\nheadrace: cannot \x1b[2Jlisten\n\n")
-    assert last_words(log) == "headrace: cannot  [2Jlisten"
+    assert last_words(log) == "headrace: cannot \\x1b[2Jlisten"
 
 
 def test_every_role_of_a_machine_serves_its_metrics_on_a_port_of_its_own(tmp_path: Path) -> None:

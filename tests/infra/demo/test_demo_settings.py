@@ -165,7 +165,7 @@ def test_the_controls_weigh_the_lanes_as_they_say(tmp_path: Path) -> None:
     for control in CONTROLS:
         lanes = settings(tmp_path / control, control=control).trainer.lanes
         weights[control] = (lanes["usual"].weight, lanes["expert"].weight)
-        assert lanes["expert"].weight == 0.0 or share_of(lanes["expert"]) == pytest.approx(1 / 3)
+        assert lanes["expert"].weight == 0.0 or share_of(lanes["expert"], lanes["usual"]) == pytest.approx(1 / 3)
     assert weights == {"none": (0.75, 0.25), "shuffled": (0.75, 0.25), "sft": (0.0, 0.25), "rl": (1.0, 0.0)}
 
 

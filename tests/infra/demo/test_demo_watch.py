@@ -15,7 +15,7 @@ from infra.demo.screen import Screen
 from infra.demo.settings import DemoOptions
 from infra.demo.watch import Watch
 from infra.local.supervisor import ChildState
-from schemas import Block, Control, EvalResult, PolicyEvent, Progress, encode
+from schemas import Block, Control, EvalResult, MasterState, PolicyEvent, Progress, encode
 from tests.schemas.record_samples import group_block
 
 START_S = 1_763_715_600.0
@@ -48,8 +48,9 @@ def test_drops_are_added_up_over_roles() -> None:
 
 
 def test_only_a_master_that_is_done_in_this_run_ends_it() -> None:
-    assert not watch_of((-5, progress("master", state="done"))).done.is_set(), "that was an earlier process"
-    assert watch_of((5, progress("master", state="done"))).done.is_set()
+    done = Progress(role="master", instance="master/1", master=MasterState(state="done"))
+    assert not watch_of((-5, done)).done.is_set(), "that was an earlier process"
+    assert watch_of((5, done)).done.is_set() and not watch_of((5, progress("master", state="done"))).done.is_set()
 
 
 def test_start_up_is_measured_to_the_first_experience_and_not_at_all_in_a_resumed_run() -> None:

@@ -7,15 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from actors.taskbook import TaskBook
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.cli.forget import duration_of, first_checkpoint
-from infra.ledger.forget import Report, complete, destroy, report, tell
+from infra.ledger.forget import Report, complete, destroy, report, tell, withdraw_tasks
 from infra.ledger.index import Index
 from infra.metrics import Metrics
 from infra.seal import Keys, open_text, seal_text, sealed
 from infra.store_memory import MemoryStore
-from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Progress, Saved, ids, topics
+from schemas import Batch, Block, Directive, Drawn, Message, PolicyEvent, Progress, Saved, Task, ids, topics
 from schemas.errors import ConfigError, Sealed
 from schemas.ids import subject_of
 from tests.infra.ledger.ledger_records import batch
@@ -220,6 +221,25 @@ def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is
     asyncio.run(body())
 
 
+def test_tasks_that_quote_the_user_are_emptied_and_others_stay(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await log.create_topics(partitions=2, keep_ms=-1)
+        asked = (Message(role="user", content="my sister's name is Wilhelmina"),)
+        for name, subject in (("hers", ANN), ("his", "bob"), ("nobodys", ""), ("again", ANN), ("again", "")):
+            task = Task(id=name, messages=asked, split="production", meta={"subject": subject} if subject else {})
+            await log.publish(topics.TASKSET, task)
+        assert [await withdraw_tasks(log, {ANN}) for _ in range(2)] == [1, 0]
+        newest = {m.value.id: m.value async for m in log.read_all(topics.TASKSET) if isinstance(m.value, Task)}
+        assert [name for name, task in sorted(newest.items()) if task.messages] == ["again", "his", "nobodys"]
+        book = TaskBook()
+        for task in newest.values():
+            book.add(task)
+        assert {task.id for task in book.of_split("production")} == {"again", "his", "nobodys"}
+
+    asyncio.run(body())
+
+
 SAVED = Saved(run="t", token=1, step=7, version=3, sha256="9f")
 
 
@@ -244,7 +264,7 @@ async def waited(
 
 
 def test_forgetting_waits_for_a_checkpoint_of_its_run_that_was_made_since() -> None:
-    learns = Progress(role="train", instance="train/1", state="learning")
+    learns = Progress(role="train", instance="train/1", life="working")
     assert asyncio.run(waited(learns, wait_s=30.0)) == SAVED
     assert asyncio.run(waited(learns, saved=None)) is None
     assert asyncio.run(waited(learns, saved=msgspec.structs.replace(SAVED, run="another"))) is None
@@ -257,7 +277,7 @@ def test_forgetting_waits_for_nothing_where_nothing_was_trained_since_the_last_c
 
 
 def test_forgetting_waits_for_no_trainer_that_does_not_run() -> None:
-    stopped = Progress(role="train", instance="train/1", state="stopped")
+    stopped = Progress(role="train", instance="train/1", life="ended")
     assert asyncio.run(waited(stopped, wait_s=600.0)) is None
     assert asyncio.run(waited(Progress(role="serve", instance="serve/1", state="serving"), wait_s=600.0)) is None
 

@@ -155,7 +155,7 @@ def test_two_workers_that_both_believe_in_a_partition_say_the_same_and_the_train
                 collector.close()
             ends = [one for one in await values(log, PROGRESS) if isinstance(one, Closure)]
             assert len(ends) == 4 and ends[0] in ends[1:] and len({one.group for one in ends}) == 2
-            buffer = Buffer({"usual": 1}, {})
+            buffer = Buffer({"usual": 1})
             taken = [
                 buffer.add(message.offset, message.record.value, message.value)
                 for message in await stored(log, BUFFER)

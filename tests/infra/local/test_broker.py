@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.bus.access import Access, embedded_access
 from infra.bus.kafka import KafkaBus, answers
 from infra.local.address import read_address
 from infra.local.broker import EmbeddedKafka
@@ -109,3 +110,28 @@ def test_a_broker_that_cannot_start_says_why(tmp_path: Path) -> None:
         broker.start()
     assert broker.pid is None
     assert read_address(tmp_path / "kafka") is not None
+
+
+def test_a_guarded_broker_lets_in_who_can_read_its_folder_and_nobody_else(tmp_path: Path) -> None:
+    async def lets_in(bootstrap: str, access: Access) -> bool:
+        try:
+            return await answers(bootstrap, timeout_s=5.0, access=access)
+        except ConfigError:
+            return False
+
+    with EmbeddedKafka(tmp_path / "kafka", guarded=True) as broker:
+        access = embedded_access(broker.folder)
+        address = read_address(broker.folder)
+        assert address is not None
+        wrong = Access(protocol="SASL_PLAINTEXT", username=access.username, password="guess")
+        for bootstrap in (address.bootstrap, f"127.0.0.1:{address.controller_port}"):
+            assert [asyncio.run(lets_in(bootstrap, one)) for one in (Access(), wrong)] == [False, False], bootstrap
+        assert asyncio.run(lets_in(broker.bootstrap, access))
+        for name in ("password", "server.properties"):
+            assert (broker.folder / name).stat().st_mode & 0o077 == 0 and access.password in (
+                broker.folder / name
+            ).read_text()
+        assert access.password not in broker.log.read_text() and broker.folder.stat().st_mode & 0o077 == 0
+        broker.restart()
+        assert embedded_access(broker.folder) == access and asyncio.run(lets_in(broker.bootstrap, access))
+    assert embedded_access(tmp_path) == Access(), "a folder of the first release has no password"

@@ -87,6 +87,64 @@ def test_memory_files_and_descriptors_are_limited(sandbox: Sandbox) -> None:
     assert b"Too many open files" in python(sandbox, "held = [open('/dev/null') for _ in range(99)]").stderr
 
 
+def test_processes_that_hold_too_much_memory_together_end_their_run() -> None:
+    """Each far below its own limit: eight of 100 MB where 400 MB are allowed."""
+    small = sandbox_or_skip(Limits(wall_s=60.0, total_bytes=400 * MEBIBYTE))
+    hoards = """
+    import os, time
+    for _ in range(8):
+        if os.fork() == 0:
+            held = bytearray(b"x") * (100 << 20)
+            time.sleep(300)
+    time.sleep(300)
+    """
+    finished = python(small, hoards)
+    assert (finished.code, finished.fault) == (None, "memory")
+    modest = python(small, "held = [bytearray(b'x') * (30 << 20) for _ in range(8)]; print(len(held))")
+    assert (modest.fault, modest.stdout) == ("", b"8\n")
+
+
+def test_what_programs_commonly_use_still_works(sandbox: Sandbox) -> None:
+    code = """
+    import asyncio, multiprocessing, shutil, sqlite3, subprocess, tempfile, threading
+    async def later():
+        await asyncio.sleep(0)
+        return 1
+    found = [asyncio.run(later())]
+    base = sqlite3.connect("/tmp/base")
+    base.execute("create table t (x)")
+    base.execute("insert into t values (2)")
+    base.commit()
+    found += base.execute("select x from t").fetchone()
+    with multiprocessing.Pool(2) as pool:
+        found += pool.map(abs, [-3])
+    found.append(int(subprocess.run(["echo", "4"], capture_output=True).stdout))
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"5"); file.flush()
+        shutil.copy(file.name, "/tmp/copy"), shutil.copystat(file.name, "/tmp/copy")
+        found.append(int(open("/tmp/copy").read()))
+    print(found)
+    """
+    finished = python(sandbox, code)
+    assert finished.stdout == b"[1, 2, 3, 4, 5]\n", finished
+
+
+def test_orphans_count_too() -> None:
+    small = sandbox_or_skip(Limits(wall_s=60.0, total_bytes=300 * MEBIBYTE))
+    hoards = """
+    import os, time
+    for _ in range(5):
+        if os.fork() == 0:
+            if os.fork() == 0:
+                held = bytearray(b"x") * (100 << 20)
+                time.sleep(300)
+            os._exit(0)
+        os.wait()
+    time.sleep(300)
+    """
+    assert python(small, hoards).fault == "memory"
+
+
 def test_a_fork_bomb_is_held_to_the_limit_of_processes(sandbox: Sandbox) -> None:
     if not is_machine_root() and os.geteuid() == 0:
         pytest.skip("root of a container's user namespace: the kernel may not count its processes")

@@ -98,6 +98,15 @@ ATTEMPTS = [
     ("a race of symbolic links", "race()", False),
     ("above the root", "os.chdir('/'); [os.chdir('..') for _ in 'many']; escaped(os.path.exists('etc/passwd'))", False),
     ("typing into the terminal", "import fcntl; fcntl.ioctl(0, 0x5412, b'x'); escaped(True)", False),
+    ("extended attributes", "open('/tmp/a', 'w'); os.setxattr('/tmp/a', 'user.a', b'x'); escaped(True)", False),
+    ("extended attributes by descriptor", "os.setxattr(open('/tmp/a', 'w').fileno(), 'user.a', b'x'); escaped(True)", False),
+    ("larger socket buffers", "import socket as s; s.socketpair()[0].setsockopt(1, 7, 1 << 22); escaped(True)", True),
+    ("larger pipes", "import fcntl; fcntl.fcntl(os.pipe()[0], 1031, 1 << 17); escaped(True)", True),
+    ("a lease", "import fcntl; fcntl.fcntl(os.open(own(), os.O_RDONLY), 1024, 0); escaped(True)", True),
+    ("a lock on a file of the host", "import fcntl; fcntl.flock(os.open('/bin/sh', os.O_RDONLY), 2); escaped(True)", True),
+    ("a notice of a folder", "import fcntl; fcntl.fcntl(os.open('/usr/lib', os.O_RDONLY), 1026, 1); escaped(True)", True),
+    ("a watch on a folder of the host", "escaped(libc.inotify_add_watch(libc.inotify_init1(0), b'/usr/lib', 2) > 0)", True),
+    ("what the host has read", "escaped(call(451, 0, 0, 0, 0) == -1 and ctypes.get_errno() != 1)", True),
     ("calls of the x32 kind", "escaped(call(0x40000000 | 39) > 0 or ctypes.get_errno() != 0)", False),
     ("another architecture's rules", "escaped(call(135, 0xffffffff) != -1)", True),
 ]  # fmt: skip
@@ -108,6 +117,10 @@ def nnp():
 def _closed(d):
     try: os.fstat(d); return False
     except OSError: return True
+def own():
+    path = '/tmp/headrace-lease-%d' % os.getpid()
+    open(path, 'w').close()
+    return path
 def fill(folder):
     # up to 64 MB of files of 4 MB: twice what may lie there
     written = 0

@@ -10,7 +10,8 @@ from infra.chain.chain import Context, Dropped, Outcome
 from schemas import Block, Control, Experience, Feedback, Message, Score, Span, Stub, Tick, encode, make_experience
 from schemas.ids import experience_id
 from streams.collect.decision import Decision, Folded
-from streams.collect.fold import Arrival, Rules, fold, wanted
+from streams.collect.fold import Arrival, Rules, fold
+from streams.collect.needs import wanted
 from streams.collect.state import State
 
 DEADLINE_MS = 1_000

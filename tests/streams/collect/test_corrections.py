@@ -11,7 +11,8 @@ from schemas.pairs import pair_fault, pair_side
 from schemas.withdrawal import is_withdrawal
 from streams.collect.credit import Source
 from streams.collect.decision import Decision
-from streams.collect.fold import Rules, chain_of, fold, wanted
+from streams.collect.fold import Rules, chain_of, fold
+from streams.collect.needs import wanted
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
 from streams.processors.reward import reward

@@ -5,9 +5,10 @@ import pytest
 
 from actors.ratings import Ratings, Tally
 from schemas import Block
-from streams.collect.credit import Source, verdicts
+from streams.collect.credit import Source
 from streams.collect.fold import Rules
-from streams.collect.group import Said
+from streams.collect.group import Said, Words
+from streams.collect.words import hear, verdicts
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     Inbox,
@@ -152,14 +153,16 @@ def test_late_feedback_about_an_answer_the_log_no_longer_holds_is_counted() -> N
 
 
 def test_raters_are_averaged_and_each_may_revise() -> None:
-    heard = [
+    words = Words()
+    for item in (
         said(REF, 0.0, id="1", rater="ann"),
         said(REF, 1.0, id="2", rater="bob"),
         said(REF, 0.5, id="3", rater="ann"),
-    ]
-    assert verdicts(Said(item, 0, 0) for item in heard) == {"csat": 0.75}
-    gone = said(REF, 0.0, id="4", rater="bob", type="retraction")
-    assert verdicts(Said(item, 0, 0) for item in [*heard, gone]) == {"csat": 0.5}
+    ):
+        hear(words, Said(item, 0, 0))
+    assert verdicts(words) == {"csat": 0.75}
+    hear(words, Said(said(REF, 0.0, id="4", rater="bob", type="retraction"), 0, 0))
+    assert verdicts(words) == {"csat": 0.5}
 
 
 def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answer_anew_without_one() -> None:

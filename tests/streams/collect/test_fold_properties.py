@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from schemas import Block, Control, Experience, Stub
 from streams.collect.credit import Source
-from streams.collect.fold import Decision, Rules, fold, group_named, wanted
+from streams.collect.fold import Decision, Rules, fold, group_named
+from streams.collect.needs import wanted
 from streams.collect.pending import Pending
 from streams.collect.state import State
 from tests.streams.collect.collecting import (

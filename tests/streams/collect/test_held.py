@@ -50,8 +50,8 @@ def test_what_one_rater_says_beyond_the_cap_counts_for_nothing_and_is_counted() 
     assert drops(results) == {RATER_CAP: 2}
 
 
-def test_raters_do_not_share_a_cap_and_whoever_is_unknown_has_none() -> None:
-    assert not drops(folded(rated(5, rater=""), rules(per_rater=3)))
+def test_raters_do_not_share_a_cap_and_all_that_nobody_is_named_for_is_one_raters() -> None:
+    assert drops(folded(rated(5, rater=""), rules(per_rater=3))) == {RATER_CAP: 2}
     others = [said(ref(number), 1.0, rater=f"r{number}") for number in range(5)]
     assert reasons(others, per_rater=1) == [""] * 5
 
@@ -59,6 +59,16 @@ def test_raters_do_not_share_a_cap_and_whoever_is_unknown_has_none() -> None:
 def test_the_cap_is_lifted_when_its_time_is_over() -> None:
     words = [said(ref(number), 1.0, rater="bot") for number in range(4)]
     assert reasons(words, step_ms=WITHIN_MS // 2, per_rater=1) == ["", RATER_CAP, "", RATER_CAP]
+
+
+def test_raters_of_two_tenants_that_have_one_name_do_not_share_a_cap() -> None:
+    memories: dict = {}
+    words = [said(ref(number), 1.0, id=str(number), rater="ann") for number in range(4)]
+    tenants = ("acme", "acme", "other", "other")
+    held = [
+        held_back(memories, one, source(per_rater=1), 0, tenant) for one, tenant in zip(words, tenants, strict=True)
+    ]
+    assert held == ["", RATER_CAP, "", RATER_CAP]
 
 
 def test_a_retraction_is_never_held_back() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from infra.processor import Drop, Memory
 from schemas import Block, Experience, Message, Score, Span, decode, encode, ids, make_experience
-from streams.processors.advantage import BASELINE_WINDOW, advantage, from_baseline, group_normalized, leave_one_out
+from streams.processors.advantage import advantage, group_normalized, leave_one_out, less_the_mean
 from streams.processors.control import shuffle_advantages
 from streams.processors.difficulty import difficulty
 from streams.processors.prioritize import prioritize
@@ -143,44 +143,25 @@ def test_leave_one_out_compares_with_the_others() -> None:
     assert advantages(rewarded([1, 0]), kind="leave_one_out") == [1.0, -1.0]
 
 
+def test_the_mean_alone_is_taken_off_where_nothing_is_divided() -> None:
+    assert less_the_mean([1, 0, 0, 0]) == [0.75, -0.25, -0.25, -0.25]
+    assert less_the_mean([]) == [] and advantages(rewarded([1, 0, 0, 0]), kind="mean") == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_the_only_rated_choice_of_production_is_compared_as_a_lone_answer_and_kept() -> None:
+    memory, rated = Memory(64), answer(0, lane="live", reward=1.0)
+    for number in range(8):
+        advantage((answer(group_size=1, group=f"g{number}.0", lane="live", reward=0.0),), memory=memory)
+    (first, second) = advantage((rated, answer(1, lane="live")), memory=memory)
+    assert first.advantage is not None and first.advantage > 0 and second.advantage is None
+    assert difficulty((rated, answer(1, lane="live"))) == (rated, answer(1, lane="live"))
+    both = (rated, answer(1, lane="live", reward=1.0))
+    assert all(isinstance(member, Drop) for member in difficulty(both))
+
+
 def test_members_without_a_reward_and_demonstrations_keep_none() -> None:
     group = (*rewarded([1, 0]), answer(2), answer(3, lane="expert", reward=1.0))
     assert advantages(group)[2:] == [None, None]
-
-
-def test_a_lone_answer_is_compared_with_those_before_it_from_its_tenant_and_origin() -> None:
-    memory = Memory(8)
-
-    def lone(value: float, tenant: str) -> float | None:
-        return advantage((answer(group_size=1, reward=value, tenant=tenant),), memory=memory)[0].advantage
-
-    assert lone(1.0, "a") == 0.0
-    assert lone(0.0, "a") == -1.0  # mean 1, no spread yet
-    # Mean 1/2, std 1/2 by now.
-    assert lone(1.0, "a") == pytest.approx(0.5 / 0.5001)
-    assert lone(1.0, "b") == 0.0
-
-
-def test_the_running_baseline_is_the_mean_and_std_of_what_came() -> None:
-    memory = Memory(8)
-    values = [0.2, 0.9, 0.4, 0.4, 1.0]
-    for value in values:
-        from_baseline(memory, "k", value, 1e-4)
-    known = memory.get("k")
-    assert isinstance(known, list)
-    count, mean, variance = known
-    assert count == 5
-    assert mean == pytest.approx(sum(values) / 5)
-    assert variance == pytest.approx(sum((value - sum(values) / 5) ** 2 for value in values) / 5)
-
-
-def test_the_running_baseline_follows_a_change() -> None:
-    memory = Memory(8)
-    for value in [0.0] * 1000 + [1.0] * (5 * BASELINE_WINDOW):
-        from_baseline(memory, "k", value, 1e-4)
-    known = memory.get("k")
-    assert isinstance(known, list)
-    assert float(known[1]) > 0.98
 
 
 def test_a_group_of_equal_rewards_is_dropped_with_the_reason() -> None:

@@ -1,0 +1,69 @@
+"""How much counts of good and bad things speak for "worse" against "no worse", looked at as often as one likes. Pure.
+
+Each function gives the logarithm of a likelihood ratio: a test martingale under "no worse", so it ever reaches
+log(1 / alpha) with probability alpha at most (Ville's inequality; Wald, Sequential Tests of Statistical Hypotheses, 1945;
+Ramdas and others, arXiv 2210.01948).
+"""
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+
+
+@lru_cache(maxsize=65_536)
+def log_odds_ratio(new: int, new_bad: int, old: int, old_bad: int, odds: float) -> float:
+    """Log likelihood ratio of odds of being bad `odds` times as high with the new as with the old, against equal odds,
+    of `new_bad` of `new` and `old_bad` of `old`, given how many are bad of both together.
+
+    Given that, what is bad with the new is drawn from an urn (Fisher's exact test; under other odds Fisher's noncentral
+    hypergeometric distribution), whatever the chance of being bad itself is: nothing need be known of it.
+
+    >>> round(log_odds_ratio(1, 1, 1, 0, 2.0), 6) == round(math.log(4 / 3), 6)
+    True
+    """
+    bad = new_bad + old_bad
+    first, last = max(0, bad - old), min(new, bad)
+    if first == last:
+        return 0.0
+    log_weights = [0.0]
+    for count in range(first, last):
+        ratio = (new - count) * (bad - count) / ((count + 1) * (old - bad + count + 1))
+        log_weights.append(log_weights[-1] + math.log(ratio))
+    log_psi = math.log(odds)
+    even = _log_sum(log_weights)
+    worse = _log_sum([weight + (first + index) * log_psi for index, weight in enumerate(log_weights)])
+    return new_bad * log_psi - (worse - even)
+
+
+def log_share_ratio(happened: int, of: int, usual: float, worse: float) -> float:
+    """Log likelihood ratio of a chance of `worse` against one of `usual`; below 1 both, and usual below worse."""
+    worse = min(worse, 1.0 - 1e-6)
+    usual = min(max(usual, 1e-6), worse)
+    return happened * math.log(worse / usual) + (of - happened) * math.log((1.0 - worse) / (1.0 - usual))
+
+
+def wilson(happened: float, of: float, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval (1927) of a share. happened, of: need not be whole."""
+    if of <= 0:
+        return 0.0, 1.0
+    share = happened / of
+    centre = share + z * z / (2 * of)
+    half = z * math.sqrt(max(0.0, share * (1 - share)) / of + z * z / (4 * of * of))
+    return max(0.0, (centre - half) / (1 + z * z / of)), min(1.0, (centre + half) / (1 + z * z / of))
+
+
+def against(logs: Iterable[float], bound: float, share: float) -> float:
+    """The evidence of several clients together: none gives more than its share of the bound, below 1.
+
+    What is cut is only ever less, so the chance to reach the bound by luck does not grow.
+
+    >>> against([9.0, 1.0, -0.5], 6.0, 0.5)
+    3.5
+    """
+    most = bound * share if share < 1.0 else math.inf
+    return math.fsum(min(one, most) for one in logs)
+
+
+def _log_sum(logs: list[float]) -> float:
+    top = max(logs)
+    return top + math.log(sum(math.exp(one - top) for one in logs))

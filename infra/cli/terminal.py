@@ -1,0 +1,61 @@
+"""Foreign text on a terminal and in logs: prompts, answers, names, errors and whatever else somebody else wrote.
+
+Guarantee: text is text. Escape sequences, cursor moves, bidirectional overrides and lone surrogates are shown as `\\x1b`,
+markup as it is written; only the styles of our own code reach the terminal. Every command prints through `Screen` or
+`printable`; a log record is one line, but for its traceback.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+# C0 but for tab and line feed, DEL and C1, what orders text from right to left, line separators, halves of characters.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_IN_JSON = re.compile(
+    "[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)  # the rest is escaped there
+
+
+def printable(text: str) -> str:
+    r"""The text with what would move a terminal shown instead; tabs and line feeds stay.
+
+    >>> printable("a\x1b]52;c;aGk=\x07b")
+    'a\\x1b]52;c;aGk=\\x07b'
+    """
+    return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable_json(text: str) -> str:
+    """JSON that says the same, with the few such characters it may hold as they are escaped."""
+    return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class Screen(Console):
+    """A console for foreign text: no markup, and nothing but its own styles moves the terminal."""
+
+    def __init__(self, *, stderr: bool = False, soft_wrap: bool = False, **options: Any) -> None:
+        super().__init__(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Its segments, the text of each made printable."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+class LineFormatter(logging.Formatter):
+    """Log records of one line each, printable."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line; `format` puts the traceback below it."""
+        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, and the traceback if there is one."""
+        return printable(super().format(record))

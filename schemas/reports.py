@@ -1,0 +1,90 @@
+"""What roles say of themselves: to people, and to the roles that decide from it. Evolution: see `schemas.records`."""
+
+from typing import Annotated
+
+from msgspec import Meta as Bounds
+
+from schemas.fields import Count, Life, MasterPhase, Number, Numbers, Struct
+
+
+class Client(Struct, frozen=True):
+    """What one gateway served of one version to one client since it started, at most one answer of each session or user.
+
+    client: id of the key. failed, refused: as in Answered.
+
+    Example: Client(client="abcdefghijklmnop", answers=120, refused=4)
+    """
+
+    client: str
+    answers: Count = 0
+    failed: Count = 0
+    refused: Count = 0
+
+
+class Answered(Struct, frozen=True):
+    """What one gateway served of one version since it started. trial: as in a Closure. failed: answers the engine did
+    not bring to an end. refused: answers that began as a refusal. clients: whom; those past 63 are one, of no name. ()
+    from gateways that did not tell yet.
+
+    Example: Answered(version=44, answers=480, failed=1, refused=12)
+    """
+
+    version: Count
+    trial: Number = -1
+    answers: Count = 0
+    failed: Count = 0
+    refused: Count = 0
+    clients: Annotated[tuple[Client, ...], Bounds(max_length=64)] = ()
+
+
+class MasterState(Struct, frozen=True):
+    """How far the master is, for those who wait for it.
+
+    state: see `MasterPhase`. outstanding: groups that were issued and neither drawn nor given up. drained_to: offset in
+    `policies` of the newest drain, pause or continue it has read, -1 for none.
+
+    Example: MasterState(state="draining", outstanding=17, drained_to=31)
+    """
+
+    state: MasterPhase
+    outstanding: Count = 0
+    drained_to: Number = -1
+
+    @property
+    def issues_no_more(self) -> bool:
+        """Whether no group comes that is not outstanding already, unless an operator lets it go on."""
+        return self.state in ("draining", "drained", "evaluating", "done")
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether an operator's drain has come to its end, or everything has."""
+        return self.state in ("drained", "done")
+
+
+class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
+    """A role's report of itself, every few seconds; what `status` and the demo screen show.
+
+    For people alone: counters, which only grow within one `instance`; gauges, which are of now; both by the names of the
+    Prometheus metrics; and state. What others decide from has a field of its own, where None, in logs written before it,
+    says nothing: life; is_canary, of a gateway; master.
+    chains: of a stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds.
+    answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended. alarms: what somebody should
+    look at, a sentence each.
+
+    Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
+    """
+
+    role: str
+    instance: str
+    version: int = -1
+    counters: Numbers = {}
+    gauges: Numbers = {}
+    state: str = ""
+    chains: Annotated[dict[str, str], Bounds(max_length=64)] = {}
+    partitions: Annotated[dict[str, tuple[Count, ...]], Bounds(max_length=64)] = {}
+    answered: Annotated[tuple[Answered, ...], Bounds(max_length=64)] = ()
+    reason: str = ""
+    life: Life | None = None
+    is_canary: bool | None = None
+    master: MasterState | None = None
+    alarms: Annotated[tuple[str, ...], Bounds(max_length=64)] = ()

@@ -1,0 +1,88 @@
+"""How a group ends: its members get their credit, the chain judges them, a closure says what came of it."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from infra.chain.chain import Context, Outcome
+from schemas import Closure, Experience
+from schemas.withdrawal import withdrawal_of
+from streams.collect.credit import Source, credited, with_edit
+from streams.collect.decision import Decision, blocks_of, mean_reward, trial_of
+from streams.collect.group import Attempt, Group
+from streams.collect.words import OpenText, edit_of, ratings, verdicts
+
+Chain = Callable[[Sequence[Experience], Context], Awaitable[Outcome]]
+
+
+def learned(
+    group: Group,
+    member: Experience,
+    sources: Mapping[str, Source],
+    waits: bool,
+    open_text: OpenText | None,
+    usual: Callable[[str], float],
+) -> Experience:
+    """The member with what counts of it. waits: its lane waits for feedback. open_text: None where edits teach nothing.
+
+    usual: see `streams.collect.credit.returns`.
+    """
+    words = group.said.get(member.id)
+    scored = credited(member, words, sources, waits, group.echoes.values(), usual)
+    return scored if open_text is None else with_edit(scored, words, open_text)
+
+
+def stands(group: Group, answer: str, open_text: OpenText | None) -> tuple[dict[str, float], str | None]:
+    """What counts of one answer: verdicts by source, and the edit that stands."""
+    words = group.said.get(answer)
+    return verdicts(words), None if words is None or open_text is None else edit_of(words, open_text)
+
+
+async def judged(
+    group: Group,
+    attempt: Attempt,
+    members: Sequence[Experience],
+    given: Sequence[Experience],
+    reason: str,
+    *,
+    chain: Chain,
+    context: Context,
+) -> Decision:
+    """What the chain makes of `given`, and the closure of `group`. members: all that were there, some may be lost.
+
+    reason: of a closure that sends something on.
+    """
+    drops = Counter(attempt.drops())
+    if not attempt.is_complete:
+        drops["missing at deadline"] = attempt.group_size - attempt.num_done
+    drops.update(member.lost for member in members if member.lost)
+    outcome = Outcome(kept=tuple(given), dropped=())
+    # Demonstrations are what they are: nothing is compared, nothing is rewarded.
+    if given and not all(member.is_given for member in given):
+        outcome = await chain(given, context)
+    drops.update(gone.reason for gone in outcome.dropped)
+    own = [experience for experience in outcome.kept if experience.group == group.id]
+    sent = outcome.kept if own else (*outcome.kept, *_taken_back(group, members))
+    closure = Closure(
+        group=group.id,
+        outcome="buffered" if own else "dropped",
+        reason=reason if own or not drops else max(drops, key=lambda label: drops[label]),
+        attempt=attempt.number,
+        revision=group.revision,
+        sequence=attempt.sequence,
+        lane=own[0].lane if own else attempt.lane,
+        experiences=len(own),
+        mean_reward=mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
+        drops=dict(drops),
+        version=min((member.min_version for member in given), default=-1),
+        trial=trial_of(given),
+        ratings=ratings(group.said[member.id] for member in members if member.id in group.said),
+        answered_ms=attempt.first_ms if attempt.lane == "live" else -1,
+    )
+    return Decision(closure, blocks_of(sent), outcome.dropped)
+
+
+def _taken_back(group: Group, members: Sequence[Experience]) -> tuple[Experience, ...]:
+    """What an older revision sent on, where this one has nothing in its place."""
+    if group.lane is None:
+        return ()
+    return (withdrawal_of(members[0], lane=group.lane, revision=group.revision),)

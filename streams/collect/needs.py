@@ -1,0 +1,28 @@
+"""What a record needs from the log before it can be folded: the blocks of closed groups that it may close anew."""
+
+from schemas import Block, Feedback
+from streams.collect.fold import Arrival, Rules, group_named
+from streams.collect.state import State
+from streams.collect.turns import echoing, hearers
+
+
+def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
+    """Offsets of `verified` whose blocks `fold` needs: those of the groups that late feedback reopens.
+
+    They are closed by now, or the record's own time closes them first.
+    """
+    value = arrival.value
+    name = group_named(value)
+    if name is None or not isinstance(value, Feedback | Block):
+        return set()
+    group, names = state.groups.get(name), echoing(rules.sources)
+    reopened = hearers(group, value, state.turns(name), names) if names else []
+    if isinstance(value, Feedback):
+        source = rules.sources.get(value.source)
+        if source is None or source.late == "drop":
+            return set()
+        reopened = [group, *reopened] if group is not None else reopened
+    now_ms = max(state.now_ms, arrival.timestamp_ms)
+    if isinstance(value, Block) or value.type != "retraction":
+        reopened = [one for one in reopened if one.revision < rules.revisions]
+    return {offset for one in reopened if one.is_closed or 0 < one.due_ms <= now_ms for offset in one.offsets()}

@@ -1,0 +1,26 @@
+"""overlong: how far an answer runs into the last stretch before its limit; a penalty, for a weight below 0."""
+
+from infra.processor import score
+from schemas import Experience
+from schemas.errors import ConfigError
+
+
+@score(version=1, inline=True)
+class Overlong:
+    """0 up to max_tokens - margin sampled tokens, 1 from max_tokens on, and a straight line between: with weight -1 in
+    `[reward] blend` the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
+
+    Of an episode of several parts each is measured alone, and the last one counts.
+
+    Example: max_tokens = 16384, margin = 4096
+    """
+
+    def __init__(self, *, max_tokens: int, margin: int) -> None:
+        if not 0 < margin <= max_tokens:
+            raise ConfigError(f"got margin = {margin} and max_tokens = {max_tokens}, expected 0 < margin <= max_tokens")
+        self.max_tokens = max_tokens
+        self.margin = margin
+
+    def __call__(self, experience: Experience) -> float:
+        """The penalty of one sequence, 0 to 1."""
+        return min(1.0, max(0.0, (experience.num_sampled - self.max_tokens + self.margin) / self.margin))

@@ -1,0 +1,228 @@
+"""Whose a turn is, and what becomes of named users' answers while the object store is away."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from actors.gateway.held import MAX_HELD, HeldKeys
+from actors.gateway.users import Users
+from infra.bus.log import Log
+from infra.bus.memory import MemoryBus
+from infra.ledger.forget import complete, destroy
+from infra.ledger.index import Index
+from infra.seal import FOLDER, Keys, sealed
+from infra.store_directory import DirectoryStore
+from infra.store_memory import MemoryStore
+from schemas import Block, decode, encode
+from schemas.errors import StoreError
+from schemas.ids import experience_id, request_group, session_name, subject_of
+from schemas.names import keyed_subject
+from schemas.topics import EXPERIENCES
+from tests.actors.gateway.gateway_rig import AwayBus, Served, engine, says, serving
+from tests.actors.rig import until
+from tests.infra.test_seal import SAID, answer
+from tests.schemas.record_samples import group_block
+
+ANN = "ann@example.org"
+SUBJECT = keyed_subject(b"secret", "acme", ANN)
+
+
+class StoreAway(MemoryStore):
+    """A store that takes nothing and gives nothing while it is away."""
+
+    away = False
+
+    def put(self, key: str, data: bytes) -> None:
+        self._check()
+        super().put(key, data)
+
+    def get(self, key: str) -> bytes:
+        self._check()
+        return super().get(key)
+
+    def keys(self, prefix: str) -> Any:
+        self._check()
+        return super().keys(prefix)
+
+    def _check(self) -> None:
+        if self.away:
+            raise StoreError("the store is away")
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[at % 2], "content": content} for at, content in enumerate(contents)]
+
+
+async def ask(served: Served, key: str, *contents: str, session: str = "", user: str = "") -> None:
+    headers = {"x-session-id": session} if session else {}
+    body = {"model": "m", "messages": turns(*contents), **({"user": user} if user else {})}
+    async with served.http(key) as http:
+        assert (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+
+
+def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_session_whichever_gateway_served_it(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        bus, store = MemoryBus(), MemoryStore()
+        async with serving(tmp_path / "a", engine(says("FINE")), bus=bus, store=store) as first:
+            key = first.key()
+            await first.keys_read()
+            await ask(first, key, "I am WILHELMINA", session="chat", user=ANN)
+            await ask(first, key, "I am WILHELMINA", "FINE", "and now?", session="chat")
+            await ask(first, key, "I am BOB", session="other", user="bob")
+            await first.recorded(3)
+        async with serving(tmp_path / "b", engine(says("FINE")), bus=bus, store=store, topics=False) as second:
+            await second.keys_read()
+            await ask(second, key, "I am WILHELMINA", "FINE", "and here?", session="chat")
+            await ask(second, key, "NOBODY'S", session="third")
+            found = await second.recorded(5)
+            assert [bool(one.key_id) for one in found].count(False) == 1
+            raw = b"".join([m.record.value async for m in second.log.read_all(EXPERIENCES)])
+            assert b"WILHELMINA" not in raw
+            keys = Keys(store)
+            key_ids = destroy(keys, "acme", ANN)
+            index = Index(tmp_path / "trace.sqlite", run="t", policy="main")
+            report = await complete(second.log, index, keys, "9f", key_ids)
+            index.close()
+            assert (len(key_ids), report.groups, report.texts) == (1, 3, 1)
+            blocks = [m.value async for m in Log(bus, "test", store=store).read_all(EXPERIENCES)]
+            members = [one for block in blocks if isinstance(block, Block) for one in block.experiences]
+            assert sorted(one.lost for one in members) == ["", "", "forgotten", "forgotten", "forgotten"]
+            assert {one.messages[0].content for one in members if not one.lost} == {"I am BOB", "NOBODY'S"}
+
+    asyncio.run(check())
+
+
+def test_users_of_sessions_are_bounded_and_a_named_one_wins() -> None:
+    users = Users(limit=2)
+    assert users.subject("", "ann", goes_on=False) == "ann" and users.subject("", "", goes_on=True) == ""
+    assert users.subject("a", "ann", goes_on=False) == "ann" == users.subject("a", "", goes_on=True)
+    assert users.subject("a", "bob", goes_on=True) == "bob" == users.subject("a", "", goes_on=True)
+    assert users.subject("b", "", goes_on=False) == "" == users.subject("b", "", goes_on=True)
+    users.subject("c", "", goes_on=False)
+    assert users.subject("a", "", goes_on=True) == "a", "its user was forgotten here, so it goes with the session"
+
+
+def test_while_the_store_is_away_answers_of_named_users_wait_sealed_and_are_readable_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        store = StoreAway()
+        async with serving(tmp_path, engine(says("SALTED")), store=store) as served:
+            key = served.key()
+            await served.keys_read()
+            store.away = True
+            for user in (ANN, "bob", ANN):
+                await ask(served, key, "PEPPERED", user=user)
+            await until(lambda: served.count("spooled") == 3)
+            assert not await served.experiences() and not served.count("not_recorded")
+            files = files_in(tmp_path)
+            held = [path for path in files if path.parent.name == "keys"]
+            assert len(held) == 2 and all(path.stat().st_mode & 0o077 == 0 for path in held)
+            assert not [path for path in files if b"SALTED" in path.read_bytes() or b"PEPPERED" in path.read_bytes()]
+        async with serving(tmp_path, store=store, bus=served.bus, topics=False) as again:
+            assert not await again.experiences(), "a restart sends nothing that nobody could open"
+            store.away = False
+            found = await again.recorded(3)
+            assert [one.response for one in found] == ["SALTED"] * 3 and len({one.key_id for one in found}) == 2
+            assert not [path for path in files_in(tmp_path) if path.parent.name == "keys"], (
+                "the store has them, so they are nowhere else"
+            )
+
+    asyncio.run(check())
+
+
+def test_who_was_forgotten_meanwhile_stays_so(tmp_path: Path) -> None:
+    store = StoreAway()
+    earlier = encode(sealed(Block((answer(),)), Keys(store), SUBJECT))
+    keys = HeldKeys(store, tmp_path / "keys")
+    store.away = True
+    frames = [encode(sealed(Block((answer(),)), keys, subject)) for subject in (SUBJECT, SUBJECT[::-1])]
+    with pytest.raises(StoreError):
+        keys.deposit()
+    assert keys.num_held == 2 and SAID.encode() not in frames[0]
+    store.away = False
+    Keys(store).destroy(SUBJECT)
+    keys.deposit()
+    assert keys.num_held == 0
+    lost = [decode(frame, Keys(store).find).experiences[0].lost for frame in (earlier, *frames)]  # type: ignore[union-attr]
+    assert lost == ["forgotten", "forgotten", ""]
+
+
+def test_a_store_that_is_away_is_asked_once_in_a_while_and_not_for_every_record(tmp_path: Path) -> None:
+    class Counted(StoreAway):
+        asked = 0
+
+        def _check(self) -> None:
+            self.asked += self.away
+            super()._check()
+
+    store = Counted()
+    keys = HeldKeys(store, tmp_path)
+    known = keys.of(SUBJECT)
+    store.away = True
+    made = [keys.of(subject) for subject in (SUBJECT[::-1], SUBJECT, SUBJECT[::-1], SUBJECT[1:] + "b")]
+    assert store.asked == 1 and made[1] is known and made[0] is made[2] and keys.num_held == 2
+    store.away = False
+    keys.deposit()
+    assert keys.num_held == 0 and keys.of(SUBJECT[::-1]).key_id == made[0].key_id
+
+
+def test_keys_that_wait_are_bounded_and_one_that_was_cut_short_is_not_used(tmp_path: Path) -> None:
+    store = StoreAway()
+    store.away = True
+    keys = HeldKeys(store, tmp_path)
+    keys._held = {f"{number}": keys.of(SUBJECT) for number in range(MAX_HELD)}
+    with pytest.raises(StoreError, match=f"{MAX_HELD} keys wait"):
+        keys.of(SUBJECT)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(b"cut")
+    assert HeldKeys(store, tmp_path).num_held == 0 and not list(tmp_path.iterdir())
+
+
+def test_the_keys_of_one_subject_are_found_without_a_look_at_the_others(tmp_path: Path) -> None:
+    class Watched(DirectoryStore):
+        looked_at: list[str] = []
+
+        def _walk(self, top: Path) -> Any:
+            self.looked_at.append(top.name)
+            return super()._walk(top)
+
+    store = Watched(tmp_path)
+    keys = Keys(store)
+    others = [keyed_subject(b"secret", "acme", f"u{number}") for number in range(50)]
+    for subject in (*others, SUBJECT):
+        keys.of(subject)
+    assert store.looked_at == [*others, SUBJECT], "each in a folder of its own"
+    assert list(keys.named(SUBJECT)) == [keys.of(SUBJECT).key_id]
+
+
+def test_forget_finds_what_the_first_release_wrote_too(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = MemoryStore()
+        log = Log(AwayBus(), "t", store=store)
+        await log.create_topics(partitions=1, keep_ms=-1)
+        keys, old = Keys(store), subject_of("acme", ANN)
+        group = request_group(session_name("acme", "chat"), 7, 3)
+        one = group_block(1).experiences[0]
+        one = replace(one, id=experience_id(group, 0, 0), group=group, subject=old, lane="live")
+        await log.publish(EXPERIENCES, sealed(Block((one,)), keys, old))
+        assert list(store.keys(FOLDER)) == [f"keys/{key_id}" for key_id in keys.named(old)], (
+            "side by side, as they were"
+        )
+        key_ids = destroy(keys, "acme", ANN)
+        assert [key_id.partition("-")[0] for key_id in key_ids] == [old]
+        again = Log(log.bus, "t", store=store)
+        (block,) = [m.value async for m in again.read_all(EXPERIENCES)]
+        assert isinstance(block, Block) and block.experiences[0].lost == "forgotten"
+
+    asyncio.run(check())

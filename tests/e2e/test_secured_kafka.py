@@ -1,0 +1,151 @@
+"""A broker that asks who one is: every way in that the settings name, and one line for each way that is shut."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from infra.bus.access import access_of
+from infra.bus.kafka import KafkaBus
+from infra.bus.log import Log
+from infra.cli.main import app
+from infra.cli.settings import load_settings
+from schemas import Block
+from schemas.errors import ConfigError
+from schemas.topics import EXPERIENCES, VERIFIED
+from tests.e2e.secured_broker import PASSWORD, USER, Secured, secured_broker
+from tests.streams.collect.collecting import answer, block
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def unsigned_token() -> str:
+    """What Kafka's own test module takes: a JSON web token that nobody signed."""
+    parts = ({"alg": "none"}, {"sub": USER, "iat": 1_700_000_000, "exp": 4_000_000_000})
+    return ".".join(urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts) + "."
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    with secured_broker(tmp_path_factory.mktemp("secured")) as broker:
+        yield broker
+
+
+def settings_file(secured: Secured, folder: Path, app_name: str, **more: str) -> Path:
+    (folder / "password").write_text(PASSWORD + "\n")
+    table = {
+        "bootstrap_servers": secured.bootstrap,
+        "security_protocol": "SASL_SSL",
+        "sasl_username": USER,
+        "sasl_password_file": "password",
+        "ssl_ca_file": str(secured.authority),
+        **more,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in table.items() if value]
+    file = folder / "headrace.toml"
+    file.write_text(f'app = "{app_name}"\n[kafka]\npartitions = 2\ndeadline_s = 20\n' + "\n".join(lines) + "\n")
+    return file
+
+
+def call(config: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments, "-c", str(config)], env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"sasl_mechanism": "PLAIN"},
+        {"sasl_mechanism": "SCRAM-SHA-256"},
+        {
+            "sasl_mechanism": "OAUTHBEARER", "sasl_token": "tests.e2e.test_secured_kafka:unsigned_token",
+            "sasl_username": "", "sasl_password_file": "",
+        },
+    ],
+    ids=lambda way: way["sasl_mechanism"],
+)  # fmt: skip
+def test_records_go_in_and_out_by_every_mechanism(
+    secured: Secured, way: dict[str, str], app_name: str, tmp_path: Path
+) -> None:
+    settings = load_settings(settings_file(secured, tmp_path, app_name, **way))
+
+    async def run() -> int:
+        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+        await bus.start()
+        log = Log(bus, app_name)
+        await log.create_topics(partitions=2, keep_ms=3_600_000)
+        await log.publish(EXPERIENCES, block(answer("t.0", 0)))
+        found = [message.value async for message in log.read_all(EXPERIENCES)]
+        await bus.close()
+        return len(found)
+
+    assert asyncio.run(run()) == 1
+
+
+def test_a_faust_worker_and_the_commands_come_in_the_same_way(secured: Secured, app_name: str, tmp_path: Path) -> None:
+    config = settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256")
+    assert "topics created" in call(config, "check", "--create").stdout
+    settings = load_settings(config)
+    command = [sys.executable, "-m", "infra.cli.main", "process", "-c", str(config)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, env={**os.environ})
+
+    async def through() -> None:
+        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+        await bus.start()
+        log = Log(bus, app_name)
+        await log.publish(EXPERIENCES, block(answer("t.0", 0, size=1)))
+        async with asyncio.timeout(90):
+            async for message in log.read_all(VERIFIED, until_end=False):
+                if isinstance(message.value, Block):
+                    break
+        await bus.close()
+
+    try:
+        asyncio.run(through())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        _, said = process.communicate()
+    assert PASSWORD.encode() not in said
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256"])
+def test_a_wrong_password_is_one_line_at_once_without_the_password(
+    secured: Secured, mechanism: str, app_name: str, tmp_path: Path
+) -> None:
+    config = settings_file(secured, tmp_path, app_name, sasl_mechanism=mechanism)
+    (tmp_path / "password").write_text("not-the-password")
+    done = call(config, "check", "--create")
+    assert done.exit_code == 2
+    assert f'{secured.bootstrap} does not let "{USER}" with this password in ({mechanism})' in done.output
+    assert "not-the-password" not in done.output
+
+
+def test_a_broker_nobody_vouches_for_is_one_line(secured: Secured, app_name: str, tmp_path: Path) -> None:
+    done = call(settings_file(secured, tmp_path, app_name, ssl_ca_file=""), "check", "--create")
+    assert done.exit_code == 2 and "kafka.ssl_ca_file: the certificate" in done.output
+
+
+def test_a_password_that_is_nowhere_is_one_line_with_the_variable(
+    secured: Secured, app_name: str, tmp_path: Path
+) -> None:
+    settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_password_file=""))
+    with pytest.raises(ConfigError, match="HEADRACE_KAFKA_PASSWORD is not set"):
+        access_of(settings)
+
+
+def test_an_access_never_shows_its_password(secured: Secured, app_name: str, tmp_path: Path) -> None:
+    access = access_of(load_settings(settings_file(secured, tmp_path, app_name)))
+    assert access.password == PASSWORD and PASSWORD not in repr(access)
+    assert PASSWORD not in repr(msgspec.structs.replace(access, username="x"))

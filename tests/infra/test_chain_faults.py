@@ -1,0 +1,162 @@
+"""The chain and steps that misbehave: what they raise, return or wait for stays their own problem."""
+
+import asyncio
+import threading
+
+import pytest
+
+from infra.chain.calls import MAX_THREADS, Trouble
+from infra.processor import Drop, Verdict, processor, score
+from schemas import Experience
+from streams.verify import handled_from
+from tests.infra.test_chain import answer, run, step_of
+
+ENDS = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), BaseException("odd")]
+
+
+@pytest.mark.parametrize("way", ["inline", "thread", "async"])
+@pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
+def test_a_plugin_cannot_end_the_worker_and_counts_as_failed_at_once(error: BaseException, way: str) -> None:
+    def leaves(experience: Experience) -> float:
+        raise error
+
+    async def leaves_later(experience: Experience) -> float:
+        await asyncio.sleep(0)
+        raise error
+
+    function = leaves_later if way == "async" else leaves
+    step = step_of(score(version=1, inline=way == "inline")(function), timeout_s=30.0)
+    outcome = run([step], [answer()])
+    assert outcome.dropped[0].reason == "score failed" and type(error).__name__ in outcome.dropped[0].detail
+
+
+class Odd:
+    """A number that raises when it is looked at."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __float__(self) -> float:
+        raise self.error
+
+    __str__ = __repr__ = __bool__ = __len__ = __float__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        10**400, -(10**5000), Odd(ValueError()), Odd(KeyError("x")), Odd(KeyboardInterrupt()), Odd(SystemExit()),
+        Verdict(value=10**400), Verdict(value=Odd(ZeroDivisionError())),  # type: ignore[arg-type]
+        Verdict(reason=Odd(RuntimeError())),  # type: ignore[arg-type]
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_verdict_that_cannot_be_read_is_a_counted_drop_and_its_neighbours_go_on(result: object) -> None:
+    @score(version=1, inline=True)
+    def odd(experience: Experience) -> object:
+        return result if experience.episode == 1 else 1.0
+
+    outcome = run([step_of(odd)], [answer(0), answer(1), answer(2)])
+    assert [one.episode for one in outcome.kept] == [0, 2]
+    assert [(one.experience.episode, one.reason) for one in outcome.dropped] == [(1, "score returned nonsense")]
+
+
+def test_a_price_that_cannot_be_read_is_no_price() -> None:
+    @score(version=1, inline=True)
+    def dear(experience: Experience) -> Verdict:
+        return Verdict(value=1.0, cost_usd=10**400)
+
+    outcome = run([step_of(dear)], [answer()])
+    assert outcome.kept[0].score("step") == 1.0 and not outcome.cost_usd
+
+
+def test_the_first_error_of_a_kind_is_logged_with_its_place_and_no_text_of_a_user(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @score(version=1)
+    def looks_up(experience: Experience) -> float:
+        return {"answer": 1.0}[f"name {experience.episode % 1}"]
+
+    @score(version=1, inline=True)
+    def converts(experience: Experience) -> float:
+        return float(experience.response)
+
+    run([step_of(looks_up, "looks")], [answer(episode, group_size=9) for episode in range(9)])
+    run([step_of(converts, "converts")], [answer(text="secret \x1b]52;c;x\x07")])
+    first, second = [record.getMessage() for record in caplog.records]
+    assert (
+        first.startswith("step_failed step=looks@1 at=test_chain_faults.py:") and "error=KeyError \"'name 0'\"" in first
+    )
+    assert 'return {"answer": 1.0}' in first, "the line of the source"
+    assert second.startswith("step_failed step=converts@1") and "ValueError (not logged)" in second
+    assert "secret" not in second and "\x1b" not in second
+
+
+def test_after_too_many_hanging_calls_in_a_row_the_step_is_not_called_and_one_that_returns_brings_it_back() -> None:
+    release = threading.Event()
+    called: list[int] = []
+
+    @score(version=1)
+    def hangs(experience: Experience) -> float:
+        called.append(experience.episode)
+        release.wait(30)
+        return 1.0
+
+    step = step_of(hangs, timeout_s=0.01)
+    try:
+        outcome = run([step], [answer(episode, group_size=12) for episode in range(12)])
+        assert len(called) == 8
+        assert [gone.reason for gone in outcome.dropped] == ["score timed out"] * 12
+        assert "the last 8 calls hung; tried again every 30 s" in outcome.dropped[-1].detail
+    finally:
+        release.set()
+    for thread in step.trouble.hung:
+        thread.join(10)
+    assert run([step], [answer()]).kept
+
+
+def test_hanging_calls_between_good_ones_stop_nobody() -> None:
+    release = threading.Event()
+
+    @score(version=1)
+    def hangs_on_odd(experience: Experience) -> float:
+        if experience.episode % 2:
+            release.wait(30)
+        return 1.0
+
+    step = step_of(hangs_on_odd, timeout_s=0.05)
+    try:
+        outcome = run([step], [answer(episode, group_size=40) for episode in range(40)])
+        assert [kept.episode for kept in outcome.kept] == list(range(0, 40, 2))
+        assert len(step.trouble.hung) == 20
+        assert not step.trouble.refuses()
+    finally:
+        release.set()
+
+
+def test_threads_that_hang_are_bounded_and_the_words_say_what_to_do() -> None:
+    release = threading.Event()
+    trouble = Trouble("slow@1")
+    try:
+        for _ in range(MAX_THREADS):
+            thread = threading.Thread(target=release.wait, args=(30,), daemon=True)
+            thread.start()
+            trouble.hangs(thread)
+            trouble.returned()
+        assert trouble.refuses() == "not called: 64 earlier calls still hang; restart this role"
+    finally:
+        release.set()
+
+
+def test_what_a_step_failed_at_is_counted_under_its_name_and_its_decisions_are_not() -> None:
+    @score(version=1, inline=True)
+    def raises(experience: Experience) -> float:
+        raise KeyError("name")
+
+    @processor(version=2, inline=True)
+    def refuses(experience: Experience) -> Drop:
+        return Drop("too short")
+
+    members = [answer(episode) for episode in range(3)]
+    assert handled_from(members, run([step_of(raises, "raises")], members)).failed == {"raises@1": 3}
+    assert handled_from(members, run([step_of(refuses, "refuses")], members)).failed == {}

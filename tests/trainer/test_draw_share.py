@@ -1,0 +1,125 @@
+"""How much of a batch one tenant or user may make up: never more where others could, and nobody is starved."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.draw import Candidate
+from trainer.draw_priority import draw_by_priority
+from trainer.draw_share import Limits, fill
+from trainer.draw_spread import draw_spread
+
+
+def one(at: int, tenant: str = "", subject: str = "", size: int = 1, priority: float = 1.0) -> Candidate:
+    return Candidate(
+        group=f"l.{at}", lane="live", offset=at, num_experiences=size, tenant=tenant, subject=subject, priority=priority
+    )
+
+
+def pool(**counts: int) -> list[Candidate]:
+    names = [name for name, count in counts.items() for _ in range(count)]
+    return [one(at, tenant=name) for at, name in enumerate(names)]
+
+
+def drawn(candidates: list[Candidate], wanted: int, limits: Limits) -> Counter[str]:
+    return Counter(candidates[place].tenant for place in fill(candidates, wanted, limits).taken)
+
+
+def test_without_limits_groups_are_taken_in_order() -> None:
+    assert fill(pool(a=5), 3).taken == (0, 1, 2)
+    assert fill([one(0, size=4), one(1, size=4)], 5).taken == (0, 1)
+
+
+def test_a_tenant_alone_is_not_held_back() -> None:
+    assert drawn(pool(a=9), 6, Limits(tenant=0.1)) == {"a": 6}
+
+
+def test_a_tenant_has_its_share_of_a_batch_and_the_rest_waits() -> None:
+    filled = fill(pool(a=90, b=40), 32, Limits(tenant=0.5))
+    assert drawn(pool(a=90, b=40), 32, Limits(tenant=0.5)) == {"a": 16, "b": 16}
+    assert filled.held_back == 74 and filled.full == {("a",)}
+
+
+def test_an_even_split_is_always_allowed() -> None:
+    assert drawn(pool(a=20, b=20), 10, Limits(tenant=0.1)) == {"a": 5, "b": 5}
+
+
+def test_a_batch_is_smaller_where_others_have_little() -> None:
+    assert drawn(pool(a=90, b=3), 32, Limits(tenant=0.5)) == {"a": 3, "b": 3}
+
+
+def test_but_it_is_filled_up_to_the_least_a_step_takes() -> None:
+    assert drawn(pool(a=90, b=3), 32, Limits(tenant=0.5, least=20)) == {"a": 17, "b": 3}
+
+
+def test_data_of_nobody_in_particular_is_not_limited() -> None:
+    candidates = [one(at, subject="" if at < 30 else "u") for at in range(60)]
+    taken = [candidates[place].subject for place in fill(candidates[::-1], 20, Limits(subject=0.25)).taken]
+    assert taken.count("u") == 10, "an even split between him and the others"
+    assert drawn(pool(**{"": 30, "b": 1}), 20, Limits(tenant=0.5))[""] >= 19
+
+
+def test_users_are_limited_within_their_tenant_too() -> None:
+    candidates = [one(at, "a", "heavy" if at < 50 else f"u{at}") for at in range(60)]
+    filled = fill(candidates, 10, Limits(tenant=0.5, subject=0.2))
+    subjects = Counter(candidates[place].subject for place in filled.taken)
+    assert subjects["heavy"] == 2 and sum(subjects.values()) == 10
+    assert filled.full == {("a", "heavy")}
+
+
+PARTIES = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from(["u", "v", "w", ""]), st.integers(1, 3)), max_size=60
+)
+
+
+@given(PARTIES, st.integers(1, 50), st.floats(0.05, 1), st.floats(0.05, 1), st.integers(1, 20))
+def test_nobody_has_more_than_the_share_or_an_even_split_up_to_a_group(parties, wanted, tenant, subject, least) -> None:
+    candidates = [one(at, *who, size=size) for at, (*who, size) in enumerate(parties)]
+    filled = fill(candidates, wanted, Limits(tenant, subject, least))
+    assert len(set(filled.taken)) == len(filled.taken) and list(filled.taken) == sorted(filled.taken)
+    if not candidates:
+        return
+    assert filled.taken, "something is drawn wherever something is there"
+    taken = [candidates[place] for place in filled.taken]
+    total = sum(member.num_experiences for member in taken)
+    if total <= least + 2:  # filled up to `least` from whoever has them
+        return
+    tenants, users = {who for who, _, _ in parties}, {(who, user) for who, user, _ in parties}
+    for key, share, present in (
+        (lambda member: member.tenant, tenant, tenants),
+        (lambda member: (member.tenant, member.subject) if member.subject else "", subject, users),
+    ):
+        sums: Counter[object] = Counter()
+        for member in taken:
+            sums[key(member)] += member.num_experiences
+        allowed = max(1, max(share, 1 / len(present)) * (total + 3))
+        assert all(count <= allowed + 3 for who, count in sums.items() if who), (sums, total)
+
+
+@pytest.mark.parametrize("draw", [draw_spread, draw_by_priority])
+def test_the_same_seed_draws_the_same_within_the_shares(draw) -> None:
+    candidates = pool(a=90, b=40)
+    first = draw(candidates, num_experiences=20, max_uses=1, seed=5, limits=Limits(tenant=0.5))
+    assert first == draw(candidates, num_experiences=20, max_uses=1, seed=5, limits=Limits(tenant=0.5))
+    assert Counter(member.tenant for member in first.taken)["a"] == 10
+
+
+def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
+    """Of a tenant held to half of the batch the weighted mean is still that of all it has, and so it is for the others."""
+    random = np.random.default_rng(0)
+    values = np.concatenate([random.uniform(0.1, 0.4, 300), random.uniform(0.3, 1.0, 40)])
+    candidates = [one(at, "a" if at < 300 else "b", priority=value) for at, value in enumerate(values.tolist())]
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for seed in range(2000):
+        for member in draw_by_priority(
+            candidates, num_experiences=40, max_uses=1, seed=seed, limits=Limits(tenant=0.5)
+        ).taken:
+            sums[member.tenant] += member.weight * values[member.offset]
+            counts[member.tenant] += 1
+    assert counts["a"] == counts["b"]
+    assert sums["a"] / counts["a"] == pytest.approx(values[:300].mean(), rel=0.02)
+    assert sums["b"] / counts["b"] == pytest.approx(values[300:].mean(), rel=0.02)
