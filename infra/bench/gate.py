@@ -1,8 +1,8 @@
 """The gate's tests, simulated: how often they are wrong where nothing differs, and how often they find twice the odds.
 
 Every row is a world of people who rate answers (`infra.bench.people`), or of evals; the decisions are those of the gate's
-own functions. A promise is kept where no more than 1 % of the decisions are wrong, or 80 % or more of what is worse is found;
-a row that keeps none says what it gives up instead (see `[master.gate.guard]`).
+own functions. A promise is kept where no more than 1 % of the decisions are wrong, up to two standard errors, or 80 % or more
+of what is worse is found; a row without a promise says what is given up instead (see `[master.gate.guard]`).
 """
 
 import statistics
@@ -22,7 +22,7 @@ from schemas import EvalResult
 AT_MOST, AT_LEAST = 0.01, 0.8
 DAY_H = 24.0
 VERSIONS = 60
-Path = Callable[[int], tuple[str, int]]
+Simulated = Callable[[int], tuple[str, int]]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Row(msgspec.Struct, frozen=True):
 
     test: str
     name: str
-    path: Path
+    path: Simulated
     worse: bool = False
     promised: bool = True
     part: int = 1
@@ -168,7 +168,7 @@ def figures_of(row: Row, paths: int) -> Figures:
     endings = [ended for ended, _ in found]
     failed, error = share_of(endings, "failed")
     decided = [ratings for ended, ratings in found if ended in ("failed", "passed")]
-    kept = failed >= AT_LEAST if row.worse else failed <= AT_MOST
+    kept = failed >= AT_LEAST if row.worse else failed - 2 * error <= AT_MOST  # beyond chance
     return Figures(
         row.test, row.name, row.worse, len(found), failed, error, share_of(endings, "passed")[0],
         share_of(endings, "restless")[0], statistics.median(decided) if decided else 0.0, kept if row.promised else None,
