@@ -63,7 +63,7 @@ def keyed_session(secret: bytes, tenant: str, session: str, consent: str = "") -
 def is_of(session: str, tenant: str, secret: bytes) -> bool:
     """Whether a session's name is one of the tenant's. That of an old log is told by 32 bits alone."""
     if len(session) == ids.SESSION_LETTERS:
-        return hmac.compare_digest(session[:TAG_LETTERS], _tag(secret, tenant))
+        return _same(session[:TAG_LETTERS], _tag(secret, tenant))
     return session.startswith(ids.old_tag(tenant))
 
 
@@ -82,7 +82,11 @@ def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | No
     name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]
     if len(session) != ids.SESSION_LETTERS:
         return None
-    return next((one for one in consents if hmac.compare_digest(check, _check(secret, name, one))), None)
+    return next((one for one in consents if _same(check, _check(secret, name, one))), None)
+
+
+def _same(told: str, ours: str) -> bool:
+    return hmac.compare_digest(told.encode("utf-8", "replace"), ours.encode())  # what clients tell may be any letters
 
 
 def _tag(secret: bytes, tenant: str) -> str:
