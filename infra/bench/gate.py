@@ -1,14 +1,15 @@
 """The gate's tests, simulated: how often they are wrong where nothing differs, and how often they find twice the odds.
 
 Every row is a world of people who rate answers (`infra.bench.people`), or of evals; the decisions are those of the gate's
-own functions. A promise is kept where no more than 1 % of the decisions are wrong, or 80 % or more of what is worse is found;
-a row that keeps none says what it gives up instead (see `[master.gate.guard]`).
+own functions. A promise is kept where no more than 1 % of the decisions are wrong, up to two standard errors, or 80 % or more
+of what is worse is found; a row without a promise says what is given up instead (see `[master.gate.guard]`).
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 
 import msgspec
@@ -22,7 +23,9 @@ from schemas import EvalResult
 AT_MOST, AT_LEAST = 0.01, 0.8
 DAY_H = 24.0
 VERSIONS = 60
-Path = Callable[[int], tuple[str, int]]
+TWICE = ", twice the odds"
+DELAYS = (("complaints slow, praise fast", 24.0, 1.0), ("complaints fast, praise slow", 1.0, 24.0))
+Simulated = Callable[[int], tuple[str, int]]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -32,7 +35,7 @@ class Row(msgspec.Struct, frozen=True):
 
     test: str
     name: str
-    path: Path
+    path: Simulated
     worse: bool = False
     promised: bool = True
     part: int = 1
@@ -64,67 +67,55 @@ def rows() -> list[Row]:
 def _trials() -> Iterator[Row]:
     config = CanaryConfig()
 
-    def row(name: str, hours: float, *, worse: bool = False, part: int = 1, **world: float) -> Row:
-        return Row("trial", name, partial(tried, config, World(**world), hours), worse, True, part)
+    def row(name: str, world: World, hours: float = 3 * DAY_H, *, part: int = 1) -> Row:
+        return Row("trial", name, partial(tried, config, world, hours), world.odds > 1.0, True, part)
 
     for base in (0.02, 0.1, 0.3):
-        yield row(f"base {base:g}", 7 * DAY_H, base=base)
+        yield row(f"base {base:g}", World(base=base), 7 * DAY_H)
     for base, hours in ((0.02, 7 * DAY_H), (0.1, 2 * DAY_H), (0.3, DAY_H)):
-        yield row(f"base {base:g}, twice the odds", hours, worse=True, base=base, odds=2.0)
-    for swing in (0.05, 0.08):
-        for per_hour in (50.0, 200.0, 1000.0):
-            name, part = f"0.1 ± {swing:g} over the day, {per_hour:g} an hour", 4 if per_hour > 200 else 1
-            yield row(name, 3 * DAY_H, swing=swing, per_hour=per_hour, part=part)
-    for share in (0.1, 0.5):
-        for worse in (False, True):
-            name = f"0.05 to 0.2 in 48 h, share {share:g}" + ", twice the odds" * worse
-            yield row(name, 3 * DAY_H, worse=worse, base=0.05, rise=0.2, share=share, odds=1.0 + worse)
-    for bad_h, good_h, name in (
-        (24.0, 1.0, "complaints slow, praise fast"),
-        (1.0, 24.0, "complaints fast, praise slow"),
-    ):
-        for worse in (False, True):
-            more = {"bad_h": bad_h, "good_h": good_h, "odds": 1.0 + worse}
-            yield row(name + ", twice the odds" * worse, 3 * DAY_H, worse=worse, **more)
-    for alike in (0.2, 0.5):
-        for each in (10, 30):
-            name = f"{each} ratings a person, correlation {alike:g}"
-            yield row(name, 3 * DAY_H, each=each, alike=alike, per_hour=500.0, part=2)
+        yield row(f"base {base:g}{TWICE}", World(base=base, odds=2.0), hours)
+    for swing, per_hour in product((0.05, 0.08), (50.0, 200.0, 1000.0)):
+        name, part = f"0.1 ± {swing:g} over the day, {per_hour:g} an hour", 4 if per_hour > 200 else 1
+        yield row(name, World(swing=swing, per_hour=per_hour), part=part)
+    for share, odds in product((0.1, 0.5), (1.0, 2.0)):
+        name = f"0.05 to 0.2 in 48 h, share {share:g}{TWICE if odds > 1 else ''}"
+        yield row(name, World(base=0.05, rise=0.2, share=share, odds=odds))
+    for (name, bad_h, good_h), odds in product(DELAYS, (1.0, 2.0)):
+        yield row(name + (TWICE if odds > 1 else ""), World(bad_h=bad_h, good_h=good_h, odds=odds))
+    for alike, each in product((0.2, 0.5), (10, 30)):
+        name = f"{each} ratings a person, correlation {alike:g}"
+        yield row(name, World(each=each, alike=alike, per_hour=500.0), part=2)
     for heavy in (0.05, 0.1):
-        yield row(f"one person gives {heavy:.0%}, complaints", 3 * DAY_H, heavy=heavy)
+        yield row(f"one person gives {heavy:.0%}, complaints", World(heavy=heavy))
 
 
 def _guards() -> Iterator[Row]:
     config = GuardConfig()
 
-    def row(name: str, *, worse: bool = False, promised: bool = True, part: int = 2, **world: float) -> Row:
-        path = partial(guarded, config, World(**world), 3 * DAY_H, 3 * DAY_H)
-        return Row("guard", name, path, worse, promised, part)
+    def row(name: str, world: World, *, promised: bool = True, part: int = 2) -> Row:
+        path = partial(guarded, config, world, 3 * DAY_H, 3 * DAY_H)
+        return Row("guard", name, path, world.odds > 1.0, promised, part)
 
     for base in (0.02, 0.1, 0.3):
-        yield row(f"base {base:g}", base=base)
+        yield row(f"base {base:g}", World(base=base))
     for base in (0.02, 0.1, 0.3):
-        yield row(f"base {base:g}, twice the odds", worse=True, base=base, odds=2.0)
-    for swing in (0.05, 0.08):
-        for per_hour in (50.0, 200.0, 1000.0):
-            name, part = f"0.1 ± {swing:g} over the day, {per_hour:g} an hour", 8 if per_hour > 200 else 2
-            yield row(name, swing=swing, per_hour=per_hour, part=part)
-    yield row("0.1 ± 0.08 over the day, twice the odds", worse=True, swing=0.08, odds=2.0)
-    rise = {"base": 0.05, "rise": 0.2, "rise_h": 48.0}
-    yield row("0.05 to 0.2 in 48 h, promoted in the middle", rise_from_h=-24.0, **rise)
-    rising = {"rise_from_h": -24.0, "odds": 2.0, **rise}
-    yield row("the same, twice the odds (gross harm alone is found)", worse=True, promised=False, **rising)
-    yield row("0.05 to 0.2 in 48 h from the promotion on (it is taken back)", promised=False, **rise)
-    for bad_h, good_h, name in (
-        (24.0, 1.0, "complaints slow, praise fast"),
-        (1.0, 24.0, "complaints fast, praise slow"),
-    ):
-        yield row(name, bad_h=bad_h, good_h=good_h)
-    for alike in (0.2, 0.5):
-        for each in (10, 30):
-            yield row(f"{each} ratings a person, correlation {alike:g}", each=each, alike=alike, per_hour=500.0, part=4)
+        yield row(f"base {base:g}{TWICE}", World(base=base, odds=2.0))
+    for swing, per_hour in product((0.05, 0.08), (50.0, 200.0, 1000.0)):
+        name, part = f"0.1 ± {swing:g} over the day, {per_hour:g} an hour", 8 if per_hour > 200 else 2
+        yield row(name, World(swing=swing, per_hour=per_hour), part=part)
+    yield row(f"0.1 ± 0.08 over the day{TWICE}", World(swing=0.08, odds=2.0))
+    yield row("0.05 to 0.2 in 48 h, promoted in the middle", World(base=0.05, rise=0.2, rise_from_h=-24.0))
+    rising = World(base=0.05, rise=0.2, rise_from_h=-24.0, odds=2.0)
+    yield row(f"the same{TWICE} (only gross harm is found)", rising, promised=False)
+    rising = World(base=0.05, rise=0.2)
+    yield row("0.05 to 0.2 in 48 h from the promotion on (it is taken back)", rising, promised=False)
+    for name, bad_h, good_h in DELAYS:
+        yield row(name, World(bad_h=bad_h, good_h=good_h))
+    for alike, each in product((0.2, 0.5), (10, 30)):
+        name = f"{each} ratings a person, correlation {alike:g}"
+        yield row(name, World(each=each, alike=alike, per_hour=500.0), part=4)
     for heavy in (0.05, 0.1):
-        yield row(f"one person gives {heavy:.0%}, complaints", heavy=heavy)
+        yield row(f"one person gives {heavy:.0%}, complaints", World(heavy=heavy))
 
 
 def _evals() -> Iterator[Row]:
@@ -168,7 +159,7 @@ def figures_of(row: Row, paths: int) -> Figures:
     endings = [ended for ended, _ in found]
     failed, error = share_of(endings, "failed")
     decided = [ratings for ended, ratings in found if ended in ("failed", "passed")]
-    kept = failed >= AT_LEAST if row.worse else failed <= AT_MOST
+    kept = failed >= AT_LEAST if row.worse else failed - 2 * error <= AT_MOST  # beyond chance
     return Figures(
         row.test, row.name, row.worse, len(found), failed, error, share_of(endings, "passed")[0],
         share_of(endings, "restless")[0], statistics.median(decided) if decided else 0.0, kept if row.promised else None,
