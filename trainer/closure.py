@@ -149,7 +149,10 @@ def _imported(statement: ast.Import | ast.ImportFrom, package: str, file_of: Fil
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
     """Names a top-level statement binds, also inside `if` and `try`."""
-    for node in ast.walk(statement) if not isinstance(statement, ast.FunctionDef | ast.ClassDef) else (statement,):
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+        return
+    for node in ast.walk(statement):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
