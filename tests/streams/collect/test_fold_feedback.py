@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from actors.ratings import Ratings, Tally
+from actors.ratings import Ratings
 from schemas import Block
 from streams.collect.credit import Source
 from streams.collect.fold import Rules
@@ -179,5 +179,5 @@ def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answ
     ] == [-1]
     ratings = Ratings()
     for closure in closures:
-        ratings.closure(closure)
-    assert ratings.of_arm(1, 7) == Tally()
+        ratings.closure(closure, closure.answered_ms)
+    assert list(ratings.of_trial(7)) == []
