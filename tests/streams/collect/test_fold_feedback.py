@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from actors.config import PeopleConfig
 from actors.ratings import Ratings
 from schemas import Block
 from streams.collect.credit import Source
@@ -177,7 +178,8 @@ def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answ
     assert [
         decision.closure.trial for decision in decisions(folded(Inbox().extend([live(), said(REF, 1.0)]), rules()))
     ] == [-1]
-    ratings = Ratings()
+    ratings, heard = Ratings(PeopleConfig(mature="1h")), []
     for closure in closures:
         ratings.closure(closure, closure.answered_ms)
-    assert list(ratings.of_trial(7)) == []
+        heard.append([voice.bad for voice in ratings.of_trial(7)])
+    assert heard == [[True], []]
