@@ -8,15 +8,16 @@ from schemas.fields import Count, Life, MasterPhase, Number, Numbers, Struct
 
 
 class Client(Struct, frozen=True):
-    """What one gateway served of one version to one client since it started, at most one answer of each session or user.
+    """What one gateway served of one version to one client since it started.
 
-    client: id of the key. failed, refused: as in Answered.
+    client: id of the key. sessions: or users, or requests that named neither. failed, refused: sessions in which an answer
+    did or was; see Answered.
 
-    Example: Client(client="abcdefghijklmnop", answers=120, refused=4)
+    Example: Client(client="abcdefghijklmnop", sessions=120, refused=4)
     """
 
     client: str
-    answers: Count = 0
+    sessions: Count = 0
     failed: Count = 0
     refused: Count = 0
 

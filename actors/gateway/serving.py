@@ -145,7 +145,7 @@ class Gateway:
         """
         if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
             raise bad("tools: this model's chat template knows no tools", "tools")
-        name = self.session_of(key, session or secrets.token_hex(16))
+        name = self.name_of(ask, key, session)
         rendered, tokens, turn, prefix = await self._tokenized(ask, key, name if session else "")
         group = request_group(name, self._minter.epoch, self._minter.take())
         sampling = self._sampling(ask, tokens)
@@ -199,7 +199,15 @@ class Gateway:
         """Give back its place; again is fine."""
         turns.place.release()
 
-    def session_of(self, key: Key, session: str) -> str:
+    def name_of(self, ask: Ask, key: Key, session: str) -> str:
+        """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
+
+        Requests of one name meet one side of a trial, and count as one person there.
+        """
+        named = session or (f"user\x00{ask.user}" if ask.user else secrets.token_hex(16))
+        return self._session_of(key, named)
+
+    def _session_of(self, key: Key, session: str) -> str:
         """What a session of a key's tenant is called in ids."""
         return keyed_session(self._secret(), key.tenant, session, key.train)
 

@@ -204,12 +204,12 @@ def test_what_gateways_report_takes_customers_back_too() -> None:
 
 
 def test_refusals_to_one_client_take_nothing_back_and_refusals_to_all_do() -> None:
-    usual = tuple(Client(client=name, answers=450, refused=2) for name in "ab")
+    usual = tuple(Client(client=name, sessions=450, refused=2) for name in "ab")
     for refused, breaches in (((45, 0), 0), ((4, 0), 0), ((20, 20), 1)):
         one, _, _ = promoted()
         one.progress(served(3, 900, usual))
         clients = tuple(
-            Client(client=name, answers=100, refused=many) for name, many in zip("ab", refused, strict=True)
+            Client(client=name, sessions=100, refused=many) for name, many in zip("ab", refused, strict=True)
         )
         one.progress(served(5, 200, clients))
         assert len(one.breaches()) == breaches

@@ -9,6 +9,7 @@ from actors import ratings as module
 from actors.config import PeopleConfig
 from actors.ratings import DAY_MS, MAX_DAYS, MAX_TRIALS, MAX_VOICES, Ratings, Tally
 from schemas import Answered, Client, Closure, Progress
+from schemas.names import rater_of
 from tests.actors.rated import rated
 
 CONFIG = PeopleConfig(mature="1h")
@@ -49,6 +50,9 @@ def test_of_one_person_one_word_a_day_counts_that_of_the_first_answer_whichever_
     named = [rated(f"s{number}", 5 + number, 0.0, rater="ann", at_ms=1000 * number) for number in range(20)]
     assert heard(after(*named)) == heard(after(*named[::-1])) == [(5, True)], "a rater is one in all sessions"
     assert heard(after(*named, rated("s", 5, 0.0, rater="ann", tenant="globex"))) == [(5, True)] * 2
+    for nobody in (rater_of("key", "abcd"), rater_of("answer", "hr-s.0")):
+        unnamed = [rated(f"s{n % 3}", 5, 0.0, rater=nobody, number=n) for n in range(20)]
+        assert heard(after(*unnamed)) == [(5, True)] * 3, "a session is a person where the rater is none"
     assert heard(after(*many, rated("ann", 6, 0.0, number=99, at_ms=DAY_MS)), day=1) == [(6, True)]
 
 
@@ -125,7 +129,7 @@ def test_what_a_gateway_reports_is_counted_once_and_gateways_add_up() -> None:
     for told in (reported(10), reported(30, 2), reported(20, 1), reported(5, instance="serve/1/b")):
         ratings.progress(told)
     assert ratings.of_version(5) == {"": Tally(answers=35, failed=2, refused=2)}
-    clients = (Client(client="a", answers=7, failed=1), Client(client="b", answers=2, refused=1))
+    clients = (Client(client="a", sessions=7, failed=1), Client(client="b", sessions=2, refused=1))
     ratings.progress(reported(40, 5, clients=clients))
     assert ratings.of_version(5) == {
         "": Tally(answers=5, refused=1), "a": Tally(answers=7, failed=1), "b": Tally(answers=2, refused=1),
