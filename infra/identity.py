@@ -17,7 +17,7 @@ from infra.bus.log import Log
 from infra.config import Floor
 from infra.store import Store
 from schemas import PolicyEvent
-from schemas.errors import ConfigError, NotInStore
+from schemas.errors import ConfigError, NotInStore, StoreError
 from schemas.topics import POLICIES
 
 Verdict = Literal["new", "unclaimed", "fits", "log lost", "other log", "store lost"]
@@ -34,6 +34,18 @@ class Begun(msgspec.Struct, frozen=True):
         return f"{self.digest[:8]} (begun {began:%Y-%m-%d %H:%M} UTC)"
 
 
+class Named(msgspec.Struct, frozen=True):
+    """What the store holds. sum: of the rest, since a store may give other bytes than it was given."""
+
+    log: Begun
+    sum: str
+
+    @classmethod
+    def of(cls, log: Begun) -> "Named":
+        """With its sum."""
+        return cls(log, hashlib.blake2b(msgspec.json.encode(log), digest_size=16).hexdigest())
+
+
 class Fit(msgspec.Struct, frozen=True):
     """What was found. here: the log, None where it is empty. named: what the store says. missing: an object of the store.
 
@@ -47,7 +59,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
-    """Compare them. Raises BrokerUnavailable, StoreError, and ConfigError for a broken object."""
+    """Compare them. Raises BrokerUnavailable, and StoreError also for an object that was altered."""
     here = await beginning_of(log)
     named = await asyncio.to_thread(_named, store, floor.app)
     if named is not None:
@@ -88,7 +100,7 @@ async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> 
     """Write into the store which log it belongs to, if nothing is written there. anew: in any case."""
     here = await beginning_of(log)
     if here is not None and (anew or await asyncio.to_thread(_named, store, floor.app) is None):
-        await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode(here))
+        await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode(Named.of(here)))
 
 
 async def beginning_of(log: Log) -> Begun | None:
@@ -113,11 +125,19 @@ async def beginning_of(log: Log) -> Begun | None:
 
 def _named(store: Store, app: str) -> Begun | None:
     try:
-        return msgspec.json.decode(store.get(_key(app)), type=Begun)
+        body = store.get(_key(app))
     except NotInStore:
         return None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{store!r}: {_key(app)}: {error}") from error
+    try:
+        named = msgspec.json.decode(body, type=Named)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        named = None
+    if named is None or named != Named.of(named.log):
+        raise StoreError(
+            f"{_key(app)} in {store!r}: its bytes are not those that were written; if it stays so, remove it: the next "
+            "trainer writes it again"
+        )
+    return named.log
 
 
 def _has(store: Store, key: str) -> bool:

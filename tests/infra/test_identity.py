@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
@@ -11,7 +13,7 @@ from infra.config import Floor
 from infra.identity import Fit, claim, fault, fit_of, require_fit
 from infra.store_memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, StoreError
 
 FLOOR = Floor(app="bot")
 
@@ -93,6 +95,23 @@ def test_a_store_that_lost_what_the_log_names_is_told() -> None:
             await require_fit(log, store, FLOOR)
         store.put("policies/main/0/manifests/4.json", b"{}")
         assert (await fit_of(log, store, FLOOR)).verdict == "unclaimed", "an app of an earlier release"
+
+    check(body)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_a_store_that_gives_other_bytes_is_tried_again_and_never_taken_for_another_log(at: int, flip: int) -> None:
+    async def body() -> None:
+        log, store = await log_of(lease()), MemoryStore()
+        await claim(log, store, FLOOR)
+        key = "identity/bot.json"
+        data = bytearray(store.get(key))
+        data[at % len(data)] ^= flip
+        store.put(key, bytes(data))
+        try:
+            assert (await fit_of(log, store, FLOOR)).verdict == "fits"
+        except StoreError as error:
+            assert "not those that were written" in str(error)
 
     check(body)
 
