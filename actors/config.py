@@ -114,8 +114,8 @@ class GuardConfig(Section, frozen=True):
 
     A version is compared with the past, so no test tells it from a world that changes with it. Where the days before
     differ from each other more than chance explains, the first way waits, and that is an alarm: customers stay where they
-    are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing:
-    [master.gate.canary] compares at the same time.
+    are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing, and
+    is an alarm if it goes on after the rollback: [master.gate.canary] compares at the same time.
 
     alpha: chance of ever taking back a version that is no worse. least: people heard of the versions before, and answers
     of them, without which nothing is decided. more_failed: it is looked for that so much more of all answers fail, or are
