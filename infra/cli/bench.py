@@ -22,6 +22,7 @@ BENCHES = {
     "draw": "infra.bench.draw",
     "feedback": "infra.bench.feedback",
     "gateway": "infra.bench.gateway",
+    "held": "infra.bench.held",
     "reload": "infra.bench.reload",
     "reprocess": "infra.bench.reprocess",
     "sandbox": "infra.bench.sandbox",
@@ -37,6 +38,9 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "overhead_ms_p50": (float("-inf"), 3.0),
         "overhead_ms_p99": (float("-inf"), 15.0),
         "answers_per_s": (500.0, float("inf")),
+    },
+    "held": {
+        f"{name}_held_ms": (0.0, 50.0) for name in ("prompt", "control_tokens", "redact_letters", "redact_digits")
     },
     "reload": {
         "pause_ms_p50": (0.0, 80.0),

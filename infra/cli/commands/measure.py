@@ -86,6 +86,13 @@ def bench_feedback(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("feedback", as_json))
 
 
+def bench_held(as_json: JsonOption = False) -> None:
+    """How long one request holds the gateway's event loop: prompts, control tokens, redaction."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("held", as_json))
+
+
 def bench_gate(
     paths: Annotated[int, typer.Option(min=1, help="Deployments simulated a row.")] = 1000,
     as_json: JsonOption = False,

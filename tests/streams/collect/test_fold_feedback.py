@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from actors.ratings import Ratings, Tally
+from actors.config import PeopleConfig
+from actors.ratings import Ratings
 from schemas import Block
 from streams.collect.credit import Source
 from streams.collect.fold import Rules
@@ -177,7 +178,8 @@ def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answ
     assert [
         decision.closure.trial for decision in decisions(folded(Inbox().extend([live(), said(REF, 1.0)]), rules()))
     ] == [-1]
-    ratings = Ratings()
+    ratings, heard = Ratings(PeopleConfig(mature="1h")), []
     for closure in closures:
-        ratings.closure(closure)
-    assert ratings.of_arm(1, 7) == Tally()
+        ratings.closure(closure, closure.answered_ms)
+        heard.append([voice.bad for voice in ratings.of_trial(7)])
+    assert heard == [[True], []]
