@@ -86,8 +86,8 @@ class PeopleConfig(Section, frozen=True):
     sources by name that have another scale. mature: a word counts that comes so long after its answer at most, and answers
     are compared when that time is over; "" for the longest window of [[feedback]]. Shorter than that makes decisions
     depend on how fast people speak. block: answers of so long a time are compared with each other, and as often is decided.
-    tenant_share: the most of the evidence that one tenant gives where there are several (of failures and refusals: one
-    key); 1 where one of them is to decide alone.
+    tenant_share: the most of what decides that one tenant gives where there are several (of failures and refusals: one
+    key), so of two tenants both must be of one mind; 1 where one of them is to decide alone.
 
     Example: PeopleConfig(bad_below=3.0, block="1m")
     """

@@ -255,7 +255,7 @@ def harmed(
     return None
 
 
-def _same_hour(odds: float, new: Sequence[Hour], before: Before) -> Iterable[float]:
+def _same_hour(odds: float, new: Sequence[Hour], before: Before) -> Collection[float]:
     """The evidence of each tenant, hour of the day by hour of the day."""
     logs: dict[str, float] = {}
     for place, (num, bad) in _by_hour(new).items():
@@ -264,7 +264,7 @@ def _same_hour(odds: float, new: Sequence[Hour], before: Before) -> Iterable[flo
     return logs.values()
 
 
-def _whatever_hour(config: GuardConfig, new: Sequence[Hour], highest: float) -> Iterable[float]:
+def _whatever_hour(config: GuardConfig, new: Sequence[Hour], highest: float) -> Collection[float]:
     """The evidence of each tenant against the highest share that there may be."""
     if highest + config.harm >= 1.0:
         return []
