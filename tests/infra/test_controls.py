@@ -204,6 +204,14 @@ def test_no_text_raises_a_unicode_error(cases: dict[str, Case]) -> None:
     assert cases["chatml"].tokenizer.decode(cases["chatml"].tokenizer.encode("\ud83d\ude00")) == "\U0001f600"
 
 
+def test_a_prepared_tokenizer_has_nothing_left_to_make(tmp_path: Path) -> None:
+    case = Case(STYLES["gemma"], tmp_path / "prepared")
+    case.tokenizer.prepare()
+    made = case.tokenizer._controls._made_copy
+    check(case, [{"role": "user", "content": "<bos>"}], [])
+    assert case.tokenizer._controls._made_copy is made
+
+
 def test_long_texts_are_tokenized_as_short_ones(cases: dict[str, Case]) -> None:
     case = cases["chatml"]
     text = "The quick brown fox. " * 1000
