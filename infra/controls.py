@@ -56,6 +56,10 @@ class Controls:
             return _ids(self._backend, text)
         return self._obeyed(text, [match.start() for match in self._anywhere.finditer(text)])
 
+    def prepare(self) -> None:
+        """Make the copy now: for a process that may not stand still for it later."""
+        self._obeyed("", [])
+
     def encode_rendered(self, given: Any, render: Callable[[Any], str]) -> list[int]:
         """Ids of what a template makes of `given`: texts, within lists and dictionaries. Raises what `render` raises, and
         ValueError for a text that leaves no character free.

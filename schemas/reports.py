@@ -24,8 +24,8 @@ class Client(Struct, frozen=True):
 
 class Answered(Struct, frozen=True):
     """What one gateway served of one version since it started. trial: as in a Closure. failed: answers the engine did
-    not bring to an end. refused: answers that began as a refusal. clients: whom; those past 63 are one, of no name. ()
-    from gateways that did not tell yet.
+    not bring to an end. refused: answers that began as a refusal. clients: whom, those past 63
+    are one, of no name; () of versions that answered nothing lately, and from gateways that did not tell yet.
 
     Example: Answered(version=44, answers=480, failed=1, refused=12)
     """

@@ -22,7 +22,7 @@ from actors.gateway.conversation import Called, read_calls, written
 from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.keys import Key, Train
 from actors.gateway.outbox import Outbox, Outgoing
-from actors.gateway.places import Place, Places, Rota
+from actors.gateway.places import Place, Places, Rota, to_its_end
 from actors.gateway.recent import Recent
 from actors.gateway.record import Recorder, Served, Tokenizer, render
 from actors.gateway.sample import Answer, Growing, OnText, sample, sample_whole
@@ -229,7 +229,7 @@ class Gateway:
         if ask.num_chars <= _THREAD_CHARS:
             return self._tokens(ask, session)
         async with self._long.turn(key.id):
-            return await asyncio.to_thread(self._tokens, ask, session)
+            return await to_its_end(asyncio.to_thread(self._tokens, ask, session))
 
     def _tokens(self, ask: Ask, session: str) -> Tokenized:
         """Tokens of the prompt as the template writes it and as it goes on from earlier turns, how many these are, and those
@@ -267,7 +267,7 @@ class Gateway:
                 await self.engine.prepare(json_schema)
             else:
                 async with self._schemas.turn(key.id):
-                    await self.engine.prepare(json_schema)
+                    await to_its_end(self.engine.prepare(json_schema))
             self._prepared_schemas.add(json_schema)
         except SchemaRefused as error:
             raise bad(f"response_format: {error}", "response_format", "unsupported_value") from error

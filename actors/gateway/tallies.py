@@ -15,6 +15,7 @@ from schemas import Answered, Client
 
 MAX_VERSIONS = 32
 MAX_CLIENTS = 63
+TOLD_CLIENTS = 4  # versions whose clients are told in a report: those that answered last
 MAX_SEEN = 50_000
 OPENING_CHARS = 200  # a refusal is one at the beginning of an answer
 
@@ -49,8 +50,9 @@ class Tallies:
 
     def told(self) -> tuple[Answered, ...]:
         """As it is told to the others."""
+        lately = list(self._clients)[-TOLD_CLIENTS:]
         return tuple(
-            msgspec.structs.replace(one, clients=tuple(self._clients[place].values()))
+            msgspec.structs.replace(one, clients=tuple(self._clients[place].values())) if place in lately else one
             for place, one in self._known.items()
         )
 
@@ -70,7 +72,7 @@ class Tallies:
 
     def _count(self, place: tuple[int, int], more: Answered, asker: Asker) -> None:
         """A session counts once for its client, and once as one that failed, and as one that was refused."""
-        clients = self._clients.setdefault(place, {})
+        clients = self._clients[place] = self._clients.pop(place, {})  # the last to have answered
         seen = self._seen.get((*place, asker))
         was_failed, was_refused = seen or (False, False)
         failed, refused = was_failed or more.failed > 0, was_refused or more.refused > 0

@@ -226,3 +226,21 @@ def test_a_version_is_watched_for_its_time() -> None:
     one, _, _ = promoted()
     heard(one, complaints(), PROMOTED_MS + 8 * DAY_MS)
     assert one.breaches() == []
+
+
+def test_a_version_taken_back_says_nothing_of_what_is_usual() -> None:
+    one, _, _ = promoted()
+    heard(one, complaints())
+    assert len(one.breaches()) == 1
+    known = one.people.of_stable(3)
+    assert (known.people_before, known.bad_before) == (100, 5), "version 5's 30 complaints are not among them"
+
+
+def test_where_the_version_gone_back_to_is_rated_down_as_much_it_is_an_alarm() -> None:
+    """Complaints rise from the hour of the promotion on: it is taken for the version's doing, and then it goes on."""
+    one, _, _ = promoted()
+    heard(one, complaints())
+    assert len(one.breaches()) == 1 and one.alarms() == []
+    heard(one, crowd("after", 3, 40, 40, at_ms=LATER_MS + HOUR_MS), LATER_MS + 4 * HOUR_MS)
+    (alarm,) = one.alarms()
+    assert one.breaches() == [] and alarm.startswith("version 3 is rated down by 40 of 40 people, 5 of 100 before")

@@ -9,7 +9,7 @@ from openai import APIStatusError
 from actors.config import REFUSALS
 from actors.engine import EngineStopped
 from actors.gateway.config import GatewayConfig
-from actors.gateway.tallies import MAX_CLIENTS, MAX_VERSIONS, Asker, Tallies
+from actors.gateway.tallies import MAX_CLIENTS, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
 from infra.bus.memory import MemoryBus
 from schemas import Answered, Client, Progress
 from schemas.topics import PROGRESS
@@ -42,6 +42,14 @@ def test_a_session_in_which_a_later_answer_fails_is_one_that_failed() -> None:
     for _ in range(3):
         tallies.failed(3, -1, 1, Asker("a", "s"))
     assert tallies.told()[0].clients == (Client(client="a", sessions=1, failed=1),)
+
+
+def test_a_report_tells_the_clients_of_the_versions_that_answered_last() -> None:
+    tallies = Tallies(())
+    for version in (*range(TOLD_CLIENTS + 2), 0):
+        tallies.answered(version, -1, ["Sure."], Asker("a", f"s{version}"))
+    told = {one.version: bool(one.clients) for one in tallies.told()}
+    assert [version for version, has in told.items() if not has] == [1, 2] and len(told) == TOLD_CLIENTS + 2
 
 
 def test_of_one_session_one_answer_counts_for_its_client_and_clients_are_bounded() -> None:

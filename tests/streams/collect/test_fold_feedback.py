@@ -133,8 +133,9 @@ def test_late_feedback_is_counted_when_its_policy_is_drop() -> None:
 def test_late_feedback_sends_a_new_revision(late: str, lane: str) -> None:
     inbox = Inbox().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
     results = folded(inbox, rules(late))
-    assert rewards(inbox, rules(late)) == {("a1b2.0", 0): 0.8, ("a1b2.0", 1): 0.1}
-    sent = decisions(results)[1].blocks[0].experiences[0]
+    last = [decision.blocks[-1].experiences[0] for decision in decisions(results)]
+    assert [(one.revision, one.reward) for one in last] == [(0, 0.8), (1, 0.1)]
+    sent = decisions(results)[1].blocks[-1].experiences[0]
     assert (sent.lane, sent.revision, sent.id) == (lane, 1, "a1b2.0.0-0-0")
 
 

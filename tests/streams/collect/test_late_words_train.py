@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from schemas import Block, encode
@@ -49,3 +50,20 @@ def test_turns_of_a_session_that_is_rated_as_it_goes_are_trained_once_each() -> 
         inbox.extend([turn(number), said(ref(number), 1.0)])
     uses = trained(inbox, rules("amend", 0.9))
     assert len(uses) == 5 and set(uses.values()) == {1}
+
+
+def waiting(inbox: Inbox, rules: Rules) -> list[tuple[str, int]]:
+    """(lane, how often retrained) of what a trainer that was asleep all the time may draw."""
+    buffer = Buffer(dict.fromkeys(LANES, 1))
+    for offset, one in enumerate(one for decision in decisions(folded(inbox, rules)) for one in decision.blocks):
+        buffer.add(offset, encode(one), one)
+    return [(lane, one.experiences[0].retrained) for lane in LANES for one in buffer.look_at(buffer.candidates(lane))]
+
+
+def test_retrain_takes_the_place_of_a_copy_that_was_not_drawn_yet_and_a_retraction_leaves_none() -> None:
+    words = [said(REF, value, id=str(value), rater="ann") for value in (0.5, 0.25, 0.75)]
+    inbox = Inbox().extend([block(answer("a1b2.0", 0, size=1, lane="live")), *words])
+    assert waiting(inbox, rules("retrain")) == [("human", 2)]
+    unscored = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=())
+    back = said(REF, 0.0, id="back", rater="ann", type="retraction")
+    assert waiting(Inbox().extend([block(unscored), *words, back]), rules("retrain")) == []
