@@ -114,7 +114,10 @@ def _edits(node: Any) -> Iterator[_Edit]:
         case ast.BoolOp():
             yield _Edit(node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And())
         case ast.UnaryOp():
-            yield _Edit(node, "op", ast.UAdd() if isinstance(node.op, ast.USub) else ast.Not())
+            if isinstance(node.op, ast.Not):
+                yield _Edit(node, "operand", ast.UnaryOp(ast.Not(), node.operand))
+            else:
+                yield _Edit(node, "op", ast.UAdd())
         case ast.If() | ast.IfExp() | ast.While():
             yield _Edit(node, "test", ast.UnaryOp(ast.Not(), node.test))
         case ast.comprehension():

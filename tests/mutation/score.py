@@ -1,6 +1,6 @@
 """Mutation testing of the pure cores: does a test fail for every small change of what decides?
 
-    python -m tests.mutation.run [CORE …] [--sample N --seed S]
+    python -m tests.mutation.score [CORE …] [--sample N --seed S]
 
 A core's tests (`cores.json`) are imported once and run once; then every mutant gets a process of its own, forked from
 there, in which the changed function has its new code, and the tests that enter that function run, the quickest first,
