@@ -4,8 +4,9 @@ from collections import deque
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from actors.admission import Admission, Limits
+from actors.admission import Admission, Group, Limits
 from schemas import Closure, Drawn, Issued
 
 
@@ -126,6 +127,77 @@ def test_overdue_groups_come_in_issue_order_and_leave_out_the_buffered() -> None
     assert state.overdue(10.0, 5.0) == ["task.0", "task.1"]
     state.issued(issued(0, attempt=1), 10.0)
     assert state.overdue(10.0, 5.0) == ["task.1"]
+
+
+def test_limits_and_groups_start_at_nothing() -> None:
+    assert Limits(groups_per_step=1, max_staleness=1, steps_per_version=1).first_version == 0
+    assert Group(sequence=0, attempt=0, issued_at=0.0).buffered is False
+
+
+def test_there_is_never_less_than_no_room() -> None:
+    state = admission(groups=1, staleness=0)
+    for sequence in range(3):
+        state.issued(issued(sequence), 0.0)
+    assert state.room == 0
+
+
+def test_a_step_beyond_those_of_a_version_does_not_make_the_next_version_come_later() -> None:
+    """A trainer that takes more steps at a version than agreed is expected to publish now, not further ahead."""
+    state = admission(groups=1, staleness=0, steps=2)
+    for step in range(2):
+        state.drawn(drawn(step, 0, step))
+    assert state.min_version() == 1
+    for step in range(2, 5):
+        state.drawn(drawn(step, 0, step))
+    assert state.steps_at_version == 5 and state.min_version() == 1
+    state.drawn(drawn(5, 1, 5))
+    assert (state.version, state.steps_at_version) == (1, 1)
+
+
+def test_how_many_are_ahead_of_a_group_follows_from_the_order_of_issue() -> None:
+    state = admission()
+    for sequence in (4, 2, 7):
+        state.issued(issued(sequence), 0.0)
+    assert [state.ahead(f"task.{sequence}") for sequence in (2, 4, 7)] == [0, 1, 2]
+    assert state.next_sequence == 8, "a group is never given a number that was given"
+
+
+def test_the_same_issue_read_twice_changes_nothing_and_a_newer_attempt_waits_anew() -> None:
+    state = admission()
+    state.issued(issued(0, attempt=1), 1.0)
+    state.issued(issued(0, attempt=1), 5.0)
+    assert state.outstanding["task.0"] == Group(0, 1, 1.0)
+    state.issued(issued(0, attempt=0), 6.0)
+    assert state.outstanding["task.0"] == Group(0, 1, 1.0)
+    state.issued(issued(0, attempt=2), 7.0)
+    assert state.outstanding["task.0"] == Group(0, 2, 7.0)
+
+
+def test_a_later_verdict_on_a_closed_group_ends_nothing() -> None:
+    state = admission()
+    state.issued(issued(0), 0.0)
+    assert state.closed(replace(closure(0, "dropped"), revision=1)) is False
+    assert state.closed(closure(0, "buffered")) is False
+    assert state.closed(closure(1, "dropped")) is False
+    assert state.closed(closure(0, "dropped", attempt=-1)) is False
+    assert "task.0" in state.outstanding
+
+
+def test_a_record_that_only_drops_groups_is_no_step() -> None:
+    state = admission()
+    state.drawn(drawn(0, 0, 0))
+    state.drawn(drawn(1, 1, dropped=(1,)))
+    assert (state.version, state.steps_at_version) == (0, 1)
+    state.drawn(drawn(1, 1, 2))
+    assert (state.version, state.steps_at_version) == (1, 1)
+
+
+def test_waiting_counts_anew_from_when_it_is_told_to_and_is_overdue_at_the_limit() -> None:
+    state = admission()
+    state.issued(issued(0), 0.0)
+    assert state.overdue(5.0, 5.0) == ["task.0"] and state.overdue(4.9, 5.0) == []
+    state.wait_anew(3.0)
+    assert state.overdue(7.9, 5.0) == [] and state.overdue(8.0, 5.0) == ["task.0"]
 
 
 class World:

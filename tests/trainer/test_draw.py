@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.draw import Candidate, draw_in_order, missing, worth_waiting_for
+from trainer.draw import Candidate, Draw, draw_in_order, missing, unfit, worth_waiting_for
 from trainer.draw_spread import draw_spread
 
 
@@ -30,6 +30,7 @@ def test_no_group_older_than_the_bound_is_ever_drawn(pairs, version, bound, want
     )
     assert all(version - one.min_version <= bound for one in draw.taken)
     assert {one.sequence for one, _ in draw.dropped} == {s for s, at in pairs if version - at > bound}
+    assert {reason for _, reason in draw.dropped} <= {"stale"}
     assert draw.wait == (len(pairs) - len(draw.dropped) < wanted)
 
 
@@ -70,3 +71,59 @@ def test_spread_draw_takes_the_least_used_first_and_depends_on_the_seed_alone() 
 def test_spread_draw_respects_max_uses() -> None:
     lane = [Candidate(group="e.0", lane="expert", offset=0, num_experiences=4, uses=2)]
     assert draw_spread(lane, num_experiences=4, max_uses=2, seed=0).wait
+
+
+def test_a_group_of_which_nothing_else_is_known_is_unused_nobodys_and_fit() -> None:
+    assert Candidate(group="g", lane="usual", offset=3, num_experiences=4) == Candidate(
+        group="g", lane="usual", offset=3, num_experiences=4, sequence=-1, revision=0, min_version=-1, priority=1.0,
+        uses=0, has_ratio=True, digest=b"", is_pair=False, weight=1.0, key_id="", retrained=0, num_tokens=0, tenant="",
+        subject="", has_signal=True,
+    )  # fmt: skip
+    assert Draw() == Draw(taken=(), dropped=(), wait=False, held_back=0)
+
+
+def test_what_a_lanes_loss_cannot_learn_from_is_named_with_one_reason() -> None:
+    plain, bare, pair, bare_pair = (
+        Candidate(group="g", lane="human", offset=at, num_experiences=2, has_ratio=not at % 2, is_pair=at > 1)
+        for at in range(4)
+    )
+    every = (plain, bare, pair, bare_pair)
+    assert unfit(every, ratio=False, pairs=False) == []
+    assert unfit(every, ratio=True, pairs=False) == [(bare, "no ratio"), (bare_pair, "no ratio")]
+    assert unfit(every, ratio=False, pairs=True) == [(plain, "not a pair"), (bare, "not a pair")]
+    assert unfit(every, ratio=True, pairs=True) == [
+        (plain, "not a pair"), (bare, "not a pair"), (bare_pair, "no ratio")
+    ]  # fmt: skip
+
+
+def test_groups_nobody_issued_are_drawn_first_in_the_order_of_their_arrival() -> None:
+    arrived = [group(4, offset=0), group(-1, offset=7), group(-1, offset=2)]
+    draw = draw_in_order(arrived, num_groups=3, version=0, max_staleness=2)
+    assert [one.offset for one in draw.taken] == [2, 7, 0]
+
+
+def test_nothing_is_drawn_past_a_group_worth_waiting_for_and_up_to_it_everything() -> None:
+    arrived = [group(0), group(1), group(2)]
+    for wanted, waits in ((1, False), (2, False), (3, True)):
+        assert draw_in_order(arrived, num_groups=wanted, version=0, max_staleness=2, hold_for=1).wait == waits
+
+
+def test_where_nothing_arrived_nothing_is_missing() -> None:
+    assert missing([], closed=(), floor=0) == []
+    assert missing([2], closed=(), floor=1) == [1], "counted from the floor up to the newest, both told apart"
+
+
+def test_the_next_in_issue_order_stands_for_a_missing_group_and_nobody_else() -> None:
+    bound = {"version": 7, "max_staleness": 2, "given_up": {}}
+    assert worth_waiting_for([1], [group(3, 7), group(2, 5), group(0, 7)], **bound) == 1
+    assert worth_waiting_for([1], [group(3, 5), group(2, 7), group(0, 5)], **bound) is None
+    assert worth_waiting_for([4], [group(3, 5)], **bound) is None, "nothing was issued after it"
+    assert worth_waiting_for([1, 4], [group(2, 7), group(5, 4)], **bound) == 4
+    assert worth_waiting_for([1, 3], [group(2, 5), group(4, 5)], version=7, max_staleness=2, given_up={1: 0.0}) == 3
+
+
+def test_the_seed_gives_the_same_order_in_every_release() -> None:
+    lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=1) for at in range(10)]
+    draw = draw_spread(lane, num_experiences=10, max_uses=1, seed=7)
+    assert [one.offset for one in draw.taken] == [2, 5, 4, 1, 6, 9, 3, 8, 7, 0]
+    assert draw.wait is False and draw.held_back == 0

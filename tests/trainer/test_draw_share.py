@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.draw import Candidate
 from trainer.draw_priority import draw_by_priority
-from trainer.draw_share import Limits, fill
+from trainer.draw_share import Filled, Limits, fill, is_open, stratum
 from trainer.draw_spread import draw_spread
 
 
@@ -123,3 +123,54 @@ def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
     assert counts["a"] == counts["b"]
     assert sums["a"] / counts["a"] == pytest.approx(values[:300].mean(), rel=0.02)
     assert sums["b"] / counts["b"] == pytest.approx(values[300:].mean(), rel=0.02)
+
+
+def test_without_a_word_nothing_is_limited_and_nobody_held_back() -> None:
+    assert Limits() == Limits(tenant=1.0, subject=1.0, least=1)
+    assert Filled((0,)) == Filled((0,), frozenset(), 0)
+    assert fill([one(0), one(1, "a")], 1) == Filled((0,))
+
+
+def test_a_share_matters_only_where_two_have_something() -> None:
+    mixed, users = [one(0, "a", "u"), one(1, "b", "u")], [one(0, "a", "u"), one(1, "a", "v")]
+    assert not is_open(mixed, Limits(tenant=0.9)) and not is_open(mixed, Limits(subject=0.9))
+    assert is_open(users, Limits(tenant=0.9)) and not is_open(users, Limits(subject=0.9))
+    assert is_open(mixed, Limits()) and is_open(mixed[:1], Limits(0.1, 0.1)) and is_open([], Limits(0.1, 0.1))
+
+
+def test_a_group_is_drawn_among_its_users_before_its_tenants_before_all() -> None:
+    member = one(0, "a", "u")
+    assert stratum(member, frozenset({("a",), ("a", "u")})) == ("a", "u")
+    assert stratum(member, frozenset({("a",), ("b", "u")})) == ("a",)
+    assert stratum(member, frozenset({("b",)})) == ()
+
+
+def test_one_whole_group_may_be_above_the_share() -> None:
+    order = [one(0, "a", size=9), one(1, "a"), one(2, "b", size=5), one(3, "b", size=5)]
+    filled = fill(order, 10, Limits(tenant=0.5))
+    assert filled.taken == (0, 2) and filled.held_back == 1
+    assert fill([one(0, "a", size=4), one(1, "a"), one(2, "b", size=5)], 10, Limits(tenant=0.5)).taken == (0, 1, 2)
+
+
+def test_who_is_full_as_a_user_and_as_a_tenant_is_full_as_a_user() -> None:
+    order = [one(at, "a", "u") for at in range(6)] + [one(6, "b", "w"), one(7, "b", "x")]
+    filled = fill(order, 8, Limits(tenant=0.5, subject=0.5))
+    assert filled.full == {("a", "u")}
+    assert filled.taken == (0, 1, 6, 7) and filled.held_back == 4
+
+
+def test_what_fills_a_batch_up_to_the_least_is_the_oldest_of_what_waited_in_order() -> None:
+    order = [one(at, "a", size=2) for at in range(5)] + [one(5, "b", size=2)]
+    filled = fill(order, 12, Limits(tenant=0.5, least=7))
+    assert filled.taken == (0, 1, 2, 5) and filled.held_back == 4 and filled.full == {("a",)}
+    assert fill(order, 12, Limits(tenant=0.5, least=4)).taken == (0, 5)
+
+
+def test_a_user_without_a_name_is_not_limited_within_a_tenant() -> None:
+    order = [one(at, "a") for at in range(8)] + [one(8, "a", "u"), one(9, "a", "u")]
+    assert fill(order, 8, Limits(subject=0.25)).taken == tuple(range(8))
+
+
+def test_users_of_one_name_at_two_tenants_are_two() -> None:
+    order = [one(0, "a", "u"), one(1, "b", "u"), one(2, "a", "v"), one(3, "b", "v")]
+    assert fill(order, 4, Limits(subject=0.25)).taken == (0, 1, 2, 3)

@@ -1,5 +1,6 @@
 """The stable channel follows from the events of `policies` alone."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +48,10 @@ def test_what_an_overtaken_master_decides_moves_nothing_once_a_later_one_has_dec
         assert is_overtaken(stable, late)
         assert moved(stable, late, "main") == stable
     by_hand = decided(0, "rolled_back", 2, "ann")
+    assert not is_overtaken(stable, by_hand)
     assert moved(stable, by_hand, "main").version == 2, "what a person says always holds"
+    again = decided(3, "promoted", 8)
+    assert not is_overtaken(stable, again) and moved(stable, again, "main").version == 8, "a master decides twice"
 
 
 def test_what_was_held_by_the_gate_moves_nothing() -> None:
@@ -66,3 +70,50 @@ def test_other_policies_and_the_candidate_channel_move_nothing(moves: list[tuple
     for kind, version in moves:
         stable = moved(stable, PolicyEvent(event=kind, policy="main", version=version), "main")
     assert stable == Stable()
+
+
+def test_before_the_first_event_nothing_is_served_promoted_pinned_or_on_trial() -> None:
+    assert Stable() == Stable(version=-1, promoted=-1, pinned=False, trial=-1, lease=-1)
+
+
+def test_a_channel_serves_the_newest_the_stable_or_the_version_on_trial() -> None:
+    stable, tried = Stable(version=4, promoted=4), Stable(version=4, promoted=4, trial=0)
+    assert [stable.served(channel) for channel in ("candidate", "canary", "stable")] == [-1, 4, 4]
+    assert [tried.served(channel) for channel in ("candidate", "canary", "stable")] == [-1, 0, 4]
+
+
+def canary(kind: PolicyEventKind, version: int) -> PolicyEvent:
+    return PolicyEvent(event=kind, policy="main", version=version, channel="canary", owner="canary", token=1)
+
+
+def test_only_a_promotion_in_the_canary_channel_begins_a_trial_and_it_moves_nothing_else() -> None:
+    stable = Stable(version=4, promoted=4, lease=1)
+    assert moved(stable, canary("promoted", 7), "main") == Stable(version=4, promoted=4, trial=7, lease=1)
+    for kind in ("pinned", "rolled_back", "held"):
+        assert moved(stable, canary(kind, 7), "main") == stable
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "serves"), [("promoted", 8, 8), ("pinned", 0, 0), ("pinned", -1, 4), ("rolled_back", 3, 3)]
+)
+def test_every_move_of_the_stable_channel_ends_the_trial(kind: PolicyEventKind, version: int, serves: int) -> None:
+    event = PolicyEvent(event=kind, policy="main", version=version, channel="stable", owner="ann")
+    after_it = moved(Stable(version=4, promoted=4, trial=7), event, "main")
+    assert (after_it.version, after_it.trial, after_it.pinned) == (serves, -1, kind == "pinned" and version >= 0)
+
+
+def test_a_promotion_past_a_pin_ends_the_trial_too() -> None:
+    event = PolicyEvent(event="promoted", policy="main", version=8, channel="stable", owner="ann")
+    stable = moved(Stable(version=4, promoted=4, pinned=True, trial=7), event, "main")
+    assert stable == Stable(version=4, promoted=8, pinned=True)
+
+
+def test_a_trial_ends_when_its_own_version_is_held_and_not_another() -> None:
+    tried = Stable(version=4, promoted=4, trial=7)
+    for version, trial in ((7, -1), (6, 7), (8, 7)):
+        event = PolicyEvent(event="held", policy="main", version=version, channel="stable", owner="canary", token=1)
+        assert moved(tried, event, "main").trial == trial
+
+
+def test_the_end_of_a_pin_goes_to_the_promoted_version_also_where_that_is_the_first() -> None:
+    assert after(("promoted", 0), ("pinned", 3), ("pinned", -1)).version == 0

@@ -73,3 +73,68 @@ def test_a_trainer_that_was_overtaken_orphans_nothing() -> None:
     assert feed.next(0, pinned=(), refused=()) == published(3, token=2)
     feed.apply(replace(orphan, token=2), 5)
     assert feed.next(0, pinned=(), refused=()) is None
+
+
+def said(event: str, version: int, channel: str = "candidate", manifest: str = "") -> PolicyEvent:
+    return PolicyEvent(  # type: ignore[arg-type]
+        event=event, policy="main", version=version, token=1, channel=channel, manifest=manifest, owner="ann"
+    )
+
+
+def feed_of(*versions: int, channel: str = "candidate") -> PolicyFeed:
+    feed = PolicyFeed("main", channel=channel)  # type: ignore[arg-type]
+    for offset, version in enumerate(versions):
+        feed.apply(published(version), offset)
+    return feed
+
+
+def test_only_an_event_with_weights_of_the_followed_policy_announces_any() -> None:
+    feed = PolicyFeed("main")
+    assert feed.newest == 0
+    for event in (
+        published(2, policy="other"), lease(), said("orphaned", 9), said("published", 3), said("refused", 3, manifest="m")
+    ):  # fmt: skip
+        assert feed.apply(event, 0) is False
+    assert not feed.events and feed.newest == 0
+    assert feed.apply(said("rolled_back", 4, manifest="m"), 1) is True
+    assert list(feed.events) == [4]
+
+
+def test_the_newest_is_the_highest_that_was_published_not_the_last() -> None:
+    assert feed_of(5, 3).newest == 5
+
+
+def test_an_engine_forgets_what_is_older_than_it_holds_and_nothing_else() -> None:
+    feed = feed_of(1, 2, 3)
+    feed.forget_below(2)
+    assert list(feed.events) == [2, 3]
+
+
+def test_who_follows_a_served_channel_forgets_nothing() -> None:
+    feed = feed_of(1, 2, 3, channel="stable")
+    feed.forget_below(3)
+    assert list(feed.events) == [1, 2, 3]
+
+
+def test_the_oldest_that_an_evaluation_waits_for_comes_first() -> None:
+    event = feed_of(1, 2, 3, 4).next(1, pinned=(1, 2, 3), refused=())
+    assert event is not None and event.version == 2
+
+
+def test_a_served_channel_wants_its_version_and_nothing_else_also_the_first_and_backwards() -> None:
+    feed = feed_of(0, 1, 2, channel="stable")
+    assert feed.next(0, pinned=(), refused=()) == published(2), "before the first promotion the newest"
+    feed.apply(said("promoted", 0, "stable"), 3)
+    assert feed.next(2, pinned=(1,), refused=()) == published(0)
+    assert feed.next(0, pinned=(1,), refused=()) is None
+    assert feed.next(2, pinned=(), refused=(0,)) is None
+    feed.apply(said("promoted", 9, "stable"), 4)
+    assert feed.next(2, pinned=(), refused=()) is None, "it waits for weights it has not heard of"
+
+
+def test_who_follows_the_canary_channel_loads_the_version_on_trial() -> None:
+    feed = feed_of(1, 2, channel="canary")
+    feed.apply(said("promoted", 1, "stable"), 2)
+    assert feed.next(2, pinned=(), refused=()) == published(1)
+    feed.apply(said("promoted", 2, "canary"), 3)
+    assert feed.next(1, pinned=(), refused=()) == published(2)

@@ -1,0 +1,288 @@
+"""Mutation testing of the pure cores: does a test fail for every small change of what decides?
+
+    python -m tests.mutation.score [CORE …] [--sample N --seed S]
+
+A core's tests (`cores.json`) are imported once and run once; then every mutant gets a process of its own, forked from
+there, in which the changed function has its new code, and the tests that enter that function run, the quickest first,
+until one fails. A change of what runs at import imports everything anew. Hypothesis draws few examples, always the same;
+what survives them meets each test's own number. Explained survivors are in `survivors.json`.
+"""
+
+import argparse
+import ast
+import gc
+import json
+import math
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import hypothesis
+import msgspec
+import pytest
+from _pytest.runner import runtestprotocol
+
+from tests.mutation.mutate import Mutant, mutants
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PACKAGES = ("actors", "infra", "schemas", "streams", "trainer", "tests", "headrace")
+EXAMPLES = 20
+OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "-r", "N")
+SPARE_S = 30  # of wall time, beyond ten times what the tests took: for a mutant that waits for ever
+SPARE_CPU_S = 5
+SPARE_BYTES = 2 << 30
+Functions = dict[str, list[FunctionType]]
+
+
+class Survivor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A mutant no test can or need tell from the core, and why. core: its path. The rest as in Mutant."""
+
+    core: str
+    function: str
+    was: str
+    becomes: str
+    why: str = ""
+
+
+def cores() -> dict[str, list[str]]:
+    """Core → its test files, by their paths."""
+    return msgspec.json.decode((HERE / "cores.json").read_bytes(), type=dict[str, list[str]])
+
+
+def explained() -> list[Survivor]:
+    """The list of those that are known to survive."""
+    return msgspec.json.decode((HERE / "survivors.json").read_bytes(), type=list[Survivor])
+
+
+class Core:
+    """A pytest plugin that runs a core's tests against its mutants instead of once."""
+
+    def __init__(self, path: str, tests: Sequence[str], chosen: Callable[[list[int]], list[int]]) -> None:
+        self.path, self.tests, self.chosen = path, tests, chosen
+        self.file = str(ROOT / path)
+        self.fates: list[tuple[Mutant, str]] = []
+        self.items: list[Any] = []
+        self.costs: dict[int, float] = {}
+        self.entered: dict[str, set[int]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.items = session.items
+        if session.testsfailed or not self.items:
+            raise pytest.UsageError(f"{self.path}: its tests cannot be imported")
+        own = {at: _use_examples(item, EXAMPLES) for at, item in enumerate(self.items)}
+        self._run_once()
+        source = Path(self.file).read_text(encoding="utf-8")
+        wanted = set(self.chosen(list(range(sum(1 for _ in mutants(source))))))
+        functions = _functions(self.file)
+        gc.freeze()
+        for number, (mutant, tree) in enumerate(mutants(source)):
+            if number in wanted:
+                fate = self._fate(mutant, tree, functions, {})
+                if fate == "survived" and any(own.values()):
+                    fate = self._fate(mutant, tree, functions, own)
+                self.fates.append((mutant, fate))
+        return True
+
+    def _run_once(self) -> None:
+        """Every test passes; remembers its cost and which functions of the core it enters."""
+        for at, item in enumerate(self.items):
+            names: set[str] = set()
+
+            def note(frame: Any, _: str, __: Any, names: set[str] = names) -> None:
+                if frame.f_code.co_filename == self.file:
+                    names.add(frame.f_code.co_qualname.partition(".<")[0])
+
+            start = time.perf_counter()
+            sys.settrace(note)
+            try:
+                passed = _passes(item)
+            finally:
+                sys.settrace(None)
+            self.costs[at] = time.perf_counter() - start
+            if not passed:
+                raise pytest.UsageError(f"{item.nodeid} fails without a mutant")
+            for name in names:
+                self.entered.setdefault(name, set()).add(at)
+
+    def _fate(self, mutant: Mutant, tree: ast.Module, functions: Functions, examples: dict[int, int]) -> str:
+        code = compile(tree, self.file, "exec", dont_inherit=True)
+        if mutant.function:
+            entering = sorted(self.entered.get(mutant.function, ()), key=self.costs.__getitem__)
+            cost = sum(self.costs[at] for at in entering)
+            if not entering:
+                return "never run"
+            return _forked(lambda: self._run_changed(mutant, code, functions, entering, examples), cost)
+        return _forked(lambda: self._run_anew(code, bool(examples)), sum(self.costs.values()) + 20)
+
+    def _run_changed(
+        self, mutant: Mutant, code: CodeType, functions: Functions, entering: list[int], examples: dict[int, int]
+    ) -> bool:
+        for function, changed in zip(functions[mutant.function], _codes(code, mutant.function), strict=True):
+            function.__code__ = changed
+        for at in entering:
+            if examples:
+                _use_examples(self.items[at], examples[at])
+            self.items[at]._initrequest()
+            if not _passes(self.items[at]):
+                return False
+        return True
+
+    def _run_anew(self, code: CodeType, every_example: bool) -> bool:
+        for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+            if not name.startswith("tests.mutation"):
+                del sys.modules[name]
+        sys.meta_path.insert(0, _Changed(self.path.removesuffix(".py").replace("/", "."), self.file, code))
+        return pytest.main([*OPTIONS, *self.tests], plugins=[] if every_example else [_FewExamples()]) == 0
+
+
+class _FewExamples:
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        for item in items:
+            _use_examples(item, EXAMPLES)
+
+
+class _Changed(MetaPathFinder, Loader):
+    """Imports one module from given code."""
+
+    def __init__(self, name: str, file: str, code: CodeType) -> None:
+        self.name, self.file, self.code = name, file, code
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, origin=self.file) if fullname == self.name else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(self.code, module.__dict__)
+
+
+def _use_examples(item: Any, most: int) -> int:
+    """Let a Hypothesis test draw at most so many examples, the same each time; how many it drew before, 0 for no such."""
+    test = getattr(item, "obj", None)
+    used = getattr(test, "_hypothesis_internal_use_settings", None)
+    if used is None:
+        return 0
+    test._hypothesis_internal_use_settings = hypothesis.settings(
+        used, max_examples=most if most > EXAMPLES else min(most, used.max_examples), derandomize=True, database=None,
+        deadline=None, phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    return used.max_examples
+
+
+def _passes(item: Any) -> bool:
+    return not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
+
+
+def _functions(file: str) -> Functions:
+    """A module's functions by name, in the order they stand; also those behind properties and decorators."""
+    found: dict[tuple[str, int], list[FunctionType]] = {}
+    for one in gc.get_objects():
+        if isinstance(one, FunctionType) and one.__code__.co_filename == file:
+            found.setdefault((one.__code__.co_qualname, one.__code__.co_firstlineno), []).append(one)
+    by_name: Functions = {}
+    for (name, _), functions in sorted(found.items(), key=lambda pair: pair[0]):
+        by_name.setdefault(name, []).extend(functions[:1])
+    return by_name
+
+
+def _codes(code: CodeType, name: str) -> Iterator[CodeType]:
+    """A module's code of the functions of that name, in the order they stand."""
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            if const.co_qualname == name:
+                yield const
+            elif name.startswith(f"{const.co_qualname}."):
+                yield from _codes(const, name)
+
+
+def _forked(run: Callable[[], bool], cost: float) -> str:
+    """What became of it in a process of its own: "killed", "survived", "too long"."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, SPARE_S + 10 * cost)
+            resource.setrlimit(resource.RLIMIT_CPU, (limit := math.ceil(SPARE_CPU_S + 10 * cost), limit + 1))
+            held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (held + SPARE_BYTES, held + SPARE_BYTES))
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1), os.dup2(null, 2)
+            code = 0 if run() else 1
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL):
+        return "too long"
+    return "survived" if status == 0 else "killed"
+
+
+def wilson(hits: int, n: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927)."""
+    z, share = 1.96, hits / n
+    middle, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def sampled(size: int | None, seed: int) -> Callable[[list[int]], list[int]]:
+    """All, or `size` of them drawn evenly."""
+    return lambda numbers: (
+        numbers if size is None or size >= len(numbers) else random.Random(seed).sample(numbers, size)
+    )
+
+
+def tried(path: str, tests: Sequence[str], chosen: Callable[[list[int]], list[int]]) -> list[tuple[Mutant, str]]:
+    """The fate of a core's mutants. Raises SystemExit where its tests fail without any."""
+    core = Core(path, tests, chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        status = pytest.main([*OPTIONS, "--basetemp", f"{folder}/base", *tests], plugins=[core])
+    if status not in (0, 5):
+        sys.exit(f"{path}: its tests fail without a mutant")
+    return core.fates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("core", nargs="*", help="paths; all of cores.json by default")
+    parser.add_argument("--sample", type=int, help="mutants per core; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    os.chdir(ROOT)
+    known = {(one.core, one.function, one.was, one.becomes) for one in explained()}
+    table, unexplained = [], []
+    for path in given.core or cores():
+        fates = tried(path, cores()[path], sampled(given.sample, given.seed))
+        alive = [(one, fate) for one, fate in fates if fate in ("survived", "never run")]
+        new = [(one, fate) for one, fate in alive if (path, one.function, one.was, one.becomes) not in known]
+        late = sum(fate == "too long" for _, fate in fates)
+        killed, counted = len(fates) - len(alive), len(fates) - len(alive) + len(new)
+        low, high = wilson(killed, max(1, counted))
+        table.append(
+            f"{path}: {len(fates)} mutants, {killed} killed ({late} took too long), {len(alive) - len(new)} explained, "
+            f"{len(new)} not: {killed / max(1, counted):.1%} of the rest killed (95 % interval {low:.1%} to {high:.1%})"
+        )
+        print(table[-1], flush=True)
+        for one, fate in new:
+            print(f"  {path}:{one.line} {fate}, {one.function or 'at import'}\n    - {one.was}\n    + {one.becomes}")
+            unexplained.append(
+                msgspec.structs.asdict(Survivor(core=path, function=one.function, was=one.was, becomes=one.becomes))
+            )
+    print("\n".join(["", *table]))
+    if unexplained:
+        Path("/tmp/survivors.json").write_text(json.dumps(unexplained, indent=1))
+    sys.exit(1 if unexplained else 0)
+
+
+if __name__ == "__main__":
+    main()
