@@ -10,10 +10,11 @@ back while the store was away, is taken for one of them.
 """
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.seal import FORGOTTEN, KEY_BYTES, Key, Keys, new_key, place_of
+from infra.seal import KEY_BYTES, Key, Keys, new_key, place_of
 from infra.store import Store
 from schemas.errors import StoreError
 
@@ -24,14 +25,14 @@ AWAY_S = 5.0  # a store that failed is not asked for so long: one that is silent
 class HeldKeys(Keys):
     """`Keys` that a store which is away does not stop. folder: of what it does not have yet; of one process."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(store, clock)
         self._put: Callable[[str, bytes], None] = store.put
         self._folder = folder
         self._ask_again_s = float("-inf")
         self._held: dict[str, Key] = {}  # by subject
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in folder.iterdir():
+        for path in sorted(folder.iterdir()):
             secret = path.read_bytes()
             if len(secret) == KEY_BYTES:
                 self._held[path.name.rpartition("-")[0]] = Key(path.name, secret)
@@ -61,7 +62,8 @@ class HeldKeys(Keys):
         """Hand what is held over to the store. Raises StoreError where it is away still."""
         for subject, key in tuple(self._held.items()):
             path = self._folder / key.key_id
-            forgotten = any(self.find(one).fault == FORGOTTEN for one in self.named(subject))
+            # As the store has them now: this one may lie there already, put by a deposit that was not confirmed.
+            forgotten = any(not self._store.get(place_of(one)) for one in self.named(subject))
             self._put(place_of(key.key_id), b"" if forgotten else path.read_bytes())
             del self._held[subject]
             path.unlink()

@@ -217,7 +217,7 @@ async def _assembled(
         _log.warning("spool_recovered torn_bytes=%d damaged_segments=%d", spool.torn_bytes, spool.damaged)
         metrics.counter("spool_torn_bytes").inc(spool.torn_bytes)
         metrics.counter("shed", reason="spool damaged").inc(spool.damaged)
-    keys = await asyncio.to_thread(HeldKeys, store, folder / "keys")
+    keys = await asyncio.to_thread(HeldKeys, store, folder / "keys", asyncio.get_running_loop().time)
     outbox = Outbox(
         log,
         spool,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from actors.gateway.held import MAX_HELD, HeldKeys
+from actors.gateway.held import AWAY_S, MAX_HELD, HeldKeys
 from actors.gateway.users import Users
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
@@ -156,6 +156,42 @@ def test_who_was_forgotten_meanwhile_stays_so(tmp_path: Path) -> None:
     assert keys.num_held == 0
     lost = [decode(frame, Keys(store).find).experiences[0].lost for frame in (earlier, *frames)]  # type: ignore[union-attr]
     assert lost == ["forgotten", "forgotten", ""]
+
+
+def test_a_key_that_the_store_had_and_destroyed_before_it_said_so_is_not_put_back(tmp_path: Path) -> None:
+    class Unconfirmed(StoreAway):
+        silent = False
+
+        def put(self, key: str, data: bytes) -> None:
+            super().put(key, data)
+            if self.silent:
+                raise StoreError("stored, and not confirmed")
+
+    store = Unconfirmed()
+    keys = HeldKeys(store, tmp_path)
+    store.away = True
+    frame = encode(sealed(Block((answer(),)), keys, SUBJECT))
+    store.away, store.silent = False, True
+    for _ in range(2):
+        with pytest.raises(StoreError, match="not confirmed"):
+            keys.deposit()
+    store.silent = False
+    assert len(Keys(store).destroy(SUBJECT)) == 1
+    keys.deposit()
+    block = decode(frame, Keys(store).find)
+    assert keys.num_held == 0 and isinstance(block, Block) and block.experiences[0].lost == "forgotten"
+
+
+def test_a_store_that_failed_is_asked_again_by_the_clock_that_is_given(tmp_path: Path) -> None:
+    now_s = [0.0]
+    store = StoreAway()
+    keys = HeldKeys(store, tmp_path, lambda: now_s[0])
+    store.away = True
+    held = keys.of(SUBJECT)
+    store.away = False
+    assert keys.of(SUBJECT) is held
+    now_s[0] = AWAY_S
+    assert keys.of(SUBJECT) is not held
 
 
 def test_a_store_that_is_away_is_asked_once_in_a_while_and_not_for_every_record(tmp_path: Path) -> None:
