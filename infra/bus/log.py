@@ -8,7 +8,8 @@ name a key is sealed before it is sent or stored (see `infra.seal`).
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -65,14 +66,17 @@ class Message(msgspec.Struct, frozen=True):
 class Log:
     """One app's log. `store` takes frames over MAX_FRAME_BYTES; without it they are sent whole, if they fit.
 
-    It holds the keys of sealed blocks, too: without it these stay shut, and none is written.
+    It holds the keys of sealed blocks, too: without it these stay shut, and none is written. clock: seconds, for how old what
+    is known of a key may be.
     """
 
-    def __init__(self, bus: Bus, app: str, *, store: Store | None = None) -> None:
+    def __init__(
+        self, bus: Bus, app: str, *, store: Store | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.bus = bus
         self.app = app
         self.store = store
-        self.keys = Keys(store) if store is not None else None
+        self.keys = Keys(store, clock) if store is not None else None
         self.find_seal = self.keys.find if self.keys is not None else None
 
     def name(self, topic: Topic) -> str:

@@ -13,7 +13,7 @@ from tests.simulator.collect_model import CollectModel, Expected
 from tests.simulator.plugins import TENSOR, TableLearner, first_table, logprobs_of
 from tests.simulator.scenario import DEADLINE_S, WINDOW_S
 from tests.simulator.settlement_serving import settle_serving
-from tests.simulator.watch import content_of, read
+from tests.simulator.watch import content_of
 from tests.simulator.world import World
 from trainer import journal
 from trainer.assemble import train_items
@@ -23,7 +23,7 @@ from trainer.schedule import learning_rate_at
 
 def settle(world: World) -> None:
     """Complain about everything that does not hold."""
-    log = {topic.name: [(one, read(one.value)) for one in world.records(topic)] for topic in topics.ALL}
+    log = {topic.name: [(one, world.watch.read(one.value)) for one in world.records(topic)] for topic in topics.ALL}
     check_account(world, log)
     check_journal(world, log)
     check_replay(world, log)

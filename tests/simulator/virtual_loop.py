@@ -65,8 +65,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._tasks: list[asyncio.Task[Any]] = []
         self.servers: dict[Process, Listening] = {}
         self.set_task_factory(self._make_task)
-        self.errors: list[dict[str, Any]] = []
-        self.set_exception_handler(lambda _, context: self.errors.append(context))
 
     def time(self) -> float:
         """Virtual seconds."""

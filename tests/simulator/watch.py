@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from infra.bus.bus import Record
+from infra.seal import Keys
 from infra.store_memory import MemoryStore
 from infra.weights.fetch import Follower
 from infra.weights.manifest import hash_tensor
@@ -41,6 +42,7 @@ class Watch:
         self.scenario = scenario
         self.store = store
         self.clock = clock
+        self._keys = Keys(store, clock)
         self.violations: list[Violation] = []
         self.last: deque[str] = deque(maxlen=LAST_EVENTS)
         self.verbose: Callable[[str], None] | None = None
@@ -83,11 +85,18 @@ class Watch:
         if self.verbose is not None:
             self.verbose(line)
 
+    def read(self, value: bytes) -> Any:
+        """What a record holds, with the keys of what is sealed; its bytes where they are no record."""
+        try:
+            return decode(value, self._keys.find)
+        except (BadFrame, HeadraceError):
+            return value
+
     # ---- at the broker
 
     def stored(self, process: Process, record: Record) -> None:
         """See network.Watcher."""
-        value = read(record.value)
+        value = self.read(record.value)
         if STRUCK:
             self.complain("I7 nothing foreign runs", f"{len(STRUCK)} times by {process.name} or before it")
             STRUCK.clear()
@@ -120,7 +129,7 @@ class Watch:
         topic = record.topic.partition(".")[2]
         if topic not in ("experiences", "experts", "verified"):
             return
-        value = read(record.value)
+        value = self.read(record.value)
         if isinstance(value, Block) and topic != "verified":
             self.acknowledged.update(one.id for one in value.experiences)
         elif isinstance(value, Stub) and value.stage == "explore":
@@ -129,7 +138,7 @@ class Watch:
     def failed(self, process: Process, topic: str, key: bytes, value: bytes, stored: bool) -> None:
         """See network.Watcher."""
         self.note(f"{process.name} was told that {topic} failed{' (it is stored)' if stored else ''}")
-        if (name := identity(read(value))) is not None:
+        if (name := identity(self.read(value))) is not None:
             self._failed.add((process, name))
 
     # ---- in the processes
@@ -226,14 +235,6 @@ class Watch:
                 self.complain(
                     "I4 checkpoint before publication", f"version {event.version}: no {folder}…/manifest.json"
                 )
-
-
-def read(value: bytes) -> Any:
-    """What a record holds; its bytes where they are no record."""
-    try:
-        return decode(value)
-    except (BadFrame, HeadraceError):
-        return value
 
 
 def members_of(value: object) -> tuple[Experience, ...]:

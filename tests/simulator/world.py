@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from pathlib import Path
 from random import Random
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from infra.bus.bus import Partition
 from infra.bus.log import Log
@@ -29,8 +29,8 @@ from tests.simulator.network import ClientBus, Cluster
 from tests.simulator.operator_role import run_operator
 from tests.simulator.scenario import APP, EVENTS, FAULTS_S, PARTITIONS, Scenario
 from tests.simulator.traffic import Traffic
-from tests.simulator.virtual_loop import Killed, Process, VirtualLoop
-from tests.simulator.watch import Watch, members_of, read
+from tests.simulator.virtual_loop import PROCESS, Killed, Process, VirtualLoop
+from tests.simulator.watch import Watch, members_of
 from tests.simulator.wire import Wire
 from tests.simulator.worker_role import group_of_topic
 
@@ -61,6 +61,7 @@ class World:
         self.folder = folder
         self.random = Random(f"world/{seed}")
         self.loop = VirtualLoop(Random(f"loop/{seed}"))
+        self.loop.set_exception_handler(lambda _, context: self._went_wrong(context))
         self.store = MemoryStore()
         self.watch = Watch(scenario, self.store, self.loop.time)
         self.mixture = draw_mixture(Random(f"mixture/{seed}")) if mixture is None else mixture
@@ -97,6 +98,12 @@ class World:
             for process in (*self.watch.began_s, self.outside):
                 process.is_dead = True
             copy_context().run(self._abandon)
+
+    def _went_wrong(self, context: dict[str, Any]) -> None:
+        """What a callback raised: one that is of no process is our own, and what it left undone looks like a role's fault."""
+        handle = context.get("handle")
+        if handle is not None and handle._context.get(PROCESS) is None:
+            self.watch.complain("the simulation itself is sound", repr(context.get("exception")))
 
     def _abandon(self) -> None:
         process_exit.set(_dead)
@@ -154,7 +161,7 @@ class World:
         committed = self.cluster.group(group_of_topic(self.log, topics.VERIFIED)).committed
         for record in self.records(topics.VERIFIED):
             at = Partition(record.topic, record.partition)
-            if committed.get(at, 0) <= record.offset and isinstance(read(record.value), Feedback):
+            if committed.get(at, 0) <= record.offset and isinstance(self.watch.read(record.value), Feedback):
                 return False
         return all(name.startswith("task-") for name in self._accounted().pending_ids)
 
@@ -196,8 +203,9 @@ class World:
     def _unwritten(self) -> list[str]:
         """What customers were promised is in the log, and is not: answers of gateways that were not killed, feedback."""
         owed = [name for name, process in self.customers.answered.items() if self._is_owed(process)]
-        stored = {one.id for record in self.records(topics.EXPERIENCES) for one in members_of(read(record.value))}
-        heard = {getattr(read(record.value), "id", "") for record in self.records(topics.FEEDBACK)}
+        read, records = self.watch.read, self.records
+        stored = {one.id for record in records(topics.EXPERIENCES) for one in members_of(read(record.value))}
+        heard = {getattr(read(record.value), "id", "") for record in records(topics.FEEDBACK)}
         return [name for name in owed if name not in stored] + sorted(self.customers.accepted - heard)
 
     def _is_owed(self, process: Process) -> bool:
@@ -276,7 +284,7 @@ class World:
     def log_of(self, process: Process) -> Log:
         """A process's own connection."""
         store = ClientStore(self.store, process, self.faults, self.watch)
-        return Log(ClientBus(self.cluster, process), APP, store=store)
+        return Log(ClientBus(self.cluster, process), APP, store=store, clock=self.loop.time)
 
     def kill(self, process: Process) -> None:
         """SIGKILL."""
