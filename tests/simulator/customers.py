@@ -27,7 +27,8 @@ PAUSE_S = 0.2
 
 
 class Customers:
-    """The customers of one seed. answered: answers that came, with who gave them. texts: what they said.
+    """The customers of one seed. answered: answers that came, with who gave them. times: when they were asked for, and when
+    they came. texts: what they said.
 
     accepted: ids of feedback that a gateway has taken. private: sessions that must not be recorded.
     stood_still: until when each process was stopped last.
@@ -39,6 +40,7 @@ class Customers:
         self.watch = watch
         self.random = Random(f"customers/{scenario.seed}")
         self.answered: dict[str, Process] = {}
+        self.times: dict[str, tuple[float, float]] = {}
         self.texts: dict[str, str] = {}
         self.accepted: set[str] = set()
         self.private: set[str] = set()
@@ -72,6 +74,8 @@ class Customers:
             text = told["choices"][0]["message"]["content"] or ""
             messages.append({"role": "assistant", "content": text})
             if not is_private:
+                now_s = self.wire.loop.time()
+                self.times[told["id"].removeprefix("hr-")] = (now_s - reply.seconds, now_s)
                 self.answered[told["id"].removeprefix("hr-")] = process
                 self.texts[told["id"].removeprefix("hr-")] = text
             await self._judge(told["id"], key, is_private)

@@ -25,7 +25,7 @@ class ClientStore:
         self._faults = faults
         self._watch = watch
         self._sound_reads = 0  # left
-        self._is_actor = process.name.startswith(("explore", "serve"))
+        self._is_actor = process.name.startswith(("explore", "serve", "canary"))
 
     def put(self, key: str, data: bytes) -> None:
         """See Store."""

@@ -33,6 +33,12 @@ class Watcher(Protocol):
     def failed(self, process: Process, topic: str, key: bytes, value: bytes, stored: bool) -> None:
         """The sender has been told that it failed, whether it did or not."""
 
+    def asked_end(self, process: Process, partition: Partition, end: int) -> None:
+        """A process was told where a partition ends."""
+
+    def heard(self, process: Process, partition: Partition, end: int) -> None:
+        """A process has read a partition up to here."""
+
 
 class Cluster(MemoryBus):
     """The broker: every process's requests end here, in the broker's own context."""
@@ -198,7 +204,10 @@ class ClientBus:
     async def end_offsets(self, topic: str) -> dict[Partition, int]:
         """See Bus."""
         await self.hop()
-        return await self.cluster.end_offsets(topic)
+        ends = await self.cluster.end_offsets(topic)
+        for partition, end in ends.items():
+            self.cluster.watcher.asked_end(self.process, partition, end)
+        return ends
 
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
         """See Bus."""
@@ -318,5 +327,6 @@ class ClientReader:
             most = min(max_records - len(taken), self._cluster.faults.take_count())
             records = log.records[position - log.beginning : position - log.beginning + most]
             self._positions[partition] = position + len(records)
+            self._cluster.watcher.heard(self.process, partition, position + len(records))
             taken += records
         return taken

@@ -1,4 +1,4 @@
-"""The operator: moves the stable channel by hand at moments of chance, as `headrace promote`, `pin` and `rollback` do."""
+"""The operator: moves the channels by hand at moments of chance, as `headrace promote`, `pin` and `rollback` do."""
 
 import asyncio
 from random import Random
@@ -7,12 +7,14 @@ from infra.bus.log import Log
 from infra.cli.channel import check_move, policy_history, stable_of
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
-from schemas.fields import PolicyEventKind
+from schemas.fields import Channel, PolicyEventKind
 from schemas.topics import POLICIES
 from tests.simulator.scenario import FAULTS_S, Scenario
 
 OWNER = "operator"
-MOVES: tuple[PolicyEventKind, ...] = ("promoted", "pinned", "rolled_back")
+Move = tuple[PolicyEventKind, Channel]
+MOVES: tuple[Move, ...] = (("promoted", "stable"), ("pinned", "stable"), ("rolled_back", "stable"))
+TRIALS: tuple[Move, ...] = (("promoted", "canary"), ("promoted", "canary"), ("held", "stable"))
 UNPINNED = -1
 
 
@@ -20,17 +22,22 @@ async def run_operator(scenario: Scenario, log: Log) -> None:
     """All moves of one seed, in time; one that the command would refuse is not made."""
     random = Random(f"operator/{scenario.seed}")
     begin_s = asyncio.get_running_loop().time()
-    for at_s in sorted(random.random() * FAULTS_S for _ in range(scenario.num_moves)):
+    plan = [
+        (random.random() * FAULTS_S, moves) for moves in [MOVES] * scenario.num_moves + [TRIALS] * scenario.num_trials
+    ]
+    for at_s, moves in sorted(plan):
         await asyncio.sleep(max(0.0, begin_s + at_s - asyncio.get_running_loop().time()))
         policy = scenario.floor.policy.name
         history = await policy_history(log, policy)
         stable = stable_of(history, policy)
-        kind = random.choice(MOVES)
+        kind, channel = random.choice(moves)
         newest = max((event.version for _, event in history if event.event == "published"), default=0)
         version = UNPINNED if kind == "pinned" and stable.pinned else random.randint(0, newest)
+        if kind == "held" and (version := stable.trial) < 0:
+            continue
         try:
             check_move(history, stable, kind, version)
         except ConfigError:
             continue
-        move = PolicyEvent(event=kind, policy=policy, version=version, channel="stable", owner=OWNER)
+        move = PolicyEvent(event=kind, policy=policy, version=version, channel=channel, owner=OWNER)
         await log.publish(POLICIES, move)

@@ -59,15 +59,18 @@ def trainer(world: "World", process: Process) -> Running:
 
 
 def gateway(world: "World", process: Process) -> Running:
-    """See run_gateway."""
+    """See run_gateway; a canary by its name."""
+    role, config = process.name.partition("#")[0], world.scenario.gateway
+    config = config.as_canary() if role == "canary" else config
     life = world.gateways[process] = GatewayLife(
-        next_folder(world.folder, world.gateways),
+        role,
+        next_folder(world.folder, world.gateways, role),
         WatchedEngine(functools.partial(world.watch.loaded, process), seed=world.draw_seed(), token_s=TOKEN_S),
     )
     log = world.log_of(process)
     assert log.store is not None
     return run_gateway(
-        msgspec.structs.replace(world.scenario.floor, folder=life.folder), world.scenario.gateway, log=log,
+        msgspec.structs.replace(world.scenario.floor, folder=life.folder), config, log=log,
         store=log.store, engine=life.engine, tokenizer=SmallTokenizer(), metrics=world.metrics_of(process),
         stop=world.stop_of(process), minter=Minter(world.draw_seed()),
     )  # fmt: skip

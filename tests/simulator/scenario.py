@@ -42,7 +42,8 @@ MAX_USES: dict[Lane, int] = {"usual": 1, "live": 1, "human": 1, "expert": 2}
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of one seed. late: what feedback after its window does.
 
-    num_suite: tasks that versions are evaluated on. num_moves: of the stable channel, by hand.
+    num_suite: tasks that versions are evaluated on. num_moves: of the stable channel, by hand. num_trials:
+    moves of the canary channel, by hand, with which there is a canary.
     num_customers: of the gateway, without which there is none.
     fail_at, poison_at: seeds of steps whose loss is not finite, and of those that leave weights that are not.
     """
@@ -63,6 +64,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_suite: int = 0
     num_moves: int = 0
     num_customers: int = 0
+    num_trials: int = 0
     fail_at: tuple[int, ...] = ()
     poison_at: tuple[int, ...] = ()
 
@@ -179,7 +181,7 @@ def draw_scenario(seed: int) -> Scenario:
     )
     illness, first = random.choice(("", "", "", "failing", "poisoned")), random.randint(2, 6)
     seeds = tuple(step_seed(seed, step) for step in range(first, first + MAX_SKIPS))
-    return msgspec.structs.replace(
+    scenario = msgspec.structs.replace(
         scenario,
         num_suite=random.choice((0, 0, 2)),
         num_moves=random.choice((0, 0, 1, 3)),
@@ -187,3 +189,4 @@ def draw_scenario(seed: int) -> Scenario:
         fail_at=seeds if illness == "failing" else (),
         poison_at=seeds[:1] if illness == "poisoned" else (),
     )
+    return msgspec.structs.replace(scenario, num_trials=random.choice((0, 3)) if scenario.num_customers else 0)

@@ -2,37 +2,15 @@
 
 from typing import Any
 
-import msgspec
-
 from schemas import Block, Closure, EvalResult, PolicyEvent, topics
 from schemas.ids import session_of
 from tests.simulator.scenario import MAX_DROP, SUITE
+from tests.simulator.settlement_choices import Channel, served_between, stands, step, wrong_choices
 from tests.simulator.watch import members_of
 from tests.simulator.world import World
 
 Logged = dict[str, list[tuple[Any, Any]]]
 RECENT = 6  # records of `policies` that a master may be behind
-
-
-class Channel(msgspec.Struct, frozen=True):
-    """Where the stable channel stands. version: what is served, -1 for nothing yet. waiting: promoted under a pin."""
-
-    version: int = -1
-    waiting: int = -1
-    pinned: bool = False
-
-
-def step(channel: Channel, event: PolicyEvent) -> Channel:
-    """The channel after one of its events."""
-    if event.channel != "stable" or event.event == "held":
-        return channel
-    if event.event == "promoted":
-        return Channel(channel.version if channel.pinned else event.version, event.version, channel.pinned)
-    if event.event == "pinned" and event.version >= 0:
-        return Channel(event.version, channel.waiting, True)
-    if event.event == "pinned":
-        return Channel(channel.waiting if channel.waiting >= 0 else channel.version, channel.waiting)
-    return Channel(event.version, event.version) if event.event == "rolled_back" else channel
 
 
 def heard(log: Logged) -> list[PolicyEvent]:
@@ -51,6 +29,7 @@ def settle_serving(world: World, log: Logged) -> None:
     check_results(world, log)
     check_verdicts(world, log)
     check_served(world, log)
+    check_choices(world, log)
     check_customers(world, log)
 
 
@@ -95,13 +74,33 @@ def check_verdicts(world: World, log: Logged) -> None:
 
 
 def check_served(world: World, log: Logged) -> None:
-    """Every gateway that is there serves what the stable channel says, once everything has been read."""
-    channel = Channel()
-    for event in heard(log):
-        channel = step(channel, event)
-    for name, version in world.served().items():
-        if channel.version >= 0 and version != channel.version:
-            world.watch.complain("customers get what is stable", f"{name} serves {version}, {channel} is stable")
+    """Every gateway that is there serves what its channel says, once everything has been read; before the first promotion
+    one that read altered weights may have given up the newest.
+    """
+    stand = stands(event for _, event in log[topics.POLICIES.name])[-1]
+    refusing = {process.name for process, count in world.watch.altered.items() if count}
+    for name, version in world.served.items():
+        wanted = stand.wanted(name.startswith("canary"))
+        world.watch.seen[f"{name.partition('#')[0]} there at the end"] += wanted >= 0
+        if wanted >= 0 and version != wanted and not (name in refusing and stand.channel.version < 0):
+            world.watch.complain("customers get what is stable", f"{name} serves {version}, expected {wanted}: {stand}")
+
+
+def check_choices(world: World, log: Logged) -> None:
+    """Every answer is by a version that its gateway may have served then: see `settlement_choices`."""
+    watch = world.watch
+    folders = {process: str(life.folder) for process, life in world.gateways.items()}
+    altered = [process for process, count in watch.altered.items() if count]
+    policies = [event for _, event in log[topics.POLICIES.name]]
+    for wrong in wrong_choices(watch.courses, policies, folders, altered):
+        watch.complain("customers get what was decided, as far as it was heard", wrong)
+    recorded = {one.id: one for _, block in log[topics.EXPERIENCES.name] for one in members_of(block)}
+    for name, process in world.customers.answered.items():
+        served = served_between(watch.courses[process], *world.customers.times[name])
+        given = {span.version for span in recorded[name].spans} if name in recorded else set()
+        watch.seen[f"answers of {process.name.partition('#')[0]}"] += bool(given)
+        if not given <= served:
+            watch.complain("answers name who gave them", f"{name} of {process.name} by {given}, it served {served}")
 
 
 def check_customers(world: World, log: Logged) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.simulator.faults import Mixture
 from tests.simulator.run import run_seed
+from tests.simulator.scenario import draw_scenario
+from tests.simulator.world import World
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_FAST = 20
@@ -19,7 +21,8 @@ MUST_BE_SEEN = {
     "dies", "stalls", "goes on", "loses the network", "is asked to stop", "finds an empty disk", "FencedOut", "StoreError",
     "BrokerUnavailable", "issued again", "superseded", "late", "missing at deadline", "Tick", "DeadLetter", "Stub",
     "Skip", "Rollback", "EvalResult", "promoted", "held", "pinned", "rolled_back", "/v1/chat/completions 200", "Received",
-    "spooled", "reads what somebody else put there",
+    "spooled", "reads what somebody else put there", "answers of serve", "answers of canary", "serve there at the end",
+    "canary there at the end",
 }  # fmt: skip
 
 
@@ -44,6 +47,16 @@ def test_the_same_seed_gives_the_same_trace_here_and_in_another_process() -> Non
     said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stdout + said.stderr
     assert f"trace {here[0]}" in said.stdout
+
+
+def test_a_fault_of_the_simulation_itself_is_a_violation(tmp_path: Path) -> None:
+    def broken() -> None:
+        raise LookupError("in the broker")
+
+    world = World(draw_scenario(1), Mixture(), tmp_path)
+    world.loop.call_later(1.0, broken, context=world.cluster.context)
+    world.run()
+    assert ["LookupError('in the broker')" in one.what for one in world.watch.violations] == [True]
 
 
 @pytest.mark.slow

@@ -4,13 +4,13 @@ What is checked here needs the moment (what was there before what); what needs t
 """
 
 import hashlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from infra.bus.bus import Record
+from infra.bus.bus import Partition, Record
 from infra.seal import Keys
 from infra.store_memory import MemoryStore
 from infra.weights.fetch import Follower
@@ -18,8 +18,10 @@ from infra.weights.manifest import hash_tensor
 from infra.weights.tensors import Tensor, is_finite
 from schemas import Batch, Block, Closure, EvalResult, Experience, Fence, PolicyEvent, Progress, Stub, Task, decode
 from schemas.errors import BadFrame, HeadraceError
+from schemas.topics import POLICIES, topic_name
 from tests.simulator.hostile import STRUCK
-from tests.simulator.scenario import MAX_USES, Scenario
+from tests.simulator.scenario import APP, MAX_USES, Scenario
+from tests.simulator.settlement_choices import Happened, Kind
 from tests.simulator.virtual_loop import Process
 from trainer.assemble import step_seed
 
@@ -55,6 +57,7 @@ class Watch:
         self.content: dict[int, str] = {}  # version → hash of its weights
         self.tensors: dict[int, Mapping[str, Tensor]] = {}
         self.altered: Counter[Process] = Counter()  # reads of policies that gave other bytes
+        self.courses: defaultdict[Process, list[Happened]] = defaultdict(list)  # of reading policies and serving them
         self.master_state = ""
         self._first: dict[Identity, tuple[float, Process, Any]] = {}
         self._failed: set[tuple[Process, Identity]] = set()
@@ -141,6 +144,18 @@ class Watch:
         if (name := identity(self.read(value))) is not None:
             self._failed.add((process, name))
 
+    def asked_end(self, process: Process, partition: Partition, end: int) -> None:
+        """See network.Watcher."""
+        self._course(process, partition, "asks", end)
+
+    def heard(self, process: Process, partition: Partition, end: int) -> None:
+        """See network.Watcher."""
+        self._course(process, partition, "hears", end)
+
+    def _course(self, process: Process, partition: Partition, kind: Kind, end: int) -> None:
+        if partition.topic == topic_name(APP, POLICIES):
+            self.courses[process].append(Happened(kind, end, self.clock()))
+
     # ---- in the processes
 
     def stepping(self, process: Process, seed: int) -> None:
@@ -152,6 +167,7 @@ class Watch:
     def loaded(self, process: Process, version: int, tensors: Mapping[str, Tensor]) -> None:
         """An engine serves these weights as `version`."""
         self.note(f"{process.name} serves version {version}")
+        self.courses[process].append(Happened("loads", version, self.clock()))
         expected = self.content.get(version)
         if content_of(tensors) != expected:
             self.complain("I3 verified", f"{process.name} serves version {version} with weights that are not its own")

@@ -85,10 +85,12 @@ class World:
         self.slots += [Slot(f"explore-{n}", roles.explorer) for n in range(scenario.num_explorers)]
         self.slots += [Slot(f"process-{n}", roles.worker) for n in range(scenario.num_workers)]
         self.slots += [Slot("serve", roles.gateway)] if scenario.num_customers else []
+        self.slots += [Slot("canary", roles.gateway)] if scenario.num_customers and scenario.num_trials else []
         self.wire = Wire(self.loop)
         self.customers = Customers(scenario, self.store, self.wire, self.watch)
         self.gateways: dict[Process, GatewayLife] = {}
         self.ended_well: set[Process] = set()
+        self.served: dict[str, int] = {}  # by the gateways that were there at the end
 
     def run(self) -> None:
         """To the end, or to the first violation."""
@@ -129,7 +131,9 @@ class World:
         if not await self._until(self._is_drained):
             account = self._accounted()
             self.watch.complain("I1 after a drain nothing is pending", f"{account.pending_ids} and {self._behind()}")
-        await self._sleep(1.0)  # for gateways to read what moved the stable channel last
+        await self._sleep(1.0)  # for gateways to read what moved the channels last
+        living = [(process, life) for process, life in self.gateways.items() if not process.is_dead]
+        self.served = {process.name: life.engine.version for process, life in living}
 
     async def _outside(self) -> None:
         await self.traffic.load()
@@ -195,10 +199,6 @@ class World:
                 fold(self.log.decode(record))
         self.account = ledger.account()
         return self.account
-
-    def served(self) -> dict[str, int]:
-        """The version that each gateway serves which is there."""
-        return {process.name: life.engine.version for process, life in self.gateways.items() if not process.is_dead}
 
     def _unwritten(self) -> list[str]:
         """What customers were promised is in the log, and is not: answers of gateways that were not killed, feedback."""
@@ -272,8 +272,9 @@ class World:
         self.faults.calm()
         for process in self.stalled:
             self._resume(process)
-        for _ in orphans(self.gateways):
-            self._start(next(slot for slot in self.slots if slot.name == "serve"))
+        for slot in self.slots:
+            for _ in orphans(self.gateways, slot.name):
+                self._start(slot)
 
     def _later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
         """Call it whoever is dead by then."""
