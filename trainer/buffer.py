@@ -115,17 +115,16 @@ class Buffer:
         return blocks
 
     def count_use(self, one: Candidate) -> None:
-        """One more use of a group, drawn now or re-executed from the journal."""
+        """One more use of a group, drawn now or re-executed from the journal, which may tell of another revision."""
         self.uses.add(use_key(one.group, one.retrained, one.lane), one.offset)
-        if one.offset not in self._frames:
+        offset = self._held.get((one.group, one.lane))
+        if offset is None or (held := self._candidates[one.lane][offset]).retrained != one.retrained:
             return
-        held = self._candidates[one.lane]
-        used = held[one.offset].uses + 1
-        if used >= self._max_uses[one.lane]:
-            self.discard(one.offset, one.lane)
-            self._count_used_up(one.lane, one.num_experiences)
+        if held.uses + 1 >= self._max_uses[one.lane]:
+            self.discard(offset, one.lane)
+            self._count_used_up(one.lane, held.num_experiences)
         else:
-            held[one.offset] = msgspec.structs.replace(held[one.offset], uses=used)
+            self._candidates[one.lane][offset] = msgspec.structs.replace(held, uses=held.uses + 1)
 
     def forget_uses(self, below: int) -> int:
         """Let go of the uses of groups that were last delivered below an offset and are not held; how many went."""

@@ -5,23 +5,11 @@ from typing import Any
 from schemas import Block, Closure, EvalResult, PolicyEvent, topics
 from schemas.ids import session_of
 from tests.simulator.scenario import MAX_DROP, SUITE
-from tests.simulator.settlement_choices import Channel, served_between, stands, step, wrong_choices
+from tests.simulator.settlement_choices import served_between, stands, wrong_choices
 from tests.simulator.watch import members_of
 from tests.simulator.world import World
 
 Logged = dict[str, list[tuple[Any, Any]]]
-RECENT = 6  # records of `policies` that a master may be behind
-
-
-def heard(log: Logged) -> list[PolicyEvent]:
-    """What policies say, without what masters decided after a later one had."""
-    found, newest = [], -1
-    for _, event in log[topics.POLICIES.name]:
-        if not isinstance(event, PolicyEvent) or (event.owner == "gate" and event.token < newest):
-            continue
-        newest = max(newest, event.token) if event.owner == "gate" else newest
-        found.append(event)
-    return found
 
 
 def settle_serving(world: World, log: Logged) -> None:
@@ -59,18 +47,19 @@ def check_results(world: World, log: Logged) -> None:
 def check_verdicts(world: World, log: Logged) -> None:
     """The gate promotes what its results allow and holds the rest; nothing is decided without a result."""
     accuracy = {one.version: one.accuracy for _, one in log[topics.EVALS.name] if isinstance(one, EvalResult)}
-    channel, recent = Channel(), [Channel()]
-    for event in heard(log):
-        if event.owner == "gate":
-            own, before = event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
-            allowed = own is not None and (before is None or own >= before - MAX_DROP)
-            stood = {accuracy.get(one.version) for one in recent}
-            if own is None or own != accuracy.get(event.version) or before not in stood:
-                world.watch.complain("the gate decides by results", f"{event}; results {accuracy}, before it {stood}")
-            if (event.event == "promoted") != allowed:
-                world.watch.complain("the gate decides by the rules", f"{event}")
-        channel = step(channel, event)
-        recent = [*recent[1 - RECENT :], channel]
+    told, newest = stands(event for _, event in log[topics.POLICIES.name]), -1
+    for record, event in log[topics.POLICIES.name]:
+        if not isinstance(event, PolicyEvent) or event.owner != "gate" or event.token < newest:
+            continue
+        newest = event.token
+        own, before = event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
+        allowed = own is not None and (before is None or own >= before - MAX_DROP)
+        # Its token is where its lease lies: it had read that far, and may have stood still since.
+        stood = {accuracy.get(stand.channel.version) for stand in told[event.token : record.offset + 1]}
+        if own is None or own != accuracy.get(event.version) or before not in stood:
+            world.watch.complain("the gate decides by results", f"{event}; results {accuracy}, before it {stood}")
+        if (event.event == "promoted") != allowed:
+            world.watch.complain("the gate decides by the rules", f"{event}")
 
 
 def check_served(world: World, log: Logged) -> None:

@@ -183,6 +183,18 @@ def test_a_use_of_something_no_longer_held_still_counts() -> None:
     assert add(buffer, 9, block("a.0")) == "already trained"
 
 
+def test_a_use_that_the_journal_tells_of_counts_for_whichever_revision_is_held() -> None:
+    for held, told in ((0, 1), (1, 0)):
+        buffer = filled(block("a.0", revision=held), block("e.0", lane="expert", revision=held))
+        buffer.count_use(candidate_of(9, block("a.0", revision=told), 0))
+        buffer.count_use(candidate_of(9, block("e.0", lane="expert", revision=told), 0))
+        assert not buffer.candidates("usual") and only(buffer, "expert").uses == 1
+        assert add(buffer, 9, block("a.0", revision=2)) == "already trained"
+    buffer = filled(block("a.0"))
+    buffer.count_use(candidate_of(9, block("a.0", revision=1, retrained=1), 0))
+    assert only(buffer).uses == 0, "what was sent to be trained again is counted by itself"
+
+
 def test_uses_are_counted_by_group_retraining_and_lane() -> None:
     assert len({use_key(*one) for one in (("a.0", 0, "usual"), ("a.0", 1, "usual"), ("a.0", 0, "human"))}) == 3
 
