@@ -163,6 +163,7 @@ class _Loops(msgspec.Struct, frozen=True):
             _reload_keys(self.book, self.store, config, self.metrics),
             self._report(connected),
         )
+        await outbox.flush()  # of requests that came in between the stop and the end of listening
 
     async def _report(self, connected: asyncio.Event) -> None:
         """Tell the others, every few seconds, while there is somebody to tell."""

@@ -44,6 +44,19 @@ def spooled(folder: Path) -> list[Path]:
     return list(folder.glob("spool/*/*.spool"))
 
 
+def test_a_request_that_comes_in_between_the_stop_and_the_end_of_listening_is_recorded(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("late"), token_s=0.1), drain_s=10.0) as served:
+            key = served.key()
+            await served.keys_read()
+            served.stop.set()
+            told = await ask_many(served, key, 2)
+        stored = {one.id for one in await served.experiences()}
+        assert stored == set(told) and not spooled(tmp_path)
+
+    asyncio.run(check())
+
+
 def test_a_broker_that_goes_away_costs_no_answer_and_gets_all_of_them_when_it_is_back(tmp_path: Path) -> None:
     async def check() -> None:
         bus = AwayBus()
