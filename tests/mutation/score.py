@@ -36,7 +36,7 @@ from tests.mutation.mutate import Mutant, mutants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PACKAGES = ("actors", "infra", "schemas", "streams", "trainer", "tests", "headrace")
+OWN = tuple(f"{ROOT}/{name}/" for name in ("actors", "infra", "schemas", "streams", "trainer", "tests"))
 EXAMPLES = 20
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "-r", "N")
 SPARE_S = 30  # of wall time, beyond ten times what the tests took: for a mutant that waits for ever
@@ -140,8 +140,9 @@ class Core:
         return True
 
     def _run_anew(self, code: CodeType, every_example: bool) -> bool:
-        for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
-            if not name.startswith("tests.mutation"):
+        own = [name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(OWN)]
+        for name in own:
+            if name != "__main__" and not name.startswith("tests.mutation"):
                 del sys.modules[name]
         sys.meta_path.insert(0, _Changed(self.path.removesuffix(".py").replace("/", "."), self.file, code))
         return pytest.main([*OPTIONS, *self.tests], plugins=[] if every_example else [_FewExamples()]) == 0
