@@ -146,7 +146,8 @@ def _others(value: object) -> list[object]:
 
 def _calls(node: ast.Call) -> Iterator[_Edit]:
     """Two arguments in each other's place, an option left out, the opposite function."""
-    if len(node.args) >= 2 and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
+    is_either_way = isinstance(node.func, ast.Name) and node.func.id in SWAPPED
+    if len(node.args) >= 2 and not is_either_way and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
         yield _Edit(node, "args", [node.args[1], node.args[0], *node.args[2:]])
     for at, option in enumerate(node.keywords):
         if option.arg is not None:
