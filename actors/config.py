@@ -86,8 +86,8 @@ class PeopleConfig(Section, frozen=True):
     sources by name that have another scale. mature: a word counts that comes so long after its answer at most, and answers
     are compared when that time is over; "" for the longest window of [[feedback]]. Shorter than that makes decisions
     depend on how fast people speak. block: answers of so long a time are compared with each other, and as often is decided.
-    tenant_share: the most of the evidence that one tenant gives where there are several (of failures and refusals: one
-    key); 1 where one of them is to decide alone.
+    tenant_share: the most of what decides that one tenant gives where there are several (of failures and refusals: one
+    key), so of two tenants both must be of one mind; 1 where one of them is to decide alone.
 
     Example: PeopleConfig(bad_below=3.0, block="1m")
     """
@@ -114,8 +114,8 @@ class GuardConfig(Section, frozen=True):
 
     A version is compared with the past, so no test tells it from a world that changes with it. Where the days before
     differ from each other more than chance explains, the first way waits, and that is an alarm: customers stay where they
-    are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing:
-    [master.gate.canary] compares at the same time.
+    are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing, and
+    is an alarm if it goes on after the rollback: [master.gate.canary] compares at the same time.
 
     alpha: chance of ever taking back a version that is no worse. least: people heard of the versions before, and answers
     of them, without which nothing is decided. more_failed: it is looked for that so much more of all answers fail, or are

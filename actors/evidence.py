@@ -6,7 +6,7 @@ Ramdas and others, arXiv 2210.01948).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache
 
 
@@ -52,16 +52,22 @@ def wilson(happened: float, of: float, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (centre - half) / (1 + z * z / of)), min(1.0, (centre + half) / (1 + z * z / of))
 
 
-def against(logs: Iterable[float], bound: float, share: float) -> float:
-    """The evidence of several clients together: none gives more than its share of the bound, below 1.
+def against(logs: Collection[float], bound: float, share: float) -> float:
+    """The evidence of several clients together: none gives more than its share of the bound for it, below 1, nor much more
+    against it.
 
-    What is cut is only ever less, so the chance to reach the bound by luck does not grow.
+    What is cut of the evidence for makes it only less. What is cut of the evidence against, past that share and the
+    logarithm of how many they are, makes the chance to reach the bound by luck exp(exp(-share * bound)) times as high at
+    most: whoever is cut leaves the others to reach so much more (a union bound over who is cut, and Ville's inequality).
 
-    >>> against([9.0, 1.0, -0.5], 6.0, 0.5)
-    3.5
+    >>> against([9.0, 1.0, -0.5], 6.0, 0.5), round(against([-90.0, 1.0], 6.0, 0.5), 2)
+    (3.5, -2.69)
     """
-    most = bound * share if share < 1.0 else math.inf
-    return math.fsum(min(one, most) for one in logs)
+    if share >= 1.0 or not logs:
+        return math.fsum(logs)
+    most = bound * share
+    least = -most - math.log(len(logs))
+    return math.fsum(min(max(one, least), most) for one in logs)
 
 
 def _log_sum(logs: list[float]) -> float:

@@ -11,7 +11,7 @@ Where the days before differ among themselves, that fails: the first test then w
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -112,7 +112,7 @@ def breach(
     if version < 0 or before < 0 or version == before:
         return None
     bound = math.log(NUM_TESTS / config.alpha)
-    if max(heard.same_hour, heard.whatever_hour) >= bound:
+    if is_worse(config, heard):
         numbers = {f"guard/{name}": float(value) for name, value in msgspec.structs.asdict(heard).items()}
         reason = (
             f"rated down by {heard.bad} of {heard.people} people, {heard.bad_before} of {heard.people_before} before"
@@ -124,19 +124,35 @@ def breach(
     return Breach(version, before, f"{fault.reason}, version {before} {fault.before}", fault.numbers)
 
 
-def hours_of(ratings: Ratings, version: int, promoted_ms: int, before_ms: int) -> tuple[list[Hour], list[Hour]]:
-    """What was said of a version since it is stable, of answers before a time, and of stable versions before."""
+def is_worse(config: GuardConfig, heard: Heard) -> bool:
+    """Whether people complain more than before."""
+    return max(heard.same_hour, heard.whatever_hour) >= math.log(NUM_TESTS / config.alpha)
+
+
+def told(heard: Heard) -> str:
+    """How often people complain, and did before."""
+    return f"rated down by {heard.bad} of {heard.people} people, {heard.bad_before} of {heard.people_before} before"
+
+
+def hours_of(
+    ratings: Ratings, version: int, promoted_ms: int, before_ms: int, gone: Collection[int] = ()
+) -> tuple[list[Hour], list[Hour]]:
+    """What was said of a version since it is stable, of answers before a time, and of stable versions until then.
+
+    gone: versions that customers were taken back from, which say nothing of what is usual.
+    """
     counts: tuple[dict[tuple[str, int], list[int]], ...] = ({}, {})
     for voices in ratings.of_days().values():
         for voice in voices:
-            own = voice.arm[0] == version
-            if voice.answered_ms >= (before_ms if own else promoted_ms) or (own and voice.answered_ms < promoted_ms):
-                continue
-            if not own and voice.arm[0] == voice.arm[1]:
-                continue  # it was on trial
-            found = counts[0 if own else 1].setdefault((voice.tenant, voice.answered_ms // HOUR_MS), [0, 0])
-            found[0] += 1
-            found[1] += bool(voice.bad)
+            if is_new := voice.answered_ms >= promoted_ms:
+                is_counted = voice.arm[0] == version and voice.answered_ms < before_ms
+            else:
+                is_counted = voice.arm[0] != voice.arm[1] and voice.arm[0] not in gone
+            if is_counted:
+                place = voice.tenant, voice.answered_ms // HOUR_MS
+                found = counts[0 if is_new else 1].setdefault(place, [0, 0])
+                found[0] += 1
+                found[1] += bool(voice.bad)
     new, old = ([Hour(*place, *found[place]) for place in sorted(found)] for found in counts)
     return new, old
 
@@ -239,7 +255,7 @@ def harmed(
     return None
 
 
-def _same_hour(odds: float, new: Sequence[Hour], before: Before) -> Iterable[float]:
+def _same_hour(odds: float, new: Sequence[Hour], before: Before) -> Collection[float]:
     """The evidence of each tenant, hour of the day by hour of the day."""
     logs: dict[str, float] = {}
     for place, (num, bad) in _by_hour(new).items():
@@ -248,7 +264,7 @@ def _same_hour(odds: float, new: Sequence[Hour], before: Before) -> Iterable[flo
     return logs.values()
 
 
-def _whatever_hour(config: GuardConfig, new: Sequence[Hour], highest: float) -> Iterable[float]:
+def _whatever_hour(config: GuardConfig, new: Sequence[Hour], highest: float) -> Collection[float]:
     """The evidence of each tenant against the highest share that there may be."""
     if highest + config.harm >= 1.0:
         return []

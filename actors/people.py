@@ -16,6 +16,7 @@ from schemas import Closure, Progress
 MANY = 200  # ratings, or people, of which something can be said
 CROWDED = 5.0  # ratings of one person, on average, above which there are few people
 LATE = 0.2  # share of ratings that come too late to count
+MAX_GONE = 100
 MOST = 0.8  # share of the people that is almost everybody
 
 
@@ -29,6 +30,7 @@ class People:
         self._now_ms = 0
         self._trial_ms = 0  # when the trial began
         self._stable_ms = 0  # when the stable version became it
+        self._gone: set[int] = set()  # versions that customers were taken back from
         self._of_trial: tuple[tuple[int, int, int], trial.Heard] | None = None
         self._of_stable: tuple[tuple[int, int, int], guard.Heard] | None = None
         self._several: tuple[int, bool] | None = None
@@ -49,6 +51,10 @@ class People:
         at_ms = self._now_ms if at_ms is None else at_ms
         if now.version != was.version:
             self._stable_ms = at_ms
+            self._gone.discard(now.version)
+            if now.version < was.version:
+                self._gone.add(was.version)
+                self._gone.discard(min(self._gone) if len(self._gone) > MAX_GONE else -1)
         if now.trial != was.trial:
             self._trial_ms = at_ms
 
@@ -90,7 +96,7 @@ class People:
         assert self._config.guard is not None
         key = (version, self._stable_ms, self._before_ms)
         if self._of_stable is None or self._of_stable[0] != key:
-            new, old = guard.hours_of(self.ratings, version, self._stable_ms, self._before_ms)
+            new, old = guard.hours_of(self.ratings, version, self._stable_ms, self._before_ms, self._gone)
             before = guard.before_of(old)
             heard = guard.compared(self._config.guard, self._config.people, new, before, several=self._are_several())
             self._of_stable = key, heard
@@ -114,6 +120,11 @@ class People:
                     f"what people say of the stable versions changes by itself from day to day ({heard.unrest:.1f} "
                     "standard deviations): the guard compares no hours with the days before while that is so; "
                     "[master.gate.canary] compares at the same time"
+                )
+            if guard.is_worse(self._config.guard, heard):
+                found.append(
+                    f"version {stable.version} is {guard.told(heard)}, and customers stay with it: it is pinned, or there is "
+                    "none to go back to; where they came back to it, what they came from may not have been the cause"
                 )
         days = self.ratings.of_days().values()
         return found + late_words([voices.said for voices in days]) + self._one_tenant(days)

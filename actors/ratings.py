@@ -19,9 +19,9 @@ import msgspec
 
 from actors.config import PeopleConfig
 from infra.config import duration_s
-from schemas import Answered, Closure, Progress, Rating
+from schemas import Answered, Client, Closure, Progress, Rating
 from schemas.ids import session_of
-from schemas.names import tenant_in
+from schemas.names import is_person, tenant_in
 
 MAX_ANSWERS = 100_000
 MAX_TRIALS = 4
@@ -34,9 +34,9 @@ Arm = tuple[int, int]  # the version that answered, and the version on trial whe
 
 
 class Tally(msgspec.Struct):
-    """What was served to somebody. answers: all that were sampled. failed: the engine did not bring them to an end.
+    """What was served to somebody: answers, one of each session where gateways say so.
 
-    refused: they began as a refusal.
+    failed: the engine did not bring them to an end. refused: they began as a refusal.
 
     Example: Tally(answers=9200, failed=2, refused=40)
     """
@@ -194,9 +194,10 @@ class Ratings:
         for (_, arm), told in self._served.items():
             if not wanted(arm):
                 continue
-            for one in told.clients or (told,):
-                tally = found.setdefault(getattr(one, "client", ""), Tally())
-                tally.answers += one.answers
+            whole = Client(client="", sessions=told.answers, failed=told.failed, refused=told.refused)
+            for one in told.clients or (whole,):
+                tally = found.setdefault(one.client, Tally())
+                tally.answers += one.sessions
                 tally.failed += one.failed
                 tally.refused += one.refused
         return found
@@ -212,7 +213,7 @@ def ratings_of(closure: Closure, answered_ms: int) -> tuple[Rating, ...]:
 
 def person_of(group: str, rating: Rating) -> str:
     """Who gave a rating, as far as it is known: a rater of a tenant, else whoever sits behind the session."""
-    return f"{tenant_in(group)}/{rating.rater}" if rating.rater else session_of(group) or group
+    return f"{tenant_in(group)}/{rating.rater}" if is_person(rating.rater) else session_of(group) or group
 
 
 def place_of_person(person: str) -> int:

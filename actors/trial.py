@@ -98,7 +98,7 @@ def outcome(
 
 
 def heard_of(config: CanaryConfig, people: PeopleConfig, blocks: Sequence[Block], *, several: bool) -> Heard:
-    """What all blocks of people together say. several: there is more than one tenant."""
+    """What blocks of people say, up to the first that decides: whenever one looks, the same. several: see `weighed`."""
     found = Heard(
         people=sum(one.new for one in blocks),
         bad=sum(one.new_bad for one in blocks),
@@ -107,6 +107,8 @@ def heard_of(config: CanaryConfig, people: PeopleConfig, blocks: Sequence[Block]
     )
     for against_, favour in weighed(config, people, merged(blocks), several=several):
         found = msgspec.structs.replace(found, against=against_, favour=favour)
+        if decided(config, against_, favour):
+            break
     return found
 
 
@@ -143,7 +145,10 @@ def merged(blocks: Iterable[Block]) -> list[Block]:
 def weighed(
     config: CanaryConfig, people: PeopleConfig, blocks: Iterable[Block], *, several: bool
 ) -> Iterator[tuple[float, float]]:
-    """The evidence against the version and in its favour after each block: see `decided`."""
+    """The evidence against the version and in its favour after each block: see `decided`.
+
+    several: there is more than one tenant.
+    """
     logs: dict[str, float] = {}
     share = people.tenant_share if several else 1.0
     turned, let = turns_away(config), lets_through(config)

@@ -56,6 +56,10 @@ class Controls:
             return _ids(self._backend, text)
         return self._obeyed(text, [match.start() for match in self._anywhere.finditer(text)])
 
+    def prepare(self) -> None:
+        """Make the copy now: for a process that may not stand still for it later."""
+        self._obeyed("", [])
+
     def encode_rendered(self, given: Any, render: Callable[[Any], str]) -> list[int]:
         """Ids of what a template makes of `given`: texts, within lists and dictionaries. Raises what `render` raises, and
         ValueError for a text that leaves no character free.
@@ -69,7 +73,9 @@ class Controls:
             rendered = rendered.replace(f"\\u{ord(hidden):04x}", hidden)  # a template may write JSON in ASCII
         text = self._whole_names.sub(lambda match: self._secret[match[0]], rendered)
         places = [match.start() for match in re.finditer(f"[{''.join(mask.values())}]", text)]
-        return self._obeyed(text.translate({ord(hidden): character for character, hidden in mask.items()}), places)
+        for character, hidden in mask.items():
+            text = text.replace(hidden, character)
+        return self._obeyed(text, places)
 
     def _obeyed(self, text: str, places: list[int]) -> list[int]:
         """Ids where only secret names are control tokens. places: in `text`, of characters of names that are not."""

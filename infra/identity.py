@@ -9,6 +9,7 @@ with one line that says which, and what helps.
 import asyncio
 import datetime
 import hashlib
+import logging
 from typing import Literal
 
 import msgspec
@@ -19,6 +20,10 @@ from infra.store import Store
 from schemas import PolicyEvent
 from schemas.errors import ConfigError, NotInStore
 from schemas.topics import POLICIES
+
+READS = 3
+
+logger = logging.getLogger(__name__)
 
 Verdict = Literal["new", "unclaimed", "fits", "log lost", "other log", "store lost"]
 
@@ -34,6 +39,18 @@ class Begun(msgspec.Struct, frozen=True):
         return f"{self.digest[:8]} (begun {began:%Y-%m-%d %H:%M} UTC)"
 
 
+class Named(msgspec.Struct, frozen=True):
+    """What the store holds. sum: of the rest, since a store may give other bytes than it was given."""
+
+    log: Begun
+    sum: str
+
+    @classmethod
+    def of(cls, log: Begun) -> "Named":
+        """With its sum."""
+        return cls(log, hashlib.blake2b(msgspec.json.encode(log), digest_size=16).hexdigest())
+
+
 class Fit(msgspec.Struct, frozen=True):
     """What was found. here: the log, None where it is empty. named: what the store says. missing: an object of the store.
 
@@ -47,7 +64,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
-    """Compare them. Raises BrokerUnavailable, StoreError, and ConfigError for a broken object."""
+    """Compare them. Raises BrokerUnavailable, StoreError."""
     here = await beginning_of(log)
     named = await asyncio.to_thread(_named, store, floor.app)
     if named is not None:
@@ -88,7 +105,7 @@ async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> 
     """Write into the store which log it belongs to, if nothing is written there. anew: in any case."""
     here = await beginning_of(log)
     if here is not None and (anew or await asyncio.to_thread(_named, store, floor.app) is None):
-        await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode(here))
+        await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode(Named.of(here)))
 
 
 async def beginning_of(log: Log) -> Begun | None:
@@ -112,12 +129,18 @@ async def beginning_of(log: Log) -> Begun | None:
 
 
 def _named(store: Store, app: str) -> Begun | None:
-    try:
-        return msgspec.json.decode(store.get(_key(app)), type=Begun)
-    except NotInStore:
-        return None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{store!r}: {_key(app)}: {error}") from error
+    """What the store says; None where it says nothing, or nothing whole however often it is read."""
+    for _ in range(READS):
+        try:
+            named = msgspec.json.decode(store.get(_key(app)), type=Named)
+        except NotInStore:
+            return None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        if named == Named.of(named.log):
+            return named.log
+    logger.warning("identity_broken store=%r key=%s: it will be written again", store, _key(app))
+    return None
 
 
 def _has(store: Store, key: str) -> bool:

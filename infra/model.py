@@ -56,6 +56,10 @@ class Tokenizer:
         """What transformers made of the folder, for a library that asks for that."""
         return self._tokenizer
 
+    def prepare(self) -> None:
+        """Be ready for strange text from the first on (see `infra.controls`): it takes as long as loading did."""
+        self._controls.prepare()
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, nothing put before or after it."""
         return self._controls.encode(text)

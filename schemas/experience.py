@@ -346,7 +346,17 @@ def _made_bulk(
             raise ValueError(f"messages: got {len(conversation)}, expected at most {MAX_MESSAGES}, each a Message")
     except (TypeError, ValueError) as error:
         raise ValueError(f"experience {owner}: {error}") from error
-    return Bulk.made(ids, values, conversation, owner), len(ids)
+    return Bulk.made(ids, values, tuple([_whole(message) for message in conversation]), owner), len(ids)
+
+
+def _whole(message: Message) -> Message:
+    """The message, with halves of characters, which no log can hold, made into U+FFFD (tools and tasks write such)."""
+    try:
+        message.content.encode()
+    except UnicodeEncodeError:
+        text = message.content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return structs.replace(message, content=text)
+    return message
 
 
 def checked_num_sampled(experience: Experience) -> int:

@@ -18,13 +18,11 @@ ANSWER_PREFIX = "hr-"
 # both, leaves ids alone.
 _LETTERS = str.maketrans("0123456789abcdef", "bcdfhjklmnqrtvwz")
 SESSION_LETTERS = 64
-OLD_LETTERS = (
-    24  # of sessions and subjects in logs of the first release: unkeyed hashes, a session's with the tenant's first
-)
+# In logs of the first release, of sessions and subjects: unkeyed hashes, a session's with the tenant's first.
+OLD_LETTERS = 24
 OLD_TAG_LETTERS = 8
-_REQUEST = re.compile(
-    rf"(?<![a-z])([bcdfhjklmnqrtvwz]{{{OLD_LETTERS}}}|[bcdfhjklmnqrtvwz]{{{SESSION_LETTERS}}})\.\d{{1,20}}-\d{{1,20}}(?!\d)"
-)
+_NAME = re.compile(rf"[bcdfhjklmnqrtvwz]{{{OLD_LETTERS}}}(?:[bcdfhjklmnqrtvwz]{{{SESSION_LETTERS - OLD_LETTERS}}})?")
+_REQUEST = re.compile(rf"(?<![a-z])({_NAME.pattern})\.\d{{1,20}}-\d{{1,20}}(?!\d)")
 
 
 def group_id(task: str, round: int) -> str:
@@ -102,7 +100,7 @@ def session_of(group: str) -> str:
     'mddrffqvmjcncqrrjhvnrntq'
     """
     session, _, request = group.partition(".")
-    return session if len(session) in (OLD_LETTERS, SESSION_LETTERS) and request.count("-") == 1 else ""
+    return session if request.count("-") == 1 and _NAME.fullmatch(session) else ""
 
 
 def sessions_in(text: str) -> tuple[str, ...]:

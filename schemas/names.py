@@ -12,6 +12,7 @@ they stay readable, and `forget` looks for both.
 import hashlib
 import hmac
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -34,6 +35,20 @@ def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
     return ids.spelled(hmac.new(secret, said, hashlib.sha256).hexdigest()[:letters])
 
 
+def rater_of(kind: Literal["key", "answer"], identity: str) -> str:
+    """Who rated, where nobody is named: the holder of a key, or of one answer's token."""
+    return f"{kind} {identity}"
+
+
+def is_person(rater: str) -> bool:
+    """Whether a rater is one person, as far as is known.
+
+    >>> is_person("nqjwlddn"), is_person(rater_of("key", "abcdefgh")), is_person("")
+    (True, False, False)
+    """
+    return bool(rater) and not rater.startswith(("key ", "answer "))
+
+
 def keyed_subject(secret: bytes, tenant: str, user: str) -> str:
     """How the person behind a request is written in the log, "" for nobody."""
     return pseudonym(secret, "subject", tenant, user, letters=SUBJECT_LETTERS) if user else ""
@@ -48,7 +63,7 @@ def keyed_session(secret: bytes, tenant: str, session: str, consent: str = "") -
 def is_of(session: str, tenant: str, secret: bytes) -> bool:
     """Whether a session's name is one of the tenant's. That of an old log is told by 32 bits alone."""
     if len(session) == ids.SESSION_LETTERS:
-        return hmac.compare_digest(session[:TAG_LETTERS], _tag(secret, tenant))
+        return _same(session[:TAG_LETTERS], _tag(secret, tenant))
     return session.startswith(ids.old_tag(tenant))
 
 
@@ -67,7 +82,11 @@ def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | No
     name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]
     if len(session) != ids.SESSION_LETTERS:
         return None
-    return next((one for one in consents if hmac.compare_digest(check, _check(secret, name, one))), None)
+    return next((one for one in consents if _same(check, _check(secret, name, one))), None)
+
+
+def _same(told: str, ours: str) -> bool:
+    return hmac.compare_digest(told.encode("utf-8", "replace"), ours.encode())  # what clients tell may be any letters
 
 
 def _tag(secret: bytes, tenant: str) -> str:

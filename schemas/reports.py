@@ -8,23 +8,24 @@ from schemas.fields import Count, Life, MasterPhase, Number, Numbers, Struct
 
 
 class Client(Struct, frozen=True):
-    """What one gateway served of one version to one client since it started, at most one answer of each session or user.
+    """What one gateway served of one version to one client since it started.
 
-    client: id of the key. failed, refused: as in Answered.
+    client: id of the key. sessions: or users, or requests that named neither. failed, refused: sessions in which an answer
+    did or was; see Answered.
 
-    Example: Client(client="abcdefghijklmnop", answers=120, refused=4)
+    Example: Client(client="abcdefghijklmnop", sessions=120, refused=4)
     """
 
     client: str
-    answers: Count = 0
+    sessions: Count = 0
     failed: Count = 0
     refused: Count = 0
 
 
 class Answered(Struct, frozen=True):
     """What one gateway served of one version since it started. trial: as in a Closure. failed: answers the engine did
-    not bring to an end. refused: answers that began as a refusal. clients: whom; those past 63 are one, of no name. ()
-    from gateways that did not tell yet.
+    not bring to an end. refused: answers that began as a refusal. clients: whom, those past 63
+    are one, of no name; () of versions that answered nothing lately, and from gateways that did not tell yet.
 
     Example: Answered(version=44, answers=480, failed=1, refused=12)
     """

@@ -56,14 +56,14 @@ class FeedbackConfig(Section, frozen=True):
     """[[feedback]]. Its values become `scores.<name>`.
 
     use: a @feedback function. window: how long collect waits for it after the answer. default: value where none came;
-    "unlabelled" leaves the score absent. late: what feedback after the window does where it changes the verdict: drop it,
-    amend copies that were not drawn yet (a trained one is left as it is), or retrain (again, in lane human, once for each
-    verdict; not where that lane's loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a
-    turn of a session gets of how much better than usual the turn after it was rated; that is for learning alone and is
-    counted by nobody. 0 credits the named answer alone. per_rater: how many words of one rater count `within` a time,
-    all that a key names nobody for being one rater's, and a browser's token one; alike: how many that say nearly the same,
-    whoever says them; the rest is held back and counted. 0 is no limit; both are counted on each partition. See also
-    [collect.limits].
+    "unlabelled" leaves the score absent. late: what feedback after the window does where it changes the verdict: drop
+    it, amend copies that were not drawn yet (a trained one is left as it is), or retrain (once for each verdict, in
+    lane human, in the place of a copy that was not drawn yet; not where that lane's loss takes pairs). How often:
+    [collect] revisions and retrainings. discount: γ, what a turn of a session gets of how much better than usual the
+    turn after it was rated; that is for learning alone, and no rating. 0 credits the named answer alone. per_rater: how
+    many words of one rater count `within` a time, all that a key names nobody for being one rater's, and a browser's
+    token one; alike: how many that say nearly the same, whoever says them; the rest is held back and counted. 0 is no
+    limit; both are counted on each partition. See also [collect.limits].
 
     Example: FeedbackConfig(name="csat", use="support:csat", from_=From(topic="zendesk.closed"), window="24h")
     """

@@ -33,7 +33,8 @@ class LaneConfig(Section, frozen=True):
 
     tenant_share, subject_share: how much of a step's sequences of an unpaced lane one tenant, and one user, may make up
     where others have something to draw too; what is above it waits. 1 for no limit. An even split is always allowed, so a
-    lone tenant is not held back, and a step is filled up to `least` sequences from whoever has them.
+    lone tenant is not held back, and a step is filled up to `least` sequences from whoever has them. max_waiting: groups of
+    an unpaced lane that wait; at a draw the oldest above it are dropped.
 
     Example: LaneConfig(loss="sft", weight=0.1, max_uses=4)
     """
@@ -51,6 +52,7 @@ class LaneConfig(Section, frozen=True):
     entropy: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     tenant_share: PartShare = 0.5
     subject_share: PartShare = 0.25
+    max_waiting: Positive = 1_000_000
     options: Table = {}
 
     @property
@@ -146,11 +148,11 @@ class TrainerConfig(Section, frozen=True):
     the rest the policy after every step; 1 keeps it frozen. max_tokens_per_microbatch: bounds memory; one longer sequence
     goes alone. activation_checkpointing: compute activations again in the backward instead of keeping them. dtype: of the
     forward and of what is published. threads: of the CPU, pinned, 0 leaves torch's choice. checkpoint_every: in
-    publications; keep_checkpoints of them remain. version_every: a step without
-    the usual lane waits until the last version is so old, unless the run drains: answers come when they come, and every
-    version is fetched and loaded by everybody. max_steps: optimizer steps after which the trainer ends, 0 for none.
-    max_skips: steps in a row without effect after which the last good policy is restored. halt_on: alarms that do so at
-    once. tensorboard: folder of event files, relative to the TOML, "" writes none.
+    publications; keep_checkpoints of them remain. version_every: a step without the usual lane waits until the last
+    version is so old, unless the run drains, since every version is fetched and loaded by everybody. max_steps: optimizer
+    steps after which the trainer ends, 0 for none. max_skips: steps in a row without effect after which the last good
+    policy is restored. halt_on: alarms that do so at once. tensorboard: folder of event files, relative to the TOML, ""
+    writes none.
 
     Example: TrainerConfig(lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)})
     """

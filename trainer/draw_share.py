@@ -54,7 +54,11 @@ def fill(order: Sequence[Candidate], num_experiences: int, limits: Limits = NO_L
         if total >= room:
             break
         parties = [party for party in _parties(one) if party in allowed]
-        over = [party for party in parties if 0 < sums.get(party, 0) > allowed[party] - one.num_experiences]
+        over = [
+            party
+            for party in parties
+            if party in sums and sums[party] + one.num_experiences > allowed[party]  # a first group is always let in
+        ]
         if over:
             full.add(over[-1])
             passed.append(place)

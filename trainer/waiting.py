@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 PACED: Lane = "usual"
 NO_SIGNAL = "no advantage in the step"
+TOO_MANY = "too many waiting"
 QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of a run is late
 
 
@@ -81,6 +82,8 @@ def decide(run: Run, *, now_s: float) -> Draw:
         taken += draw.taken
     num_paced = sum(one.num_experiences for one in taken)
     paced_step = PACED in lanes and num_paced > 0
+    if not paced_step and is_early(run, now_s):
+        return Draw(dropped=tuple(dropped), wait=True)
     for lane, config in lanes.items():
         if lane == PACED or config.weight == 0.0:
             continue
@@ -88,6 +91,9 @@ def decide(run: Run, *, now_s: float) -> Draw:
         if wanted == 0:
             continue
         candidates = run.intake.buffer.candidates(lane)
+        crowd = max(0, len(candidates) - config.max_waiting)
+        dropped += [(one, TOO_MANY) for one in candidates[:crowd]]
+        candidates = candidates[crowd:]
         unusable = unfit_of(run, lane, candidates)
         dropped += unusable
         refused = {one.offset for one, _ in unusable}
@@ -107,8 +113,6 @@ def decide(run: Run, *, now_s: float) -> Draw:
             return Draw(dropped=tuple(dropped), wait=True)
         taken += draw.taken
         held_back += draw.held_back
-    if taken and not paced_step and is_early(run, now_s):
-        return Draw(dropped=tuple(dropped), wait=True)
     if taken and not any(teaches(run, one) for one in taken):
         return Draw(dropped=(*dropped, *((one, NO_SIGNAL) for one in taken)), wait=True)
     return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken, held_back=held_back)

@@ -14,7 +14,7 @@ Thought: what you know and what you want to find out
 Action: one action
 Then wait for the observation."""
 COMPLAINT = 'No action was found: end the turn with one line "Action: ...".'
-_ACTION = re.compile(r"^[ \t]*Action:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+_ACTION = re.compile(r"^[ \t]*+Action:[ \t]*+(\S.*+)$", re.MULTILINE)
 
 
 class React(Section, frozen=True):
@@ -34,4 +34,4 @@ class React(Section, frozen=True):
         """One reply; its last line "Action: …" is the action."""
         reply = await session.reply(conversation)
         found = _ACTION.findall(reply.content)
-        return Act(reply=reply, action=found[-1] if found else None, complaint=self.complaint)
+        return Act(reply=reply, action=found[-1].rstrip(" \t") if found else None, complaint=self.complaint)

@@ -1,7 +1,8 @@
 """Grammars: which tokens may come next, so that a text becomes JSON of a schema. A matcher walks along with each answer.
 
 Guarantees: a schema is compiled once, by a thread of its own and one at a time; how many are kept is bounded; a schema
-that the vocabulary cannot spell is refused before a token is sampled.
+that the vocabulary cannot spell, or that does not compile in time (`actors.engines.judge`), is refused before a token is
+sampled.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from actors.engine import Sampling, SchemaRefused
+from actors.engines.judge import DEADLINE_S, Judge
 from infra.model import load_tokenizer
 
 MAX_COMPILED = 64
@@ -94,11 +96,13 @@ class Matcher:
 
 
 class Grammars:
-    """Compiled schemas over one vocabulary, which is read when the first is needed."""
+    """Compiled schemas over one vocabulary, which is read when the first is needed. deadline_s: for one to compile."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, vocabulary: Callable[[], Vocabulary], deadline_s: float = DEADLINE_S) -> None:
         self._read = vocabulary
-        self._compiler: Any = None
+        self._deadline_s = deadline_s
+        self._compiler: Callable[[str], Any] | None = None
+        self._judge: Judge | None = None
         self._vocabulary = Vocabulary(())
         self._compiled: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -106,6 +110,8 @@ class Grammars:
     def close(self) -> None:
         """Compile no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._judge is not None:
+            self._judge.close()
 
     async def compiled(self, json_schema: str) -> Any:
         """The grammar of a schema. Raises SchemaRefused."""
@@ -132,15 +138,23 @@ class Grammars:
             self._compiled.popitem(last=False)
 
     def _compile(self, json_schema: str) -> Any:
-        import xgrammar
-
-        if self._compiler is None:
+        if self._compiler is None or self._judge is None:
             self._vocabulary = self._read()
-            spellings = list(self._vocabulary.spellings)
-            info = xgrammar.TokenizerInfo(spellings, vocab_size=len(spellings), stop_token_ids=[])
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            self._compiler = make_compiler(self._vocabulary)
+            self._judge = Judge(self._vocabulary.spellings, self._deadline_s)
         self._vocabulary.check(json_schema)
-        return self._compiler.compile_json_schema(json_schema, **ONE_SPELLING)
+        self._judge.check(json_schema)
+        return self._compiler(json_schema)
+
+
+def make_compiler(vocabulary: Vocabulary) -> Callable[[str], Any]:
+    """What makes a schema's grammar. It raises RuntimeError for what is no schema."""
+    import xgrammar
+
+    spellings = list(vocabulary.spellings)
+    info = xgrammar.TokenizerInfo(spellings, vocab_size=len(spellings), stop_token_ids=[])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    return lambda json_schema: compiler.compile_json_schema(json_schema, **ONE_SPELLING)
 
 
 def _num_bytes(compiled: asyncio.Future[Any]) -> int:

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from secrets import token_hex
 from typing import Any, TypeVar
 
 import msgspec
@@ -141,9 +140,7 @@ class Site:
         self, request: Request, body: bytes, ask: Ask, key: Key, session: str, chat: bool, place: Place
     ) -> Response:
         drawn = self._canary is None or not self._canary.takes(
-            self._gateway.session_of(key, session or ask.user or token_hex()),
-            self._gateway.trial,
-            self._door.book.secret,
+            self._gateway.name_of(ask, key, session), self._gateway.trial, self._door.book.secret
         )
         if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
             return told

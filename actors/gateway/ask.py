@@ -97,7 +97,7 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TextRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/completions."""
+    """Body of /v1/completions. prompt: a text is spelled without control tokens, as any; ids are taken as they are."""
 
     prompt: str | list[int]
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None

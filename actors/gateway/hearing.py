@@ -32,7 +32,7 @@ from infra.metrics import Metrics
 from infra.seal import MAX_SESSIONS, Keys, seal_event, seal_text
 from schemas import Control, Received
 from schemas.ids import ANSWER_PREFIX, SESSION_LETTERS, group_of, session_of, sessions_in
-from schemas.names import consent_of, is_of, pseudonym
+from schemas.names import consent_of, is_of, pseudonym, rater_of
 from schemas.topics import FEEDBACK
 
 PATH = "/v1/feedback"
@@ -121,8 +121,8 @@ def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, n
 
 
 class Hearing:
-    """Takes feedback in. secret: what names are keyed with. may_record: whether what a key with this `--train` was answered may
-    be written about.
+    """Takes feedback in. secret: what names are keyed with, b"" before it is known. may_record: whether what a key with this
+    `--train` was answered may be written about.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Hearing:
 
     async def feedback(self, request: FeedbackRequest, *, answer: str, key: Key, by_token: bool) -> str:
         """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
-        secret, said_by = self._secret(), f"answer {answer}" if by_token else f"key {key.id}"
+        secret, said_by = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
         if request.rater and not by_token:
             said_by = pseudonym(secret, "rater", key.tenant, request.rater)
         # A browser's ids are its answer's alone, so none is taken that a server will use.
@@ -157,11 +157,8 @@ class Hearing:
         given = {name: value for name, value in table.items() if value is not None}
         said: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
         del said["choice"]
-        said |= {
-            "answer_id": answer,
-            "rater": said_by,
-            "id": identity,
-        }  # a custom pattern may take them for something else
+        # A custom pattern may take them for something else.
+        said |= {"answer_id": answer, "rater": said_by, "id": identity}
         written = [name for name in WRITTEN if isinstance(said.get(name), str)]
         if written and len(session_of(group_of(answer))) != SESSION_LETTERS:
             raise bad("answer_id: an answer of the release before takes a value, not a text", "answer_id")
@@ -178,6 +175,8 @@ class Hearing:
             masked = msgspec.json.encode(await self._recorder.masked(value, len(body)))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
+        if not self._secret():
+            raise unavailable("whose answers it names cannot be told yet: the object store is away; send it again")
         identity = hmac.new(webhook.secret, b"event\x00" + body, hashlib.sha256).hexdigest()[:24]
         if identity in self._taken:
             self._metrics.counter("feedback_received", path=webhook.path, outcome="repeated").inc()

@@ -1,7 +1,8 @@
 """The JSON schemas that answers can be held to: a plain subset of the language, rewritten with nothing left to guess. Pure.
 
 Guarantees: whatever matches the rewritten schema matches the one that was sent; a keyword that would not be kept is
-refused, naming its place; what compiles slowly (long schemas, bounds of strings, many ranges) is refused before that.
+refused, naming its place; what compiles slowly (long schemas, bounds of strings, many ranges, long values, many
+optional properties where others are allowed too) is refused before that.
 """
 
 import json
@@ -20,6 +21,8 @@ MAX_DEPTH = 32
 MAX_PARTS = 256  # schemas within the schema
 MAX_NARROW = 16  # ranges and formats: each compiles for as long as dozens of other parts
 MAX_ITEMS = 1000
+MAX_OPEN = 32  # objects that may have more than is named, and what of these is optional: nothing compiles more slowly
+MAX_ENUM_BYTES = 4096  # of all values of enum and const
 SAYING_NOTHING = {
     "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly",
 }  # fmt: skip
@@ -59,6 +62,8 @@ class _Reading:
         self._root = root if isinstance(root, dict) else {}
         self._parts = 0
         self._narrow = 0
+        self._open = 0
+        self._enum_bytes = 0
         self.definitions: Schema = {}
         self._names: dict[str, str] = {}
 
@@ -92,12 +97,20 @@ class _Reading:
         if name == "$ref":
             return self._reference(value, place, depth)
         if name == "const":
-            return {"enum": [_fitting(value, own.get("type"), place)]}
+            return {"enum": [self._value(value, own.get("type"), place)]}
         if not isinstance(value, list) or not value:
             raise _wrong(place, f"got {_shown(value)}, expected a list with something in it")
         if name == "enum":
-            return {"enum": [_fitting(one, own.get("type"), f"{place}[{at}]") for at, one in enumerate(value)]}
+            return {"enum": [self._value(one, own.get("type"), f"{place}[{at}]") for at, one in enumerate(value)]}
         return {"anyOf": [self.schema(one, f"{place}[{at}]", depth + 1) for at, one in enumerate(value)]}
+
+    def _value(self, value: Any, kind: Any, place: str) -> Any:
+        """A value of enum or const."""
+        fitting = _fitting(value, kind, place)
+        self._enum_bytes += len(str(value).encode("utf-8", "replace"))
+        if self._enum_bytes > MAX_ENUM_BYTES:
+            raise _wrong(place, f"expected at most {MAX_ENUM_BYTES} bytes in all values of enum and const")
+        return fitting
 
     def _reference(self, value: Any, place: str, depth: int) -> Schema:
         """A reference to a definition, which is read where it is first named."""
@@ -150,6 +163,11 @@ class _Reading:
             more = self.schema(more, f"{where}.additionalProperties", depth + 1)
         elif not isinstance(more, bool):
             raise _wrong(f"{where}.additionalProperties", f"got {_shown(more)}, expected true, false or a schema")
+        if more is not False:
+            self._open += 1 + len(given.keys() - set(required))
+            if self._open > MAX_OPEN:
+                told = f"expected at most {MAX_OPEN} such objects and optional properties of theirs; say required, or false"
+                raise _wrong(f"{where}.additionalProperties", told)
         return {"type": "object", "properties": properties, "required": required, "additionalProperties": more}
 
     def _array(self, own: Schema, where: str, depth: int) -> Schema:

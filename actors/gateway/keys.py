@@ -57,12 +57,13 @@ class Refused(Exception):
 
 
 class KeyBook:
-    """The keys as last read from the store."""
+    """The keys as last read from the store. secret: nobody's until then. is_read: whether it ever was."""
 
     def __init__(self, keys: Collection[Key] = (), revoked: Collection[str] = (), secret: bytes = b"") -> None:
         self._keys = {key.id: key for key in keys}
         self._revoked = set(revoked)
         self.secret = secret or secrets.token_bytes(32)
+        self.is_read = False
 
     def find(self, presented: str, now_s: float) -> Key:
         """The key a client presents. Raises Refused."""
@@ -99,6 +100,7 @@ class KeyBook:
             self._keys[new] = msgspec.json.decode(store.get(FOLDER + new), type=Key)
         for gone in self._keys.keys() - ids:
             del self._keys[gone]
+        self.is_read = True
 
 
 def create_key(

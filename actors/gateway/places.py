@@ -2,18 +2,21 @@
 
 Guarantees: never more places are taken than there are; each that is taken is given back once, also where a client goes away
 before its first byte, a stream never begins, or a canary answers instead; of those who wait for a turn, each key gets one
-after the other, however many a single key waits with.
+after the other, however many a single key waits with; a turn lasts as long as its work, also where nobody waits for it.
 """
 
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from actors.gateway.errors import overloaded
+
+T = TypeVar("T")
 
 
 class Place:
@@ -101,6 +104,20 @@ class Rota:
                 following.set_result(None)
                 return
         self._free += 1
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """The result of work that cannot be stopped (a thread's): whoever is cancelled waits for its end all the same, and gives
+    back only then what the work takes.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        if not task.done():
+            await asyncio.wait((task,))
+            if not task.cancelled():
+                task.exception()  # looked at, so that nobody is told it was not
 
 
 class Lasting(StreamingResponse):

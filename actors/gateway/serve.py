@@ -245,7 +245,14 @@ async def _assembled(
         await asyncio.to_thread(book.refresh, store)
     except StoreError as error:
         _log.warning("keys_not_read error=%s", error)
-    hearing = Hearing(recorder, outbox, metrics, keys, secret=lambda: book.secret, may_record=gateway.may_record)
+    hearing = Hearing(
+        recorder,
+        outbox,
+        metrics,
+        keys,
+        secret=lambda: book.secret if book.is_read else b"",
+        may_record=gateway.may_record,
+    )
     return gateway, Door(book, metrics), hearing
 
 

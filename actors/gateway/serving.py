@@ -22,7 +22,7 @@ from actors.gateway.conversation import Called, read_calls, written
 from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.keys import Key, Train
 from actors.gateway.outbox import Outbox, Outgoing
-from actors.gateway.places import Place, Places, Rota
+from actors.gateway.places import Place, Places, Rota, to_its_end
 from actors.gateway.recent import Recent
 from actors.gateway.record import Recorder, Served, Tokenizer, render
 from actors.gateway.sample import Answer, Growing, OnText, sample, sample_whole
@@ -145,7 +145,7 @@ class Gateway:
         """
         if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
             raise bad("tools: this model's chat template knows no tools", "tools")
-        name = self.session_of(key, session or secrets.token_hex(16))
+        name = self.name_of(ask, key, session)
         rendered, tokens, turn, prefix = await self._tokenized(ask, key, name if session else "")
         group = request_group(name, self._minter.epoch, self._minter.take())
         sampling = self._sampling(ask, tokens)
@@ -199,7 +199,15 @@ class Gateway:
         """Give back its place; again is fine."""
         turns.place.release()
 
-    def session_of(self, key: Key, session: str) -> str:
+    def name_of(self, ask: Ask, key: Key, session: str) -> str:
+        """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
+
+        Requests of one name meet one side of a trial, and count as one person there.
+        """
+        named = session or (f"user\x00{ask.user}" if ask.user else secrets.token_hex(16))
+        return self._session_of(key, named)
+
+    def _session_of(self, key: Key, session: str) -> str:
         """What a session of a key's tenant is called in ids."""
         return keyed_session(self._secret(), key.tenant, session, key.train)
 
@@ -221,7 +229,7 @@ class Gateway:
         if ask.num_chars <= _THREAD_CHARS:
             return self._tokens(ask, session)
         async with self._long.turn(key.id):
-            return await asyncio.to_thread(self._tokens, ask, session)
+            return await to_its_end(asyncio.to_thread(self._tokens, ask, session))
 
     def _tokens(self, ask: Ask, session: str) -> Tokenized:
         """Tokens of the prompt as the template writes it and as it goes on from earlier turns, how many these are, and those
@@ -259,7 +267,7 @@ class Gateway:
                 await self.engine.prepare(json_schema)
             else:
                 async with self._schemas.turn(key.id):
-                    await self.engine.prepare(json_schema)
+                    await to_its_end(self.engine.prepare(json_schema))
             self._prepared_schemas.add(json_schema)
         except SchemaRefused as error:
             raise bad(f"response_format: {error}", "response_format", "unsupported_value") from error

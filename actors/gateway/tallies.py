@@ -1,8 +1,8 @@
 """What this gateway served of each version: counts for the gate, of every answer, and of nobody's words.
 
-Beside all answers it counts those of each client, at most one of each session or user: a prompt may ask for a refusal, so
-what happens to one who asks often must not look like what happens to many. Bounded: `MAX_VERSIONS` versions, `MAX_CLIENTS`
-clients of each by name (the rest are one, without), and `MAX_SEEN` sessions remembered as counted.
+Beside all answers it counts the sessions of each client, and in how many of them something happened: a prompt may ask for a
+refusal, so what happens to one who asks often must not look like what happens to many. Bounded: `MAX_VERSIONS` versions,
+`MAX_CLIENTS` clients of each by name (the rest are one, without), and `MAX_SEEN` sessions remembered as counted.
 """
 
 from collections import OrderedDict
@@ -15,6 +15,7 @@ from schemas import Answered, Client
 
 MAX_VERSIONS = 32
 MAX_CLIENTS = 63
+TOLD_CLIENTS = 4  # versions whose clients are told in a report: those that answered last
 MAX_SEEN = 50_000
 OPENING_CHARS = 200  # a refusal is one at the beginning of an answer
 
@@ -36,7 +37,7 @@ class Tallies:
         self._refusal = any_of(refusals) if refusals else None
         self._known: dict[tuple[int, int], Answered] = {}
         self._clients: dict[tuple[int, int], dict[str, Client]] = {}
-        self._seen: OrderedDict[tuple[int, int, Asker], None] = OrderedDict()
+        self._seen: OrderedDict[tuple[int, int, Asker], tuple[bool, bool]] = OrderedDict()
 
     def answered(self, version: int, trial: int, texts: Sequence[str], asker: Asker) -> None:
         """Answers that came to their end."""
@@ -49,8 +50,9 @@ class Tallies:
 
     def told(self) -> tuple[Answered, ...]:
         """As it is told to the others."""
+        lately = list(self._clients)[-TOLD_CLIENTS:]
         return tuple(
-            msgspec.structs.replace(one, clients=tuple(self._clients[place].values()))
+            msgspec.structs.replace(one, clients=tuple(self._clients[place].values())) if place in lately else one
             for place, one in self._known.items()
         )
 
@@ -69,18 +71,19 @@ class Tallies:
             del self._known[oldest], self._clients[oldest]
 
     def _count(self, place: tuple[int, int], more: Answered, asker: Asker) -> None:
-        """The first answer of somebody counts for their client."""
-        clients = self._clients.setdefault(place, {})
-        if (*place, asker) in self._seen or not more.answers:
-            return
-        self._seen[(*place, asker)] = None
+        """A session counts once for its client, and once as one that failed, and as one that was refused."""
+        clients = self._clients[place] = self._clients.pop(place, {})  # the last to have answered
+        seen = self._seen.get((*place, asker))
+        was_failed, was_refused = seen or (False, False)
+        failed, refused = was_failed or more.failed > 0, was_refused or more.refused > 0
+        self._seen[(*place, asker)] = failed, refused
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         name = asker.client if asker.client in clients or len(clients) < MAX_CLIENTS else ""
         known = clients.get(name, Client(client=name))
         clients[name] = Client(
             client=name,
-            answers=known.answers + 1,
-            failed=known.failed + (more.failed > 0),
-            refused=known.refused + (more.refused > 0),
+            sessions=known.sessions + (seen is None),
+            failed=known.failed + (failed and not was_failed),
+            refused=known.refused + (refused and not was_refused),
         )

@@ -77,4 +77,8 @@ def _overlap(text: str, stop: str) -> int:
     >>> _overlap("one STO", "STOP")
     3
     """
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)
+    tail = text[max(0, len(text) - len(stop) + 1) :]
+    start = tail.find(stop[0])
+    while start >= 0 and not stop.startswith(tail[start:]):
+        start = tail.find(stop[0], start + 1)
+    return len(tail) - start if start >= 0 else 0

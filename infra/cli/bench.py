@@ -2,13 +2,19 @@
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
 from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infra.bench.gate import Figures as GateFigures
 
 BENCHES = {
     "codec": "infra.bench.codec",
@@ -16,6 +22,7 @@ BENCHES = {
     "draw": "infra.bench.draw",
     "feedback": "infra.bench.feedback",
     "gateway": "infra.bench.gateway",
+    "held": "infra.bench.held",
     "reload": "infra.bench.reload",
     "reprocess": "infra.bench.reprocess",
     "sandbox": "infra.bench.sandbox",
@@ -31,6 +38,9 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "overhead_ms_p50": (float("-inf"), 3.0),
         "overhead_ms_p99": (float("-inf"), 15.0),
         "answers_per_s": (500.0, float("inf")),
+    },
+    "held": {
+        f"{name}_held_ms": (0.0, 50.0) for name in ("prompt", "control_tokens", "redact_letters", "redact_digits")
     },
     "reload": {
         "pause_ms_p50": (0.0, 80.0),
@@ -114,6 +124,32 @@ def run_mix(out: Path, seeds: int, steps: int, as_json: bool) -> int:
     else:
         Screen().print(figures_table("mix", figures))
     return 0
+
+
+def run_gate(paths: int, as_json: bool) -> int:
+    """Run `infra/bench/gate.py` on so many paths a row."""
+    from infra.bench.gate import run
+
+    found = run(paths)
+    if as_json:
+        print(json.dumps([msgspec.to_builtins(one) for one in found]))
+    else:
+        Screen(width=150).print(gate_table(found))
+    return 0
+
+
+def gate_table(found: "Sequence[GateFigures]") -> Table:
+    """One row a line, green where its promise is kept and red where it is not."""
+    table = Table("test", "what differs", title="bench gate: turned away, taken back or held")
+    for name in ("paths", "found", "", "let through", "restless", "ratings"):
+        table.add_column(name, justify="right")
+    for one in found:
+        style = {True: "green", False: "red", None: None}[one.kept]
+        wanted = "" if one.kept is None else "at least 80 %" if one.worse else "at most 1 %"
+        share = Text(f"{one.failed:.1%} ± {one.error:.1%}", style=style or "")
+        cells = (f"{one.passed:.0%}", f"{one.restless:.0%}", number(round(one.ratings)) if one.ratings else "")
+        table.add_row(one.test, one.name, str(one.paths), share, wanted, *cells)
+    return table
 
 
 def shapes_table(name: str, rows: list[tuple[str, ...]]) -> Table:

@@ -157,6 +157,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
     log = Log(bus, settings.app, store=store)
     tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+    await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
     engine: Engine = load(use.use, {"model": folder, **use.options}, "gateway.engine")
 

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from infra.cli.connect import connected
 from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import LineFormatter
 from infra.cli.up import Stopped, broker_child, child_environment, role_child, roles_of, wait_for_broker
 from infra.demo.demo_task import DemoTask
 from infra.demo.report import finish_report
@@ -92,9 +93,9 @@ async def until_done(watch: Watch, follower: asyncio.Task[None], settings: Setti
 def log_to_file(path: Path) -> None:
     """What libraries have to say goes to a file: the screen is drawn."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(
-        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
+    handler = logging.FileHandler(path)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
 
 
 def write_settings(options: DemoOptions) -> Path:

@@ -8,7 +8,8 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 def used_bytes(pid: int) -> int:
     """Bytes that a process and all below it hold for themselves; files and /tmp, which have limits of their own, apart.
 
-    What a fork shares with its parent is counted for both. A process that has ended counts for nothing.
+    What a fork shares with its parent is counted for both. A process that has ended counts for nothing. A kernel that names
+    no children (built without CONFIG_PROC_CHILDREN) has the first process alone counted.
     """
     total = 0
     left = [pid]

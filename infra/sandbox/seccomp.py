@@ -3,6 +3,9 @@
 Guarantees: a call of another architecture kills the process (also the x32 one, whose numbers would slip past a list);
 calls in DENIED fail with EPERM; a clone that asks for a namespace fails with EPERM; clone3, whose flags a filter cannot
 see, and calls of kernels newer than this list fail with ENOSYS, which makes the C library fall back to what is known.
+
+Limit: record locks (fcntl F_SETLK) stay, since SQLite takes them; of a file of the host that is readable inside, a program
+can hold one for reading until its end.
 """
 
 import errno

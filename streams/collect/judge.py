@@ -61,7 +61,8 @@ async def judged(
         outcome = await chain(given, context)
     drops.update(gone.reason for gone in outcome.dropped)
     own = [experience for experience in outcome.kept if experience.group == group.id]
-    sent = outcome.kept if own else (*outcome.kept, *_taken_back(group, members))
+    # Where the copy of before lies in another lane, it goes first: one of its own block, since a block has one lane.
+    blocks = () if own and own[0].lane == group.lane else blocks_of(_taken_back(group, members))
     closure = Closure(
         group=group.id,
         outcome="buffered" if own else "dropped",
@@ -78,11 +79,11 @@ async def judged(
         ratings=ratings(group.said[member.id] for member in members if member.id in group.said),
         answered_ms=attempt.first_ms if attempt.lane == "live" else -1,
     )
-    return Decision(closure, blocks_of(sent), outcome.dropped)
+    return Decision(closure, (*blocks, *blocks_of(outcome.kept)), outcome.dropped)
 
 
 def _taken_back(group: Group, members: Sequence[Experience]) -> tuple[Experience, ...]:
-    """What an older revision sent on, where this one has nothing in its place."""
+    """What an older revision sent on, where this one sends nothing to its place."""
     if group.lane is None:
         return ()
     return (withdrawal_of(members[0], lane=group.lane, revision=group.revision),)

@@ -204,12 +204,12 @@ def test_what_gateways_report_takes_customers_back_too() -> None:
 
 
 def test_refusals_to_one_client_take_nothing_back_and_refusals_to_all_do() -> None:
-    usual = tuple(Client(client=name, answers=450, refused=2) for name in "ab")
+    usual = tuple(Client(client=name, sessions=450, refused=2) for name in "ab")
     for refused, breaches in (((45, 0), 0), ((4, 0), 0), ((20, 20), 1)):
         one, _, _ = promoted()
         one.progress(served(3, 900, usual))
         clients = tuple(
-            Client(client=name, answers=100, refused=many) for name, many in zip("ab", refused, strict=True)
+            Client(client=name, sessions=100, refused=many) for name, many in zip("ab", refused, strict=True)
         )
         one.progress(served(5, 200, clients))
         assert len(one.breaches()) == breaches
@@ -226,3 +226,21 @@ def test_a_version_is_watched_for_its_time() -> None:
     one, _, _ = promoted()
     heard(one, complaints(), PROMOTED_MS + 8 * DAY_MS)
     assert one.breaches() == []
+
+
+def test_a_version_taken_back_says_nothing_of_what_is_usual() -> None:
+    one, _, _ = promoted()
+    heard(one, complaints())
+    assert len(one.breaches()) == 1
+    known = one.people.of_stable(3)
+    assert (known.people_before, known.bad_before) == (100, 5), "version 5's 30 complaints are not among them"
+
+
+def test_where_the_version_gone_back_to_is_rated_down_as_much_it_is_an_alarm() -> None:
+    """Complaints rise from the hour of the promotion on: it is taken for the version's doing, and then it goes on."""
+    one, _, _ = promoted()
+    heard(one, complaints())
+    assert len(one.breaches()) == 1 and one.alarms() == []
+    heard(one, crowd("after", 3, 40, 40, at_ms=LATER_MS + HOUR_MS), LATER_MS + 4 * HOUR_MS)
+    (alarm,) = one.alarms()
+    assert one.breaches() == [] and alarm.startswith("version 3 is rated down by 40 of 40 people, 5 of 100 before")

@@ -86,6 +86,12 @@ def test_what_is_let_through_is_let_through_by_evidence_alone_however_many_spoke
     assert outcome(CONFIG, PEOPLE, heard, {}, {}, 0).ended == ""
 
 
+def test_a_master_that_was_away_decides_as_one_that_looked_at_every_block() -> None:
+    bad, good = [Block("a", n, 9, 9, 9, 0) for n in range(3)], [Block("a", 3 + n, 9, 0, 9, 9) for n in range(9)]
+    heard = heard_of(CONFIG, PEOPLE, [*bad, *good], several=False)
+    assert decided(CONFIG, heard.against, heard.favour) == ends([*bad, *good]) == "failed"
+
+
 def test_blocks_of_too_few_people_wait_for_the_next_of_their_tenant() -> None:
     few = [Block("a", 0, 1, 1, 2), Block("b", 0, 0, 0, 9), Block("a", 1, 0, 0, 5), Block("b", 1, 2), Block("a", 2, 1)]
     assert merged(few) == [Block("a", 1, 1, 1, 7), Block("b", 1, 2, 0, 9)]
@@ -177,8 +183,8 @@ def test_a_canary_that_fails_is_turned_away_without_a_single_rating() -> None:
 
 
 def test_answers_that_fail_one_client_alone_turn_no_canary_away() -> None:
-    alone = (Client(client="a", answers=40, failed=25), Client(client="b", answers=60))
-    both = (Client(client="a", answers=40, failed=10), Client(client="b", answers=60, failed=15))
+    alone = (Client(client="a", sessions=40, failed=25), Client(client="b", sessions=60))
+    both = (Client(client="a", sessions=40, failed=10), Client(client="b", sessions=60, failed=15))
     for clients, verdicts in ((alone, 0), (both, 1)):
         one = begun()
         one.progress(arms(25, clients), 0)

@@ -27,8 +27,11 @@ from infra.cli.up import child_environment
 from infra.demo.char_model import build_char_model
 from infra.local.address import choose_address
 from infra.model import load_tokenizer
+from infra.seal import app_secret
+from infra.store_directory import DirectoryStore
 from infra.weights.tensors import from_numpy, save_tensors
 from schemas import Block, Experience, Feedback, decode
+from schemas.names import pseudonym
 from schemas.topics import EXPERIENCES, VERIFIED, Topic
 
 pytestmark = pytest.mark.slow
@@ -166,10 +169,11 @@ def test_answers_are_served_recorded_and_rated_through_kafka_and_a_kill(
         check_exact(recorded, logprobs, prompt)
         for _ in range(2):  # a client that sends again says the same once
             said = {"answer_id": f"hr-{before[0]}", "id": "f-1", "value": 0.75, "rater": "ann"}
-            answer = client.post("/feedback", cast_to=object, body=said)
-            assert json.loads(json.dumps(answer))["recorded"] is True
+            told = json.loads(json.dumps(client.post("/feedback", cast_to=object, body=said)))
+            assert told["recorded"] is True
+        rater = pseudonym(app_secret(DirectoryStore(tmp_path / "store")), "rater", "default", "ann")
         (first, *_) = asyncio.run(read(kafka, app_name, VERIFIED, 1))
-        assert first == Feedback(ref=f"hr-{before[0]}", id="f-1", value=0.75, source="user", rater="ann")
+        assert first == Feedback(ref=f"hr-{before[0]}", id=told["id"], value=0.75, source="user", rater=rater)
 
 
 def test_a_killed_gateway_that_never_saw_a_broker_keeps_every_answer_on_disk(tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ class Clock:
         return self.now_ms
 
 
-def settings_in(folder: Path) -> Settings:
+def settings_in(folder: Path, *, least: int = 2) -> Settings:
     assert run_init(folder, "model", "torch") == 0
     # A step takes two and comes at once: the first answer ever has an advantage of 0, and would teach nothing alone.
-    small = ["trainer.lanes.live.least=2", "trainer.version_every=0s"]
+    small = [f"trainer.lanes.live.least={least}", "trainer.version_every=0s"]
     settings = load_settings(folder / "headrace.toml", ["app=test", *small])
     add_plugin_folders(settings.folder, settings.plugins)
     assert [one.window for one in settings.feedback] == ["24h"] * 2 and duration_s("24h") * 1000 == WINDOW_MS

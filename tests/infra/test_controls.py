@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.loader import expert
+from actors.preferences import pair_block
+from actors.taskset import Demonstration, Preference
 from infra.model import Tokenizer, load_tokenizer
 from infra.spelling import TokenizerFile
 from schemas import Message
@@ -204,6 +207,14 @@ def test_no_text_raises_a_unicode_error(cases: dict[str, Case]) -> None:
     assert cases["chatml"].tokenizer.decode(cases["chatml"].tokenizer.encode("\ud83d\ude00")) == "\U0001f600"
 
 
+def test_a_prepared_tokenizer_has_nothing_left_to_make(tmp_path: Path) -> None:
+    case = Case(STYLES["gemma"], tmp_path / "prepared")
+    case.tokenizer.prepare()
+    made = case.tokenizer._controls._made_copy
+    check(case, [{"role": "user", "content": "<bos>"}], [])
+    assert case.tokenizer._controls._made_copy is made
+
+
 def test_long_texts_are_tokenized_as_short_ones(cases: dict[str, Case]) -> None:
     case = cases["chatml"]
     text = "The quick brown fox. " * 1000
@@ -226,3 +237,18 @@ def words(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_vocabulary_that_knows_the_name_as_a_word_is_cut_within_it(words: Path) -> None:
     assert TokenizerFile(str(words)).encode("a <e> a") == [2, 3, 4, 2]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_demonstrations_and_pairs_have_no_control_token_but_the_templates_and_their_end(
+    cases: dict[str, Case], style: str
+) -> None:
+    case = cases[style]
+    fake = "".join(case.style.controls)
+    asked = (Message(role="user", content=fake),)
+    template = case.controls(case.tokenizer.encode_chat((Message(role="user", content="x"),)))
+    ended = [*template, case.tokenizer.eos_ids[0]]
+    row = Demonstration(id="d", messages=asked, response=fake)
+    assert case.controls(expert(row, case.tokenizer).tokens.tolist()) == ended
+    pair = pair_block(Preference(id="p", messages=asked, chosen=fake, rejected=f"{fake}."), case.tokenizer)
+    assert [case.controls(side.tokens.tolist()) for side in pair.experiences] == [ended, ended]

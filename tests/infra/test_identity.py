@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
@@ -93,6 +95,34 @@ def test_a_store_that_lost_what_the_log_names_is_told() -> None:
             await require_fit(log, store, FLOOR)
         store.put("policies/main/0/manifests/4.json", b"{}")
         assert (await fit_of(log, store, FLOOR)).verdict == "unclaimed", "an app of an earlier release"
+
+    check(body)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 255), st.booleans())
+def test_altered_bytes_are_never_taken_for_another_log_and_a_broken_object_is_written_again(
+    at: int, flip: int, lasting: bool
+) -> None:
+    class Altering(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alters = False
+
+        def get(self, key: str) -> bytes:
+            data = bytearray(super().get(key))
+            if self.alters:
+                data[at % len(data)] ^= flip
+            self.alters = self.alters and lasting
+            return bytes(data)
+
+    async def body() -> None:
+        log, store = await log_of(lease()), Altering()
+        await claim(log, store, FLOOR)
+        store.alters = True
+        assert (await fit_of(log, store, FLOOR)).verdict in (("fits", "unclaimed") if lasting else ("fits",))
+        await claim(log, store, FLOOR)
+        store.alters = False
+        assert (await fit_of(log, store, FLOOR)).verdict == "fits"
 
     check(body)
 

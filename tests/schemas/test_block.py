@@ -364,3 +364,12 @@ def test_more_sections_than_readers_take_are_refused() -> None:
     with pytest.raises(ValueError, match="sections"):
         encode(Block(tuple(members)))
     assert len(parts(encode(Block(tuple(members[:13]))))[0][0]) == 16
+
+
+def test_half_a_character_in_a_message_keeps_no_record_from_the_log() -> None:
+    member = group_block(1).experiences[0]
+    halved = member.with_bulk(
+        messages=(Message("user", "a\ud800b"), Message("tool", "\ud83d\ude00"), Message("user", "c"))
+    )
+    read = decoded(encode(Block((halved,)))).experiences[0]
+    assert [message.content for message in read.messages] == ["a\ufffdb", "\U0001f600", "c"]

@@ -67,10 +67,13 @@ async def num_pairs(log: Log) -> int:
     return sum(item.lane == "human" for one in await journal(log) if isinstance(one, Batch) for item in one.items)
 
 
-async def train(log: Log, store: MemoryStore, model: str, config: TrainerConfig) -> dict[str, Tensor]:
+async def train(
+    log: Log, store: MemoryStore, model: str, config: TrainerConfig, stop: asyncio.Event | None = None
+) -> dict[str, Tensor]:
     learner = TorchLearner(model, config, device="cpu")
+    stop = stop or asyncio.Event()
     await run_trainer(
-        FLOOR, config, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=asyncio.Event(), seed=3
+        FLOOR, config, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=stop, seed=3
     )  # fmt: skip
     return learner.save()
 
@@ -104,6 +107,22 @@ def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_what_training_
         assert part(again, "reference") == part(state, "reference")
         gone = await train(log, store, model, settings(10, BEFORE, warmup=warmup))
         assert not part(gone, "reference") and "no lane wants any more" in caplog.text
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_lane_joins_an_app_whose_trainer_has_not_stepped_yet(model: str) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled(store, steps=0)
+        stop = asyncio.Event()
+        stop.set()
+        await train(log, store, model, settings(2, BEFORE), stop)
+        assert [place.step for place in checkpoint.places(store, "t")] == [-1]
+        await prefer(log, 0)
+        state = await train(log, store, model, settings(2, BEFORE | {"human": HUMAN}))
+        assert part(state, "reference") == weights(TorchLearner(model, settings(2, BEFORE), device="cpu").save())
 
     asyncio.run(main())
 

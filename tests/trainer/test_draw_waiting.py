@@ -167,6 +167,13 @@ def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
     assert decide(run, now_s=299.0).wait
 
 
+def test_more_than_may_wait_in_a_lane_are_dropped_with_a_reason_the_oldest_first() -> None:
+    run = run_of(*(live(number) for number in range(5)), lanes={"live": LaneConfig(max_waiting=3)}, groups_per_step=9)
+    draw = decide(run, now_s=0.0)
+    assert [(one.group, reason) for one, reason in draw.dropped] == [(f"l{at}.0", "too many waiting") for at in (0, 1)]
+    assert sorted(taken(draw)) == ["l2.0", "l3.0", "l4.0"]
+
+
 def test_what_one_user_has_above_the_share_waits_and_is_told() -> None:
     lanes = {"live": LaneConfig(tenant_share=1.0, subject_share=0.5)}
     many = [live(number, subject="heavy") for number in range(9)]

@@ -12,10 +12,11 @@ from trainer_samples import random_items
 from infra.demo.char_model import build_char_model
 from infra.model import load_model
 from schemas.errors import ConfigError
+from trainer.batch import LANES as LANE_NAMES
 from trainer.batch import PackedBatch, TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
-from trainer.learners.lanes import microbatch_loss, step_context
+from trainer.learners.lanes import compares, microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
 from trainer.loss import BUILT_IN, LossInputs, Objective, open_objective, open_objectives
 from trainer.offpolicy import reference_k3
@@ -241,6 +242,13 @@ def test_every_loss_takes_both_terms_and_without_them_a_step_keeps_its_bits(mode
     both = stepped(kl=0.4, entropy=0.1)
     assert both.values["usual/entropy_exact"] == pytest.approx(np.log(128), abs=0.1)
     assert both.values["usual/kl_reference"] > 0
+
+
+def test_only_a_microbatch_with_a_lane_that_compares_needs_a_forward_of_the_reference():
+    objectives = open_objectives({"usual": LaneConfig(), "expert": LaneConfig(loss="sft", kl=0.1)})
+    parts = pack(random_items(1), max_tokens=1).microbatches  # a sequence each
+    assert {int(one.lane_N[0]) for one in parts} == {LANE_NAMES.index("usual"), LANE_NAMES.index("expert")}
+    assert all(compares(objectives, one) == (LANE_NAMES[one.lane_N[0]] == "expert") for one in parts)
 
 
 def test_two_terms_of_one_divergence_are_refused():

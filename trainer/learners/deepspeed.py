@@ -30,6 +30,7 @@ from trainer.learners.lanes import (
     StepContext,
     bounds,
     check_step,
+    compares,
     looks_ahead,
     microbatch_loss,
     of_phase,
@@ -292,7 +293,7 @@ class DeepSpeedLearner:
                 one,
                 logprob_N,
                 proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
-                reference_N=self._of_reference(one),
+                reference_N=self._of_reference(one) if compares(context.objectives, one) else None,
                 entropy_N=entropy_N,
             )
             if real:

@@ -92,6 +92,11 @@ def looks_ahead(objective: Objective) -> bool:
     return objective.proximal == "recompute" or objective.bound is not None
 
 
+def compares(objectives: Mapping[Lane, Objective], one: Microbatch) -> bool:
+    """Whether some token of a microbatch meets the reference: no other one needs a forward of it."""
+    return any(objectives[LANES[index]].reference for index in np.unique(one.lane_N))
+
+
 def denominators(objectives: Mapping[Lane, Objective], batch: PackedBatch, parts: int = 1) -> dict[Lane, float]:
     """What each lane's sum is divided by in each of the step's `parts` minibatches. batch: the whole step."""
     found = {}

@@ -25,6 +25,7 @@ from trainer.learners.lanes import (
     StepContext,
     bounds,
     check_step,
+    compares,
     looks_ahead,
     microbatch_loss,
     of_phase,
@@ -190,7 +191,7 @@ class TorchLearner:
         for index, one in enumerate(part.microbatches):
             logprob_N, entropy_N = read(lambda what, of: getattr(self._model, what)(of), context, one)
             reference_N = None
-            if self._reference is not None:
+            if self._reference is not None and compares(context.objectives, one):
                 with torch.no_grad():
                     reference_N = self._reference.logprobs(one)
             loss, seen = microbatch_loss(

@@ -9,8 +9,8 @@ def opmd(inputs: LossInputs, *, tau: float = 0.1) -> LossOutput:
     """-A·log π_θ(y) + τ/2·(log π_θ(y)/μ(y))², mean over sequences. Kimi k1.5, arXiv 2501.12599 section 2.3.2, whose old policy
     is here the one that sampled.
 
-    A is what [collect.advantage] gives. The paper's is r - mean(r); the default divides by the group's standard deviation
-    as well, which is the same as a τ of the paper times that deviation, group by group.
+    A is what [collect.advantage] gives. The paper's r - mean(r) is its kind "mean"; the default divides by the group's
+    standard deviation s as well, which gives the paper's loss with τ·s, divided by s.
     """
     sequence = required(inputs.sequence, "sequence")
     advantage = of_each(inputs.advantage, sequence)

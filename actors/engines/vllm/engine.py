@@ -30,6 +30,7 @@ from actors.engines.checks import (
     probe_difference,
 )
 from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
+from actors.engines.judge import Judge
 from actors.engines.shown import Shown
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
@@ -55,6 +56,7 @@ class VllmEngine:
         self._llm: Any = None
         self._requests: Requests | None = None
         self._check_schema: Callable[[str], None] | None = None
+        self._judge: Judge | None = None
         self._attempts = Attempts()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -101,6 +103,8 @@ class VllmEngine:
         if requests is not None:
             await asyncio.gather(*self._loads, return_exceptions=True)
             await requests.close()
+        if self._judge is not None:
+            self._judge.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = requests = None
@@ -128,11 +132,19 @@ class VllmEngine:
         return await requests.generate(prompt, sampling, shown)
 
     async def prepare(self, json_schema: str) -> None:
-        """Check the schema. vLLM compiles it in its own process, with threads of its own, and keeps it there."""
+        """Check the schema, also that it compiles in time. vLLM compiles it in its own process, with threads of its own, and
+        keeps it there.
+        """
         if self._check_schema is None:
             vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
             self._running().special = vocabulary.special
-            self._check_schema = lru_cache(MAX_COMPILED)(vocabulary.check)
+            self._judge = judge = Judge(vocabulary.spellings)
+
+            def check(json_schema: str) -> None:
+                vocabulary.check(json_schema)
+                judge.check(json_schema)
+
+            self._check_schema = lru_cache(MAX_COMPILED)(check)
         await asyncio.to_thread(self._check_schema, json_schema)
 
     async def load(self, policy: Policy) -> LoadReport:

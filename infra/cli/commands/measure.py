@@ -86,6 +86,23 @@ def bench_feedback(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("feedback", as_json))
 
 
+def bench_held(as_json: JsonOption = False) -> None:
+    """How long one request holds the gateway's event loop: prompts, control tokens, redaction."""
+    from infra.cli.bench import run_bench
+
+    exit_with(lambda: run_bench("held", as_json))
+
+
+def bench_gate(
+    paths: Annotated[int, typer.Option(min=1, help="Deployments simulated a row.")] = 1000,
+    as_json: JsonOption = False,
+) -> None:
+    """How often the gate, its trials and its guard are wrong, in worlds of all kinds, and how often they find harm. Minutes."""
+    from infra.cli.bench import run_gate
+
+    exit_with(lambda: run_gate(paths, as_json))
+
+
 def bench_gateway(as_json: JsonOption = False) -> None:
     """The gateway over the engine alone: what it adds to an answer, and how many it gives a second."""
     from infra.cli.bench import run_bench

@@ -11,14 +11,16 @@ import openai
 import pytest
 
 from actors.continuation import Turn
+from actors.engines.scripted import ScriptedEngine
 from actors.gateway.ask import read_chat, read_text
 from actors.gateway.config import Limits
 from actors.gateway.conversation import MAX_DEPTH, read_calls
 from actors.gateway.errors import ApiError
+from actors.gateway.record import THREAD_TOKENS
 from actors.gateway.serving import CHARS_PER_TOKEN
 from actors.gateway.sessions import Held, Sessions, held
 from schemas import Message
-from tests.actors.gateway.gateway_rig import ByteTokenizer, serving
+from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, says, serving
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -113,6 +115,12 @@ class Watched(ByteTokenizer):
 
     def __init__(self) -> None:
         self.longest = {True: 0, False: 0}  # on the event loop's thread, or not
+        self.decoded = {True: 0, False: 0}
+
+    def decode(self, ids: Any) -> str:
+        on_loop = current_thread() is main_thread()
+        self.decoded[on_loop] = max(self.decoded[on_loop], len(ids))
+        return super().decode(ids)
 
     def encode_request(self, conversation: Any, tools: Any = ()) -> list[int]:
         on_loop = current_thread() is main_thread()
@@ -137,6 +145,23 @@ def test_the_event_loop_tokenizes_short_prompts_alone_and_nobody_those_that_cann
                 assert refused.value.code == "context_length_exceeded"
         assert tokenizer.longest[True] <= 4096
         assert tokenizer.longest[False] == 15_000 <= 1000 * CHARS_PER_TOKEN
+
+    asyncio.run(check())
+
+
+def test_the_event_loop_redacts_short_texts_alone(tmp_path: Path) -> None:
+    async def check() -> None:
+        tokenizer = Watched()
+        sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=32_768, script=says("call +49 30 123456789"))
+        async with serving(tmp_path, sampler, tokenizer=tokenizer) as served:
+            key = served.key()
+            await served.keys_read()
+            for size in (10, THREAD_TOKENS + 1, 20_000):
+                await served.client(key).chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "x" * size}], max_tokens=50
+                )
+            assert all("[phone]" in one.response for one in await served.recorded(3))
+        assert tokenizer.decoded[True] <= THREAD_TOKENS < 20_000 < tokenizer.decoded[False]
 
     asyncio.run(check())
 

@@ -174,6 +174,8 @@ def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_many_i
         ("hr-", 400),
         ("hr-add-3745.2.0-7-0", 403),
         (f"hr-{session_name('globex', 's')}.7-3.0-0-0", 403),
+        (f"hr-{'é' * 64}.7-3.0-0-0", 403),
+        (f"hr-{'é' * 24}.7-3.0-0-0", 403),
         (f"hr-{session_name('acme', 'never')}.7-3.0-0-0", 202),
     ],
 )

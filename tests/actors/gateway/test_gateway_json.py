@@ -163,6 +163,10 @@ class _Few(ByteTokenizer):
         return [1, 2, 3]
 
 
+OPEN = {"type": "object", "properties": {f"p{index}": {} for index in range(250)}, "additionalProperties": True}
+NESTED: Any = {"type": "object"}
+for _ in range(20):
+    NESTED = {"type": "object", "properties": {"a": NESTED}, "additionalProperties": {"type": "string"}}
 DEEP: Any = {"type": "array"}
 for _ in range(40):
     DEEP = {"type": "array", "items": DEEP}
@@ -190,6 +194,9 @@ REFUSED: list[tuple[Any, str]] = [
     (held({"type": "integer", "minimum": 10**30}), f"{ROOT}.minimum"),
     (held({"type": "integer", "minimum": 3, "maximum": 2}), "response_format"),
     (held({"enum": []}), f"{ROOT}.enum"),
+    (held({"enum": ["x" * 3000, "y" * 3000]}), f"{ROOT}.enum[1]"),
+    (held(OPEN), f"{ROOT}.additionalProperties"),
+    (held(NESTED), f"{ROOT}{'.properties.a' * 4}.additionalProperties"),
     (held({"enum": [{}]}), f"{ROOT}.enum[0]"),
     (held({"type": "string", "const": 1}), f"{ROOT}.const"),
     (held({"anyOf": [{"type": "null"}], "type": "null"}), f"{ROOT}.type"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.config import CanaryShare, Limits
 from actors.gateway.errors import ApiError
-from actors.gateway.places import Lasting, Place, Places, Rota
+from actors.gateway.places import Lasting, Place, Places, Rota, to_its_end
 from infra.bus.memory import MemoryBus
 from infra.store_memory import MemoryStore
 from tests.actors.gateway.gateway_rig import VOCABULARY, Served, engine, says, serving
@@ -220,6 +221,34 @@ def test_a_key_that_waits_with_too_many_is_told_to_come_back_and_the_others_are_
         assert refused.value.status == 429
         held.set()
         await asyncio.gather(*tasks, work("x"))
+
+    asyncio.run(check())
+
+
+def test_a_turn_lasts_as_long_as_its_work_also_where_nobody_waits_for_it() -> None:
+    async def check() -> None:
+        rota, go, running = Rota(1, 16), threading.Event(), list[str]()
+
+        def work(key: str) -> None:
+            running.append(key)
+            go.wait(60)
+            running.remove(key)
+
+        async def ask(key: str) -> None:
+            async with rota.turn(key):
+                assert not running
+                await to_its_end(asyncio.to_thread(work, key))
+
+        gone = asyncio.create_task(ask("gone"))
+        await until(lambda: running == ["gone"])
+        gone.cancel()
+        other = asyncio.create_task(ask("other"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert running == ["gone"] and not gone.done()
+        go.set()
+        await asyncio.gather(gone, other, return_exceptions=True)
+        assert gone.cancelled() and other.exception() is None and not running
 
     asyncio.run(check())
 

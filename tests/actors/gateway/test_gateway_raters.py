@@ -11,9 +11,10 @@ import httpx
 
 from actors.gateway.config import Webhook
 from actors.gateway.quota import MAX_BUCKETS, Quotas
-from infra.seal import FOLDER
+from infra.seal import FOLDER, SECRET
 from infra.store_memory import MemoryStore
 from schemas import Received
+from schemas.errors import StoreError
 from schemas.ids import session_name
 from schemas.names import keyed_session, keyed_subject
 from tests.actors.gateway.gateway_rig import Served, serving
@@ -217,6 +218,29 @@ def test_a_webhooks_body_that_is_sent_again_is_one_record(tmp_path: Path) -> Non
             assert await hooked(again, {"ticket": 7, "csat": 1}) == 202
             ids = [one.id for one in await again.received()]
             assert len(ids) == 3 and len(set(ids)) == 2, "whoever takes it, it has the same id"
+
+    asyncio.run(check())
+
+
+def test_a_webhook_waits_for_the_store_where_the_apps_secret_was_never_read(tmp_path: Path) -> None:
+    class Away(MemoryStore):
+        away = True
+
+        def get(self, key: str) -> bytes:
+            if self.away:
+                raise StoreError("the store is away")
+            return super().get(key)
+
+    async def check() -> None:
+        store = Away()
+        store.put(SECRET, b"s" * 32)
+        async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
+            answer = f"hr-{keyed_session(b's' * 32, 'acme', 's', 'yes')}.7-3.0-0-0"
+            assert await hooked(served, {"about": answer}) == 503
+            store.away = False
+            await served.keys_read()
+            assert await hooked(served, {"about": answer}) == 202
+            assert not served.count("feedback_unsealed") and len(await served.received()) == 1
 
     asyncio.run(check())
 

@@ -9,7 +9,7 @@ from openai import APIStatusError
 from actors.config import REFUSALS
 from actors.engine import EngineStopped
 from actors.gateway.config import GatewayConfig
-from actors.gateway.tallies import MAX_CLIENTS, MAX_VERSIONS, Asker, Tallies
+from actors.gateway.tallies import MAX_CLIENTS, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
 from infra.bus.memory import MemoryBus
 from schemas import Answered, Client, Progress
 from schemas.topics import PROGRESS
@@ -20,11 +20,11 @@ def test_a_refusal_is_one_at_the_beginning_of_an_answer() -> None:
     tallies = Tallies(REFUSALS)
     for number, text in enumerate(("I'm sorry, no.", "i cannot help with that", "Sure.", "x" * 200 + " I'm sorry")):
         tallies.answered(3, -1, [text], Asker("a", f"s{number}"))
-    clients = (Client(client="a", answers=4, refused=2),)
+    clients = (Client(client="a", sessions=4, refused=2),)
     assert tallies.told() == (Answered(version=3, answers=4, refused=2, clients=clients),)
     without = Tallies(())
     without.answered(3, -1, ["I'm sorry"], Asker())
-    assert without.told() == (Answered(version=3, answers=1, clients=(Client(client="", answers=1),)),)
+    assert without.told() == (Answered(version=3, answers=1, clients=(Client(client="", sessions=1),)),)
 
 
 def test_the_newest_versions_are_kept() -> None:
@@ -32,19 +32,35 @@ def test_the_newest_versions_are_kept() -> None:
     for version in range(MAX_VERSIONS + 5):
         tallies.failed(version, -1, 2, Asker("a", "s"))
     assert [one.version for one in tallies.told()] == list(range(5, MAX_VERSIONS + 5))
-    last = Answered(version=MAX_VERSIONS + 4, answers=2, failed=2, clients=(Client(client="a", answers=1, failed=1),))
+    last = Answered(version=MAX_VERSIONS + 4, answers=2, failed=2, clients=(Client(client="a", sessions=1, failed=1),))
     assert tallies.told()[-1] == last
+
+
+def test_a_session_in_which_a_later_answer_fails_is_one_that_failed() -> None:
+    tallies = Tallies(())
+    tallies.answered(3, -1, ["Sure."], Asker("a", "s"))
+    for _ in range(3):
+        tallies.failed(3, -1, 1, Asker("a", "s"))
+    assert tallies.told()[0].clients == (Client(client="a", sessions=1, failed=1),)
+
+
+def test_a_report_tells_the_clients_of_the_versions_that_answered_last() -> None:
+    tallies = Tallies(())
+    for version in (*range(TOLD_CLIENTS + 2), 0):
+        tallies.answered(version, -1, ["Sure."], Asker("a", f"s{version}"))
+    told = {one.version: bool(one.clients) for one in tallies.told()}
+    assert [version for version, has in told.items() if not has] == [1, 2] and len(told) == TOLD_CLIENTS + 2
 
 
 def test_of_one_session_one_answer_counts_for_its_client_and_clients_are_bounded() -> None:
     tallies = Tallies(REFUSALS)
     for _ in range(45):
         tallies.answered(3, -1, ["I'm sorry, no."], Asker("a", "s"))
-    assert tallies.told()[0].refused == 45 and tallies.told()[0].clients == (Client(client="a", answers=1, refused=1),)
+    assert tallies.told()[0].refused == 45 and tallies.told()[0].clients == (Client(client="a", sessions=1, refused=1),)
     for number in range(100):
         tallies.answered(3, -1, ["Sure."], Asker(f"c{number}", "s"))
     clients = tallies.told()[0].clients
-    assert len(clients) == MAX_CLIENTS + 1 and clients[-1] == Client(client="", answers=100 - MAX_CLIENTS + 1)
+    assert len(clients) == MAX_CLIENTS + 1 and clients[-1] == Client(client="", sessions=100 - MAX_CLIENTS + 1)
 
 
 def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(tmp_path: Path) -> None:
@@ -71,7 +87,7 @@ def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(
                     await asking
             with pytest.raises(APIStatusError):
                 await client.completions.create(model="main", prompt="Hi" * 3000)  # too long: not the engine's fault
-            clients = (Client(client=key.split("-")[1], answers=4, failed=1, refused=1),)
+            clients = (Client(client=key.split("-")[1], sessions=4, failed=1, refused=1),)
             wanted = (Answered(version=0, answers=4, failed=1, refused=1, clients=clients),)
             async with asyncio.timeout(60):
                 async for message in served.log.read_all(PROGRESS, until_end=False):
@@ -95,7 +111,7 @@ def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_ends(tm
                     answer = await http.post("/v1/completions", json={"model": "main", "prompt": "Hi"})
                 assert answer.status_code == 503
         reports = [m.value async for m in served.log.read_all(PROGRESS) if isinstance(m.value, Progress)]
-        clients = (Client(client=key.split("-")[1], answers=1, failed=1),)
+        clients = (Client(client=key.split("-")[1], sessions=1, failed=1),)
         assert reports[-1].answered == (Answered(version=0, answers=1, failed=1, clients=clients),)
 
     asyncio.run(check())

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
+from typer.testing import CliRunner
 
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.cli import forget, keys, load, peek, status, trace, up
+from infra.cli.main import app
 from infra.cli.newest import newest
 from infra.cli.options import exit_with
 from infra.cli.terminal import LineFormatter, Screen, printable, printable_json
@@ -197,3 +199,10 @@ def test_a_log_record_is_one_line_that_moves_nothing_and_its_traceback_stays_rea
     except ValueError:
         logger.exception("failed")
     assert "Traceback" in written.getvalue() and written.getvalue().count("\n") > 4 and harmless(written.getvalue())
+
+
+def test_a_note_of_check_shows_its_brackets(tmp_path: Path) -> None:
+    file = tmp_path / "headrace.toml"
+    file.write_text('app = "bot"\n[reward]\nrequire = ["usr"]\n')
+    told = CliRunner().invoke(app, ["check", "-c", str(file)]).stdout
+    assert "no [[score]] or [[feedback]] is called" in told

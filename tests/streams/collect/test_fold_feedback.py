@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from actors.ratings import Ratings, Tally
+from actors.config import PeopleConfig
+from actors.ratings import Ratings
 from schemas import Block
 from streams.collect.credit import Source
 from streams.collect.fold import Rules
@@ -132,8 +133,9 @@ def test_late_feedback_is_counted_when_its_policy_is_drop() -> None:
 def test_late_feedback_sends_a_new_revision(late: str, lane: str) -> None:
     inbox = Inbox().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
     results = folded(inbox, rules(late))
-    assert rewards(inbox, rules(late)) == {("a1b2.0", 0): 0.8, ("a1b2.0", 1): 0.1}
-    sent = decisions(results)[1].blocks[0].experiences[0]
+    last = [decision.blocks[-1].experiences[0] for decision in decisions(results)]
+    assert [(one.revision, one.reward) for one in last] == [(0, 0.8), (1, 0.1)]
+    sent = decisions(results)[1].blocks[-1].experiences[0]
     assert (sent.lane, sent.revision, sent.id) == (lane, 1, "a1b2.0.0-0-0")
 
 
@@ -177,7 +179,8 @@ def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answ
     assert [
         decision.closure.trial for decision in decisions(folded(Inbox().extend([live(), said(REF, 1.0)]), rules()))
     ] == [-1]
-    ratings = Ratings()
+    ratings, heard = Ratings(PeopleConfig(mature="1h")), []
     for closure in closures:
-        ratings.closure(closure)
-    assert ratings.of_arm(1, 7) == Tally()
+        ratings.closure(closure, closure.answered_ms)
+        heard.append([voice.bad for voice in ratings.of_trial(7)])
+    assert heard == [[True], []]

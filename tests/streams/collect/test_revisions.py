@@ -35,7 +35,9 @@ def words(*values: float, raters: Sequence[str] = ("ann",)) -> list[Feedback]:
 
 
 def sent(inbox: Inbox, given: Rules) -> list[Experience]:
-    return [one for decision in decisions(folded(inbox, given)) for sent in decision.blocks for one in sent.experiences]
+    """Without what only takes back."""
+    blocks = [one for decision in decisions(folded(inbox, given)) for one in decision.blocks]
+    return [one for sent in blocks for one in sent.experiences if one.kind != "withdrawal"]
 
 
 def closures(inbox: Inbox, given: Rules) -> list[Closure]:

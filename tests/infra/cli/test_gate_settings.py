@@ -1,0 +1,16 @@
+"""What the master is given of the settings of other parts."""
+
+from actors.config import GateConfig, MasterConfig, PeopleConfig
+from infra.cli.settings import Settings
+from streams.config import FeedbackConfig, From
+
+
+def test_a_word_of_people_counts_as_long_as_any_feedback_is_waited_for_unless_said_otherwise() -> None:
+    heard = From(webhook="/v1/feedback")
+    feedback = tuple(
+        FeedbackConfig(name=name, use="a:b", from_=heard, window=window) for name, window in (("a", "90m"), ("b", "1h"))
+    )
+    said = MasterConfig(gate=GateConfig(people=PeopleConfig(mature="2h")))
+    assert Settings(app="a", feedback=feedback).gate().gate.people.mature == "90m"
+    assert Settings(app="a", feedback=feedback, master=said).gate().gate.people.mature == "2h"
+    assert Settings(app="a").gate().gate.people.mature == "0s"

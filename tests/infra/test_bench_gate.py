@@ -1,0 +1,79 @@
+"""The simulation of the gate counts as the gate does, and its promises hold in a quick run of it."""
+
+import io
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from actors import guard, trial
+from actors.config import CanaryConfig, GateConfig, GuardConfig, PeopleConfig
+from actors.people import People
+from infra.bench.gate import Row, figures_of, rows, run
+from infra.bench.people import BLOCK_MS, HOUR_MS, STABLE, TRIAL, Said, World, blocks_of, firsts, hours_of, said
+from infra.cli.bench import gate_table
+from infra.weights.channel import Stable
+from schemas import Progress
+from tests.actors.rated import rated
+
+CONFIG = GateConfig(canary=CanaryConfig(), guard=GuardConfig(), people=PeopleConfig(mature="24h"))
+WORLD = World(base=0.2, per_hour=60.0, each=3, alike=0.3, bad_h=30.0, good_h=5.0, odds=2.0, heavy=0.05)
+DAYS_MS = 3 * 24 * HOUR_MS
+EVERY = {(row.test, row.name): row for row in rows()}
+
+
+def told(found: Said, *, on_trial: bool, from_ms: int = 0) -> People:
+    """What people say, record by record, as the master hears it."""
+    people = People(CONFIG)
+    for number in range(found.at_h.size):
+        at_ms = from_ms + int(np.floor(found.at_h[number] * HOUR_MS))
+        closure = rated(
+            "s", TRIAL if found.new[number] else STABLE, float(not found.bad[number]), at_ms=at_ms,
+            trial=TRIAL if on_trial else -1, rater=f"p{found.person[number]}", number=number,
+            late_ms=int(np.floor(found.late_h[number] * HOUR_MS)),
+        )  # fmt: skip
+        people.closure(closure, at_ms)
+    people.progress(Progress(role="master", instance="master/1"), from_ms + DAYS_MS + 48 * HOUR_MS)
+    return people
+
+
+def test_a_simulated_trial_counts_as_the_master_does_record_by_record() -> None:
+    found = said(WORLD, np.random.default_rng(0), 0.0, 72.0, drawn=True)
+    own = blocks_of(firsts(found, 24.0, daily=False))
+    people = told(found, on_trial=True)
+    others = trial.blocks_of(people.ratings.of_trial(TRIAL), TRIAL, STABLE, BLOCK_MS, 2 * DAYS_MS)
+    assert [msgspec.structs.replace(one, tenant="") for one in others] == own
+    assert CONFIG.canary is not None
+    heard = trial.heard_of(CONFIG.canary, CONFIG.people, own, several=False)
+    assert people.of_trial(TRIAL, STABLE) == heard and heard.people > 0 and heard.against != 0.0
+
+
+def test_a_simulated_guard_counts_as_the_master_does_record_by_record() -> None:
+    found = said(WORLD, np.random.default_rng(0), -72.0, 48.0, drawn=False)
+    new, old = hours_of(firsts(found, 24.0, daily=True))
+    people = told(found, on_trial=False, from_ms=DAYS_MS)
+    people.moved(Stable(), Stable(version=TRIAL, promoted=TRIAL), DAYS_MS)
+    assert CONFIG.guard is not None
+    heard = guard.compared(CONFIG.guard, CONFIG.people, new, guard.before_of(old), several=False)
+    assert people.of_stable(TRIAL) == heard and heard.same_hour != 0.0 and heard.people_before > 0
+
+
+@pytest.mark.parametrize(
+    "place", [place for place, row in EVERY.items() if row.promised], ids=lambda place: ", ".join(place)
+)
+def test_a_quick_run_keeps_the_promise(place: tuple[str, str]) -> None:
+    """24 paths of each row: at most two of them wrong where nothing differs, two in three found where something does."""
+    figures = figures_of(msgspec.structs.replace(EVERY[place], part=1), 24 if place[0] != "evals" else 6)
+    assert figures.failed >= 0.66 if figures.worse else figures.failed <= 2 / figures.paths
+
+
+def test_figures_do_not_depend_on_how_many_processes_make_them_and_stand_in_a_table() -> None:
+    wanted: list[Row] = [EVERY["trial", "base 0.3"], EVERY["evals", "250 tasks, as good"]]
+    found = run(4, jobs=1, wanted=wanted)
+    assert run(4, jobs=2, wanted=wanted) == found
+    console = Console(file=io.StringIO(), width=150)
+    console.print(gate_table(found))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "base 0.3" in shown and "at most 1 %" in shown
