@@ -90,8 +90,10 @@ def _is_fixed(node: ast.AST, function: str) -> bool:
         return True
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
-    is_alias = isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp)
-    return is_alias and not function and not any(isinstance(part, ast.Constant | ast.Call) for part in ast.walk(node))
+    if function or not isinstance(node, ast.Assign):
+        return False
+    is_union = isinstance(node.value, ast.BinOp) and not any(isinstance(one, ast.Constant) for one in ast.walk(node))
+    return is_union or isinstance(node.value, ast.Subscript)
 
 
 def _removal(parent: ast.AST, field: str, siblings: Any, at: int, child: ast.AST) -> _Edit | None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from infra.processor import Memory
 from schemas import Block, encode
 from schemas.ids import request_group, session_name
 from streams.collect.group import Attempt, Echo, Episode, Group, Place, Words, fullest
@@ -32,6 +33,8 @@ def test_an_episode_is_done_when_all_parts_up_to_its_last_are_there_in_any_order
     assert (one.is_complete, one.num_done) == (True, 1)
     assert one.places() == [Place(1, 0), Place(2, 0), Place(3, 0)]
     assert one.add(answer("a.0", 0, size=1, part=1, last=False), Place(9, 0)) is False, "redelivered"
+    assert one.add(answer("a.0", 0, size=1, part=7, last=False), Place(9, 0)) is True
+    assert one.num_done == 1, "what comes after its end makes it no second one"
 
 
 def test_what_lies_outside_a_group_is_no_member() -> None:
@@ -117,6 +120,9 @@ def test_decoded_blocks_are_kept_up_to_a_bound_the_oldest_going_first() -> None:
     frames.put(3, one, bytes(2 * MAX_CACHED_BYTES))
     frames.mark_saved()
     assert frames.get(3) is one and saved == [0], "the newest is always kept"
+    assert frames.get(2) == one and saved == [0, 2], "and alone"
+    frames.remove(2)
+    saved.remove(2)
     frames.remove(3)
     for offset in range(4, 6):
         frames.put(offset, one, half)
@@ -141,7 +147,10 @@ def state_of(**due_ms: int) -> State:
 def test_a_state_begins_at_the_start_of_the_log() -> None:
     state = State()
     assert (state.next_offset, state.last_ms, state.now_ms, state.next_due_ms(), state.pop_due()) == (0, 0, 0, 0, None)
-    assert state.num_open() == 0
+    assert state.num_open() == 0 and state.memories == {}
+    memories = {"x": Memory(1)}
+    assert State(memories=memories).memories is memories
+    assert MAX_CACHED_BYTES == 64 * 1024 * 1024 and MEMBER_BYTES == 3 * 1024
 
 
 def test_time_decides_in_its_order_and_not_before_it_has_come() -> None:
@@ -177,7 +186,7 @@ def test_a_group_that_is_put_back_has_its_moment_and_its_place_among_turns() -> 
     state.remove("a.0")
     assert [turn.id for turn in state.turns(name)] == [other]
     state.remove(other)
-    assert state.turns(name) == [] and not state.groups
+    assert state.turns(name) == [] and not state.groups and not vars(state)["_sessions"], "what is over takes no room"
 
 
 def test_closed_groups_are_known_for_a_while_and_then_no_longer() -> None:

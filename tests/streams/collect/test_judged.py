@@ -120,7 +120,10 @@ def test_what_an_older_revision_sent_on_is_taken_back_where_this_one_sends_nothi
     assert sent(Group("a.0"), 0) == []
     (back,) = sent(Group("a.0", lane="human", revision=4), 0)
     assert is_withdrawal(back) and (back.lane, back.revision, back.group) == ("human", 4, "a.0")
-    assert [is_withdrawal(one) for one in sent(Group("a.0", lane="human", revision=4), 1)] == [False]
+    assert [is_withdrawal(one) for one in sent(Group("a.0", lane="usual", revision=4), 1)] == [False]
+    assert [is_withdrawal(one) for one in sent(Group("a.0", revision=4), 1)] == [False]
+    moved = sent(Group("a.0", lane="human", revision=4), 1)
+    assert [(one.lane, is_withdrawal(one)) for one in moved] == [("human", True), ("usual", False)], "it goes first"
 
 
 def test_demonstrations_go_on_as_they_are() -> None:
@@ -134,11 +137,11 @@ def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_grou
     async def remade(experiences: Sequence[Experience], context: Context) -> Outcome:
         return Outcome(kept=(answer("syn.0", 0), *(one for one in experiences if one.episode)), dropped=())
 
-    with_own = end(Group("a.0", lane="live"), attempt_of(2, 2), [at_version(0, 1), at_version(1, 1)], chain=remade)
+    with_own = end(Group("a.0", lane="usual"), attempt_of(2, 2), [at_version(0, 1), at_version(1, 1)], chain=remade)
     assert [one.group for one in with_own.blocks] == ["syn.0", "a.0"] and with_own.closure.experiences == 1
     alone = end(Group("a.0", lane="live"), attempt_of(1, 1), [at_version(0, 1)], chain=remade)
-    assert [one.group for one in alone.blocks] == ["syn.0", "a.0"] and alone.closure.outcome == "dropped"
-    assert is_withdrawal(alone.blocks[1].experiences[0])
+    assert [one.group for one in alone.blocks] == ["a.0", "syn.0"] and alone.closure.outcome == "dropped"
+    assert is_withdrawal(alone.blocks[0].experiences[0])
 
 
 def test_what_counts_of_an_answer_is_its_verdicts_and_the_edit_where_edits_teach() -> None:

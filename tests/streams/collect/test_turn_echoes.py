@@ -52,7 +52,9 @@ def test_the_turns_before_one_that_is_spoken_of_may_have_to_hear_and_at_most_so_
     last, word = turns[-1], said("x", 1.0)
     found = hearers(last, word, [*reversed(turns), turn(900, -1)], NAMES)
     assert found == turns[2:-1] and len(found) == MAX_TURNS == 64
-    assert hearers(turns[1], word, turns, NAMES) == turns[:1]
+    assert hearers(turns[1], word, [turn(900, -1), *turns], NAMES) == turns[:1]
+    two = block(*(msgspec.structs.replace(answer(turns[0].id, 0, size=1, part=part), turn=3 - part) for part in (0, 1)))
+    assert hearers(None, two, [*turns[:2], turn(2, 4, 1.0)], NAMES) == turns[:2], "its first part says where it stands"
     assert hearers(None, word, turns, NAMES) == hearers(last, said("x", 1.0, source="other"), turns, NAMES) == []
     assert hearers(last, tick(), turns, NAMES) == []
     new = msgspec.structs.replace(answer(request_group(SESSION, 7, 500), 0, size=1), turn=3)
@@ -79,6 +81,7 @@ def test_two_answers_at_one_place_of_a_session_are_the_same_distance_from_all_ot
         (first.id, 2), (second.id, 1), (again.id, 1)
     ]  # fmt: skip
     assert [one.id for one, _, _ in new_echoes(again, turns, NAMES, False)] == [first.id]
+    assert {told for _, told, _ in new_echoes(second, turns, NAMES, True)} == {third.id}
 
 
 def test_a_turn_further_away_than_the_most_hears_nothing() -> None:

@@ -1,11 +1,11 @@
 """What each record needs of the log, and the limits on words, at their edges."""
 
 from infra.processor import Memory
-from schemas import Tick
+from schemas import Feedback, Tick
 from streams.collect.credit import Source
 from streams.collect.fold import Arrival, Rules
 from streams.collect.group import Attempt, Group, Place
-from streams.collect.held import MAX_RATERS, MAX_WORDS, RATERS, WORDS, held_back, held_memories
+from streams.collect.held import BURST, MAX_RATERS, MAX_WORDS, RATER_CAP, RATERS, WORDS, held_back, held_memories
 from streams.collect.limits import (
     DAY_MS,
     RATER_LIMIT,
@@ -58,6 +58,7 @@ def test_a_group_that_the_records_own_time_closes_is_reopened_too() -> None:
     assert wanted(closed(closed_ms=0, due_ms=60), arrival(said("a.0.0-0-0", 1.0)), rules()) == {0, 1}
     assert wanted(closed(closed_ms=0, due_ms=50), arrival(said("a.0.0-0-0", 1.0), 7), rules()) == {0, 1}
     assert wanted(closed(closed_ms=0, due_ms=51), arrival(said("a.0.0-0-0", 1.0), 7), rules()) == set()
+    assert wanted(closed(closed_ms=0, due_ms=1), arrival(said("a.0.0-0-0", 1.0), 7), rules()) == {0, 1}
 
 
 def test_what_takes_a_word_back_reopens_a_group_however_often_it_was_revised() -> None:
@@ -72,6 +73,8 @@ def test_limits_without_a_word() -> None:
         "moved by raters": 4096, "moved by tenants": 1024
     }  # fmt: skip
     assert DAY_MS == 24 * 60 * 60 * 1000
+    assert RATER_LIMIT == "more from one rater than trains in a day"
+    assert TENANT_LIMIT == "more from one tenant than trains in a day"
 
 
 def test_a_rater_is_who_is_named_and_no_key() -> None:
@@ -80,9 +83,10 @@ def test_a_rater_is_who_is_named_and_no_key() -> None:
 
 def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
     limits, memories = Limits(rater_answers=1, rater_share=0.5), limit_memories()
-    charge(memories, "acme", "bob", 0, 5)
+    charge(memories, "acme", "bob", 0, 4)
     charge(memories, "acme", "ann", 0, 4)
-    assert beyond(memories, limits, "acme", "ann", 0) == "", "4 of 10"
+    assert beyond(memories, limits, "acme", "ann", 0) == "", "4 of 9"
+    charge(memories, "acme", "bob", 0, 1)
     charge(memories, "acme", "ann", 0, 2)
     assert beyond(memories, limits, "acme", "ann", 0) == RATER_LIMIT, "6 of 12"
     assert beyond(memories, limits, "other", "ann", 0) == "", "another tenant's rater of that name"
@@ -111,6 +115,7 @@ def test_what_is_remembered_of_words_is_what_a_source_asks_for() -> None:
     both = held_memories({"a": Source(1, per_rater=1), "b": Source(1, alike=1)})
     assert {name: memory.limit for name, memory in both.items()} == {RATERS: MAX_RATERS, WORDS: MAX_WORDS}
     assert (MAX_RATERS, MAX_WORDS) == (4096, 16_384)
+    assert (RATERS, WORDS) == ("feedback raters", "feedback words"), "a state that was saved is found under its names"
 
 
 def test_a_cap_that_was_lifted_counts_from_then_on_and_keeps_its_place() -> None:
@@ -132,3 +137,20 @@ def test_a_word_of_no_source_is_not_held_and_a_cap_is_one_sources() -> None:
     assert held_back(memories, said("x", 1.0), None, 0) == "" and not memories
     assert [held_back(memories, said("x", 1.0, source=name), source, 0) for name in "ab"] == ["", ""]
     assert memories[RATERS].limit == MAX_RATERS
+    assert (
+        held_back(memories, said("x", 1.0, source="a"), source, 0, "") == RATER_CAP == "more from one rater than counts"
+    )
+
+
+def test_texts_that_share_words_but_say_something_else_are_no_burst() -> None:
+    memories: dict[str, Memory] = {}
+    source = Source(1, alike=1, within_ms=10)
+    texts = (
+        "The answer was rude and did not help me with my order at all, please fix it.",
+        "The answer was rude and did not help me with my order at all, and tell me when the",
+    )
+    words = [
+        Feedback(ref="x", id=str(number), source="csat", type="label", text=text) for number, text in enumerate(texts)
+    ]
+    assert [held_back(memories, word, source, 0) for word in (*words, words[0])] == ["", "", BURST]
+    assert BURST == "burst of near duplicates"

@@ -72,6 +72,7 @@ def test_at_most_so_many_words_of_a_source_stand_the_first_ones_and_each_may_be_
     for number in range(MAX_WORDS):
         assert heard(words, number, 0.0, rater=f"r{number}") == ""
     assert heard(words, 900, 1.0, rater="more") == TOO_MANY and len(words.standing) == MAX_WORDS == 64
+    assert TOO_MANY == "more words about one answer than stand"
     assert heard(words, 901, 1.0, rater="more", source="other") == ""
     assert heard(words, 902, 1.0, rater="r0") == ""
     assert verdicts(words) == {"csat": 1 / 64, "other": 1.0}
@@ -95,6 +96,8 @@ def test_a_retraction_takes_back_all_of_its_rater_at_its_source_and_nobody_elses
     heard(words, 3, 0.5, rater="bob")
     heard(words, 4, 0.5, rater="ann", source="other")
     assert words.edits == 1
+    heard(words, 4, type="retraction", rater="dan")
+    assert words.edits == 1 and len(words.standing) == 4, "he had said nothing"
     assert heard(words, 5, type="retraction", rater="ann") == ""
     assert [said.offset for said in words.standing] == [3, 4] and words.edits == 2
     heard(words, 6, type="retraction", rater="bob")
@@ -242,5 +245,5 @@ def test_the_usual_verdicts_that_are_in_use_are_not_the_first_to_be_forgotten() 
 def test_the_usual_is_remembered_only_where_earlier_turns_are_credited() -> None:
     assert usual_memories({"judge": SOURCES["judge"]}) == {} == usual_memories({})
     (memory,) = usual_memories(SOURCES).values()
-    assert memory.limit == MAX_USUAL and list(usual_memories(SOURCES)) == [USUAL]
+    assert memory.limit == MAX_USUAL and list(usual_memories(SOURCES)) == [USUAL] == ["usual verdicts"]
     assert math.isclose(usual_of(usual_memories(SOURCES), "acme", "csat"), 0.5)
