@@ -10,6 +10,7 @@ what survives them meets each test's own number. Explained survivors are in `sur
 
 import argparse
 import ast
+import functools
 import gc
 import math
 import os
@@ -41,6 +42,7 @@ OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:warnings", "-m", "not
 SPARE_S = 30  # of wall time, beyond ten times what the tests took: for a mutant that waits for ever
 SPARE_CPU_S = 5
 SPARE_BYTES = 2 << 30
+LruCache = type(functools.lru_cache(lambda: None))
 Functions = dict[str, list[FunctionType]]
 Chosen = Callable[[list[int]], list[int]]
 Tell = Callable[[Mutant, str], None]
@@ -76,6 +78,7 @@ class Core:
         self.items: list[Any] = []
         self.costs: dict[int, float] = {}
         self.entered: dict[str, set[int]] = {}
+        self.caches: list[Any] = []  # what a function remembers would hide that it has changed
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -87,6 +90,11 @@ class Core:
         source = Path(self.file).read_text(encoding="utf-8")
         wanted = set(self.chosen(list(range(sum(1 for _ in mutants(source))))))
         functions = _functions(self.file)
+        self.caches = [
+            one
+            for one in gc.get_objects()
+            if type(one) is LruCache and one.__wrapped__.__code__.co_filename == self.file
+        ]
         gc.freeze()
         for number, (mutant, tree) in enumerate(mutants(source)):
             if number in wanted:
@@ -133,6 +141,8 @@ class Core:
     ) -> bool:
         for function, changed in zip(functions[mutant.function], _codes(code, mutant.function), strict=True):
             function.__code__ = changed
+        for one in self.caches:
+            one.cache_clear()
         for at in entering:
             if examples:
                 _use_examples(self.items[at], examples[at])
@@ -191,7 +201,7 @@ def _functions(file: str) -> Functions:
     """A module's functions by name, in the order they stand; also those behind properties and decorators."""
     found: dict[tuple[str, int], list[FunctionType]] = {}
     for one in gc.get_objects():
-        if isinstance(one, FunctionType) and one.__code__.co_filename == file:
+        if type(one) is FunctionType and one.__code__.co_filename == file:
             found.setdefault((one.__code__.co_qualname, one.__code__.co_firstlineno), []).append(one)
     by_name: Functions = {}
     for (name, _), functions in sorted(found.items(), key=lambda pair: pair[0]):

@@ -183,3 +183,9 @@ def test_a_draw_tells_how_many_it_held_back(draw) -> None:
         for seed in range(20)
     ]
     assert 0 <= min(held) < max(held) <= 7
+
+
+def test_a_batch_within_the_shares_stays_smaller_where_whole_groups_do_not_fit() -> None:
+    order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
+    filled = fill(order, 10, Limits(tenant=0.5))
+    assert filled == Filled((0, 2), frozenset({("a",), ("b",)}), 6)

@@ -119,6 +119,8 @@ def test_what_an_older_revision_sent_on_is_taken_back_where_this_one_sends_nothi
 
     assert sent(Group("a.0"), 0) == []
     (back,) = sent(Group("a.0", lane="human", revision=4), 0)
+    two = end(Group("a.0", lane="human"), attempt_of(2, 2), [at_version(0, 1), at_version(2, 1)])
+    assert [one.id for part in two.blocks for one in part.experiences] == [at_version(0, 1).id] == [back.id]
     assert is_withdrawal(back) and (back.lane, back.revision, back.group) == ("human", 4, "a.0")
     assert [is_withdrawal(one) for one in sent(Group("a.0", lane="usual", revision=4), 1)] == [False]
     assert [is_withdrawal(one) for one in sent(Group("a.0", revision=4), 1)] == [False]
@@ -131,6 +133,8 @@ def test_demonstrations_go_on_as_they_are() -> None:
     assert all(one.is_given for one in given)
     closure = end(Group("a.0"), attempt_of(2, 2, "expert"), given).closure
     assert (closure.outcome, closure.experiences, closure.lane, closure.drops) == ("buffered", 2, "expert", {})
+    beside = end(Group("a.0"), attempt_of(2, 2), [at_version(2, 1), given[0]]).closure
+    assert beside.drops == {"even": 2}, "beside an answer they are judged with it"
 
 
 def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_group_does_not() -> None:
