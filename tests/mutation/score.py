@@ -74,6 +74,7 @@ class Core:
     def __init__(self, path: str, tests: Sequence[str], chosen: Chosen, tell: Tell) -> None:
         self.path, self.tests, self.chosen, self.tell = path, tests, chosen, tell
         self.file = str(ROOT / path)
+        self.module = path.removesuffix(".py").replace("/", ".")
         self.fates: list[tuple[Mutant, str]] = []
         self.items: list[Any] = []
         self.costs: dict[int, float] = {}
@@ -90,11 +91,7 @@ class Core:
         source = Path(self.file).read_text(encoding="utf-8")
         wanted = set(self.chosen(list(range(sum(1 for _ in mutants(source))))))
         functions = _functions(self.file)
-        self.caches = [
-            one
-            for one in gc.get_objects()
-            if type(one) is LruCache and one.__wrapped__.__code__.co_filename == self.file
-        ]
+        self.caches = [one for one in gc.get_objects() if type(one) is LruCache and one.__module__ == self.module]
         gc.freeze()
         for number, (mutant, tree) in enumerate(mutants(source)):
             if number in wanted:
@@ -156,7 +153,7 @@ class Core:
         for name in own:
             if name != "__main__" and not name.startswith("tests.mutation"):
                 del sys.modules[name]
-        sys.meta_path.insert(0, _Changed(self.path.removesuffix(".py").replace("/", "."), self.file, code))
+        sys.meta_path.insert(0, _Changed(self.module, self.file, code))
         return pytest.main([*OPTIONS, *self.tests], plugins=[] if every_example else [_FewExamples()]) == 0
 
 
