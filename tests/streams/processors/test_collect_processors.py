@@ -231,7 +231,7 @@ def test_a_lone_answer_is_divided_by_no_spread_where_the_mean_alone_is_asked_for
     def last(kind: str, **options: Any) -> float | None:
         memory = Memory(64)
         for number in range(9):
-            one = rewarded([number % 2 / 1.0], group=f"g{number}.0")
+            one = rewarded([float(number % 2)], group=f"g{number}.0", scores=turns(0.25, 0.75))
             (member,) = advantage(one, memory=memory, kind=kind, **options)  # type: ignore[arg-type]
         return member.advantage
 
