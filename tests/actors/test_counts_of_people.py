@@ -79,6 +79,7 @@ def test_a_version_gives_way_to_one_before_it_that_is_another_and_there() -> Non
     assert found.numbers["guard/people"] == 9.0 and found.numbers["guard/same_hour"] == BOUND
     assert breach(GUARD, PEOPLE, (0, 1), bad, {}, {}) is not None
     new, old = {"": Tally(100, failed=40)}, {"": Tally(100, failed=1)}
+    assert breach(GUARD, PEOPLE, (5, 3), Heard(), {"": Tally(100, failed=3)}, old) is None
     assert breach(GUARD, PEOPLE, (5, 3), Heard(), new, old) == Breach(
         5, 3, "failed 40 of 100 times, version 3 1 of 100", fault_of(new, old).numbers
     )
@@ -191,7 +192,16 @@ def test_what_people_say_is_compared_with_the_same_hour_and_with_the_highest_the
         for tenant in "ab"
     ]
     shared = compared(GUARD, PEOPLE, [Hour("a", 53, 100, 90), *new[2:]], before, several=True)
-    assert shared.same_hour < shared.whatever_hour + BOUND and shared.whatever_hour <= BOUND
+    hours = [Hour("a", 53, 30, 29), Hour("a", 54, 9, 8), Hour("b", 53, 8, 1)]
+    both = before_of([*DAYS, Hour("a", 6, 20, 2), Hour("b", 5, 40, 4)])
+    odds_there = odds_of(GUARD, both.bad / both.people)
+    parts_there = [
+        log_odds_ratio(30, 29, 80, 8, odds_there) + log_odds_ratio(9, 8, 20, 2, odds_there),
+        log_odds_ratio(8, 1, 40, 4, odds_there),
+    ]
+    assert compared(GUARD, PEOPLE, hours, both, several=True).same_hour == pytest.approx(
+        against(parts_there, BOUND, 0.5)
+    )
     assert shared.whatever_hour == pytest.approx(
         against([log_share_ratio(90, 100, highest, highest + GUARD.harm), parts[1]], BOUND, 0.5)
     )
@@ -228,6 +238,10 @@ def test_people_of_a_trial_are_of_both_sides_of_their_tenant_and_block_before_a_
         Block("a", 0, 2, 1, 1, 1), Block("b", 0, 1, 1, 0, 0), Block("a", 10, 0, 0, 1, 0)
     ]  # fmt: skip
     assert blocks_of(voices, 5, 3, 10, 21)[-1] == Block("a", 20, 0, 0, 1, 1)
+    back = Voices()
+    for name in "ba":
+        back.speak(name, voice(5, 0, True, 5, name))
+    assert [one.tenant for one in blocks_of(back, 5, 3, 10, 20)] == ["a", "b"]
 
 
 def test_a_block_is_weighed_where_both_sides_are_there_and_there_are_enough() -> None:
@@ -275,6 +289,7 @@ def test_how_a_trial_stands_is_told_with_its_numbers() -> None:
     assert outcome(CANARY, PEOPLE, liked, {}, {}, 0).ended == "passed"
     assert outcome(CANARY, PEOPLE, liked, {}, {}, 0).reason == words
     new, old = {"": Tally(100, failed=40)}, {"": Tally(100, failed=1)}
+    assert outcome(CANARY, PEOPLE, liked, {"": Tally(100, failed=3)}, old, 0).ended == "passed"
     fails = outcome(CANARY, PEOPLE, liked, new, old, 0)
     assert (fails.ended, fails.reason) == ("failed", "failed 40 of 100 times, the stable version 1 of 100")
     assert fails.numbers["trial/people"] == 10.0 and fails.numbers["guard/answers"] == 100.0

@@ -49,6 +49,7 @@ def test_a_revised_rating_counts_as_it_stands_and_one_taken_back_not_at_all() ->
     assert heard(after(down, rated("ann", 5, revision=1))) == []
     assert heard(after(down, rated("ann", 5, revision=1), rated("ann", 5, 0.2, revision=2))) == [(5, True)]
     assert heard(after(rated("ann", 5), rated("ann", 5, 0.0, revision=1))) == [(5, True)], "rated late"
+    assert heard(after(down, rated("ann", 5, 1.0, revision=1), down)) == [(5, False)], "an older one comes again"
 
 
 def test_a_closure_that_comes_twice_counts_once_and_only_production_answers_count() -> None:
@@ -121,6 +122,11 @@ def test_people_beyond_the_bound_are_chosen_by_a_hash_the_same_in_any_order() ->
     one, other = after(*told), after(*told[::-1])
     kept = {voice.group for voice in one.of_trial(7)}
     assert MAX_VOICES / 3 < len(kept) <= MAX_VOICES and kept == {voice.group for voice in other.of_trial(7)}
+
+
+def test_as_many_people_as_the_bound_are_all_kept() -> None:
+    ratings = after(*(rated(f"s{number}", 5, 1.0, trial=7) for number in range(MAX_VOICES)))
+    assert len(list(ratings.of_trial(7))) == MAX_VOICES
 
 
 def test_the_newest_days_and_trials_are_kept() -> None:
@@ -282,9 +288,9 @@ def test_what_gateways_served_is_told_by_version_and_by_arm_and_the_largest_repo
 
 def test_what_is_newer_than_anything_kept_is_not_forgotten() -> None:
     ratings = Ratings()
-    for version in (3, 5, 6, 7):
+    for version in (3, 4, 5, 6, 7):
         ratings.progress(reported(10, version=version))
-    ratings.forget({5, 6})
-    assert [bool(ratings.of_version(version)) for version in (3, 5, 6, 7)] == [False, True, True, True]
+    ratings.forget({4, 6})
+    assert [bool(ratings.of_version(version)) for version in (3, 4, 5, 6, 7)] == [False, True, False, True, True]
     ratings.forget(set())
-    assert ratings.of_version(5)
+    assert ratings.of_version(4)
