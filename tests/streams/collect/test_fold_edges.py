@@ -9,7 +9,7 @@ from infra.chain.chain import Context, Outcome
 from schemas import Closure, Experience
 from schemas.ids import request_group, session_name
 from streams.collect.credit import Source
-from streams.collect.fold import MAX_ANSWERS, Rules, fold, group_named
+from streams.collect.fold import MAX_ANSWERS, Arrival, Rules, fold, group_named
 from streams.collect.limits import Limits
 from streams.collect.state import State
 from streams.collect.words import as_it_is
@@ -147,6 +147,7 @@ def test_of_attempts_the_first_that_is_complete_wins_and_the_other_is_over() -> 
     ]  # fmt: skip
     group = state.groups["a.0"]
     assert group.superseded == [0] and group.winner == 1 and not state.frames.unsaved
+    assert list(group.attempts) == [1], "nothing is kept of the other"
 
 
 def test_feedback_for_an_answer_that_is_not_there_is_counted_when_the_group_is_closed() -> None:
@@ -258,3 +259,68 @@ def test_the_chain_is_told_when_and_where_the_record_lay() -> None:
         asyncio.run(fold(state, arrival, RULES, noting))
     (context,) = seen
     assert (context.time_ms, context.record_offset) == (inbox.time_ms, 1) and context.memories is state.memories
+
+
+def test_what_came_late_is_told_where_the_group_is_closed_anew() -> None:
+    inbox = Inbox().extend([block(answer("a.0", 1))])
+    inbox.append(tick(), after_ms=DEADLINE_MS)
+    inbox.extend([block(answer("a.0", 0)), said("a.0.0-1-0", 0.5)])
+    assert decisions(folded(inbox, rules()))[-1].closure.drops["late"] == 1
+
+
+def test_a_record_without_its_own_bytes_is_encoded() -> None:
+    assert Arrival(partition=0, offset=0, timestamp_ms=1, value=None).frame == b""
+
+
+def test_words_that_are_sealed_are_compared_as_they_were_written() -> None:
+    opened = {
+        "x1": "It is too slow to be of any use to me at all today",
+        "x2": "My name is spelled in the wrong way here",
+    }
+    source = Source(window_ms=5_000, alike=1, within_ms=1_000)
+    given = Rules(
+        deadline_ms=DEADLINE_MS,
+        keep_ms=10_000_000,
+        sources={"csat": source},
+        open_text=lambda text, of: opened[text[:2]],
+    )
+    words = [
+        replace(said(f"{name}.0.0-0-0", 1.0, type="label"), text=text)
+        for name, text in zip("abc", ("x1", "x2", "x1"), strict=True)
+    ]
+    assert drops(folded(Inbox().extend(words), given)) == {"burst of near duplicates": 1}
+    sealed = [replace(said(f"{name}.0.0-0-0", 1.0, type="label"), text=f"x1 {name * 40}") for name in "abc"]
+    assert drops(folded(Inbox().extend(sealed), given)) == {"burst of near duplicates": 2}
+
+
+def test_a_group_that_time_decides_about_is_saved_again() -> None:
+    inbox, state = Inbox().extend([block(answer("a.0", 0))]), State()
+    folded(inbox, RULES, state)
+    state.touched.clear()
+    inbox.append(tick(), after_ms=DEADLINE_MS)
+    folded(inbox, RULES, state)
+    assert state.touched == {"a.0"}
+
+
+def test_a_turn_that_comes_between_closes_earlier_ones_anew_only_as_often_as_words_may() -> None:
+    source = Source(window_ms=5_000, late="amend", discount=0.5)
+    given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source}, revisions=1)
+    inbox = Inbox().extend([turn(0)])
+    inbox.append(tick(), after_ms=5_000)
+    inbox.extend([turn(2), said(ref(2), 1.0), turn(1)])
+    results = folded(inbox, given)
+    first = [one.closure for one in decisions(results) if one.closure.group == turn(0).group]
+    assert [(one.revision, one.reason) for one in first] == [(0, "unlabelled"), (1, "late credit")]
+    assert drops(results) == {"unlabelled": 1, "revised often enough": 1}
+
+
+def test_a_late_word_uses_up_its_raters_limit_whether_it_changes_anything_or_not() -> None:
+    for value in (0.5, 1.0):
+        closed = [*(block(answer("a.0", number)) for number in range(2)), said("a.0.0-1-0", 1.0, rater="bob")]
+        words = [said("a.0.0-1-0", value, id="1", rater="ann"), said("a.0.0-1-0", 0.0, id="2", rater="ann")]
+        limited = rules("amend", limits=Limits(rater_answers=1, rater_share=0.0))
+        assert sum(drops(folded(Inbox().extend([*closed, *words]), limited)).values()) == 1
+    again = [said("a.0.0-1-0", 1.0, id=name, rater="ann") for name in "abc"]
+    closed = [block(answer("a.0", number)) for number in range(2)]
+    limited = rules("amend", limits=Limits(rater_answers=2, rater_share=0.0))
+    assert sum(drops(folded(Inbox().extend([*closed, *again]), limited)).values()) == 1
