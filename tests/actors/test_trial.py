@@ -204,6 +204,7 @@ def test_a_version_the_canary_cannot_load_is_not_waited_for() -> None:
     one.event(PolicyEvent(event="refused", policy="main", version=TRIAL, owner="serve/7", reason="damaged"))
     (held,) = one.verdicts()
     assert (held.passed, held.reason, one.stable.trial) == (False, "serve/7 refused it: damaged", -1)
+    assert held.owner == "canary"
 
 
 def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read() -> None:
