@@ -247,6 +247,8 @@ def test_weights_are_on_and_of_experiences_where_nothing_is_said() -> None:
 def test_groups_without_tokens_divide_nothing_by_nothing() -> None:
     draw = draw_by_priority(lane_of([1.0, 0.5]), num_experiences=1, max_uses=1, seed=0, by_tokens=True)
     assert [one.weight for one in draw.taken] == [0.0]
+    (alone,) = draw_by_priority(lane_of([1.0]), num_experiences=1, max_uses=1, seed=0).taken
+    assert alone.weight == 1.0
 
 
 def test_the_seed_draws_the_same_by_priority_in_every_release() -> None:
