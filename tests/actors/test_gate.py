@@ -122,3 +122,11 @@ def test_results_of_another_policy_are_not_its_business() -> None:
 def test_a_gate_on_a_suite_that_is_never_run_is_a_settings_error() -> None:
     with pytest.raises(ValueError, match="safety"):
         MasterConfig(gate=GateConfig(suites={"safety": GateSuite()}), evals=(EvalSuite(suite="dev"),))
+
+
+def test_a_pin_decides_about_no_candidate() -> None:
+    one = gate()
+    assert judged(one, 3, 0.8) == [True]
+    one.event(PolicyEvent(event="pinned", policy="main", version=50, channel="stable", owner="ann"))
+    one.event(PolicyEvent(event="promoted", policy="main", version=60, channel="candidate", owner="ann"))
+    assert judged(one, 5, 0.9) == [True], "neither version 50 nor 60 was weighed"

@@ -3,9 +3,10 @@
 from random import Random
 
 from actors.config import CanaryConfig, GateConfig, GuardConfig, PeopleConfig
-from actors.people import MANY, People
+from actors.people import MANY, People, few_people, late_words
+from actors.ratings import Voice, Voices
 from infra.weights.channel import Stable
-from schemas import Closure, Progress
+from schemas import Answered, Closure, Progress
 from tests.actors.rated import crowd, rated
 
 DAY_MS, HOUR_MS = 86_400_000, 3_600_000
@@ -63,3 +64,64 @@ def test_one_tenant_that_is_almost_everybody_is_an_alarm_unless_it_may_decide_al
     (alarm,) = alarms(people(), said)
     assert alarm.startswith(f"{MANY} of {MANY + 10} people heard are of tenant ") and "tenant_share = 1" in alarm
     assert alarms(people(share=1.0), said) == []
+
+
+def test_delays_and_crowds_are_alarms_from_their_bounds_on() -> None:
+    assert late_words([]) == [] == late_words([[0, 0, 0, 0]])
+    assert late_words([[0, 159, 0, 40]]) == [], "199 ratings are few"
+    assert late_words([[100, 61, 20, 19]]) == [], "39 of 200 are few"
+    assert len(late_words([[100, 60, 20, 20]])) == len(late_words([[60, 60, 20, 0], [40, 0, 0, 20]])) == 1
+    for ratings, persons, is_alarm in ((200, 40, True), (199, 10, False), (200, 41, False), (1000, 200, True)):
+        voices = Voices()
+        voices.said = [ratings // 2, ratings - ratings // 2, 5000, 5000]
+        for number in range(persons):
+            voices.speak(str(number), Voice(0, "g", "acme", (5, 5), False))
+        assert bool(few_people(5, voices)) is is_alarm
+
+
+def test_people_are_weighed_once_in_a_block_of_time_and_anew_in_the_next() -> None:
+    one = people()
+    for closure in [*crowd("a", 5, 30, 5, trial=5), *crowd("b", 3, 30, 5, trial=5)]:
+        one.closure(closure, 0)
+    one.progress(Progress(role="master", instance="master/1"), 10 * DAY_MS)
+    first, stable = one.of_trial(5, 3), one.of_stable(3)
+    assert (
+        (first.people, first.people_stable) == (30, 30) and one.of_trial(5, 3) is first and one.of_stable(3) is stable
+    )
+    told = one.alarms(ON_TRIAL)
+    assert one.alarms(ON_TRIAL) is told
+    for closure in crowd("c", 5, 10, 5, trial=5):
+        one.closure(closure, 0)
+    assert one.of_trial(5, 3) is first
+    one.progress(Progress(role="master", instance="master/1"), 10 * DAY_MS + HOUR_MS)
+    assert one.of_trial(5, 3).people == 40 and one.alarms(ON_TRIAL) is not told
+    assert one.of_trial(5, 4).people_stable == 0
+
+
+def test_a_version_is_watched_to_the_last_moment_and_compared_with_the_first_version_too() -> None:
+    week_ms = 7 * DAY_MS
+    for after_ms, before, is_found in ((week_ms, 0, True), (week_ms + 1, 0, False), (week_ms, -1, False)):
+        one = people()
+        one.moved(Stable(), Stable(version=0), 0)
+        one.moved(Stable(version=0), Stable(version=5), DAY_MS)
+        tallies = (
+            Answered(version=5, answers=200, failed=90), Answered(version=0, answers=200, failed=1),
+        )  # fmt: skip
+        one.progress(Progress(role="serve", instance="serve/1", answered=tallies), DAY_MS + after_ms)
+        assert (one.breached(5, before) is not None) is is_found
+
+
+def test_a_trial_is_as_old_as_it_is_since_it_began_and_not_since_another_move() -> None:
+    week_ms = 7 * DAY_MS
+    one = people()
+    one.moved(Stable(version=3), Stable(version=3, trial=5), 2 * DAY_MS)
+    one.moved(Stable(version=3, trial=5), Stable(version=3, trial=5, pinned=True), 4 * DAY_MS)
+    for at_ms, ended in ((2 * DAY_MS + week_ms - 1, ""), (2 * DAY_MS + week_ms, "failed")):
+        one.progress(Progress(role="master", instance="master/1"), at_ms)
+        assert one.tried(ON_TRIAL).ended == ended
+
+
+def test_where_no_rule_ends_a_trial_nobody_asks_how_many_people_it_has() -> None:
+    one = People(GateConfig(guard=GuardConfig(), people=PeopleConfig(mature="1h")))
+    said = [rated(f"s{number % 12}", 5, 1.0, trial=5, number=number) for number in range(MANY)]
+    assert alarms(one, said) == []

@@ -6,10 +6,25 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import PeopleConfig
-from actors.ratings import DAY_MS, MAX_DAYS, MAX_TRIALS, MAX_VOICES, Ratings, Tally
-from schemas import Answered, Client, Closure, Progress
+from actors.ratings import (
+    DAY_MS,
+    LEAST_OF_TENANT,
+    MAX_ANSWERS,
+    MAX_DAYS,
+    MAX_TRIALS,
+    MAX_VOICES,
+    Answer,
+    Ratings,
+    Tally,
+    Voice,
+    Voices,
+    person_of,
+    place_of_person,
+    ratings_of,
+)  # fmt: skip
+from schemas import Answered, Client, Closure, Progress, Rating
 from schemas.names import rater_of
-from tests.actors.rated import rated
+from tests.actors.rated import group_of, rated
 
 CONFIG = PeopleConfig(mature="1h")
 
@@ -34,6 +49,7 @@ def test_a_revised_rating_counts_as_it_stands_and_one_taken_back_not_at_all() ->
     assert heard(after(down, rated("ann", 5, revision=1))) == []
     assert heard(after(down, rated("ann", 5, revision=1), rated("ann", 5, 0.2, revision=2))) == [(5, True)]
     assert heard(after(rated("ann", 5), rated("ann", 5, 0.0, revision=1))) == [(5, True)], "rated late"
+    assert heard(after(down, rated("ann", 5, 1.0, revision=1), down)) == [(5, False)], "an older one comes again"
 
 
 def test_a_closure_that_comes_twice_counts_once_and_only_production_answers_count() -> None:
@@ -108,6 +124,11 @@ def test_people_beyond_the_bound_are_chosen_by_a_hash_the_same_in_any_order() ->
     assert MAX_VOICES / 3 < len(kept) <= MAX_VOICES and kept == {voice.group for voice in other.of_trial(7)}
 
 
+def test_as_many_people_as_the_bound_are_all_kept() -> None:
+    ratings = after(*(rated(f"s{number}", 5, 1.0, trial=7) for number in range(MAX_VOICES)))
+    assert len(list(ratings.of_trial(7))) == MAX_VOICES
+
+
 def test_the_newest_days_and_trials_are_kept() -> None:
     told = [rated(f"s{day}", 5, 1.0, trial=day, at_ms=day * DAY_MS) for day in range(MAX_DAYS + 5)]
     ratings = after(*told, rated("late", 5, 1.0, trial=0))
@@ -141,3 +162,135 @@ def test_what_a_gateway_reports_is_counted_once_and_gateways_add_up() -> None:
 def test_there_are_several_tenants_where_people_of_several_are_heard(tenants: int) -> None:
     told = [rated(f"s{number}", 5, 1.0, tenant=f"t{number % tenants}") for number in range(10)]
     assert after(*told, rated("stray", 5, 1.0, tenant="dev")).several() == (tenants > 1)
+
+
+def test_bounds_and_beginnings() -> None:
+    assert (MAX_ANSWERS, MAX_TRIALS, MAX_DAYS, MAX_VOICES, LEAST_OF_TENANT) == (100_000, 4, 10, 10_000, 5)
+    assert DAY_MS == 24 * 60 * 60 * 1000
+    assert Tally() == Tally(0, 0, 0) and Answer((1, -1), 5) == Answer((1, -1), 5, -1, (), (0, 0, 0, 0))
+    assert list(Voices()) == [] and Voices().said == [0, 0, 0, 0]
+    assert Ratings().mature_ms == 0 and Ratings(CONFIG).mature_ms == 3_600_000
+
+
+def test_who_a_person_is_and_where_a_hash_puts_them_is_the_same_in_every_release() -> None:
+    assert place_of_person("ann") == 10176691957563388837
+    group = group_of("s")
+    named = Rating(source="user", value=1.0, rater="ann", time_ms=0)
+    assert person_of(group, named).endswith("/ann") and person_of(group, named) != "/ann"
+    assert person_of(group, replace(named, rater="")) == group.partition(".")[0]
+    assert person_of("task.0", replace(named, rater="")) == "task.0"
+
+
+def test_in_old_logs_a_rating_is_as_old_as_its_answer() -> None:
+    old = Closure(group="s.7-0", outcome="buffered", lane="live", mean_reward=0.2, version=5)
+    assert ratings_of(old, 77) == (Rating(source="", value=0.2, time_ms=77),)
+    assert ratings_of(replace(old, ratings=()), 77) == () == ratings_of(replace(old, mean_reward=None), 77)
+
+
+def test_an_answer_was_given_when_its_record_says_or_else_when_it_was_logged() -> None:
+    for answered_ms, day in ((0, 0), (2 * DAY_MS, 2), (-1, 3)):
+        ratings = Ratings(CONFIG)
+        said = () if answered_ms < 0 else rated("ann", 5, 0.0, at_ms=answered_ms).ratings
+        if answered_ms < 0:
+            said = rated("ann", 5, 0.0, at_ms=3 * DAY_MS).ratings
+        ratings.closure(replace(rated("ann", 5, 0.0), answered_ms=answered_ms, ratings=said), 3 * DAY_MS)
+        assert list(ratings.of_days()) == [day]
+
+
+def test_the_first_version_and_a_trial_of_it_are_counted_too() -> None:
+    ratings = after(rated("ann", 0, 0.0, trial=0))
+    assert heard(ratings) == [(0, True)] and [voice.arm for voice in ratings.of_trial(0)] == [(0, 0)]
+    assert after(rated("ann", 5, 0.0)).of_trial(-1) is not None and not list(after(rated("ann", 5, 0.0)).of_trial(-1))
+
+
+def test_the_word_on_an_answer_older_than_the_last_ones_stands_as_it_is() -> None:
+    ratings = after(rated("first", 5, 0.0))
+    bare = replace(rated("x", 5), ratings=())
+    for number in range(MAX_ANSWERS - 1):
+        ratings.closure(replace(bare, group=f"{number}.0"), 0)
+    ratings.closure(rated("first", 5, 1.0, revision=1), 0)
+    assert heard(ratings) == [(5, False)], "it is among the last"
+    ratings.closure(replace(bare, group="one-more.0"), 0)
+    ratings.closure(rated("first", 5, 0.0, revision=2), 0)
+    assert heard(ratings) == [(5, False)]
+
+
+def test_of_two_answers_of_one_time_the_first_by_name_counts() -> None:
+    words = [Voice(5, group, "acme", (5, -1), bad) for group, bad in (("b", True), ("a", False), ("c", True))]
+    for order in (words, words[::-1]):
+        voices = Voices()
+        for word in order:
+            voices.speak("ann", word)
+        assert [voice.group for voice in voices] == ["a"]
+
+
+def test_what_was_taken_back_is_nobodys_word_and_no_place_is_kept_for_who_never_spoke() -> None:
+    voices = Voices()
+    voices.speak("ann", Voice(5, "a", "acme", (5, -1), None))
+    voices.speak("bob", Voice(5, "a", "acme", (5, -1), True))
+    voices.speak("bob", Voice(5, "a", "acme", (5, -1), None))
+    assert list(voices) == []
+    voices.speak("ann", Voice(9, "b", "acme", (5, -1), True))
+    assert [voice.group for voice in voices] == ["b"]
+
+
+def test_words_are_counted_as_good_or_bad_in_time_or_late_and_again_when_they_are_revised() -> None:
+    hour_ms = 3_600_000
+    ratings = after(rated("ann", 5, 0.0, 1.0, 1.0), rated("bob", 5, 0.0, late_ms=hour_ms + 1), rated("cid", 5, 0.5))
+    assert ratings.of_days()[0].said == [1, 3, 1, 0], "a rating at the threshold is no complaint"
+    ratings.closure(rated("ann", 5, 1.0, late_ms=hour_ms + 1, revision=1), 0)
+    assert ratings.of_days()[0].said == [0, 1, 1, 1]
+
+
+def test_of_two_words_of_one_person_about_an_answer_the_first_counts() -> None:
+    assert heard(after(rated("ann", 5, 0.0, 1.0))) == [(5, True)]
+    assert heard(after(rated("ann", 5, 1.0, 0.0))) == [(5, False)]
+
+
+def test_who_spoke_in_time_and_again_too_late_counts_until_the_word_is_taken_back() -> None:
+    late_ms = 2 * 3_600_000
+    first, again = rated("ann", 5, 0.0), rated("ann", 5, 1.0, late_ms=late_ms, revision=1)
+    assert heard(after(first, again, replace(again, revision=2))) == [(5, True)]
+    assert heard(after(first, again, rated("ann", 5, revision=2))) == []
+
+
+def test_there_are_several_tenants_from_five_people_on() -> None:
+    def told(people: int) -> list[Closure]:
+        return [
+            rated(f"{name}{n}", 5, 1.0, tenant=name) for name, count in (("a", 9), ("b", people)) for n in range(count)
+        ]
+
+    assert after(*told(4)).several() is False and after(*told(5)).several() is True
+    assert Ratings(CONFIG).several() is False
+
+
+def test_the_oldest_day_is_let_go_for_a_newer_one_and_not_for_an_older_one() -> None:
+    told = [rated(f"s{day}", 5, 1.0, at_ms=day * DAY_MS) for day in range(1, MAX_DAYS + 1)]
+    ratings = after(*told)
+    ratings.closure(rated("older", 5, 1.0, at_ms=0), 0)
+    assert sorted(ratings.of_days()) == list(range(1, MAX_DAYS + 1))
+    ratings.closure(rated("newer", 5, 1.0, at_ms=(MAX_DAYS + 1) * DAY_MS), 0)
+    assert sorted(ratings.of_days()) == list(range(2, MAX_DAYS + 2))
+    ratings.closure(rated("again", 5, 1.0, at_ms=2 * DAY_MS), 0)
+    assert len(list(ratings.of_days()[2])) == 2
+
+
+def test_what_gateways_served_is_told_by_version_and_by_arm_and_the_largest_report_counts() -> None:
+    ratings = Ratings()
+    for answers, version, trial in ((10, 5, 5), (20, 5, -1), (40, 3, 5), (30, 3, 5)):
+        told = Answered(version=version, trial=trial, answers=answers, failed=1, refused=2)
+        ratings.progress(Progress(role="serve", instance="one", answered=(told,)))
+    same = Answered(version=3, trial=5, answers=40, failed=9, refused=9)
+    ratings.progress(Progress(role="serve", instance="one", answered=(same,)))
+    assert ratings.of_version(5) == {"": Tally(30, 2, 4)} and ratings.of_arm(5, 5) == {"": Tally(10, 1, 2)}
+    assert ratings.of_arm(3, 5) == {"": Tally(40, 1, 2)} and ratings.of_arm(3, -1) == {}
+
+
+def test_what_is_newer_than_anything_kept_is_not_forgotten() -> None:
+    ratings = Ratings()
+    for version in (3, 4, 5, 6, 7):
+        ratings.progress(reported(10, version=version))
+    ratings.forget({4, 6})
+    assert [bool(ratings.of_version(version)) for version in (3, 4, 5, 6, 7)] == [False, True, False, True, True]
+    ratings.forget(set())
+    assert ratings.of_version(4)

@@ -7,6 +7,7 @@ import pytest
 
 from actors.config import CanaryConfig, GateConfig, GateSuite, GuardConfig, PeopleConfig
 from actors.gate import Gate, Verdict, verdict_event
+from actors.guard import Breach
 from actors.ratings import Tally
 from actors.trial import Block, decided, heard_of, merged, outcome, weighed
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
@@ -204,6 +205,7 @@ def test_a_version_the_canary_cannot_load_is_not_waited_for() -> None:
     one.event(PolicyEvent(event="refused", policy="main", version=TRIAL, owner="serve/7", reason="damaged"))
     (held,) = one.verdicts()
     assert (held.passed, held.reason, one.stable.trial) == (False, "serve/7 refused it: damaged", -1)
+    assert held.owner == "canary"
 
 
 def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read() -> None:
@@ -238,3 +240,19 @@ def test_a_tally_of_nobody_decides_nothing() -> None:
         outcome(CONFIG, PEOPLE, heard_of(CONFIG, PEOPLE, [], several=False), {}, {"": Tally(answers=900)}, 0).ended
         == ""
     )
+
+
+def test_every_decision_is_published_under_the_lease_of_its_master() -> None:
+    one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main", token=7)
+    assert one.record(Verdict(5, True, "", {})).token == 7 == one.record(Breach(5, 3, "", {})).token
+
+
+def test_a_refusal_of_one_trial_ends_no_later_one_and_the_first_version_may_be_the_stable_one() -> None:
+    one = gate()
+    weighed_by(one, 0)
+    (trial,) = weighed_by(one, TRIAL)
+    assert trial.channel == "canary"
+    one.event(PolicyEvent(event="refused", policy="main", version=TRIAL, owner="serve/7", reason="damaged"))
+    assert len(one.verdicts()) == 1
+    (again,) = weighed_by(one, 7)
+    assert again.channel == "canary" and passes(one) == [] and one.stable.trial == 7

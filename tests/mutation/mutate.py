@@ -90,8 +90,10 @@ def _is_fixed(node: ast.AST, function: str) -> bool:
         return True
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
-    is_alias = isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp)
-    return is_alias and not function and not any(isinstance(part, ast.Constant | ast.Call) for part in ast.walk(node))
+    if function or not isinstance(node, ast.Assign):
+        return False
+    is_union = isinstance(node.value, ast.BinOp) and not any(isinstance(one, ast.Constant) for one in ast.walk(node))
+    return is_union or isinstance(node.value, ast.Subscript)
 
 
 def _removal(parent: ast.AST, field: str, siblings: Any, at: int, child: ast.AST) -> _Edit | None:
@@ -146,7 +148,8 @@ def _others(value: object) -> list[object]:
 
 def _calls(node: ast.Call) -> Iterator[_Edit]:
     """Two arguments in each other's place, an option left out, the opposite function."""
-    if len(node.args) >= 2 and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
+    is_either_way = isinstance(node.func, ast.Name) and node.func.id in SWAPPED
+    if len(node.args) >= 2 and not is_either_way and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
         yield _Edit(node, "args", [node.args[1], node.args[0], *node.args[2:]])
     for at, option in enumerate(node.keywords):
         if option.arg is not None:

@@ -10,8 +10,8 @@ what survives them meets each test's own number. Explained survivors are in `sur
 
 import argparse
 import ast
+import functools
 import gc
-import json
 import math
 import os
 import random
@@ -36,13 +36,16 @@ from tests.mutation.mutate import Mutant, mutants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PACKAGES = ("actors", "infra", "schemas", "streams", "trainer", "tests", "headrace")
+OWN = tuple(f"{ROOT}/{name}/" for name in ("actors", "infra", "schemas", "streams", "trainer", "tests"))
 EXAMPLES = 20
-OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "-r", "N")
+OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:warnings", "-m", "not slow", "--no-header", "-r", "N")
 SPARE_S = 30  # of wall time, beyond ten times what the tests took: for a mutant that waits for ever
 SPARE_CPU_S = 5
 SPARE_BYTES = 2 << 30
+LruCache = type(functools.lru_cache(lambda: None))
 Functions = dict[str, list[FunctionType]]
+Chosen = Callable[[list[int]], list[int]]
+Tell = Callable[[Mutant, str], None]
 
 
 class Survivor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,13 +71,15 @@ def explained() -> list[Survivor]:
 class Core:
     """A pytest plugin that runs a core's tests against its mutants instead of once."""
 
-    def __init__(self, path: str, tests: Sequence[str], chosen: Callable[[list[int]], list[int]]) -> None:
-        self.path, self.tests, self.chosen = path, tests, chosen
+    def __init__(self, path: str, tests: Sequence[str], chosen: Chosen, tell: Tell) -> None:
+        self.path, self.tests, self.chosen, self.tell = path, tests, chosen, tell
         self.file = str(ROOT / path)
+        self.module = path.removesuffix(".py").replace("/", ".")
         self.fates: list[tuple[Mutant, str]] = []
         self.items: list[Any] = []
         self.costs: dict[int, float] = {}
         self.entered: dict[str, set[int]] = {}
+        self.caches: list[Any] = []  # what a function remembers would hide that it has changed
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -86,6 +91,7 @@ class Core:
         source = Path(self.file).read_text(encoding="utf-8")
         wanted = set(self.chosen(list(range(sum(1 for _ in mutants(source))))))
         functions = _functions(self.file)
+        self.caches = [one for one in gc.get_objects() if type(one) is LruCache and one.__module__ == self.module]
         gc.freeze()
         for number, (mutant, tree) in enumerate(mutants(source)):
             if number in wanted:
@@ -93,6 +99,7 @@ class Core:
                 if fate == "survived" and any(own.values()):
                     fate = self._fate(mutant, tree, functions, own)
                 self.fates.append((mutant, fate))
+                self.tell(mutant, fate)
         return True
 
     def _run_once(self) -> None:
@@ -131,6 +138,8 @@ class Core:
     ) -> bool:
         for function, changed in zip(functions[mutant.function], _codes(code, mutant.function), strict=True):
             function.__code__ = changed
+        for one in self.caches:
+            one.cache_clear()
         for at in entering:
             if examples:
                 _use_examples(self.items[at], examples[at])
@@ -140,10 +149,11 @@ class Core:
         return True
 
     def _run_anew(self, code: CodeType, every_example: bool) -> bool:
-        for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
-            if not name.startswith("tests.mutation"):
+        own = [name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(OWN)]
+        for name in own:
+            if name != "__main__" and not name.startswith("tests.mutation"):
                 del sys.modules[name]
-        sys.meta_path.insert(0, _Changed(self.path.removesuffix(".py").replace("/", "."), self.file, code))
+        sys.meta_path.insert(0, _Changed(self.module, self.file, code))
         return pytest.main([*OPTIONS, *self.tests], plugins=[] if every_example else [_FewExamples()]) == 0
 
 
@@ -188,7 +198,7 @@ def _functions(file: str) -> Functions:
     """A module's functions by name, in the order they stand; also those behind properties and decorators."""
     found: dict[tuple[str, int], list[FunctionType]] = {}
     for one in gc.get_objects():
-        if isinstance(one, FunctionType) and one.__code__.co_filename == file:
+        if type(one) is FunctionType and one.__code__.co_filename == file:
             found.setdefault((one.__code__.co_qualname, one.__code__.co_firstlineno), []).append(one)
     by_name: Functions = {}
     for (name, _), functions in sorted(found.items(), key=lambda pair: pair[0]):
@@ -235,16 +245,16 @@ def wilson(hits: int, n: int) -> tuple[float, float]:
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
-def sampled(size: int | None, seed: int) -> Callable[[list[int]], list[int]]:
+def sampled(size: int | None, seed: int) -> Chosen:
     """All, or `size` of them drawn evenly."""
     return lambda numbers: (
         numbers if size is None or size >= len(numbers) else random.Random(seed).sample(numbers, size)
     )
 
 
-def tried(path: str, tests: Sequence[str], chosen: Callable[[list[int]], list[int]]) -> list[tuple[Mutant, str]]:
+def tried(path: str, tests: Sequence[str], chosen: Chosen, tell: Tell) -> list[tuple[Mutant, str]]:
     """The fate of a core's mutants. Raises SystemExit where its tests fail without any."""
-    core = Core(path, tests, chosen)
+    core = Core(path, tests, chosen, tell)
     with tempfile.TemporaryDirectory() as folder:
         status = pytest.main([*OPTIONS, "--basetemp", f"{folder}/base", *tests], plugins=[core])
     if status not in (0, 5):
@@ -252,35 +262,47 @@ def tried(path: str, tests: Sequence[str], chosen: Callable[[list[int]], list[in
     return core.fates
 
 
+def summary(path: str, fates: Sequence[tuple[Mutant, str]], is_known: Callable[[Mutant], bool]) -> tuple[str, int]:
+    """A core's line of the table, and how many survived that nobody explained."""
+    alive = [one for one, fate in fates if is_alive(fate)]
+    new = sum(not is_known(one) for one in alive)
+    killed, late = len(fates) - len(alive), sum(fate == "too long" for _, fate in fates)
+    low, high = wilson(killed, max(1, killed + new))
+    return (
+        f"{path}: {len(fates)} mutants, {killed} killed ({late} took too long), {len(alive) - new} explained, {new} not: "
+        f"{killed / max(1, killed + new):.1%} of the others killed (95 % interval {low:.1%} to {high:.1%})"
+    ), new
+
+
+def is_alive(fate: str) -> bool:
+    return fate in ("survived", "never run")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("core", nargs="*", help="paths; all of cores.json by default")
     parser.add_argument("--sample", type=int, help="mutants per core; all by default")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     os.chdir(ROOT)
     known = {(one.core, one.function, one.was, one.becomes) for one in explained()}
-    table, unexplained = [], []
+    out = os.fdopen(os.dup(1), "w", buffering=1)  # pytest keeps what is printed while it runs
+    table, unexplained = [], 0
     for path in given.core or cores():
-        fates = tried(path, cores()[path], sampled(given.sample, given.seed))
-        alive = [(one, fate) for one, fate in fates if fate in ("survived", "never run")]
-        new = [(one, fate) for one, fate in alive if (path, one.function, one.was, one.becomes) not in known]
-        late = sum(fate == "too long" for _, fate in fates)
-        killed, counted = len(fates) - len(alive), len(fates) - len(alive) + len(new)
-        low, high = wilson(killed, max(1, counted))
-        table.append(
-            f"{path}: {len(fates)} mutants, {killed} killed ({late} took too long), {len(alive) - len(new)} explained, "
-            f"{len(new)} not: {killed / max(1, counted):.1%} of the rest killed (95 % interval {low:.1%} to {high:.1%})"
-        )
-        print(table[-1], flush=True)
-        for one, fate in new:
-            print(f"  {path}:{one.line} {fate}, {one.function or 'at import'}\n    - {one.was}\n    + {one.becomes}")
-            unexplained.append(
-                msgspec.structs.asdict(Survivor(core=path, function=one.function, was=one.was, becomes=one.becomes))
-            )
-    print("\n".join(["", *table]))
-    if unexplained:
-        Path("/tmp/survivors.json").write_text(json.dumps(unexplained, indent=1))
+
+        def is_known(one: Mutant, path: str = path) -> bool:
+            return (path, one.function, one.was, one.becomes) in known
+
+        def tell(one: Mutant, fate: str, path: str = path, is_known: Callable[[Mutant], bool] = is_known) -> None:
+            if is_alive(fate) and not is_known(one):
+                where = f"{path}:{one.line} in {one.function}" if one.function else f"{path}:{one.line} at import"
+                print(f"{where}: {fate}\n    - {one.was}\n    + {one.becomes}", file=out)
+
+        line, new = summary(path, tried(path, cores()[path], sampled(given.sample, given.seed), tell), is_known)
+        print(line, file=out)
+        table.append(line)
+        unexplained += new
+    print("\n".join(["", *table]), file=out)
     sys.exit(1 if unexplained else 0)
 
 

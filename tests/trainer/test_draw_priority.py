@@ -216,3 +216,41 @@ def test_the_journal_holds_the_weights_of_the_draw() -> None:
 def test_the_benchmark_draws_what_it_says() -> None:
     figures = run_bench(num_experiences=640, num_drawn=10, rounds=2)
     assert figures["groups_drawn"] == 10 and figures["groups_of_16_draw_ms_p50"] >= 0
+
+
+def test_priorities_that_say_nothing_draw_evenly_and_negative_ones_are_none() -> None:
+    assert blended(np.zeros(3)).tolist() == [1.0, 1.0, 1.0] == blended(np.array([-1.0, -2.0, -3.0])).tolist()
+    assert blended(np.array([1.0, -1.0])).tolist() == pytest.approx([0.9 + 0.05, 0.05]) and FAIR == 0.1
+
+
+def test_a_chance_is_told_by_the_key_at_which_the_others_alone_reach_the_number() -> None:
+    """Keys 8, 4, 2, 1 of groups of 1: where two are drawn, one of them had to be above the third key, 2."""
+    key, priority, size = np.array([8.0, 4.0, 2.0, 1.0]), np.array([1.0, 1.0, 1.0, 0.25]), np.ones(4, np.int64)
+    assert inverse_chances(key, priority, size, 2).tolist() == [2.0, 2.0, 2.0, 8.0]
+    assert inverse_chances(key, priority, size, 3).tolist() == [1.0, 1.0, 1.0, 4.0]
+    assert inverse_chances(key, priority, size, 4).tolist() == [1.0, 1.0, 1.0, 1.0], "all are drawn, surely"
+    sizes = np.array([1, 2, 1, 1])
+    assert inverse_chances(key, priority, sizes, 2).tolist() == [4.0, 2.0, 4.0, 16.0]
+
+
+def test_weights_are_on_and_of_experiences_where_nothing_is_said() -> None:
+    pool = pool_of(50)
+    given = {"num_experiences": 9, "max_uses": 1, "seed": 4}
+    plain = draw_by_priority(pool.candidates(), **given)
+    assert plain == draw_by_priority(pool.candidates(), **given, correction=1.0, by_tokens=False)
+    assert plain != draw_by_priority(pool.candidates(), **given, correction=1.0, by_tokens=True)
+    bare = draw_by_priority(pool.candidates(), **given, correction=0.0)
+    assert {one.weight for one in bare.taken} == {1.0} != {one.weight for one in plain.taken}
+    assert bare.wait is False and [one.offset for one in bare.taken] == [one.offset for one in plain.taken]
+
+
+def test_groups_without_tokens_divide_nothing_by_nothing() -> None:
+    draw = draw_by_priority(lane_of([1.0, 0.5]), num_experiences=1, max_uses=1, seed=0, by_tokens=True)
+    assert [one.weight for one in draw.taken] == [0.0]
+    (alone,) = draw_by_priority(lane_of([1.0]), num_experiences=1, max_uses=1, seed=0).taken
+    assert alone.weight == 1.0
+
+
+def test_the_seed_draws_the_same_by_priority_in_every_release() -> None:
+    draw = draw_by_priority(lane_of([0.5, 1.0, 0.25, 0.75]), num_experiences=2, max_uses=1, seed=7)
+    assert [(one.offset, round(one.weight, 6)) for one in draw.taken] == [(1, 0.66581), (0, 1.250423)]

@@ -174,3 +174,18 @@ def test_a_user_without_a_name_is_not_limited_within_a_tenant() -> None:
 def test_users_of_one_name_at_two_tenants_are_two() -> None:
     order = [one(0, "a", "u"), one(1, "b", "u"), one(2, "a", "v"), one(3, "b", "v")]
     assert fill(order, 4, Limits(subject=0.25)).taken == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("draw", [draw_spread, draw_by_priority])
+def test_a_draw_tells_how_many_it_held_back(draw) -> None:
+    held = [
+        draw(pool(a=9, b=2), num_experiences=8, max_uses=1, seed=seed, limits=Limits(tenant=0.5)).held_back
+        for seed in range(20)
+    ]
+    assert 0 <= min(held) < max(held) <= 7
+
+
+def test_a_batch_within_the_shares_stays_smaller_where_whole_groups_do_not_fit() -> None:
+    order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
+    filled = fill(order, 10, Limits(tenant=0.5))
+    assert filled == Filled((0, 2), frozenset({("a",), ("b",)}), 6)

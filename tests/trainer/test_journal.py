@@ -188,6 +188,7 @@ def test_a_journal_is_what_counts_up_to_this_lease_and_where_to_read_on() -> Non
     assert asyncio.run(read_journal(log, lease)) == Journal((batch(0, 5), batch(1, 5)), 3, 5)
     assert asyncio.run(read_journal(log, lease, start=2, token=5)) == Journal((batch(1, 5),), 3, 5)
     assert asyncio.run(read_journal(log, lease, start=3, token=4)) == Journal((), 3, 4)
+    assert asyncio.run(read_journal(log, lease, start=3)) == Journal((), 3, -1)
     with pytest.raises(FencedOut, match="holds token 5, token 6 has taken over"):
         asyncio.run(read_journal(log, lease, start=3, token=6))
 

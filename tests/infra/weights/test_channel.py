@@ -34,6 +34,7 @@ def test_a_pin_without_any_promotion_stays_where_it_was_when_it_ends() -> None:
 def test_a_rollback_ends_a_pin_and_forgets_what_was_promoted_above_it() -> None:
     assert after(("promoted", 4), ("promoted", 7), ("rolled_back", 4)) == Stable(4, 4)
     assert after(("promoted", 7), ("pinned", 7), ("rolled_back", 4), ("pinned", -1)).version == 4
+    assert not after(("promoted", 7), ("pinned", 7), ("rolled_back", 4)).pinned
 
 
 def test_what_an_overtaken_master_decides_moves_nothing_once_a_later_one_has_decided() -> None:

@@ -105,7 +105,9 @@ def test_the_newest_is_the_highest_that_was_published_not_the_last() -> None:
 
 
 def test_an_engine_forgets_what_is_older_than_it_holds_and_nothing_else() -> None:
-    feed = feed_of(1, 2, 3)
+    feed = PolicyFeed("main")
+    for version in (1, 2, 3):
+        feed.apply(published(version), version)
     feed.forget_below(2)
     assert list(feed.events) == [2, 3]
 

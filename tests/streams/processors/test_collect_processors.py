@@ -221,3 +221,28 @@ def test_shuffling_keeps_the_numbers_and_depends_only_on_the_group() -> None:
     assert values[:16] != [member.advantage for member in group]
     assert sorted(value for value in values if value is not None) == [float(index) for index in range(16)]
     assert shuffle_advantages(lone) == shuffled
+
+
+def test_of_one_reward_the_mean_is_itself() -> None:
+    assert less_the_mean([0.75]) == [0.0] == leave_one_out([0.75]) and less_the_mean([]) == [] == leave_one_out([])
+
+
+def test_a_lone_answer_is_divided_by_no_spread_where_the_mean_alone_is_asked_for() -> None:
+    def last(kind: str, **options: Any) -> float | None:
+        memory = Memory(64)
+        for number in range(9):
+            one = rewarded([float(number % 2)], group=f"g{number}.0", scores=turns(0.25, 0.75))
+            (member,) = advantage(one, memory=memory, kind=kind, **options)  # type: ignore[arg-type]
+        return member.advantage
+
+    # Of eight before it, half of them 0, half is trusted: half of 0 - 0.5, and that over the spread of 0.5.
+    assert last("mean") == pytest.approx(-0.25) and last("group") == pytest.approx(-0.5)
+    assert last("group", turns="environment") == pytest.approx(-0.5), (
+        "one answer is not compared turn by turn with itself"
+    )
+
+
+def test_a_demonstration_beside_the_parts_of_an_episode_stays_as_it_is() -> None:
+    given = answer(0, lane="expert", reward=1.0, part=1)
+    group = (*rewarded([1.0, 0.0]), given)
+    assert advantage(group, memory=Memory(8))[2] is given

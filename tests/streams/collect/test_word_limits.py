@@ -1,0 +1,156 @@
+"""What each record needs of the log, and the limits on words, at their edges."""
+
+from infra.processor import Memory
+from schemas import Feedback, Tick
+from streams.collect.credit import Source
+from streams.collect.fold import Arrival, Rules
+from streams.collect.group import Attempt, Group, Place
+from streams.collect.held import BURST, MAX_RATERS, MAX_WORDS, RATER_CAP, RATERS, WORDS, held_back, held_memories
+from streams.collect.limits import (
+    DAY_MS,
+    RATER_LIMIT,
+    TENANT_LIMIT,
+    Limits,
+    beyond,
+    charge,
+    is_somebody,
+    limit_memories,
+)
+from streams.collect.needs import wanted
+from streams.collect.state import State
+from tests.streams.collect.collecting import answer, block, said, stub
+
+
+def closed(revision: int = 0, closed_ms: int = 5, due_ms: int = 0) -> State:
+    group = Group("a.0", winner=0, revision=revision, closed_ms=closed_ms, due_ms=due_ms)
+    group.attempts[0] = Attempt(0, 2, "usual", 412, 1_000)
+    for episode in range(2):
+        group.attempts[0].add(answer("a.0", episode), Place(episode, 0))
+    state = State()
+    state.now_ms = 50
+    state.add(group)
+    return state
+
+
+def arrival(value: object, time_ms: int = 60) -> Arrival:
+    return Arrival(partition=0, offset=9, timestamp_ms=time_ms, value=value)  # type: ignore[arg-type]
+
+
+def rules(late: str = "amend", **more: object) -> Rules:
+    return Rules(deadline_ms=10, keep_ms=1_000, sources={"csat": Source(5, late=late)}, revisions=2, **more)  # type: ignore[arg-type]
+
+
+def test_late_words_need_the_blocks_of_the_group_they_reopen_and_nothing_else_needs_any() -> None:
+    word = arrival(said("a.0.0-0-0", 1.0))
+    assert wanted(closed(), word, rules()) == {0, 1}
+    for state, record, given in (
+        (closed(), word, rules("drop")), (closed(), arrival(said("a.0.0-0-0", 1.0, source="other")), rules()),
+        (closed(), arrival(said("b.0.0-0-0", 1.0)), rules()), (closed(), arrival(said("x", 1.0)), rules()),
+        (closed(), arrival(stub("a.0", 0)), rules()), (closed(), arrival(block(answer("a.0", 0))), rules()),
+        (closed(), arrival(Tick(partition=0, due_ms=1)), rules()), (closed(), arrival(None), rules()),
+        (closed(closed_ms=0), word, rules()), (closed(closed_ms=0, due_ms=61), word, rules()),
+        (closed(revision=2), word, rules()),
+    ):  # fmt: skip
+        assert wanted(state, record, given) == set()
+
+
+def test_a_group_that_the_records_own_time_closes_is_reopened_too() -> None:
+    assert wanted(closed(closed_ms=0, due_ms=60), arrival(said("a.0.0-0-0", 1.0)), rules()) == {0, 1}
+    assert wanted(closed(closed_ms=0, due_ms=50), arrival(said("a.0.0-0-0", 1.0), 7), rules()) == {0, 1}
+    assert wanted(closed(closed_ms=0, due_ms=51), arrival(said("a.0.0-0-0", 1.0), 7), rules()) == set()
+    assert wanted(closed(closed_ms=0, due_ms=1), arrival(said("a.0.0-0-0", 1.0), 7), rules()) == {0, 1}
+
+
+def test_what_takes_a_word_back_reopens_a_group_however_often_it_was_revised() -> None:
+    back = arrival(said("a.0.0-0-0", 0.0, type="retraction"))
+    assert wanted(closed(revision=2), back, rules()) == {0, 1}
+    assert wanted(closed(revision=1), arrival(said("a.0.0-0-0", 1.0)), rules()) == {0, 1}
+
+
+def test_limits_without_a_word() -> None:
+    assert Limits() == Limits(rater_answers=500, rater_share=0.1, tenant_answers=10_000, tenant_share=0.5)
+    assert {name: memory.limit for name, memory in limit_memories().items()} == {
+        "moved by raters": 4096, "moved by tenants": 1024
+    }  # fmt: skip
+    assert DAY_MS == 24 * 60 * 60 * 1000
+    assert RATER_LIMIT == "more from one rater than trains in a day"
+    assert TENANT_LIMIT == "more from one tenant than trains in a day"
+
+
+def test_a_rater_is_who_is_named_and_no_key() -> None:
+    assert [is_somebody(name) for name in ("ann", "", "key 7", "key", "a key 7")] == [True, False, False, True, True]
+
+
+def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
+    limits, memories = Limits(rater_answers=1, rater_share=0.5), limit_memories()
+    charge(memories, "acme", "bob", 0, 4)
+    charge(memories, "acme", "ann", 0, 4)
+    assert beyond(memories, limits, "acme", "ann", 0) == "", "4 of 9"
+    charge(memories, "acme", "bob", 0, 1)
+    charge(memories, "acme", "ann", 0, 2)
+    assert beyond(memories, limits, "acme", "ann", 0) == RATER_LIMIT, "6 of 12"
+    assert beyond(memories, limits, "other", "ann", 0) == "", "another tenant's rater of that name"
+
+
+def test_of_a_tenant_that_is_not_alone_the_share_is_bounded_with_this_word() -> None:
+    limits, memories = Limits(tenant_answers=1, tenant_share=0.5), limit_memories()
+    charge(memories, "acme", "", 0, 5)
+    assert beyond(memories, limits, "acme", "", 0) == "", "alone"
+    charge(memories, "other", "", 0, 4)
+    assert beyond(memories, limits, "acme", "", 0) == TENANT_LIMIT, "5 of 10"
+    charge(memories, "other", "", 0, 1)
+    assert beyond(memories, limits, "acme", "", 0) == "", "5 of 11"
+    assert beyond(memories, limits, "acme", "", DAY_MS) == "", "a new day"
+
+
+def test_who_is_in_use_is_not_the_first_to_be_forgotten() -> None:
+    memories = {"moved by raters": Memory(2), "moved by tenants": Memory(9)}
+    for day, rater in enumerate(("ann", "bob", "ann", "cid")):
+        charge(memories, "acme", rater, day * DAY_MS, 1)
+    assert list(memories["moved by raters"]) == ["acme\x00ann", "acme\x00cid"]
+
+
+def test_what_is_remembered_of_words_is_what_a_source_asks_for() -> None:
+    assert held_memories({"a": Source(1)}) == {} == held_memories({})
+    both = held_memories({"a": Source(1, per_rater=1), "b": Source(1, alike=1)})
+    assert {name: memory.limit for name, memory in both.items()} == {RATERS: MAX_RATERS, WORDS: MAX_WORDS}
+    assert (MAX_RATERS, MAX_WORDS) == (4096, 16_384)
+    assert (RATERS, WORDS) == ("feedback raters", "feedback words"), "a state that was saved is found under its names"
+
+
+def test_a_cap_that_was_lifted_counts_from_then_on_and_keeps_its_place() -> None:
+    memories = {RATERS: Memory(2)}
+    source = Source(1, per_rater=1, within_ms=10)
+
+    def word(rater: str, time_ms: int) -> str:
+        return held_back(memories, said("x", 1.0, rater=rater), source, time_ms)
+
+    assert word("ann", 0) == "" and word("bob", 0) == "" and word("ann", 9) != ""
+    assert word("ann", 10) == "" and word("ann", 19) != "" and word("cid", 19) == ""
+    assert word("ann", 19) != "", "bob was the one to be forgotten"
+    assert word("bob", 19) == ""
+
+
+def test_a_word_of_no_source_is_not_held_and_a_cap_is_one_sources() -> None:
+    memories: dict[str, Memory] = {}
+    source = Source(1, per_rater=1, within_ms=10)
+    assert held_back(memories, said("x", 1.0), None, 0) == "" and not memories
+    assert [held_back(memories, said("x", 1.0, source=name), source, 0) for name in "ab"] == ["", ""]
+    assert memories[RATERS].limit == MAX_RATERS
+    assert (
+        held_back(memories, said("x", 1.0, source="a"), source, 0, "") == RATER_CAP == "more from one rater than counts"
+    )
+
+
+def test_texts_that_share_words_but_say_something_else_are_no_burst() -> None:
+    memories: dict[str, Memory] = {}
+    source = Source(1, alike=1, within_ms=10)
+    texts = (
+        "The answer was rude and did not help me with my order at all, please fix it.",
+        "The answer was rude and did not help me with my order at all, and tell me when the",
+    )
+    words = [
+        Feedback(ref="x", id=str(number), source="csat", type="label", text=text) for number, text in enumerate(texts)
+    ]
+    assert [held_back(memories, word, source, 0) for word in (*words, words[0])] == ["", "", BURST]
+    assert BURST == "burst of near duplicates"
