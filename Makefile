@@ -9,7 +9,7 @@ EXTRAS := --extra streams --extra actors --extra trainer --extra dev
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast check lint types lock extras-check clean
+.PHONY: help install demo test test-fast mutants check lint types lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,9 @@ test: check      ## everything: linters, types, unit and end-to-end tests
 
 test-fast: install ## the tests that need no broker, no engine process and no long search
 	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS)
+
+mutants: install ## does a test fail for every small change of what decides? (hours; make mutants CORE=trainer/draw.py)
+	@$(BIN)/python -m tests.mutation.score $(CORE) $(ARGS)
 
 check: install lint types ## ruff and mypy
 
