@@ -56,7 +56,7 @@ FLOOR = Floor(
 MASTER = MasterConfig(num_episodes=2, max_tokens=3, report_s=0.2, evals=(EvalSuite(suite="dev", every=3, tasks=2),))
 EXPLORE = ExploreConfig(report_s=0.2, linger_s=0.02, drain_s=0.1, eval_hold_s=0.3)
 STREAMS = StreamsConfig(
-    score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),),
+    score=(ScoreConfig(name="coin", use="tests.crash.coin:coin"),),
     verify=VerifyConfig(filter=FilterConfig(min_tokens=2)),
     collect=CollectConfig(difficulty=Switch(on=False)),
 )

@@ -15,6 +15,7 @@ from infra.bus.log import Log
 from infra.cli.skip import skip_lost
 from infra.local.broker import EmbeddedKafka
 from schemas import Block, DeadLetter, Progress, encode
+from schemas.frame import SEALED_FORMAT
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
 from streams.stage import EXIT_BROKER, EXIT_OPERATOR, EXIT_STUCK, EXIT_UNKNOWN_MAJOR
 from tests.streams.collect.collecting import answer, block
@@ -53,7 +54,7 @@ def ended(process: "subprocess.Popen[str]", within_s: float = 90.0) -> tuple[int
 
 def newer_major(frame: bytes) -> bytes:
     """The same frame as a later headrace would mark it."""
-    return frame[:2] + bytes([frame[2] + 1]) + frame[3:]
+    return frame[:2] + bytes([SEALED_FORMAT + 1]) + frame[3:]
 
 
 def test_a_newer_major_stops_the_worker_before_the_ack(kafka: str, app_name: str, tmp_path: Path) -> None:
