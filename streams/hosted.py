@@ -22,7 +22,7 @@ from infra.bus.log import Log
 from schemas.topics import MAX_RECORD_BYTES, Topic
 from streams.collect.inbox import CollectDriver
 from streams.driver import WindowDriver
-from streams.stage import Delivery, end_crashed, end_for
+from streams.stage import EXIT_STUCK, Delivery, end_crashed, end_for, end_process
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ START_S = 120.0
 STOP_S = 30.0
 DRAIN_S = 5.0
 POLL_S = 0.1
+JOIN_S = 180.0  # also one that is given no partition is told so
 
 
 class Driver(Protocol):
@@ -181,9 +182,14 @@ class HostedStage:
             abandoning.cancel()
 
     async def guard(self) -> None:
-        """Watch the app until cancelled: a rebalance must not hang on slow records, a crash ends the process."""
+        """Watch the app until cancelled: a rebalance must not hang on slow records; a crash ends the process, and so does a
+        group that says nothing for JOIN_S: a broker that went away while it was joined may leave Faust waiting for ever.
+        """
+        began_s = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
+            if self._assigned_in < 0 and time.monotonic() - began_s > JOIN_S:
+                end_process(f"{self.stage}: its group has not let it in for {JOIN_S:.0f} s", EXIT_STUCK)
             if self.app.crashed or self.app.should_stop:
                 end_crashed(self.stage, self.app.crash_reason)
             if self._is_revoking():
