@@ -19,10 +19,11 @@ from faust.exceptions import ConsumerNotStarted
 from infra.bus.access import Access, TokenProvider
 from infra.bus.bus import Record
 from infra.bus.log import Log
+from infra.deadline import EXIT_STUCK
 from schemas.topics import MAX_RECORD_BYTES, Topic
 from streams.collect.inbox import CollectDriver
 from streams.driver import WindowDriver
-from streams.stage import EXIT_STUCK, Delivery, end_crashed, end_for, end_process
+from streams.stage import Delivery, end_crashed, end_for, end_process
 
 logger = logging.getLogger(__name__)
 

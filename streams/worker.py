@@ -12,6 +12,7 @@ import msgspec
 from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.config import Floor, duration_s
+from infra.deadline import EXIT_STUCK
 from infra.metrics import Metrics
 from schemas import Progress
 from schemas.errors import BrokerUnavailable
@@ -20,7 +21,7 @@ from streams.collect.credit import Source
 from streams.collect.fold import Rules
 from streams.collect.limits import Limits
 from streams.config import StreamsConfig
-from streams.stage import EXIT_BROKER, EXIT_STUCK, end_process
+from streams.stage import EXIT_BROKER, end_process
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from schemas import DeadLetter, topics
 from schemas.errors import ConfigError
 
 Group = Literal["tasks", "explore", "verify", "collect"]
-# Which group reads which topics.
+# Which group reads which topics; its lag is what waits to be done.
 READS: dict[Group, tuple[topics.Topic, ...]] = {
     "tasks": (topics.TASKSET_RAW,),
     "explore": (topics.TASKS,),

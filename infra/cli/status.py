@@ -16,6 +16,7 @@ from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
+from infra.cli.skip import READS
 from infra.cli.terminal import Screen, printable_json
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
@@ -26,14 +27,6 @@ NEWEST = 64  # records of experiences looked at for the newest answer
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
 FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
 GONE_S = 15.0  # a role that has not spoken for so long is silent
-# Which group reads which topic; its lag is what waits to be done.
-CONSUMERS = (
-    (topics.TASKSET_RAW, "tasks"),
-    (topics.TASKS, "explore"),
-    (topics.EXPERIENCES, "verify"),
-    (topics.EXPERTS, "verify"),
-    (topics.VERIFIED, "collect"),
-)
 # Counters that should stand still: one that grew in the last minute is an alarm.
 ALARMING = ("alarms", "steps_skipped", "rollbacks", "policies_refused", "policy_fetch_failed", "requests_failed")
 
@@ -74,7 +67,7 @@ async def read_status(
         "answers": await answers_state(log),
         "rollbacks": await rollbacks(log),
         "chains": chains([one[-1][0] for name, one in reports.items() if name in {role["instance"] for role in roles}]),
-        "lags": {topic.name: await lag(log, topic, group) for topic, group in CONSUMERS},
+        "lags": {topic.name: await lag(log, topic, group) for group, read in READS.items() for topic in read},
         "dropped": dropped([one[-1][0] for one in reports.values()]),
         "accuracy": {
             message.value.suite: {
