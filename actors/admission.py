@@ -15,10 +15,10 @@ import msgspec
 from schemas import Closure, Drawn, Issued
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """G, η and k of the pacing, and the version that the first optimizer step of groups runs at.
 
-    Example: Limits(groups_per_step=32, max_staleness=2, steps_per_version=1)
+    Example: AdmissionLimits(groups_per_step=32, max_staleness=2, steps_per_version=1)
     """
 
     groups_per_step: int
@@ -32,7 +32,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return (self.max_staleness * self.steps_per_version + 1) * self.groups_per_step
 
 
-class Group(msgspec.Struct):
+class OutstandingGroup(msgspec.Struct):
     """An outstanding group. attempt: the newest issued. issued_at: in the caller's units."""
 
     sequence: int
@@ -44,9 +44,9 @@ class Group(msgspec.Struct):
 class Admission:
     """What is outstanding, and what may be issued next."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: AdmissionLimits) -> None:
         self.limits = limits
-        self.outstanding: dict[str, Group] = {}
+        self.outstanding: dict[str, OutstandingGroup] = {}
         self.next_sequence = 0
         self.version = limits.first_version
         self.steps_at_version = 0
@@ -79,7 +79,7 @@ class Admission:
         self.next_sequence = max(self.next_sequence, issued.sequence + 1)
         group = self.outstanding.get(issued.group)
         if group is None:
-            self.outstanding[issued.group] = Group(issued.sequence, issued.attempt, at)
+            self.outstanding[issued.group] = OutstandingGroup(issued.sequence, issued.attempt, at)
         elif issued.attempt > group.attempt:
             group.attempt, group.issued_at = issued.attempt, at
 

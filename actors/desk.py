@@ -1,4 +1,4 @@
-"""The explorer's desk: what waits, what runs, and who must be woken. Shared by its loops in one event loop."""
+"""The explorer's scheduler: what waits, what runs, and who must be woken. Shared by its loops in one event loop."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from actors.waiting import Waiting, issued_of
 from schemas import Task
 
 
-class Desk:
+class Scheduler:
     """Bounds what runs, knows which evals run under which version, and counts idle time.
 
     changed: set on every change; the dispatcher waits on it. settled: what was in the log at the start has been taken.

@@ -1,6 +1,6 @@
 """The explorer: takes issued tasks, runs their episodes on one engine, publishes what was sampled, follows the policy.
 
-    tasks ──> intake ──> Desk ──> dispatch ──> run_group (many) ──> experiences, verified (stubs), progress (closures)
+    tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, verified (stubs), progress (closures)
              (commits)    ^ ended, reloaded          │ generate
     policies ──> PolicyFollower ───── load ──────> engine
 
@@ -15,11 +15,11 @@ import os
 from collections.abc import Sequence
 
 from actors.config import ExploreConfig
-from actors.desk import Desk
+from actors.desk import Scheduler
 from actors.engine import Engine
 from actors.policy_follower import PolicyFollower
 from actors.role import run_until
-from actors.rollout import Rig, pass_over, run_group
+from actors.rollout import RolloutRuntime, pass_over, run_group
 from actors.session import CachedTokenizer, Tokenizer
 from actors.workflow import Workflows
 from infra.bus.bus import CommitRefused, Partition, Reader
@@ -55,7 +55,7 @@ async def run_explorer(
 ) -> None:
     """Start the engine and serve until `stop` is set; running groups then get `drain_s` to finish."""
     instance = instance or f"explore/{os.getpid()}"
-    rig = Rig(
+    runtime = RolloutRuntime(
         log=log,
         engine=engine,
         tokenizer=CachedTokenizer(tokenizer),
@@ -66,46 +66,46 @@ async def run_explorer(
         origin=instance,
         images=ImageReader(store),
     )
-    desk = Desk(max_episodes=config.episodes_in_flight)
+    scheduler = Scheduler(max_episodes=config.episodes_in_flight)
     await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading", life="starting"))
     await engine.start()
     try:
-        follower = PolicyFollower(rig, desk, store, floor.policy.name)
+        follower = PolicyFollower(runtime, scheduler, store, floor.policy.name)
         reader = await log.subscribed(TASKS, group=GROUP)
         halt = asyncio.Event()
         await run_until(
             halt,
-            _take_tasks(reader, rig, desk, stop),
-            _dispatch(rig, desk),
+            _take_tasks(reader, runtime, scheduler, stop),
+            _dispatch(runtime, scheduler),
             follower.read(),
             follower.load(),
-            _report(rig, desk, follower, instance),
-            _drain(desk, config.drain_s, stop, halt),
+            _report(runtime, scheduler, follower, instance),
+            _drain(scheduler, config.drain_s, stop, halt),
         )
-        await log.publish(PROGRESS, _progress(rig, instance, "stopped", "ended"))
+        await log.publish(PROGRESS, _progress(runtime, instance, "stopped", "ended"))
     finally:
         await engine.close()
 
 
-async def _take_tasks(reader: Reader, rig: Rig, desk: Desk, stop: asyncio.Event) -> None:
+async def _take_tasks(reader: Reader, runtime: RolloutRuntime, scheduler: Scheduler, stop: asyncio.Event) -> None:
     """Commit, then hand over. Nothing is read while too much waits."""
     clock = asyncio.get_running_loop().time
     started = clock()
-    ends = await rig.log.bus.end_offsets(rig.log.name(TASKS))
+    ends = await runtime.log.bus.end_offsets(runtime.log.name(TASKS))
     try:
         while not stop.is_set():
-            if len(desk.waiting) >= rig.config.max_held:
-                await desk.next_start()
+            if len(scheduler.waiting) >= runtime.config.max_held:
+                await scheduler.next_start()
                 continue
-            messages = await rig.log.read(reader, timeout_s=_POLL_S if desk.settled.is_set() else 0.1)
+            messages = await runtime.log.read(reader, timeout_s=_POLL_S if scheduler.settled.is_set() else 0.1)
             for message in await _committed(messages, reader):
-                await _accept(message, rig, desk)
-            desk.changed.set()
-            if not desk.settled.is_set():
+                await _accept(message, runtime, scheduler)
+            scheduler.changed.set()
+            if not scheduler.settled.is_set():
                 mine = reader.positions()
                 read = bool(mine) and all(mine[partition] >= ends[partition] for partition in mine)
                 if read or clock() - started > _SETTLE_S:
-                    desk.settled.set()
+                    scheduler.settled.set()
     finally:
         await reader.close()
 
@@ -127,75 +127,75 @@ async def _committed(messages: Sequence[Message], reader: Reader) -> list[Messag
     return kept
 
 
-async def _accept(message: Message, rig: Rig, desk: Desk) -> None:
-    """Put a task on the desk; what is none goes to the dead letters."""
+async def _accept(message: Message, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
+    """Put a task on the scheduler; what is none goes to the dead letters."""
     task = message.value
     if not isinstance(task, Task) or task.issued is None:
         reason = "bad frame" if message.error is not None else "not an issued task"
-        rig.metrics.counter("dead_letters", reason=reason).inc()
-        await rig.log.dead_letter(message, stage=GROUP, reason=reason)
-    elif not desk.waiting.add(task):
-        rig.metrics.counter("duplicate_tasks").inc()
+        runtime.metrics.counter("dead_letters", reason=reason).inc()
+        await runtime.log.dead_letter(message, stage=GROUP, reason=reason)
+    elif not scheduler.waiting.add(task):
+        runtime.metrics.counter("duplicate_tasks").inc()
 
 
-async def _dispatch(rig: Rig, desk: Desk) -> None:
+async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
     """Start whatever may start, after every change."""
     async with asyncio.TaskGroup() as group:
         while True:
-            desk.changed.clear()
-            version = rig.engine.version
-            if passed := desk.pass_over(version):
-                rig.metrics.counter("evals_passed").inc(len(passed))
-                await pass_over(passed, VERSION_PASSED, rig.log)
-            while (task := desk.take(rig.engine.version)) is not None:
-                group.create_task(_run(task, rig, desk))
-            await desk.changed.wait()
+            scheduler.changed.clear()
+            version = runtime.engine.version
+            if passed := scheduler.pass_over(version):
+                runtime.metrics.counter("evals_passed").inc(len(passed))
+                await pass_over(passed, VERSION_PASSED, runtime.log)
+            while (task := scheduler.take(runtime.engine.version)) is not None:
+                group.create_task(_run(task, runtime, scheduler))
+            await scheduler.changed.wait()
 
 
-async def _run(task: Task, rig: Rig, desk: Desk) -> None:
+async def _run(task: Task, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
     try:
-        await run_group(task, rig)
+        await run_group(task, runtime)
     finally:
-        desk.end(task)
+        scheduler.end(task)
 
 
-async def _drain(desk: Desk, drain_s: float, stop: asyncio.Event, halt: asyncio.Event) -> None:
+async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt: asyncio.Event) -> None:
     """At a stop let running groups finish, within bounds, then halt everything."""
     await stop.wait()
-    desk.closed = True
+    scheduler.closed = True
     clock = asyncio.get_running_loop().time
     deadline = clock() + drain_s
-    while desk.num_groups and (left := deadline - clock()) > 0:
-        await desk.next_end(left)
-    if desk.num_groups:
-        _log.warning("drain_expired groups=%d", desk.num_groups)
+    while scheduler.num_groups and (left := deadline - clock()) > 0:
+        await scheduler.next_end(left)
+    if scheduler.num_groups:
+        _log.warning("drain_expired groups=%d", scheduler.num_groups)
     halt.set()
 
 
-async def _report(rig: Rig, desk: Desk, follower: PolicyFollower, instance: str) -> None:
+async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower, instance: str) -> None:
     """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group."""
-    metrics = rig.metrics
+    metrics = runtime.metrics
     while True:
-        if busy_s := desk.busy_s():
+        if busy_s := scheduler.busy_s():
             metrics.gauge("tokens_per_s").set(metrics.counters().get("tokens", 0.0) / busy_s)
-        metrics.gauge("idle_share").set(desk.idle_share())
-        metrics.gauge("episodes_in_flight").set(desk.num_episodes)
-        metrics.gauge("tasks_waiting").set(len(desk.waiting))
+        metrics.gauge("idle_share").set(scheduler.idle_share())
+        metrics.gauge("episodes_in_flight").set(scheduler.num_episodes)
+        metrics.gauge("tasks_waiting").set(len(scheduler.waiting))
         for name, value in follower.times.gauges().items():
             metrics.gauge(name).set(value)
-        metrics.gauge("policy_version").set(rig.engine.version)
-        await rig.log.publish(PROGRESS, _progress(rig, instance, "serving", "working"))
-        await asyncio.sleep(rig.config.report_s)
+        metrics.gauge("policy_version").set(runtime.engine.version)
+        await runtime.log.publish(PROGRESS, _progress(runtime, instance, "serving", "working"))
+        await asyncio.sleep(runtime.config.report_s)
 
 
-def _progress(rig: Rig, instance: str, state: str, life: Life) -> Progress:
+def _progress(runtime: RolloutRuntime, instance: str, state: str, life: Life) -> Progress:
     """All that was counted so far."""
     return Progress(
         role="explore",
         instance=instance,
-        version=rig.engine.version,
-        counters=rig.metrics.counters(),
-        gauges=rig.metrics.gauges(),
+        version=runtime.engine.version,
+        counters=runtime.metrics.counters(),
+        gauges=runtime.metrics.gauges(),
         state=state,
         life=life,
     )

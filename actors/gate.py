@@ -25,11 +25,11 @@ from schemas.fields import Channel
 REMEMBERED = 1000  # decided versions whose results are kept: somebody may go back to one
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class GateDecision(msgspec.Struct, frozen=True):
     """passed, and why (or why not); numbers: suite to accuracy, "stable/<suite>" to the stable version's; of a trial what
     it was decided on. channel: where a version that passed is served. owner: who decided.
 
-    Example: Verdict(version=44, passed=False, reason="dev: 0.81, the stable version 40 has 0.88", numbers={"dev": 0.81})
+    Example: GateDecision(version=44, passed=False, reason="dev: 0.81, the stable version 40 has 0.88", numbers={"dev": 0.81})
     """
 
     version: int
@@ -115,7 +115,7 @@ class Gate:
         self.event(self.record(found))
         return [found]
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[GateDecision]:
         """Decisions to publish now; they count as published."""
         if self.stable.trial >= 0:
             return self._told(self._tried(self.stable.trial))
@@ -126,31 +126,31 @@ class Gate:
         )
         return self._told(self._weigh(ready[-1])) if ready else []
 
-    def record(self, decision: Verdict | Breach) -> PolicyEvent:
+    def record(self, decision: GateDecision | Breach) -> PolicyEvent:
         """A decision as this master publishes it, under its lease."""
         if isinstance(decision, Breach):
             return breach_event(decision, self._policy, self._token)
         return verdict_event(decision, self._policy, self._token)
 
-    def _told(self, verdict: Verdict | None) -> list[Verdict]:
+    def _told(self, verdict: GateDecision | None) -> list[GateDecision]:
         if verdict is None:
             return []
         self.event(self.record(verdict))
         return [verdict]
 
-    def _tried(self, version: int) -> Verdict | None:
+    def _tried(self, version: int) -> GateDecision | None:
         """What came of a trial, None while it goes on; one begun by hand is ended by hand where nothing says by what."""
         if self._refused:
-            return Verdict(version=version, passed=False, reason=self._refused, numbers={}, owner="canary")
+            return GateDecision(version=version, passed=False, reason=self._refused, numbers={}, owner="canary")
         if self._config.canary is None:
             return None
         found = self.people.tried(self.stable)
         if not found.ended:
             return None
         passed = found.ended == "passed"
-        return Verdict(version=version, passed=passed, reason=found.reason, numbers=found.numbers, owner="canary")
+        return GateDecision(version=version, passed=passed, reason=found.reason, numbers=found.numbers, owner="canary")
 
-    def _weigh(self, version: int) -> Verdict:
+    def _weigh(self, version: int) -> GateDecision:
         found = self._results[version]
         before: Mapping[str, EvalResult] = self._results.get(self.stable.version, {})
         numbers = {suite: one.accuracy for suite, one in found.items()}
@@ -175,7 +175,7 @@ class Gate:
         reason = "; ".join(faults) or ", ".join(passed)
         trial = not faults and self._config.canary is not None and self.stable.version >= 0
         channel: Channel = "canary" if trial else "stable"
-        return Verdict(version=version, passed=not faults, reason=reason, numbers=dict(numbers), channel=channel)
+        return GateDecision(version=version, passed=not faults, reason=reason, numbers=dict(numbers), channel=channel)
 
     def _history(self, suite: str, version: int) -> list[EvalResult]:
         """Results of a suite up to a version, since somebody last said that all is well as it is."""
@@ -198,7 +198,7 @@ class Gate:
             )
 
 
-def verdict_event(verdict: Verdict, policy: str, token: int) -> PolicyEvent:
+def verdict_event(verdict: GateDecision, policy: str, token: int) -> PolicyEvent:
     """The decision as a record of `policies`. token: of the master's lease."""
     return PolicyEvent(
         event="promoted" if verdict.passed else "held",

@@ -58,7 +58,7 @@ class People:
         if now.trial != was.trial:
             self._trial_ms = at_ms
 
-    def tried(self, stable: Stable) -> trial.Outcome:
+    def tried(self, stable: Stable) -> trial.TrialResult:
         """How the trial stands. Only with [master.gate.canary]."""
         assert self._config.canary is not None
         version = stable.trial

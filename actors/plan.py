@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from actors.absence import Absence
-from actors.admission import Admission, Limits
+from actors.admission import Admission, AdmissionLimits
 from actors.config import MasterConfig
 from actors.curriculum import choose
 from actors.evaluation import EvalBook, parse_eval_group
@@ -56,7 +56,7 @@ class Plan:
         self.evals = EvalBook(config.evals, policy=policy)
         self.gate = Gate(config.gate, policy=policy, token=token)
         self.admission = Admission(
-            Limits(
+            AdmissionLimits(
                 groups_per_step=pacing.groups_per_step,
                 max_staleness=pacing.max_staleness,
                 steps_per_version=pacing.steps_per_version,

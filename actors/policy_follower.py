@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from actors.desk import Desk
+from actors.desk import Scheduler
 from actors.engine import Engine, LoadReport
 from actors.follow import follow
 from infra.bus.log import Log, Message
@@ -98,7 +98,7 @@ class PolicyFollower:
     def __init__(
         self,
         rig: Followed,
-        desk: Desk,
+        scheduler: Scheduler,
         store: Store,
         policy: str,
         *,
@@ -106,7 +106,7 @@ class PolicyFollower:
         loaded: Callable[[PolicyEvent], None] = lambda event: None,
     ) -> None:
         self._rig = rig
-        self._desk = desk
+        self._desk = scheduler
         self._store = store
         self._policy = policy
         self._channel: Channel = channel

@@ -34,7 +34,7 @@ STAGE = "explore"
 _MAX_FAILURE_CHARS = 500
 
 
-class Rig(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
     """What every rollout of an explorer uses. stop: token ids that end a turn. origin: who made the experiences.
     images: reads what tasks show.
     """
@@ -58,28 +58,28 @@ class _Ended(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-async def run_group(task: Task, rig: Rig) -> None:
+async def run_group(task: Task, runtime: RolloutRuntime) -> None:
     """Run all episodes of the task and publish them; raises only what the log raises."""
     issued = issued_of(task)
     try:
-        workflow = rig.workflows.get(task.workflow)
+        workflow = runtime.workflows.get(task.workflow)
     except ConfigError as error:
         _log.warning("task_refused group=%s error=%s", issued.group, error)
-        rig.metrics.counter("tasks_refused", reason=REFUSED).inc()
+        runtime.metrics.counter("tasks_refused", reason=REFUSED).inc()
         ended = [_Ended(episode, [], str(error)) for episode in range(issued.num_episodes)]
-        await _publish(ended, issued, rig, REFUSED)
+        await _publish(ended, issued, runtime, REFUSED)
         return
-    sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=rig.stop)
+    sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=runtime.stop)
     async with asyncio.TaskGroup() as group:
         pending = {
-            group.create_task(_run_episode(task, episode, workflow, sampling, rig))
+            group.create_task(_run_episode(task, episode, workflow, sampling, runtime))
             for episode in range(issued.num_episodes)
         }
         while pending:
-            done, pending = await asyncio.wait(pending, timeout=rig.config.linger_s)
+            done, pending = await asyncio.wait(pending, timeout=runtime.config.linger_s)
             if done:
-                await _publish([ended.result() for ended in done], issued, rig)
-    rig.metrics.counter("groups").inc()
+                await _publish([ended.result() for ended in done], issued, runtime)
+    runtime.metrics.counter("groups").inc()
 
 
 async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
@@ -88,28 +88,28 @@ async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
     await log.publish_all(PROGRESS, closures)
 
 
-async def _run_episode(task: Task, episode: int, workflow: Workflow, sampling: Sampling, rig: Rig) -> _Ended:
-    session = Session(rig.engine, rig.tokenizer, sampling, rig.images)
+async def _run_episode(task: Task, episode: int, workflow: Workflow, sampling: Sampling, runtime: RolloutRuntime) -> _Ended:
+    session = Session(runtime.engine, runtime.tokenizer, sampling, runtime.images)
     scores: tuple[Score, ...] = ()
     failure = ""
     try:
-        async with asyncio.timeout(rig.config.episode_timeout_s):
+        async with asyncio.timeout(runtime.config.episode_timeout_s):
             scores = tuple(await workflow(task, session))
     except EngineStopped:  # no episode can succeed any more: this process ends, the master issues its groups again
         raise
     except TimeoutError:
-        failure = f"not finished after {rig.config.episode_timeout_s:g} s"
+        failure = f"not finished after {runtime.config.episode_timeout_s:g} s"
     except BadImage as error:
-        rig.metrics.counter("bad_images", reason=error.reason).inc()
+        runtime.metrics.counter("bad_images", reason=error.reason).inc()
         failure = describe(error)[:_MAX_FAILURE_CHARS]
     except Exception as error:  # whatever a workflow raises is this episode's failure, recorded as data
         failure = describe(error)[:_MAX_FAILURE_CHARS]
     if failure:
-        rig.metrics.counter("requests_failed").inc()
+        runtime.metrics.counter("requests_failed").inc()
         _log.warning("episode_failed group=%s episode=%d failure=%s", issued_of(task).group, episode, failure)
     if not session.num_sampled:
         return _Ended(episode, [], failure or "nothing was sampled")
-    return _Ended(episode, _experiences(session, task, episode, failure, scores, rig.origin), failure)
+    return _Ended(episode, _experiences(session, task, episode, failure, scores, runtime.origin), failure)
 
 
 def _experiences(
@@ -133,18 +133,18 @@ def _experiences(
     )
 
 
-async def _publish(ended: Sequence[_Ended], issued: Issued, rig: Rig, reason: str = FAILED) -> None:
+async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRuntime, reason: str = FAILED) -> None:
     """Blocks of what was recorded, stubs (or an eval's closure) for what was not."""
     ended = sorted(ended, key=lambda episode: episode.episode)
     experiences = [experience for episode in ended for experience in episode.experiences]
     empty = [episode for episode in ended if not episode.experiences]
     for start in range(0, len(experiences), MAX_MEMBERS):
-        await rig.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
+        await runtime.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
     if empty and issued.suite:
-        await rig.log.publish(PROGRESS, _closure(issued, reason))
+        await runtime.log.publish(PROGRESS, _closure(issued, reason))
     elif empty:
-        await rig.log.publish_all(VERIFIED, [_stub(episode.episode, issued, reason) for episode in empty])
-    metrics = rig.metrics
+        await runtime.log.publish_all(VERIFIED, [_stub(episode.episode, issued, reason) for episode in empty])
+    metrics = runtime.metrics
     metrics.counter("episodes").inc(len(ended))
     metrics.counter("experiences").inc(len(experiences))
     for experience in experiences:

@@ -29,10 +29,10 @@ Ending = Literal["", "passed", "failed"]
 LEAST_OF_BLOCK = 8  # people of both sides; fewer wait for those of the next block
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class TrialResult(msgspec.Struct, frozen=True):
     """How a trial stands. ended: "" while it goes on. numbers: what it was decided on.
 
-    Example: Outcome(ended="passed", reason="rated down by 30 of 412 people, version 40 by 305 of 3720", numbers={...})
+    Example: TrialResult(ended="passed", reason="rated down by 30 of 412 people, version 40 by 305 of 3720", numbers={...})
     """
 
     ended: Ending
@@ -78,23 +78,23 @@ def outcome(
     new: Mapping[str, Tally],
     old: Mapping[str, Tally],
     age_ms: int,
-) -> Outcome:
+) -> TrialResult:
     """How a trial of that age stands. new, old: what both sides served, by client."""
     numbers = {f"trial/{name}": float(value) for name, value in msgspec.structs.asdict(heard).items()}
     stable = f"the stable version by {heard.bad_stable} of {heard.people_stable}"
     told = f"rated down by {heard.bad} of {heard.people} people, {stable}"
     ended = decided(config, heard.against, heard.favour)
     if ended == "failed":
-        return Outcome("failed", told, numbers)
+        return TrialResult("failed", told, numbers)
     bound = math.log(NUM_TRIAL_TESTS / config.alpha)
     fault = harmed(failures(config.more_failed), bound, config.least, people.tenant_share, new, old)
     if fault is not None:
-        return Outcome("failed", f"{fault.reason}, the stable version {fault.before}", numbers | fault.numbers)
+        return TrialResult("failed", f"{fault.reason}, the stable version {fault.before}", numbers | fault.numbers)
     if ended == "passed":
-        return Outcome("passed", told, numbers)
+        return TrialResult("passed", told, numbers)
     if age_ms >= duration_s(config.longest) * 1000:
-        return Outcome("failed", f"undecided after {config.longest}: {told}", numbers)
-    return Outcome("")
+        return TrialResult("failed", f"undecided after {config.longest}: {told}", numbers)
+    return TrialResult("")
 
 
 def heard_of(config: CanaryConfig, people: PeopleConfig, blocks: Sequence[Block], *, several: bool) -> Heard:

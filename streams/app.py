@@ -36,7 +36,7 @@ from streams.stage import causes
 from streams.tasks_stage import TaskStage
 from streams.verify import Verifier
 from streams.worker import (
-    Held,
+    HeldTopic,
     instance_name,
     quieten_clients,
     report,
@@ -171,10 +171,10 @@ def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, sta
     )
 
 
-def _held(hosts: Sequence[HostedStage]) -> list[Held]:
+def _held(hosts: Sequence[HostedStage]) -> list[HeldTopic]:
     """For the watchdog: what this worker holds of each topic."""
     return [
-        Held(topic=name, group=host.group, partitions=partitions, marks=host.drivers[name].marks())
+        HeldTopic(topic=name, group=host.group, partitions=partitions, marks=host.drivers[name].marks())
         for host in hosts
         for name, partitions in host.assignment().items()
         if name in host.drivers

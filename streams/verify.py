@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from infra.bus.log import Message as LogMessage
-from infra.chain.chain import Context, Dropped, Outcome, Step, new_memories, run_chain
+from infra.chain.chain import Context, Dropped, ChainResult, Step, new_memories, run_chain
 from infra.chain.turn import Turn
 from infra.chain.verdict import Recorded
 from infra.processor import Memory
@@ -73,7 +73,7 @@ class Verifier:
 
     async def _run(
         self, steps: Sequence[Step], message: LogMessage, experiences: Sequence[Experience], turn: Turn | None
-    ) -> Outcome:
+    ) -> ChainResult:
         where = (message.record.topic, message.record.partition)
         memories = self._memories.get(where)
         if memories is None:
@@ -91,7 +91,7 @@ class Verifier:
         return await run_chain(steps, experiences, context)
 
 
-def handled_from(experiences: Sequence[Experience], outcome: Outcome) -> Handled:
+def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Handled:
     """Outputs and counts of one block that went through the chain."""
     evals = [experience for experience in outcome.kept if experience.suite]
     evals += [failed_eval(drop) for drop in outcome.dropped if drop.experience.suite]

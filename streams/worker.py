@@ -17,9 +17,9 @@ from infra.metrics import Metrics
 from schemas import Progress
 from schemas.errors import BrokerUnavailable
 from schemas.topics import PROGRESS
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
-from streams.collect.limits import Limits
+from streams.collect.limits import DayLimits
 from streams.config import StreamsConfig
 from streams.stage import EXIT_BROKER, end_process
 
@@ -67,7 +67,7 @@ def quieten_clients() -> None:
 def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
     """What collect waits for, from the settings."""
     sources = {
-        source.name: Source(
+        source.name: FeedbackRules(
             window_ms=int(duration_s(source.window) * 1000),
             default=None if isinstance(source.default, str) else float(source.default),
             late=source.late,
@@ -85,7 +85,7 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
         corrects=config.collect.correct.on,
         revisions=config.collect.revisions,
         retrainings=config.collect.retrainings,
-        limits=Limits(**msgspec.structs.asdict(config.collect.limits)),
+        limits=DayLimits(**msgspec.structs.asdict(config.collect.limits)),
     )
 
 
@@ -104,10 +104,10 @@ def instance_name(folder: Path) -> str:
     return f"process-{folder.name.rpartition('-')[2]}/{os.getpid()}"
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldTopic(msgspec.Struct, frozen=True):
     """What a worker holds of one topic. marks: per partition, a number that changes while it is worked on.
 
-    Example: Held(topic="app.verified", group="app.collect", partitions={0, 2}, marks={0: 981, 2: 12})
+    Example: HeldTopic(topic="app.verified", group="app.collect", partitions={0, 2}, marks={0: 981, 2: 12})
     """
 
     topic: str
@@ -137,7 +137,7 @@ class Movement:
             del self._seen[key]
 
 
-async def watch(log: Log, held: Callable[[], list[Held]], metrics: Metrics, stuck_s: float) -> None:
+async def watch(log: Log, held: Callable[[], list[HeldTopic]], metrics: Metrics, stuck_s: float) -> None:
     """End the process when a partition it holds has lag and did not move for stuck_s; never returns."""
     movement = Movement()
     while True:

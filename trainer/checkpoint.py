@@ -31,7 +31,7 @@ REFERENCES = "buffer/references"
 _PART = re.compile(r"(?:adam/\w+/)?(reference|critic)/")
 
 
-class Place(NamedTuple):
+class CheckpointPlace(NamedTuple):
     """One checkpoint of a run: after which step, by which trainer. Of two after the same step the later trainer's is newer."""
 
     step: int
@@ -94,9 +94,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[str, ...] | None = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CheckpointPlace:
         """Where it lies."""
-        return Place(self.position.step, self.token)
+        return CheckpointPlace(self.position.step, self.token)
 
 
 def part_of(name: str) -> str:
@@ -140,7 +140,7 @@ def save(
     references = np.asarray(checkpoint.references, dtype="<i8")
     tensors[REFERENCES] = Tensor("I64", references.shape, references.tobytes())
     body = save_tensors(tensors)
-    place = Place(checkpoint.position.step, token)
+    place = CheckpointPlace(checkpoint.position.step, token)
     manifest = Manifest(
         position=checkpoint.position,
         state=f"{_folder(run, place)}/state.safetensors",
@@ -164,7 +164,7 @@ def save(
     return manifest
 
 
-def load_newest(store: Store, run: str, *, before: Place | None = None) -> Checkpoint | None:
+def load_newest(store: Store, run: str, *, before: CheckpointPlace | None = None) -> Checkpoint | None:
     """The newest checkpoint (older than `before`) that verifies, or None where there is none.
 
     Raises StoreError where the store fails: only what is known to be broken is passed over.
@@ -178,7 +178,7 @@ def load_newest(store: Store, run: str, *, before: Place | None = None) -> Check
     return None
 
 
-def load(store: Store, run: str, place: Place) -> Checkpoint:
+def load(store: Store, run: str, place: CheckpointPlace) -> Checkpoint:
     """One checkpoint, verified. Raises StoreError or ValueError saying what differs."""
     manifest = load_manifest(store, run, place)
     body = store.get(manifest.state)
@@ -214,7 +214,7 @@ def _take_uses(tensors: dict[str, Tensor], position: Position) -> Uses:
     return uses
 
 
-def load_manifest(store: Store, run: str, place: Place) -> Manifest:
+def load_manifest(store: Store, run: str, place: CheckpointPlace) -> Manifest:
     """What one checkpoint says of itself. Raises StoreError or ValueError."""
     key = _manifest_key(run, place)
     try:
@@ -234,23 +234,23 @@ def manifests(store: Store, run: str) -> list[Manifest]:
     return found
 
 
-def places(store: Store, run: str) -> list[Place]:
+def places(store: Store, run: str) -> list[CheckpointPlace]:
     """Checkpoints that have a manifest, ascending; whether they verify is another question."""
     found = []
     for key in store.keys(f"checkpoints/{run}/"):
         folder, _, name = key.removeprefix(f"checkpoints/{run}/").rpartition("/")
         number, _, token = folder.partition("-")
         if name == "manifest.json" and number.isdigit() and token.isdigit():
-            found.append(Place(int(number) - 1, int(token)))
+            found.append(CheckpointPlace(int(number) - 1, int(token)))
     return sorted(found)
 
 
-def objects(store: Store, run: str, place: Place) -> list[str]:
+def objects(store: Store, run: str, place: CheckpointPlace) -> list[str]:
     """Keys of all that one checkpoint consists of."""
     return list(store.keys(f"{_folder(run, place)}/"))
 
 
-def remove(store: Store, run: str, doomed: Iterable[Place]) -> None:
+def remove(store: Store, run: str, doomed: Iterable[CheckpointPlace]) -> None:
     """Remove checkpoints, manifest first, so that one that is going is absent rather than broken."""
     for place in doomed:
         reach("checkpoint.before_prune")
@@ -260,9 +260,9 @@ def remove(store: Store, run: str, doomed: Iterable[Place]) -> None:
             store.delete(key)
 
 
-def _folder(run: str, place: Place) -> str:
+def _folder(run: str, place: CheckpointPlace) -> str:
     return f"checkpoints/{run}/{place.step + 1:012d}-{place.token}"
 
 
-def _manifest_key(run: str, place: Place) -> str:
+def _manifest_key(run: str, place: CheckpointPlace) -> str:
     return f"{_folder(run, place)}/manifest.json"

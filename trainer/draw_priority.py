@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from trainer.draw import Candidate, Draw
-from trainer.draw_share import NO_LIMITS, Filled, Limits, Party, fill, first, is_open, stratum
+from trainer.draw_share import NO_LIMITS, Filled, ShareLimits, Party, fill, first, is_open, stratum
 
 FAIR = 0.1
 
@@ -40,7 +40,7 @@ def draw_by_priority(
     seed: int,
     correction: float = 1.0,
     by_tokens: bool = False,
-    limits: Limits = NO_LIMITS,
+    limits: ShareLimits = NO_LIMITS,
 ) -> Draw:
     """Whole groups worth at least `num_experiences`. Takes what there is when there is less; waits when there is nothing.
 

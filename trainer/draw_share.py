@@ -14,12 +14,12 @@ from trainer.draw import Candidate
 Party = tuple[str, ...]  # (tenant,) or (tenant, subject)
 
 
-class Limits(msgspec.Struct, frozen=True):
+class ShareLimits(msgspec.Struct, frozen=True):
     """Shares of a batch in experiences, 1 for no limit. least: see the module.
 
     Data of nobody in particular ("") is never above its share; it counts as one of the others.
 
-    Example: Limits(tenant=0.5, subject=0.25, least=64)
+    Example: ShareLimits(tenant=0.5, subject=0.25, least=64)
     """
 
     tenant: float = 1.0
@@ -27,7 +27,7 @@ class Limits(msgspec.Struct, frozen=True):
     least: int = 1
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = ShareLimits()
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Filled(msgspec.Struct, frozen=True):
     held_back: int = 0
 
 
-def fill(order: Sequence[Candidate], num_experiences: int, limits: Limits = NO_LIMITS) -> Filled:
+def fill(order: Sequence[Candidate], num_experiences: int, limits: ShareLimits = NO_LIMITS) -> Filled:
     """Whole groups in order, worth at least `num_experiences` or all there are, within the shares."""
     if is_open(order, limits):
         return first(order, num_experiences)
@@ -78,7 +78,7 @@ def stratum(one: Candidate, full: frozenset[Party]) -> Party:
     return next((party for party in reversed(_parties(one)) if party in full), ())
 
 
-def is_open(order: Sequence[Candidate], limits: Limits) -> bool:
+def is_open(order: Sequence[Candidate], limits: ShareLimits) -> bool:
     """Whether no share can be reached: nothing is limited, or all is of the same."""
     tenants = limits.tenant < 1.0 and len({one.tenant for one in order}) > 1
     return not tenants and (limits.subject >= 1.0 or len({(one.tenant, one.subject) for one in order}) <= 1)
@@ -99,7 +99,7 @@ def _parties(one: Candidate) -> tuple[Party, ...]:
     return ((one.tenant,), (one.tenant, one.subject))
 
 
-def _room(order: Sequence[Candidate], wanted: int, limits: Limits) -> tuple[int, dict[Party, int], bool]:
+def _room(order: Sequence[Candidate], wanted: int, limits: ShareLimits) -> tuple[int, dict[Party, int], bool]:
     """Size of the largest batch within the shares, what each party may have of it, and whether it was raised to `least`.
 
     A share below an even split among those present is that even split.

@@ -4,11 +4,11 @@ import hashlib
 from collections.abc import Sequence
 
 from trainer.draw import Candidate, Draw
-from trainer.draw_share import NO_LIMITS, Limits, fill
+from trainer.draw_share import NO_LIMITS, ShareLimits, fill
 
 
 def draw_spread(
-    candidates: Sequence[Candidate], *, num_experiences: int, max_uses: int, seed: int, limits: Limits = NO_LIMITS
+    candidates: Sequence[Candidate], *, num_experiences: int, max_uses: int, seed: int, limits: ShareLimits = NO_LIMITS
 ) -> Draw:
     """Whole groups worth at least `num_experiences`. Takes what there is when there is less; waits when there is nothing."""
     usable = [one for one in candidates if one.uses < max_uses]

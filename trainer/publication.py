@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PROBE_TOKENS = 64  # of a sequence that a loaded policy is checked with
 
 
-class Publisher:
+class WeightPublisher:
     """One trainer's way to the `policies` topic. events: what was published before, by version. times_ms: when."""
 
     def __init__(

@@ -14,7 +14,7 @@ from infra.identity import claim
 from infra.store import Store
 from schemas import PolicyEvent, Saved, topics
 from trainer import checkpoint
-from trainer.checkpoint import Checkpoint, Place
+from trainer.checkpoint import Checkpoint, CheckpointPlace
 from trainer.journal import Lease, take_lease
 from trainer.uses import Uses
 
@@ -31,7 +31,7 @@ async def begin_anew(log: Log, store: Store, floor: Floor, found: Checkpoint, *,
     lease = await take_lease(log, policy=policy, run=run, owner=owner)
     state = await _written(log, store, lease, found, max(version, found.position.version) + 1)
     await claim(log, store, floor, anew=True)
-    here = Place(state.position.step, lease.token)
+    here = CheckpointPlace(state.position.step, lease.token)
     old = [one for one in await asyncio.to_thread(checkpoint.places, store, run) if one != here]
     await asyncio.to_thread(checkpoint.remove, store, run, old)
     return state

@@ -20,7 +20,7 @@ from trainer.learner import StepStats
 PERIOD_S = 1.0
 
 
-class Report:
+class TrainerReport:
     """Counts steps, tokens, waits and staleness. Not thread-safe: the event loop alone writes it."""
 
     def __init__(self, metrics: Metrics, owner: str = "", board: Board | None = None) -> None:
@@ -77,14 +77,14 @@ def staleness_tokens(items: list[TrainItem], version: int) -> Mapping[int, int]:
     return ages
 
 
-async def report_progress(log: Log, report: Report, version: Callable[[], int]) -> None:
+async def report_progress(log: Log, report: TrainerReport, version: Callable[[], int]) -> None:
     """Publish a Progress record every PERIOD_S."""
     while True:
         await publish_progress(log, report, version())
         await asyncio.sleep(PERIOD_S)
 
 
-async def publish_progress(log: Log, report: Report, version: int) -> None:
+async def publish_progress(log: Log, report: TrainerReport, version: int) -> None:
     """Publish what was counted so far."""
     progress = Progress(
         role="train",
@@ -101,7 +101,7 @@ async def publish_progress(log: Log, report: Report, version: int) -> None:
 class Stopwatch:
     """Adds the seconds inside a `with` to a counter."""
 
-    def __init__(self, report: Report, name: str) -> None:
+    def __init__(self, report: TrainerReport, name: str) -> None:
         self._report = report
         self._name = name
         self._start = 0.0

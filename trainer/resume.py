@@ -25,10 +25,10 @@ from trainer.fit import first_weights, restore_learner
 from trainer.intake import Intake
 from trainer.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
 from trainer.learner import Learner
-from trainer.publication import Publisher, published
+from trainer.publication import WeightPublisher, published
 from trainer.repeat import repeat
-from trainer.report import Report
-from trainer.sight import Sight
+from trainer.report import TrainerReport
+from trainer.sight import ImageInputs
 from trainer.state import Run, Unread
 from trainer.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due
 from trainer.warmup import finish_warm_up
@@ -45,15 +45,15 @@ async def resume(
     store: Store,
     learner: Learner,
     seed: int,
-    report: Report,
-    sight: Sight | None = None,
+    report: TrainerReport,
+    sight: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
     events = await read_policies(log)
     found = published([(offset, event) for offset, _, event in events], floor.policy.name)
     times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
-    publisher = Publisher(log, store, lease, floor.policy.name, found, times_ms)
+    publisher = WeightPublisher(log, store, lease, floor.policy.name, found, times_ms)
     state, journal = await find_start(log, store, lease)
     position = state.position if state else checkpoint.Position()
     uses = state.uses if state else None
@@ -95,14 +95,14 @@ async def resume(
 
 async def find_start(log: Log, store: Store, lease: Lease) -> tuple[checkpoint.Checkpoint | None, Journal]:
     """The newest checkpoint that verifies and was not rolled back later, and the journal after it."""
-    before: checkpoint.Place | None = None
+    before: checkpoint.CheckpointPlace | None = None
     while (state := checkpoint.load_newest(store, lease.run, before=before)) is not None:
         position = state.position
         journal = await read_journal(log, lease, start=position.journal_next, token=position.journal_token)
         if not is_quarantined(journal.entries, position.step):
             return state, journal
         logger.warning("checkpoint passed over run=%s step=%d: rolled back later", lease.run, position.step)
-        before = checkpoint.Place(position.step, 0)
+        before = checkpoint.CheckpointPlace(position.step, 0)
     return None, await read_journal(log, lease)
 
 

@@ -20,7 +20,7 @@ from trainer.pictures import Pictures
 BAD_IMAGE = "bad image"
 
 
-class Sight:
+class ImageInputs:
     """How one model's pictures are found. Blocking: call from a thread."""
 
     def __init__(self, vision: Vision, store: Store) -> None:
@@ -59,10 +59,10 @@ class Sight:
         return True
 
 
-def open_sight(folder: str, store: Store) -> Sight | None:
+def open_sight(folder: str, store: Store) -> ImageInputs | None:
     """For the model of a folder; None where it reads text alone, or where no model is: a learner that needs one says so.
 
     Raises ConfigError for a model that takes pictures in a way there is not code for.
     """
     vision = vision_if_any(folder)
-    return None if vision is None else Sight(vision, store)
+    return None if vision is None else ImageInputs(vision, store)

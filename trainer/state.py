@@ -23,9 +23,9 @@ from trainer.intake import Intake
 from trainer.journal import Entry, Lease, append
 from trainer.learner import Learner
 from trainer.loss import Objective, open_objectives
-from trainer.publication import Publisher
-from trainer.report import Report, Stopwatch
-from trainer.sight import Sight
+from trainer.publication import WeightPublisher
+from trainer.report import TrainerReport, Stopwatch
+from trainer.sight import ImageInputs
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -41,10 +41,10 @@ class Learning:
     floor: Floor
     config: TrainerConfig
     learner: Learner
-    report: Report
+    report: TrainerReport
     position: Position
     # What a model that takes pictures needs besides the log; None for text alone.
-    sight: Sight | None = None
+    sight: ImageInputs | None = None
     probe_sequences: tuple[tuple[int, ...], ...] = ()
     # One thread for the learner: its CPU kernels keep their thread settings, and the event loop keeps reading.
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="learner"))
@@ -82,7 +82,7 @@ class Run(Learning):
     log: Log
     store: Store
     lease: Lease
-    publisher: Publisher
+    publisher: WeightPublisher
     intake: Intake
     seed: int
     chain: tuple[Step, ...] = ()

@@ -204,7 +204,7 @@ async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None
     """Restore the weights of the newest checkpoint before step `newest` (of any, where there is none) as a new, higher
     version; the batches since it are quarantined.
     """
-    state = await run.in_thread(checkpoint.load_newest, run.store, run.name, before=checkpoint.Place(newest, 0))
+    state = await run.in_thread(checkpoint.load_newest, run.store, run.name, before=checkpoint.CheckpointPlace(newest, 0))
     state = state or await run.in_thread(checkpoint.load_newest, run.store, run.name)
     if state is None:
         raise RuntimeError(f"step {batch.step}: {reason}, and there is no checkpoint to go back to")

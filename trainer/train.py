@@ -31,10 +31,10 @@ from trainer.config import TrainerConfig
 from trainer.intake import follow_buffer, follow_progress, hear_directives, watch_policies
 from trainer.journal import take_lease
 from trainer.learner import Learner
-from trainer.report import Report, publish_progress, report_progress
+from trainer.report import TrainerReport, publish_progress, report_progress
 from trainer.resume import resume
 from trainer.saving import write_checkpoint
-from trainer.sight import Sight
+from trainer.sight import ImageInputs
 from trainer.state import Run
 from trainer.step import publish_now, train_step
 from trainer.waiting import let_go, must_forget, next_draw, tell_dropped
@@ -55,7 +55,7 @@ async def run_trainer(
     seed: int = 0,
     board: Board | None = None,
     chain: tuple[Step, ...] = (),
-    sight: Sight | None = None,
+    sight: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> None:
     """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run, ConfigError
@@ -70,7 +70,7 @@ async def run_trainer(
     lease = await take_lease(log, policy=floor.policy.name, run=name, owner=owner)
     await claim(log, store, floor)
     logger.info("lease taken run=%s token=%d", name, lease.token)
-    report = Report(metrics, owner, board)
+    report = TrainerReport(metrics, owner, board)
     run = await resume(
         floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report, sight=sight,
         max_tokens=max_tokens,

@@ -14,7 +14,7 @@ from trainer.assemble import step_seed
 from trainer.config import LaneConfig
 from trainer.draw import Candidate, Draw, draw_in_order, unfit, worth_waiting_for
 from trainer.draw_priority import draw_by_priority
-from trainer.draw_share import Limits
+from trainer.draw_share import ShareLimits
 from trainer.draw_spread import draw_spread
 from trainer.intake import Intake
 from trainer.report import Stopwatch
@@ -140,7 +140,7 @@ def drawn_from(
     least: int = 1,
 ) -> Draw:
     """The draw of a lane that is not paced, as its settings say."""
-    limits = Limits(tenant=config.tenant_share, subject=config.subject_share, least=least)
+    limits = ShareLimits(tenant=config.tenant_share, subject=config.subject_share, least=least)
     if config.draw == "priority":
         return draw_by_priority(
             candidates,

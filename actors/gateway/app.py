@@ -19,17 +19,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from actors.gateway import responses
-from actors.gateway.ask import SESSION_HEADER, Ask, read_chat, read_text
+from actors.gateway.ask import SESSION_HEADER, ParsedRequest, read_chat, read_text
 from actors.gateway.canary import Canary
-from actors.gateway.config import Limits, Webhook
-from actors.gateway.door import SCOPE_OF, Door
+from actors.gateway.config import GatewayLimits, Webhook
+from actors.gateway.door import SCOPE_OF, Authenticator
 from actors.gateway.errors import ApiError, bad
-from actors.gateway.grant import MAX_LIFE_S, Grant, sign
-from actors.gateway.hearing import PATH, Hearing, check_signature, nth_answer, read_feedback, read_grant
+from actors.gateway.grant import MAX_LIFE_S, FeedbackToken, sign
+from actors.gateway.hearing import PATH, FeedbackIntake, check_signature, nth_answer, read_feedback, read_grant
 from actors.gateway.keys import Key
 from actors.gateway.places import Lasting, Place
 from actors.gateway.responses import Envelope
-from actors.gateway.serving import Gateway, Turns
+from actors.gateway.serving import Gateway, InFlight
 from actors.gateway.stream import Telling
 from infra.metrics import Metrics
 from infra.unless import unless
@@ -50,8 +50,8 @@ class Site:
     def __init__(
         self,
         gateway: Gateway,
-        door: Door,
-        hearing: Hearing,
+        authenticator: Authenticator,
+        hearing: FeedbackIntake,
         metrics: Metrics,
         *,
         models: Sequence[str],
@@ -61,13 +61,13 @@ class Site:
     ) -> None:
         self._canary = canary
         self._gateway = gateway
-        self._door = door
+        self._door = authenticator
         self._hearing = hearing
         self._metrics = metrics
         self._models = tuple(models)
         self._webhooks = {webhook.path: webhook for webhook in webhooks}
         self._state = state
-        self._limits: Limits = gateway.config.limits
+        self._limits: GatewayLimits = gateway.config.limits
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -89,7 +89,7 @@ class Site:
         return Starlette(routes=routes, middleware=[cors] if origins else [], exception_handlers=handlers)
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
-        """The handler behind the door, with its errors as error objects, counted. A token is looked at with what it is for."""
+        """The handler behind the authenticator, with its errors as error objects, counted. A token is looked at with what it is for."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -115,7 +115,7 @@ class Site:
     async def _text(self, request: Request) -> Response:
         return await self._answer(request, read_text, chat=False)
 
-    async def _answer(self, request: Request, read: Callable[[bytes, Limits], Ask], *, chat: bool) -> Response:
+    async def _answer(self, request: Request, read: Callable[[bytes, GatewayLimits], ParsedRequest], *, chat: bool) -> Response:
         key: Key = request.state.key
         self._door.admit(key)
         body = await self._body(request)
@@ -137,7 +137,7 @@ class Site:
                 place.release()
 
     async def _answered(
-        self, request: Request, body: bytes, ask: Ask, key: Key, session: str, chat: bool, place: Place
+        self, request: Request, body: bytes, ask: ParsedRequest, key: Key, session: str, chat: bool, place: Place
     ) -> Response:
         drawn = self._canary is None or not self._canary.takes(
             self._gateway.name_of(ask, key, session), self._gateway.trial, self._door.book.secret
@@ -163,14 +163,14 @@ class Site:
             self._charge(key, turns)
         return _json(self._whole(turns, envelope))
 
-    async def _from_canary(self, request: Request, body: bytes, ask: Ask, chat: bool) -> Response | None:
+    async def _from_canary(self, request: Request, body: bytes, ask: ParsedRequest, chat: bool) -> Response | None:
         """What the canary answers, None where it does not. Raises ClientDisconnect."""
         assert self._canary is not None
         openings = ask.choices if chat else 0  # each begins with whose turn it is
         work = self._canary.answer(request.url.path, request.headers, body, stream=ask.stream, openings=openings)
         return await _unless_gone(request, work)
 
-    async def _streamed(self, turns: Turns, envelope: Envelope) -> AsyncGenerator[bytes, None]:
+    async def _streamed(self, turns: InFlight, envelope: Envelope) -> AsyncGenerator[bytes, None]:
         try:
             async with aclosing(Telling(self._gateway, turns, envelope).events()) as events:
                 async for event in events:
@@ -179,10 +179,10 @@ class Site:
             self._gateway.release(turns)
             self._charge(turns.key, turns)
 
-    def _charge(self, key: Key, turns: Turns) -> None:
+    def _charge(self, key: Key, turns: InFlight) -> None:
         self._door.charge(key, len(turns.tokens) + turns.num_sampled)
 
-    def _whole(self, turns: Turns, envelope: Envelope) -> bytes:
+    def _whole(self, turns: InFlight, envelope: Envelope) -> bytes:
         decode, ask = self._gateway.tokenizer.decode, turns.ask
         choices = []
         for index, answer in enumerate(turns.answers):
@@ -243,7 +243,7 @@ class Site:
         answer = nth_answer(asked.answer_id, asked.choice)
         self._door.check_answer(key, answer)
         expires_s = self._door.now_s() + min(asked.expires_in, MAX_LIFE_S)
-        token = sign(Grant(answer, key.id, expires_s), self._door.book.secret)
+        token = sign(FeedbackToken(answer, key.id, expires_s), self._door.book.secret)
         told = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": int(expires_s)}
         return _json(msgspec.json.encode(told))
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from actors.gateway.config import Limits
+from actors.gateway.config import GatewayLimits
 from actors.gateway.conversation import ChatMessage, Prompt, Tool, chat_prompt, text_prompt
 from actors.gateway.errors import bad
 from actors.gateway.json_schema import ANY_OBJECT, rewritten
@@ -105,7 +105,7 @@ class TextRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
     suffix: str | None = None
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the gateway serves it. max_tokens: None where the client named none. logprobs: wanted in the answer.
 
     num_chars: of the prompt, tools included.
@@ -133,7 +133,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: str = ""
 
 
-def read_chat(body: bytes, limits: Limits) -> Ask:
+def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     """The request in a body of /v1/chat/completions. Raises ApiError."""
     request = _decoded(body, _chat)
     _refuse_unserved(request)
@@ -160,7 +160,7 @@ def read_chat(body: bytes, limits: Limits) -> Ask:
     )
 
 
-def read_text(body: bytes, limits: Limits) -> Ask:
+def read_text(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     """The request in a body of /v1/completions. Raises ApiError."""
     request = _decoded(body, _text)
     _refuse_unserved(request)
@@ -180,7 +180,7 @@ def read_text(body: bytes, limits: Limits) -> Ask:
     )
 
 
-def _ask(request: Common, limits: Limits, prompt: Prompt, *, max_tokens: int | None, **more: Any) -> Ask:
+def _ask(request: Common, limits: GatewayLimits, prompt: Prompt, *, max_tokens: int | None, **more: Any) -> ParsedRequest:
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stops) > limits.stops or any(not stop or len(stop) > 256 for stop in stops):
         raise bad(f"stop: expected at most {limits.stops} strings of 1 to 256 characters", "stop")
@@ -188,7 +188,7 @@ def _ask(request: Common, limits: Limits, prompt: Prompt, *, max_tokens: int | N
         raise bad(f"n: got {request.n}, expected at most {limits.choices}", "n")
     if max_tokens is not None and max_tokens > limits.max_tokens:
         raise bad(f"max_tokens: got {max_tokens}, expected at most {limits.max_tokens}", "max_tokens")
-    return Ask(
+    return ParsedRequest(
         prompt=prompt,
         model=request.model,
         stream=bool(request.stream),

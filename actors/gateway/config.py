@@ -14,7 +14,7 @@ from schemas.fields import Channel
 TrainOn = Literal["nothing", "consented", "all"]
 
 
-class Limits(Section, frozen=True):
+class GatewayLimits(Section, frozen=True):
     """[gateway.limits]: what one request may ask for; more is refused with 400, 413 or 429.
 
     body_bytes: of a request. prompt_tokens, messages: of a conversation; one with more than 16 characters for each of its
@@ -23,7 +23,7 @@ class Limits(Section, frozen=True):
     concurrency: answers made at once, those that a canary makes too; more are told to come back. body_s: a client may take
     so long to send a body, and the head before it.
 
-    Example: Limits(max_tokens=2048, concurrency=512)
+    Example: GatewayLimits(max_tokens=2048, concurrency=512)
     """
 
     body_bytes: Positive = 1024 * 1024
@@ -103,7 +103,7 @@ class GatewayConfig(Section, frozen=True):
     engine: Use | None = None
     models: tuple[str, ...] = ()
     tools: Literal["hermes", "none"] = "hermes"
-    limits: Limits = Limits()
+    limits: GatewayLimits = GatewayLimits()
     redact: RedactRules = RedactRules()
     processor: tuple[Use, ...] = ()
     queue_records: Positive = 4096

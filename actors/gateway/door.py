@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from actors.gateway.errors import ApiError
-from actors.gateway.grant import Grant, read
+from actors.gateway.grant import FeedbackToken, read
 from actors.gateway.keys import TRAINS, Key, KeyBook, Refused, Scope, Train
 from actors.gateway.quota import Quotas
 from infra.metrics import Metrics
@@ -28,7 +28,7 @@ SCOPE_OF: Mapping[str, Scope] = {
 }
 
 
-class Door:
+class Authenticator:
     """One gateway's entrance. clock: seconds of the epoch."""
 
     def __init__(self, book: KeyBook, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
@@ -74,7 +74,7 @@ class Door:
 
     def granted(self, token: str, answer: str) -> Key:
         """The key that asked for a browser's token, which may say something of this one answer now. Raises ApiError."""
-        grant: Grant = read(token, self.book.secret, self._clock())
+        grant: FeedbackToken = read(token, self.book.secret, self._clock())
         try:
             key = self.book.live(grant.key, self._clock())
         except Refused as refused:

@@ -15,10 +15,10 @@ from actors.gateway.errors import ApiError
 MAX_LIFE_S = 30 * 24 * 3600
 
 
-class Grant(msgspec.Struct, frozen=True, array_like=True):
+class FeedbackToken(msgspec.Struct, frozen=True, array_like=True):
     """What a token says. answer: the only one it is for. key: the key that asked for it; it dies with it.
 
-    Example: Grant("hr-a1b2.0-3-0", "abcdefghijklmnop", 1763715600.0)
+    Example: FeedbackToken("hr-a1b2.0-3-0", "abcdefghijklmnop", 1763715600.0)
     """
 
     answer: str
@@ -26,13 +26,13 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     expires_s: float
 
 
-def sign(grant: Grant, secret: bytes) -> str:
+def sign(grant: FeedbackToken, secret: bytes) -> str:
     """The token."""
     payload = msgspec.json.encode(grant)
     return f"{_text(payload)}.{_text(_mac(payload, secret))}"
 
 
-def read(token: str, secret: bytes, now_s: float) -> Grant:
+def read(token: str, secret: bytes, now_s: float) -> FeedbackToken:
     """What a token grants. Raises ApiError for one that is forged, damaged or too old."""
     payload, _, signature = token.partition(".")
     try:
@@ -41,7 +41,7 @@ def read(token: str, secret: bytes, now_s: float) -> Grant:
         raise _refused("invalid_token", "the feedback token is not one of ours") from error
     if not hmac.compare_digest(mac, _mac(body, secret)):
         raise _refused("invalid_token", "the feedback token is not one of ours")
-    grant = msgspec.json.decode(body, type=Grant)
+    grant = msgspec.json.decode(body, type=FeedbackToken)
     if now_s >= grant.expires_s:
         raise _refused("expired_token", "the feedback token has expired")
     return grant

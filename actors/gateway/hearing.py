@@ -120,7 +120,7 @@ def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, n
         raise ApiError(401, f"{webhook.header}: not the signature of this body", code="invalid_signature")
 
 
-class Hearing:
+class FeedbackIntake:
     """Takes feedback in. secret: what names are keyed with, b"" before it is known. may_record: whether what a key with this
     `--train` was answered may be written about.
     """

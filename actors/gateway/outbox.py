@@ -38,7 +38,7 @@ FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
 
 
-class Publisher(Protocol):
+class RecordPublisher(Protocol):
     """The part of `Log` that this needs."""
 
     async def answers(self, topic: Topic) -> None:
@@ -48,7 +48,7 @@ class Publisher(Protocol):
         """Store one record; returns once confirmed."""
 
 
-class Held(Protocol):
+class HeldRecords(Protocol):
     """Keys that records are sealed under and the object store does not have yet: `actors.gateway.held`."""
 
     @property
@@ -83,11 +83,11 @@ class Outbox:
 
     def __init__(
         self,
-        log: Publisher,
+        log: RecordPublisher,
         spool: Spool,
         metrics: Metrics,
         *,
-        held: Held,
+        held: HeldRecords,
         queue_records: int,
         queue_bytes: int,
         send_s: float,

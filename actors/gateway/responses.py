@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from actors.gateway.ask import Ask
+from actors.gateway.ask import ParsedRequest
 from actors.gateway.conversation import Called
 from actors.gateway.sample import Decode
 
@@ -83,7 +83,7 @@ def text_choice(envelope: Envelope, index: int, text: str, finish: str | None, l
     return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs, **answer}
 
 
-def chat_logprobs(ask: Ask, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]) -> Object | None:
+def chat_logprobs(ask: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]) -> Object | None:
     """logprobs of a chat completion; of alternatives only the chosen one is known."""
     if not ask.logprobs:
         return None
@@ -95,7 +95,7 @@ def chat_logprobs(ask: Ask, decode: Decode, tokens: Sequence[int], logprobs: Seq
     return {"content": entries, "refusal": None}
 
 
-def text_logprobs(ask: Ask, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]) -> Object | None:
+def text_logprobs(ask: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]) -> Object | None:
     """logprobs of a completion."""
     if not ask.logprobs:
         return None

@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from actors.desk import Desk
+from actors.desk import Scheduler
 from actors.engine import Engine
 from actors.gateway.app import Site
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayConfig, Webhook
-from actors.gateway.door import Door
+from actors.gateway.door import Authenticator
 from actors.gateway.heads import bounded_heads
-from actors.gateway.hearing import Hearing
+from actors.gateway.hearing import FeedbackIntake
 from actors.gateway.held import HeldKeys
 from actors.gateway.keys import KeyBook
 from actors.gateway.listen import Server, bound, make_server, serve_on
@@ -61,7 +61,7 @@ class Hold(msgspec.Struct, frozen=True):
     eval_hold_s: float = 0.0
 
 
-class Rig(msgspec.Struct, frozen=True, kw_only=True):
+class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):
     """What a follower needs of a gateway."""
 
     log: Log
@@ -98,14 +98,14 @@ async def run_gateway(
     try:
         memory = claimed.path / "policy.json"
         follower = PolicyFollower(
-            Rig(log=log, engine=engine, metrics=metrics, origin=instance),
+            ServingRuntime(log=log, engine=engine, metrics=metrics, origin=instance),
             _settled_desk(),
             store,
             floor.policy.name,
             channel=config.channel,
             loaded=lambda event: _remember(memory, event, metrics),
         )
-        gateway, door, hearing = await _assembled(
+        gateway, authenticator, hearing = await _assembled(
             config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, minter,
             _trial_of(config, follower),
         )  # fmt: skip
@@ -114,13 +114,13 @@ async def run_gateway(
         try:
             await _bring_last(follower, memory, engine)
             site = Site(
-                gateway, door, hearing, metrics,
+                gateway, authenticator, hearing, metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
                 state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
                 canary=canary,
             )  # fmt: skip
-            loops = _Loops(log, store, gateway, follower, door.book, metrics, instance, canary)
+            loops = _Loops(log, store, gateway, follower, authenticator.book, metrics, instance, canary)
             server = make_server(site.app(), config.drain_s, bounded_heads(metrics, config.limits.body_s))
             await loops.run(server, sock, listening, stop)
         finally:
@@ -212,7 +212,7 @@ async def _assembled(
     instance: str,
     minter: Minter,
     trial: Callable[[], int],
-) -> tuple[Gateway, Door, Hearing]:
+) -> tuple[Gateway, Authenticator, FeedbackIntake]:
     spool = await asyncio.to_thread(lambda: Spool(folder, max_bytes=config.spool_mb * _MB))
     if spool.torn_bytes or spool.damaged:
         _log.warning("spool_recovered torn_bytes=%d damaged_segments=%d", spool.torn_bytes, spool.damaged)
@@ -246,7 +246,7 @@ async def _assembled(
         await asyncio.to_thread(book.refresh, store)
     except StoreError as error:
         _log.warning("keys_not_read error=%s", error)
-    hearing = Hearing(
+    hearing = FeedbackIntake(
         recorder,
         outbox,
         metrics,
@@ -254,7 +254,7 @@ async def _assembled(
         secret=lambda: book.secret if book.is_read else b"",
         may_record=gateway.may_record,
     )
-    return gateway, Door(book, metrics), hearing
+    return gateway, Authenticator(book, metrics), hearing
 
 
 def _trial_of(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:
@@ -350,10 +350,10 @@ async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metri
             _log.warning("keys_not_read error=%s", error)
 
 
-def _settled_desk() -> Desk:
-    desk = Desk(max_episodes=1)
-    desk.settled.set()
-    return desk
+def _settled_desk() -> Scheduler:
+    scheduler = Scheduler(max_episodes=1)
+    scheduler.settled.set()
+    return scheduler
 
 
 def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from actors.continuation import Turn
 from actors.engine import Engine, EngineStopped, Sampling, SchemaRefused
-from actors.gateway.ask import Ask
+from actors.gateway.ask import ParsedRequest
 from actors.gateway.config import GatewayConfig
 from actors.gateway.conversation import Called, read_calls, written
 from actors.gateway.errors import ApiError, bad, unavailable
@@ -62,14 +62,14 @@ class Minter:
         return self._next - 1
 
 
-class Turns(msgspec.Struct, kw_only=True):
+class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served. place: for its answers. session: "" where the client
     named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: whose key it is
     sealed under, "" for nobody's. failed: by the engine.
     """
 
     place: Place
-    ask: Ask
+    ask: ParsedRequest
     key: Key
     group: str
     session: str
@@ -134,11 +134,11 @@ class Gateway:
         self._stop_tokens = stop_tokens
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
 
-    def is_long(self, ask: Ask) -> bool:
+    def is_long(self, ask: ParsedRequest) -> bool:
         """Whether what comes before the first token takes long, so that a client may be gone by then."""
         return bool(ask.json_schema) or ask.num_chars > _THREAD_CHARS
 
-    async def begin(self, ask: Ask, key: Key, session: str, place: Place, *, drawn: bool = True) -> Turns:
+    async def begin(self, ask: ParsedRequest, key: Key, session: str, place: Place, *, drawn: bool = True) -> InFlight:
         """Everything before the first token. place: for its answers, its taker's to release. Raises ApiError.
 
         drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
@@ -152,7 +152,7 @@ class Gateway:
         if ask.json_schema:
             await self._prepared(ask.json_schema, key)
         self.served.add(group)
-        return Turns(
+        return InFlight(
             place=place,
             ask=ask,
             key=key,
@@ -168,7 +168,7 @@ class Gateway:
             subject=self._subject(ask, key, name if session else ""),
         )
 
-    async def answer(self, turns: Turns, watch: Callable[[int], OnText] | None = None) -> None:
+    async def answer(self, turns: InFlight, watch: Callable[[int], OnText] | None = None) -> None:
         """Sample all choices into `turns`. Cancelled, it keeps and records what there is. Raises ApiError.
 
         watch: gives the listener of a choice.
@@ -195,11 +195,11 @@ class Gateway:
         """The version on trial, -1 for none, where this gateway takes part in trials."""
         return self._trial()
 
-    def release(self, turns: Turns) -> None:
+    def release(self, turns: InFlight) -> None:
         """Give back its place; again is fine."""
         turns.place.release()
 
-    def name_of(self, ask: Ask, key: Key, session: str) -> str:
+    def name_of(self, ask: ParsedRequest, key: Key, session: str) -> str:
         """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
 
         Requests of one name meet one side of a trial, and count as one person there.
@@ -216,11 +216,11 @@ class Gateway:
         allowed = {"nothing": (), "consented": ("yes",), "all": ("yes", "unset")}[self.config.train_on]
         return train in allowed
 
-    def _subject(self, ask: Ask, key: Key, session: str) -> str:
+    def _subject(self, ask: ParsedRequest, key: Key, session: str) -> str:
         goes_on = any(message.role == "assistant" for message in ask.prompt.plain)
         return self._users.subject(session, keyed_subject(self._secret(), key.tenant, ask.user), goes_on=goes_on)
 
-    async def _tokenized(self, ask: Ask, key: Key, session: str) -> Tokenized:
+    async def _tokenized(self, ask: ParsedRequest, key: Key, session: str) -> Tokenized:
         """The prompt as tokens. A long one leaves the event loop, and of these few are looked at at once. Raises ApiError."""
         limit = self.config.limits.prompt_tokens * CHARS_PER_TOKEN
         if ask.num_chars > limit:
@@ -231,7 +231,7 @@ class Gateway:
         async with self._long.turn(key.id):
             return await to_its_end(asyncio.to_thread(self._tokens, ask, session))
 
-    def _tokens(self, ask: Ask, session: str) -> Tokenized:
+    def _tokens(self, ask: ParsedRequest, session: str) -> Tokenized:
         """Tokens of the prompt as the template writes it and as it goes on from earlier turns, how many these are, and those
         that the answer must begin with. Raises ApiError.
         """
@@ -242,7 +242,7 @@ class Gateway:
         prefix = self.tokenizer.encode(ask.force) if ask.force else []
         return rendered, tokens + prefix, turn, prefix
 
-    def _rendered(self, ask: Ask) -> list[int]:
+    def _rendered(self, ask: ParsedRequest) -> list[int]:
         try:
             rendered = render(ask.prompt, self.tokenizer)
         except (ValueError, RecursionError) as error:
@@ -274,7 +274,7 @@ class Gateway:
         except EngineStopped as error:
             raise self._gone(error) from error
 
-    def _sampling(self, ask: Ask, tokens: Sequence[int]) -> Sampling:
+    def _sampling(self, ask: ParsedRequest, tokens: Sequence[int]) -> Sampling:
         room = self.engine.max_model_len - len(tokens)
         wanted = ask.max_tokens or min(self.config.limits.max_tokens, max(room, 1))
         if wanted > room:
@@ -293,13 +293,13 @@ class Gateway:
             json_schema=ask.json_schema,
         )
 
-    def _growing(self, turns: Turns, index: int, watch: Callable[[int], OnText] | None) -> Growing | None:
+    def _growing(self, turns: InFlight, index: int, watch: Callable[[int], OnText] | None) -> Growing | None:
         if watch is None and not turns.ask.stops:
             return None
         tell = watch(index) if watch is not None else _unheard
         return Growing(self.tokenizer.decode, turns.sampling, turns.ask.stops, tell)
 
-    def _choice(self, turns: Turns, index: int) -> Coroutine[Any, Any, Answer]:
+    def _choice(self, turns: InFlight, index: int) -> Coroutine[Any, Any, Answer]:
         sampling, growing = turns.sampling, turns.growing[index]
         if sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
@@ -307,7 +307,7 @@ class Gateway:
             return sample_whole(self.engine, self.tokenizer.decode, turns.tokens, sampling)
         return sample(self.engine, growing, turns.tokens, sampling)
 
-    def _failure(self, error: BaseException, turns: Turns) -> Exception:
+    def _failure(self, error: BaseException, turns: InFlight) -> Exception:
         if isinstance(error, ApiError):
             return error
         turns.failed = not isinstance(error, ValueError)
@@ -322,7 +322,7 @@ class Gateway:
             self.stopped.set_result(error)
         return unavailable("the engine has stopped; it is being started again")
 
-    def _ended(self, turns: Turns) -> None:
+    def _ended(self, turns: InFlight) -> None:
         """Remember and record, whole or not."""
         if not turns.answers:
             turns.answers = [growing.answer if growing is not None else Answer() for growing in turns.growing]
@@ -339,7 +339,7 @@ class Gateway:
         if turns.num_sampled:
             self._record(turns)
 
-    def _tally(self, turns: Turns, whole: bool) -> None:
+    def _tally(self, turns: InFlight, whole: bool) -> None:
         """Count for the gate what the engine did; a client that went away says nothing of it."""
         asker = Asker(turns.key.id, turns.session or turns.subject or turns.group)
         if turns.failed:
@@ -348,7 +348,7 @@ class Gateway:
             version = min(answer.starts[0][0] for answer in turns.answers)
             self.tallies.answered(version, turns.trial, [answer.text for answer in turns.answers], asker)
 
-    def _remember(self, turns: Turns, whole: bool) -> None:
+    def _remember(self, turns: InFlight, whole: bool) -> None:
         answer = turns.answers[0] if turns.answers else Answer()
         if not whole or answer.cut or len(turns.answers) > 1:
             self.sessions.forget(turns.session)
@@ -364,7 +364,7 @@ class Gateway:
             ),
         )
 
-    def _record(self, turns: Turns) -> None:
+    def _record(self, turns: InFlight) -> None:
         served = Served(
             group=turns.group,
             tenant=turns.key.tenant,

@@ -20,7 +20,7 @@ TOKENS = "I"  # the type code of an array of them: 4 bytes each
 _OBJECTS_BYTES = 1024  # of the objects that hold a session, about
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldSession(msgspec.Struct, frozen=True):
     """A session after its last turn. tokens: all of it. known, digest: how many messages it has, the answer last, and what
     they say. number: of turns in a row whose tokens go on exactly.
     """
@@ -38,10 +38,10 @@ class Held(msgspec.Struct, frozen=True):
         return 4 * num_tokens + sys.getsizeof(self.turn.content) + _OBJECTS_BYTES
 
 
-def held(tokens: Sequence[int], turn: Turn, plain: Sequence[Message], number: int) -> Held:
+def held(tokens: Sequence[int], turn: Turn, plain: Sequence[Message], number: int) -> HeldSession:
     """A session after a turn, packed. plain: the conversation, the answer last."""
     packed = msgspec.structs.replace(turn, rendered=array(TOKENS, turn.rendered), sampled=array(TOKENS, turn.sampled))
-    return Held(array(TOKENS, tokens), packed, len(plain), _digest(plain), number)
+    return HeldSession(array(TOKENS, tokens), packed, len(plain), _digest(plain), number)
 
 
 class Sessions:
@@ -50,7 +50,7 @@ class Sessions:
     def __init__(self, limit: int, max_bytes: int) -> None:
         self._limit = limit
         self._max_bytes = max_bytes
-        self._held: OrderedDict[str, Held] = OrderedDict()
+        self._held: OrderedDict[str, HeldSession] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Sessions:
                 return [*held.tokens, *added], held.number
         return list(rendered), 0
 
-    def keep(self, group: str, held: Held) -> None:
+    def keep(self, group: str, held: HeldSession) -> None:
         """Remember a session after a turn; those that were longest without one are forgotten."""
         self.forget(group)
         self._held[group] = held

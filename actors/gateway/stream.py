@@ -12,14 +12,14 @@ from actors.gateway.conversation import OPEN
 from actors.gateway.errors import ApiError
 from actors.gateway.responses import Envelope
 from actors.gateway.sample import OnText
-from actors.gateway.serving import Gateway, Turns
+from actors.gateway.serving import Gateway, InFlight
 from actors.gateway.text import StopStrings
 
 
 class Telling:
     """Events of one streamed response."""
 
-    def __init__(self, gateway: Gateway, turns: Turns, envelope: Envelope) -> None:
+    def __init__(self, gateway: Gateway, turns: InFlight, envelope: Envelope) -> None:
         self._gateway = gateway
         self._turns = turns
         self._envelope = envelope

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.config import decode
-from infra.sandbox.command import PROGRAM, Limits
+from infra.sandbox.command import PROGRAM, SandboxLimits
 from infra.sandbox.sandbox import Sandbox
 
 SCRIPT = "call.py"
@@ -27,7 +27,7 @@ class Python:
     def __init__(self, *, limits: Mapping[str, Any] | None = None, concurrency: int = 0) -> None:
         """limits: see `infra.sandbox.command.Limits`. concurrency: calls at once, 0 is one per CPU; the workflow's
         timeout_s has to cover the wait for the others."""
-        self._sandbox = Sandbox(decode(dict(limits or {}), Limits, "tool.limits"), concurrency=concurrency)
+        self._sandbox = Sandbox(decode(dict(limits or {}), SandboxLimits, "tool.limits"), concurrency=concurrency)
 
     def __call__(self, code: str) -> str:
         """Standard output. Raises ValueError with the last of standard error for a program that failed or was stopped."""

@@ -23,7 +23,7 @@ from schemas.ids import answer_id, experience_id, request_group, session_name
 from schemas.topics import PROGRESS, VERIFIED
 from streams.chain_builder import build_collect
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.config import RewardConfig, StreamsConfig
 
@@ -89,7 +89,7 @@ async def _take(collector: Collector, records: list[Record]) -> None:
 
 
 def _collector(log: Log, folder: Path) -> Collector:
-    sources = {"csat": Source(window_ms=DAY_MS, late="amend", discount=0.9, per_rater=100, within_ms=3_600_000)}
+    sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.9, per_rater=100, within_ms=3_600_000)}
     rules = Rules(deadline_ms=300_000, keep_ms=30 * DAY_MS, sources=sources)
     return Collector(log, Metrics("process"), 0, CollectSettings(folder, rules, build_collect(CONFIG)))
 

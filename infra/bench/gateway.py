@@ -81,7 +81,7 @@ def run() -> dict[str, float]:
     }
 
 
-class Child(msgspec.Struct):
+class BenchChild(msgspec.Struct):
     """The gateway's process. told: its ports and key."""
 
     process: Any
@@ -95,11 +95,11 @@ class Child(msgspec.Struct):
 
 
 @contextmanager
-def _gateway(folder: Path, core: int) -> Iterator[Child]:
+def _gateway(folder: Path, core: int) -> Iterator[BenchChild]:
     command = [sys.executable, "-m", "infra.bench.gateway", str(folder), str(core)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
-        yield Child(process, json.loads(process.stdout.readline()))
+        yield BenchChild(process, json.loads(process.stdout.readline()))
         process.stdin.close()
 
 
@@ -113,7 +113,7 @@ def _pinned(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-async def _through(port: int, key: str, child: Child, *, spread_s: float = 0.0) -> Timed:
+async def _through(port: int, key: str, child: BenchChild, *, spread_s: float = 0.0) -> Timed:
     """A round of clients that keep their connections."""
     body = json.dumps({"model": "m", "messages": MESSAGES, "max_tokens": TOKENS}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {key}\r\n"

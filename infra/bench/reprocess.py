@@ -17,7 +17,7 @@ from schemas import Block, Message, Span, make_experience
 from schemas.ids import experience_id
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, VERIFIED, Topic
 from streams.config import ScoreConfig, StreamsConfig
-from streams.reprocess.report import Report
+from streams.reprocess.report import ReprocessReport
 from streams.reprocess.run import Order, StageName, plan, reprocess
 
 GROUP_SIZE = 16
@@ -51,7 +51,7 @@ async def _run(groups: int, seed: int) -> dict[str, float]:
     return figures
 
 
-async def _timed(log: Log, order: Order) -> tuple[float, Report]:
+async def _timed(log: Log, order: Order) -> tuple[float, ReprocessReport]:
     ranges = await plan(log, order)
     started_s = time.process_time()
     report = await reprocess(log, order, ranges, Floor(app=log.app), CONFIG, lambda count: None)

@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from infra.sandbox.command import Limits
+from infra.sandbox.command import SandboxLimits
 from infra.sandbox.sandbox import Sandbox
 
 NUM_RUNS = 1000
@@ -30,7 +30,7 @@ def run(num_runs: int = NUM_RUNS) -> dict[str, float]:
     try:
         before = set(_children())
         confined = Sandbox()
-        impatient = Sandbox(Limits(wall_s=0.5))
+        impatient = Sandbox(SandboxLimits(wall_s=0.5))
         command = confined.python_command("-c", "pass")
         alone, inside = [], []
         for index in range(num_runs):

@@ -91,7 +91,7 @@ class Dropped(msgspec.Struct, frozen=True):
     processor: str = ""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ChainResult(msgspec.Struct, frozen=True):
     """All that went in and all that was made: members of the group first, then what was made, in other groups.
 
     absent: verdicts that were not given though asked for, by (score, reason). cost_usd: of each score that charged.
@@ -146,7 +146,7 @@ def new_memories(steps: Sequence[Step]) -> dict[str, Memory]:
     return {step.name: Memory(step.memory) for step in steps if step.memory}
 
 
-async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], context: Context) -> Outcome:
+async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], context: Context) -> ChainResult:
     """Pass experiences of one group through the steps. Never raises for what a step does."""
     flow = _Flow(experiences)
     last_memory = max((index for index, step in enumerate(steps) if step.memory), default=-1)
@@ -189,7 +189,7 @@ class _Flow:
     def drop(self, experience: Experience, index: int, reason: str, detail: str) -> None:
         self.dropped.append((experience, index, reason, detail))
 
-    def outcome(self, steps: Sequence[Step]) -> Outcome:
+    def outcome(self, steps: Sequence[Step]) -> ChainResult:
         stamps = tuple(step.stamp for step in steps)
         kept: list[Experience] = []
         for member in self.members:
@@ -203,7 +203,7 @@ class _Flow:
             passed = stamps[self.made_at.get(experience.id, 0) : until]
             return msgspec.structs.replace(experience, stamps=experience.stamps + passed)
 
-        return Outcome(
+        return ChainResult(
             kept=tuple(stamped(member, len(stamps)) for member in kept),
             dropped=tuple(
                 Dropped(stamped(experience, index + 1), reason, detail, stamps[index])

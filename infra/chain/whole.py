@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from infra.chain import calls
 from infra.chain.calls import Failure
-from infra.chain.chain import Context, Dropped, Outcome, Step, run_chain
+from infra.chain.chain import Context, Dropped, ChainResult, Step, run_chain
 from infra.chain.faults import accepted
 from infra.processor import Drop
 from schemas import Experience
@@ -16,7 +16,7 @@ from schemas import Experience
 NONSENSE = "processor returned nonsense"
 
 
-async def run_whole(steps: Sequence[Step], experiences: Sequence[Experience]) -> Outcome:
+async def run_whole(steps: Sequence[Step], experiences: Sequence[Experience]) -> ChainResult:
     """Pass a batch through the steps, in their order. Never raises for what a step does."""
     kept: tuple[Experience, ...] = tuple(experiences)
     dropped: list[Dropped] = []
@@ -26,10 +26,10 @@ async def run_whole(steps: Sequence[Step], experiences: Sequence[Experience]) ->
         outcome = await (_whole(step, kept) if step.kind == "batch" else run_chain((step,), kept, Context()))
         kept = outcome.kept
         dropped += outcome.dropped
-    return Outcome(kept=kept, dropped=tuple(dropped))
+    return ChainResult(kept=kept, dropped=tuple(dropped))
 
 
-async def _whole(step: Step, members: tuple[Experience, ...]) -> Outcome:
+async def _whole(step: Step, members: tuple[Experience, ...]) -> ChainResult:
     result = await _answer(step, members)
     if isinstance(result, Failure):
         return _all_dropped(step, members, f"processor {result.kind}", result.detail)
@@ -47,7 +47,7 @@ async def _whole(step: Step, members: tuple[Experience, ...]) -> Outcome:
             dropped.append(Dropped(member, NONSENSE, after, step.stamp))
         else:
             kept.append(after)
-    return Outcome(kept=tuple(kept), dropped=tuple(dropped))
+    return ChainResult(kept=tuple(kept), dropped=tuple(dropped))
 
 
 async def _answer(step: Step, members: tuple[Experience, ...]) -> object:
@@ -60,5 +60,5 @@ async def _answer(step: Step, members: tuple[Experience, ...]) -> object:
     return result
 
 
-def _all_dropped(step: Step, members: Sequence[Experience], reason: str, detail: str) -> Outcome:
-    return Outcome(kept=(), dropped=tuple(Dropped(member, reason, detail, step.stamp) for member in members))
+def _all_dropped(step: Step, members: Sequence[Experience], reason: str, detail: str) -> ChainResult:
+    return ChainResult(kept=(), dropped=tuple(Dropped(member, reason, detail, step.stamp) for member in members))

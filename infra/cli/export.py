@@ -9,7 +9,7 @@ import msgspec
 
 from infra.bus.bus import Partition, Record
 from infra.bus.log import Log
-from infra.cli.source import Source, opened, shaping
+from infra.cli.source import ReplaySource, opened, shaping
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import ABOUT, About, Archive, writing
 from infra.vision import vision_if_any
@@ -45,7 +45,7 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
     return 0
 
 
-async def fill(archive: Archive, source: Source, start: Start) -> dict[str, int]:
+async def fill(archive: Archive, source: ReplaySource, start: Start) -> dict[str, int]:
     """Everything a replay from `start` reads; how many records of each topic."""
     held = (topics.BATCHES, topics.BUFFER)
     about = About(settings=shaping(source.settings), topics=tuple(topic.name for topic in held))

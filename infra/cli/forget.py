@@ -15,7 +15,7 @@ from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.cli.trace import index_of
 from infra.config import duration_s
-from infra.ledger.forget import Report, checkpointed, complete, destroy, tell
+from infra.ledger.forget import ForgetReport, checkpointed, complete, destroy, tell
 from infra.seal import FRESH_S, Keys
 from schemas import Batch, Progress, Saved
 from schemas.errors import ConfigError
@@ -99,7 +99,7 @@ async def trains(log: Log) -> bool:
     return not all(ended.values())
 
 
-def show(console: Console, found: Report) -> None:
+def show(console: Console, found: ForgetReport) -> None:
     """The report as a person reads it."""
     console.print(
         f"forgotten as {found.about}: {len(found.keys)} keys destroyed, {found.groups} groups cannot be opened"

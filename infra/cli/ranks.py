@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from infra.cli.settings import Settings
-from infra.local.ranks import Group, run_ranks
+from infra.local.ranks import RankGroup, run_ranks
 from infra.plugin import find
 from schemas.errors import ConfigError
 
@@ -18,7 +18,7 @@ async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop
     if not hasattr(found, "follow"):
         raise ConfigError(several_ranks(settings))
     overrides = [argument for one in sets for argument in ("--set", one)]
-    group = Group(
+    group = RankGroup(
         argv=(sys.executable, "-m", "infra.cli.main", "train", "--config", str(config), *overrides),
         num_ranks=settings.trainer.ranks,
         log=settings.folder / "logs",

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from infra.cli.source import Source, opened
+from infra.cli.source import ReplaySource, opened
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import MAX_BYTES
 from infra.metrics import Metrics
@@ -19,7 +19,7 @@ from trainer.checkpoint import Position
 from trainer.learner import open_learner
 from trainer.origin import differences, made_with
 from trainer.replay import Compared, Start, find_start, forgotten_steps, replay
-from trainer.report import Report
+from trainer.report import TrainerReport
 from trainer.shipped import foreign_names
 from trainer.sight import open_sight
 from trainer.state import Learning
@@ -27,7 +27,7 @@ from trainer.state import Learning
 SHOWN_HASH = 16
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay found. bits_promised: nothing the bits depend on differs from the run. differs: name → (there, here).
 
     forgotten: steps that trained on what was forgotten since, where the replay had to end before the first of them.
@@ -76,7 +76,7 @@ async def run_replay(
             floor=source.settings,
             config=source.settings.trainer,
             learner=learner,
-            report=Report(Metrics("replay")),
+            report=TrainerReport(Metrics("replay")),
             position=Position(),
             sight=await asyncio.to_thread(open_sight, source.model, source.store),
         )
@@ -91,7 +91,7 @@ async def run_replay(
     return verdict.exit_code if verify else 0
 
 
-def check_names(console: Console, source: Source, *, trusted: bool) -> None:
+def check_names(console: Console, source: ReplaySource, *, trusted: bool) -> None:
     """Print what would be imported and does not ship, and let it be found. Raises ConfigError where it is not trusted."""
     names = foreign_names(source.settings.trainer)
     if names and not trusted:
@@ -106,8 +106,8 @@ def check_names(console: Console, source: Source, *, trusted: bool) -> None:
 
 
 async def done_again(
-    console: Console, source: Source, run: Learning, from_step: int | None, to_step: int | None, *, verify: bool
-) -> Verdict:
+    console: Console, source: ReplaySource, run: Learning, from_step: int | None, to_step: int | None, *, verify: bool
+) -> ReplayResult:
     """Replay under a progress bar, with a line for each checkpoint."""
     began_s = time.monotonic()
     with console.status("reading the journal"):
@@ -137,16 +137,16 @@ async def done_again(
 
 
 def judged(
-    source: Source,
+    source: ReplaySource,
     run: Learning,
     start: Start,
     compared: list[Compared],
     differs: dict[str, tuple[str, str]],
     here: dict[str, str],
     replay_s: float,
-) -> Verdict:
+) -> ReplayResult:
     """What all of it says."""
-    return Verdict(
+    return ReplayResult(
         run=source.run,
         from_step=start.manifest.place.step,
         to_step=run.position.step,
@@ -175,7 +175,7 @@ def line(one: Compared, *, verify: bool) -> str:
     return "  ".join(words)
 
 
-def summarize(console: Console, verdict: Verdict, *, verify: bool) -> None:
+def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
     """The figures, and what they promise."""
     rate = verdict.steps / verdict.replay_s if verdict.replay_s else 0.0
     ratio = f", {verdict.run_s / verdict.replay_s:.1f} times faster than the run" if verdict.replay_s else ""
@@ -206,7 +206,7 @@ def summarize(console: Console, verdict: Verdict, *, verify: bool) -> None:
         console.print(f"bits are not promised here ({why}); every batch is the one that was journaled", style="yellow")
 
 
-def as_table(verdict: Verdict) -> dict[str, Any]:
+def as_table(verdict: ReplayResult) -> dict[str, Any]:
     """The verdict as plain data, with the figures a reader would compute from it."""
     found: dict[str, Any] = msgspec.to_builtins(verdict)
     for plain, one in zip(found["checkpoints"], verdict.checkpoints, strict=True):

@@ -18,7 +18,7 @@ from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from streams.reprocess.letters import LettersReport
-    from streams.reprocess.report import Report
+    from streams.reprocess.report import ReprocessReport
     from streams.reprocess.run import Order
 
 
@@ -50,7 +50,7 @@ async def run_reprocess(
     return 0
 
 
-async def _stage(settings: Settings, judged_by: Settings, order: "Order", console: Console) -> "Report":
+async def _stage(settings: Settings, judged_by: Settings, order: "Order", console: Console) -> "ReprocessReport":
     from streams.reprocess.run import plan, reprocess
 
     async with reading(settings) as log:
@@ -85,12 +85,12 @@ def bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], No
         yield moved
 
 
-def to_json(report: "Report") -> str:
+def to_json(report: "ReprocessReport") -> str:
     """The report as one line."""
     return msgspec.json.encode(msgspec.to_builtins(report) | {"same": report.is_same}).decode()
 
 
-def show(console: Console, report: "Report", order: "Order", settings: Settings) -> None:
+def show(console: Console, report: "ReprocessReport", order: "Order", settings: Settings) -> None:
     """Totals, then every change with its examples."""
     totals = Table(title=f"{report.stage}: {title(report, order)}", show_header=False, title_justify="left")
     totals.add_column()
@@ -114,7 +114,7 @@ def show(console: Console, report: "Report", order: "Order", settings: Settings)
         )
 
 
-def title(report: "Report", order: "Order") -> str:
+def title(report: "ReprocessReport", order: "Order") -> str:
     """What the comparison says in a word."""
     if not order.diff:
         return "run, not compared"
@@ -123,7 +123,7 @@ def title(report: "Report", order: "Order") -> str:
     return "the same as recorded" if report.is_same else "NOT as recorded"
 
 
-def totals_of(report: "Report", order: "Order") -> list[tuple[str, int]]:
+def totals_of(report: "ReprocessReport", order: "Order") -> list[tuple[str, int]]:
     """Rows of the table of totals; those that are always there first."""
     rows = [("records", report.records), ("kept", report.kept)]
     rows += [(f"dropped: {reason}", count) for reason, count in sorted(report.dropped.items(), key=lambda one: -one[1])]

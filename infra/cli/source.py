@@ -28,7 +28,7 @@ UNPACKED_MODEL = "model"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-class Source(NamedTuple):
+class ReplaySource(NamedTuple):
     """A run to read. model: folder, or name, of the model it began with."""
 
     settings: Settings
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
 
 @asynccontextmanager
-async def opened(path: Path, max_bytes: int = MAX_BYTES) -> AsyncIterator[Source]:
+async def opened(path: Path, max_bytes: int = MAX_BYTES) -> AsyncIterator[ReplaySource]:
     """The run at `path`: its folder, its TOML, or an archive that unpacks to at most `max_bytes`.
 
     Raises ConfigError, BadFrame, BrokerUnavailable.
@@ -56,10 +56,10 @@ async def opened(path: Path, max_bytes: int = MAX_BYTES) -> AsyncIterator[Source
     if not settings.kafka.bootstrap_servers and not kafka_folder(settings).is_dir():
         raise ConfigError(f"{settings.folder}: no run was started here; expected its log in {kafka_folder(settings)}")
     async with reading(settings) as log:
-        yield Source(settings, log, store_of(settings), model_folder(settings))
+        yield ReplaySource(settings, log, store_of(settings), model_folder(settings))
 
 
-def unpacked(path: Path, folder: Path, max_bytes: int = MAX_BYTES) -> Source:
+def unpacked(path: Path, folder: Path, max_bytes: int = MAX_BYTES) -> ReplaySource:
     """An archive, unpacked below an empty folder. Raises ConfigError, BadFrame."""
     from infra.store_directory import DirectoryStore
 
@@ -71,7 +71,7 @@ def unpacked(path: Path, folder: Path, max_bytes: int = MAX_BYTES) -> Source:
         raise ConfigError(f'{where}: policy.model: got "{model}", expected "{UNPACKED_MODEL}" or a Hugging Face name')
     settings = msgspec.structs.replace(settings, folder=folder)
     store = DirectoryStore(folder / "store")
-    return Source(settings, restore_log(folder, about, settings.app, store), store, model_folder(settings))
+    return ReplaySource(settings, restore_log(folder, about, settings.app, store), store, model_folder(settings))
 
 
 def shaping(settings: Settings) -> Table:

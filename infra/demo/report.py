@@ -20,7 +20,7 @@ from schemas import Batch, topics
 from trainer.journal import JournalRecord, effective
 
 
-class Report(msgspec.Struct, frozen=True):
+class DemoReport(msgspec.Struct, frozen=True):
     """values: what report.json holds."""
 
     values: dict[str, Any]
@@ -30,7 +30,7 @@ class Report(msgspec.Struct, frozen=True):
         return json.dumps(self.values)
 
 
-async def finish_report(log: Log, settings: Settings, watch: Watch, options: DemoOptions) -> Report:
+async def finish_report(log: Log, settings: Settings, watch: Watch, options: DemoOptions) -> DemoReport:
     """Read what the log says at the end, write report.json and report.png."""
     await catch_up(log, watch)
     account = await audit(log, settings.run or settings.app)
@@ -68,7 +68,7 @@ async def finish_report(log: Log, settings: Settings, watch: Watch, options: Dem
             traffic_values, watch, settings.folder / USERS_FILE, task_of(options.task).suite
         )
         draw = draw_traffic
-    report = Report(values)
+    report = DemoReport(values)
     (settings.folder / "report.json").write_text(json.dumps(values, indent=2) + "\n")
     await asyncio.to_thread(draw, watch, values, settings.folder / "report.png")
     return report

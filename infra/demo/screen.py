@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infra.cli.settings import Settings
-from infra.demo.report import Report
+from infra.demo.report import DemoReport
 from infra.demo.settings import DemoOptions
 from infra.demo.watch import Watch
 
@@ -50,7 +50,7 @@ class Screen:
         if self._live.is_started:
             self._live.stop()
 
-    def print_result(self, report: Report) -> None:
+    def print_result(self, report: DemoReport) -> None:
         """The table at the end, and what to try next."""
         self._console.print(result_table(report))
         folder = self._settings.folder
@@ -129,7 +129,7 @@ def flows(watch: Watch) -> RenderableType:
     )
 
 
-def result_table(report: Report) -> Table:
+def result_table(report: DemoReport) -> Table:
     """The figures worth a look at the end."""
     table = Table(title="headrace demo", show_header=False)
     values = report.values

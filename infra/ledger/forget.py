@@ -26,7 +26,7 @@ from schemas.ids import subject_of
 from schemas.names import keyed_subject
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a forgetting found. keys: destroyed now or earlier. groups: sealed under them, those made from others included.
 
     steps: journaled on it and not taken back; replay cannot compute these again, nor anything after the first of them that
@@ -35,7 +35,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     texts: sessions where what was written under the session's own key (feedback, turns that named nobody) cannot be read any
     more. tasks: that quoted them, and are emptied.
 
-    Example: Report(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,
+    Example: ForgetReport(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,
                     replay_from=40)
     """
 
@@ -58,7 +58,7 @@ def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
     return tuple(key_id for subject in subjects for key_id in keys.destroy(subject))
 
 
-async def complete(log: Log, index: Index, keys: Keys, about: str, key_ids: tuple[str, ...]) -> Report:
+async def complete(log: Log, index: Index, keys: Keys, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
     """Bring the index up to date, destroy the keys of the user's sessions, empty tasks that quote them, and report. Raises
     StoreError; then it is to be done again.
     """
@@ -104,10 +104,10 @@ async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) ->
         await reader.close()
 
 
-def report(index: Index, about: str, key_ids: tuple[str, ...]) -> Report:
+def report(index: Index, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
     """What the log says about these keys. The index is up to date."""
     steps = tuple(one.step for one in index.steps_under(key_ids) if not one.undone)
-    return Report(
+    return ForgetReport(
         about=about,
         keys=key_ids,
         groups=index.num_groups_under(key_ids),

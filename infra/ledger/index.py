@@ -48,10 +48,10 @@ CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
 """
 
 
-class Place(msgspec.Struct, frozen=True, order=True):
+class IndexPlace(msgspec.Struct, frozen=True, order=True):
     """Where one record lies and when the broker stored it. topic: without the app.
 
-    Example: Place(topic="verified", partition=3, offset=981, time_ms=1763715600000)
+    Example: IndexPlace(topic="verified", partition=3, offset=981, time_ms=1763715600000)
     """
 
     topic: str
@@ -107,12 +107,12 @@ class Index:
                 await self._read(log, topic, on_read)
             self._database.executescript(ORDER)
 
-    def places(self, group: str) -> list[Place]:
+    def places(self, group: str) -> list[IndexPlace]:
         """Records that may be about a group, by topic and offset: those of its key."""
         rows = self._database.execute(
             "SELECT topic, part, offset, time_ms FROM places WHERE grp = ?", (number(partition_key(group)),)
         )
-        return sorted(Place(*row) for row in rows)
+        return sorted(IndexPlace(*row) for row in rows)
 
     def steps(self, group: str) -> list[TrainedStep]:
         """Steps whose batch held a member of the group, ascending."""

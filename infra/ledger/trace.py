@@ -10,7 +10,7 @@ import msgspec
 
 from infra.bus.bus import Partition
 from infra.bus.log import Log, Message
-from infra.ledger.index import Index, Place, TrainedStep
+from infra.ledger.index import Index, IndexPlace, TrainedStep
 from infra.seal import FORGOTTEN, Keys, open_text
 from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
 from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, Sealed
@@ -80,7 +80,7 @@ async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
         raise NotInLog(str(error)) from error
     name = ref.removeprefix(ANSWER_PREFIX)
     found = {place: message for place, message in await read_at(log, index.places(group)) if message.value is not None}
-    by_topic: dict[str, list[tuple[Place, object]]] = {}
+    by_topic: dict[str, list[tuple[IndexPlace, object]]] = {}
     for place, message in found.items():
         by_topic.setdefault(place.topic, []).append((place, message.value))
     sources = (*by_topic.get("experiences", ()), *by_topic.get("experts", ()))
@@ -129,7 +129,7 @@ async def trace_policy(log: Log, index: Index, version: int) -> PolicyTrace:
         raise NotInLog(f"policy version {version} was never published; the newest is {index.newest_version()}")
     before = [event for _, event in await policy_events(log, index, own.parent) if event.event == "published"]
     steps = index.steps_between(before[0].step + 1 if before else 0, own.step)
-    places = [Place(topics.BATCHES.name, 0, step.offset, step.time_ms) for step in steps if not step.undone]
+    places = [IndexPlace(topics.BATCHES.name, 0, step.offset, step.time_ms) for step in steps if not step.undone]
     items = [
         item
         for _, message in await read_at(log, places)
@@ -149,7 +149,7 @@ async def trace_policy(log: Log, index: Index, version: int) -> PolicyTrace:
 
 async def policy_events(log: Log, index: Index, version: int) -> list[tuple[int, PolicyEvent]]:
     """What was said about a version, with times."""
-    places = [Place(topics.POLICIES.name, 0, offset, 0) for offset in index.policy_offsets(version)]
+    places = [IndexPlace(topics.POLICIES.name, 0, offset, 0) for offset in index.policy_offsets(version)]
     return [
         (message.timestamp_ms, message.value)
         for _, message in await read_at(log, places)
@@ -159,7 +159,7 @@ async def policy_events(log: Log, index: Index, version: int) -> list[tuple[int,
 
 async def uses_of(log: Log, steps: Sequence[TrainedStep], name: str) -> list[Use]:
     """Where the journal names an experience."""
-    places = {Place(topics.BATCHES.name, 0, step.offset, step.time_ms): step for step in steps}
+    places = {IndexPlace(topics.BATCHES.name, 0, step.offset, step.time_ms): step for step in steps}
     return [
         Use(
             step=batch.step,
@@ -179,7 +179,7 @@ async def uses_of(log: Log, steps: Sequence[TrainedStep], name: str) -> list[Use
     ]
 
 
-def members(records: Iterable[tuple[Place, object]], name: str) -> list[tuple[int, Experience]]:
+def members(records: Iterable[tuple[IndexPlace, object]], name: str) -> list[tuple[int, Experience]]:
     """Every copy of an experience in these blocks, with when it was stored, in log order."""
     return [
         (place.time_ms, member)
@@ -190,12 +190,12 @@ def members(records: Iterable[tuple[Place, object]], name: str) -> list[tuple[in
     ]
 
 
-async def read_at(log: Log, places: Iterable[Place]) -> list[tuple[Place, Message]]:
+async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPlace, Message]]:
     """The records at these places, in their order; those that retention has taken since are left out."""
-    by_topic: dict[str, list[Place]] = {}
+    by_topic: dict[str, list[IndexPlace]] = {}
     for place in sorted(places):
         by_topic.setdefault(place.topic, []).append(place)
-    found: list[tuple[Place, Message]] = []
+    found: list[tuple[IndexPlace, Message]] = []
     for name, wanted in by_topic.items():
         topic = by_name(name)
         begins = await log.bus.beginning_offsets(log.name(topic))

@@ -30,11 +30,11 @@ WORLD_SIZE = "WORLD_SIZE"
 POLL_S = 0.2
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What to run on how many ranks. log: folder, one file per rank. final_codes: 0, and those no restart can mend.
     max_failures: deaths in a row, each within HEALTHY_S of its start. stop_s: from SIGTERM to SIGKILL.
 
-    Example: Group(argv=(sys.executable, "-m", "infra.cli.main", "train"), num_ranks=2, log=Path("logs"))
+    Example: RankGroup(argv=(sys.executable, "-m", "infra.cli.main", "train"), num_ranks=2, log=Path("logs"))
     """
 
     argv: tuple[str, ...]
@@ -51,7 +51,7 @@ def rank_of(environment: Mapping[str, str]) -> int | None:
     return int(environment.get(RANK, "0")) if WORLD_SIZE in environment else None
 
 
-async def run_ranks(group: Group, stop: asyncio.Event) -> int:
+async def run_ranks(group: RankGroup, stop: asyncio.Event) -> int:
     """Keep the ranks running until rank 0 has done its work, or `stop`; returns the exit code of the group."""
     failures = 0
     while True:
@@ -75,7 +75,7 @@ async def run_ranks(group: Group, stop: asyncio.Event) -> int:
             continue
 
 
-async def _run_group(group: Group, stop: asyncio.Event) -> tuple[int, int]:
+async def _run_group(group: RankGroup, stop: asyncio.Event) -> tuple[int, int]:
     """One life of the group: exit code of the process that ended it, and its rank."""
     ranks = _start(group)
     try:
@@ -108,7 +108,7 @@ async def _run_group(group: Group, stop: asyncio.Event) -> tuple[int, int]:
             watched.release()
 
 
-def _start(group: Group) -> list[Watched]:
+def _start(group: RankGroup) -> list[Watched]:
     with socket.socket() as free:  # a port of its own for every life: the old one may linger
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -14,7 +14,7 @@ import subprocess
 import time
 from typing import Literal
 
-from infra.sandbox.command import Limits
+from infra.sandbox.command import SandboxLimits
 from infra.sandbox.memory import used_bytes
 from schemas.errors import SandboxUnavailable
 
@@ -25,11 +25,11 @@ KILL_S = 30.0
 Fault = Literal["", "wall time", "output limit", "memory"]
 
 
-class Child:
+class SandboxChild:
     """Use as a context manager; not safe for concurrent use. fault: why it was stopped, "" while it was not."""
 
     def __init__(
-        self, command: list[str], descriptors: tuple[int, ...], status: tuple[int, int], limits: Limits
+        self, command: list[str], descriptors: tuple[int, ...], status: tuple[int, int], limits: SandboxLimits
     ) -> None:
         """Start it. status: both ends of the pipe that `command` writes bubblewrap's status to."""
         self.started_s = time.monotonic()
@@ -58,7 +58,7 @@ class Child:
         self._outer = os.pidfd_open(self._process.pid)
         self._open_inner()
 
-    def __enter__(self) -> "Child":
+    def __enter__(self) -> "SandboxChild":
         return self
 
     def __exit__(self, *_: object) -> None:

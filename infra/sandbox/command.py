@@ -35,13 +35,13 @@ Whole = Annotated[int, msgspec.Meta(ge=1, description="a whole number of 1 or mo
 Above = Annotated[float, msgspec.Meta(gt=0, description="seconds above 0")]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one run may use. wall_s: of the run, start included. cpu_s, memory_bytes (address space), open_files: of
     each of its processes; total_bytes: of memory, of all of them together, looked at every 20 ms: they may be over it for
     so long. processes: threads count too. file_bytes: of one file. tmp_bytes: of /tmp, and of /dev/shm.
     output_bytes: of standard output, and of standard error.
 
-    Example: Limits(wall_s=5, memory_bytes=1 << 30)
+    Example: SandboxLimits(wall_s=5, memory_bytes=1 << 30)
     """
 
     wall_s: Above = 10.0
@@ -71,7 +71,7 @@ def confined(
     program: Sequence[str],
     *,
     bwrap: str,
-    limits: Limits,
+    limits: SandboxLimits,
     as_root: bool,
     files: Mapping[str, int],
     readable: Sequence[str],
@@ -100,7 +100,7 @@ def _namespaces(as_root: bool) -> list[str]:
     return [*shared, "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"]
 
 
-def _mounts(limits: Limits, files: Mapping[str, int], readable: Sequence[str]) -> list[str]:
+def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[str]) -> list[str]:
     """An empty root with the runtime, the run's files, a small /dev, /dev/shm and /tmp; all but the last read-only."""
     paths = [*RUNTIME, *_python_runtime(), *readable]
     made: set[str] = set()
@@ -147,7 +147,7 @@ def _python_runtime() -> list[str]:
     return [python_executable(), f"{sys.base_prefix}/lib"]
 
 
-def _limits(limits: Limits) -> list[str]:
+def _limits(limits: SandboxLimits) -> list[str]:
     pairs = {
         "cpu": limits.cpu_s, "as": limits.memory_bytes, "nproc": limits.processes, "nofile": limits.open_files,
         "fsize": limits.file_bytes, "core": 0, "memlock": 0,

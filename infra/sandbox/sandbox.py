@@ -16,13 +16,13 @@ from contextlib import contextmanager
 
 import msgspec
 
-from infra.sandbox.child import Child, Fault
-from infra.sandbox.command import Limits, confined, is_machine_root, python_executable
+from infra.sandbox.child import SandboxChild, Fault
+from infra.sandbox.command import SandboxLimits, confined, is_machine_root, python_executable
 from infra.sandbox.seccomp import seccomp_filter
 from schemas.errors import SandboxUnavailable
 
 INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)"
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = SandboxLimits()
 PROBE = "import os; print(os.getuid(), len(os.listdir('/tmp')))"
 
 
@@ -48,7 +48,7 @@ class Sandbox:
 
     def __init__(
         self,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: SandboxLimits = DEFAULT_LIMITS,
         *,
         readable: Sequence[str] = (),
         concurrency: int = 0,
@@ -76,7 +76,7 @@ class Sandbox:
             return Finished(code, child.fault, bytes(child.stdout), bytes(child.stderr), wall_s)
 
     @contextmanager
-    def open(self, program: Sequence[str], files: Mapping[str, bytes] | None = None) -> Iterator[Child]:
+    def open(self, program: Sequence[str], files: Mapping[str, bytes] | None = None) -> Iterator[SandboxChild]:
         """A program to talk to; it ends with the block. Raises SandboxUnavailable."""
         with self._free:
             descriptors: list[int] = []
@@ -88,7 +88,7 @@ class Sandbox:
                     program, bwrap=self._bwrap, limits=self.limits, as_root=self._as_root, files=held,
                     readable=self._readable, seccomp=seccomp, status=status[1],
                 )  # fmt: skip
-                child = Child(command, tuple(descriptors), status, self.limits)
+                child = SandboxChild(command, tuple(descriptors), status, self.limits)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)

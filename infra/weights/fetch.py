@@ -17,7 +17,7 @@ from infra.weights.manifest import (
     Manifest,
     Part,
     Shard,
-    Source,
+    WeightSource,
     TensorEntry,
     decode_manifest,
     entries_of,
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MAX_STEPS = 1000  # of a chain of deltas; a longer one cannot be genuine
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldWeights(msgspec.Struct, frozen=True):
     """The shadow copy: tensors in host memory, and their hashes."""
 
     version: int
@@ -49,7 +49,7 @@ class Follower:
     def __init__(self, store: Store, policy: str) -> None:
         self._store = store
         self._policy = policy
-        self._held: Held | None = None
+        self._held: HeldWeights | None = None
         self._serving: Mapping[str, str] = {}
 
     @property
@@ -59,7 +59,7 @@ class Follower:
 
     def adopt(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Take tensors obtained elsewhere (a model folder) as the shadow copy, and as what the engine serves."""
-        self._held = Held(version, dict(tensors), entries_of(tensors))
+        self._held = HeldWeights(version, dict(tensors), entries_of(tensors))
         self._serving = _hashes(self._held.entries)
 
     def confirm(self, policy: Policy) -> None:
@@ -89,7 +89,7 @@ class Follower:
             raise PolicyRefused(f"{what}: incomplete: {error}") from error
         except PolicyRefused as error:
             raise PolicyRefused(f"{what}: {error}") from error
-        self._held = Held(manifest.version, tensors, manifest.tensors)
+        self._held = HeldWeights(manifest.version, tensors, manifest.tensors)
         touched = frozenset(entry.name for entry in manifest.tensors if self._serving.get(entry.name) != entry.xxh3)
         return Policy(version=manifest.version, tensors=tensors, touched=touched, probe=manifest.probe)
 
@@ -128,9 +128,9 @@ def read_anchor(store: Store, manifest: Manifest) -> dict[str, Tensor]:
     return verified(manifest, tensors)
 
 
-def rebuild(store: Store, manifest: Manifest, held: Held | None) -> dict[str, Tensor]:
+def rebuild(store: Store, manifest: Manifest, held: HeldWeights | None) -> dict[str, Tensor]:
     """The tensors of `manifest`: from the held copy where its deltas lead there, else from the nearest anchor."""
-    chain: list[tuple[Manifest, Source]] = []
+    chain: list[tuple[Manifest, WeightSource]] = []
     current = manifest
     while True:
         if held is not None and current.version <= held.version:
@@ -162,7 +162,7 @@ def verified(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor
     return tensors
 
 
-def _choose(manifest: Manifest, held: Held | None) -> Source | None:
+def _choose(manifest: Manifest, held: HeldWeights | None) -> WeightSource | None:
     """The delta that leads closest to the held version without passing it; None for the anchor."""
     deltas = [source for source in manifest.sources if source.kind == "delta"]
     within = [source for source in deltas if held is not None and source.base >= held.version]
@@ -173,7 +173,7 @@ def _choose(manifest: Manifest, held: Held | None) -> Source | None:
     return min(deltas, key=lambda source: source.base, default=None)
 
 
-def _apply(store: Store, manifest: Manifest, source: Source, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _apply(store: Store, manifest: Manifest, source: WeightSource, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One step of the chain, its changed tensors verified."""
     shards = [memoryview(_read_shard(store, manifest, shard)) for shard in source.shards]
     expected = {entry.name: entry for entry in manifest.tensors}
@@ -208,7 +208,7 @@ def _read_shard(store: Store, manifest: Manifest, shard: Shard) -> bytes:
     return data
 
 
-def _check_base(base: Manifest, source: Source, manifest: Manifest) -> None:
+def _check_base(base: Manifest, source: WeightSource, manifest: Manifest) -> None:
     _check_within(manifest, source.base_manifest)
     if base.version != source.base or base.policy != manifest.policy:
         raise PolicyRefused(f"{source.base_manifest} is version {base.version}, expected {source.base}")
@@ -221,7 +221,7 @@ def _check_within(manifest: Manifest, key: str) -> None:
         raise PolicyRefused(f"{key} is not an object of {manifest.policy}")
 
 
-def _check_listing(manifest: Manifest, held: Held | None) -> None:
+def _check_listing(manifest: Manifest, held: HeldWeights | None) -> None:
     """A policy keeps its tensors for life: their names, dtypes and shapes never change."""
     if not manifest.tensors or len({entry.name for entry in manifest.tensors}) != len(manifest.tensors):
         raise PolicyRefused("its list of tensors is empty, or names one twice")

@@ -39,7 +39,7 @@ class Part(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
     """One way to obtain the version: full tensors (anchor), or what changed since `base` (delta).
 
     base_manifest, base_sha256: of the version it applies to. parts: of a delta; a tensor without one is unchanged.
@@ -73,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version. anchor: the newest anchor it can be rebuilt from. chain_bytes: of the deltas since then, one by one.
 
     Example: Manifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
-                      tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(Source(kind="delta", …),))
+                      tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(WeightSource(kind="delta", …),))
     """
 
     policy: str
@@ -84,11 +84,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     anchor: int
     chain_bytes: int
     tensors: tuple[TensorEntry, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[WeightSource, ...]
     probe: Probe | None = None
     format: int = FORMAT
 
-    def source(self, kind: Literal["anchor", "delta"], base: int = -1) -> Source | None:
+    def source(self, kind: Literal["anchor", "delta"], base: int = -1) -> WeightSource | None:
         """The source of that kind and base, if there is one."""
         return next((source for source in self.sources if (source.kind, source.base) == (kind, base)), None)
 

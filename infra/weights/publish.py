@@ -21,7 +21,7 @@ from infra.weights.manifest import (
     Manifest,
     Part,
     Shard,
-    Source,
+    WeightSource,
     TensorEntry,
     encode_manifest,
     entries_of,
@@ -183,7 +183,7 @@ def _store_sources(
     entries: tuple[TensorEntry, ...],
     base: Previous | None,
     anchor_every: int,
-) -> tuple[Source, ...]:
+) -> tuple[WeightSource, ...]:
     """Put the shards of a version; the ways that lead to it, the delta from its parent first."""
     if base is None:
         return (_store_anchor(target, tensors),)
@@ -203,7 +203,7 @@ def _store_sources(
 
 def _consolidate(
     target: _Target, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], anchor: int
-) -> Source:
+) -> WeightSource:
     """A delta straight from the last anchor, for late joiners to walk a short chain; an anchor if it is damaged."""
     key = f"{target.folder}/manifests/{anchor}.json"
     try:
@@ -216,15 +216,15 @@ def _consolidate(
     return _store_anchor(target, tensors) if encoded is None else _store_delta(target, encoded, anchor, key, digest)
 
 
-def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> Source:
+def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> WeightSource:
     shards = []
     for names in split_runs({name: tensors[name].num_bytes for name in sorted(tensors)}, target.shard_bytes):
         data = save_tensors({name: tensors[name] for name in names})
         shards.append(_store_shard(target, f"anchors/{target.version}", "safetensors", data))
-    return Source(kind="anchor", shards=tuple(shards))
+    return WeightSource(kind="anchor", shards=tuple(shards))
 
 
-def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key: str, sha256: str) -> Source:
+def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key: str, sha256: str) -> WeightSource:
     shards: list[Shard] = []
     parts: list[Part] = []
     for names in split_runs({name: len(one.payload) for name, one in encoded.items()}, target.shard_bytes):
@@ -235,7 +235,7 @@ def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key
             offset += len(one.payload)
         data = b"".join(encoded[name].payload for name in names)
         shards.append(_store_shard(target, f"deltas/{base}-{target.version}", "delta", data))
-    return Source(
+    return WeightSource(
         kind="delta",
         shards=tuple(shards),
         base=base,

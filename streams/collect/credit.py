@@ -23,7 +23,7 @@ USUAL_PRIOR = 8  # neutral verdicts it begins with, one less for each that is he
 NEUTRAL = 0.5
 
 
-class Source(msgspec.Struct, frozen=True):
+class FeedbackRules(msgspec.Struct, frozen=True):
     """How long answers wait for a source, what its silence means, and what its late word does.
 
     default: the score when the window closes in silence, None leaves it absent. late: drop counts and forgets; amend
@@ -31,7 +31,7 @@ class Source(msgspec.Struct, frozen=True):
     again, in the human lane; both only where the verdict changed. discount: γ of what
     earlier turns of a session are credited with, 0 for nothing. per_rater, alike, within_ms: see `streams.collect.held`.
 
-    Example: Source(window_ms=86_400_000, default=None, late="amend")
+    Example: FeedbackRules(window_ms=86_400_000, default=None, late="amend")
     """
 
     window_ms: int
@@ -46,7 +46,7 @@ class Source(msgspec.Struct, frozen=True):
 def returns(
     words: Words | None,
     echoes: Iterable[Echo],
-    sources: Mapping[str, Source],
+    sources: Mapping[str, FeedbackRules],
     usual: Callable[[str], float] = lambda source: NEUTRAL,
 ) -> dict[str, float]:
     """Source to v + Σ γ^k · (v_k - u): what counts of the answer, and by how much what counts of the one k turns later differs
@@ -89,7 +89,7 @@ def usual_of(memories: Mapping[str, Memory], tenant: str, source: str) -> float:
     return (count * mean + max(0, USUAL_PRIOR - count) * NEUTRAL) / max(count, USUAL_PRIOR)
 
 
-def usual_memories(sources: Mapping[str, Source]) -> dict[str, Memory]:
+def usual_memories(sources: Mapping[str, FeedbackRules]) -> dict[str, Memory]:
     """What has to be remembered where earlier turns are credited."""
     return {USUAL: Memory(MAX_USUAL)} if any(source.discount > 0 for source in sources.values()) else {}
 
@@ -102,7 +102,7 @@ def _known(memory: Memory, key: str) -> tuple[int, float]:
 def credited(
     experience: Experience,
     words: Words | None,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, FeedbackRules],
     waits: bool,
     echoes: Iterable[Echo] = (),
     usual: Callable[[str], float] = lambda source: NEUTRAL,
@@ -130,7 +130,7 @@ def with_edit(experience: Experience, words: Words | None, open_text: OpenText =
     return msgspec.structs.replace(experience, edit=Edit(text=edit_of(words, open_text), count=words.edits))
 
 
-def is_labelled(words: Words | None, sources: Mapping[str, Source]) -> bool:
+def is_labelled(words: Words | None, sources: Mapping[str, FeedbackRules]) -> bool:
     """Whether every source has spoken about the answer itself, so that nothing is left to wait for.
 
     What is said about a later turn ends no wait: the answer's own verdict may still come within its window.

@@ -18,12 +18,12 @@ from infra.chain.chain import Context, Step, run_chain
 from schemas import Block, Closure, Control, Experience, Feedback, Lane, Stub, Tick, encode
 from schemas.ids import group_of
 from schemas.names import tenant_in
-from streams.collect.credit import Source, is_labelled, learn_usual, usual_of
+from streams.collect.credit import FeedbackRules, is_labelled, learn_usual, usual_of
 from streams.collect.decision import Decision, Folded, dead_letter
-from streams.collect.group import Attempt, Group, Place, Said, Words, fullest
+from streams.collect.group import Attempt, Group, BlockPlace, Said, Words, fullest
 from streams.collect.held import held_back
 from streams.collect.judge import Chain, judged, learned, stands
-from streams.collect.limits import Limits, beyond, charge
+from streams.collect.limits import DayLimits, beyond, charge
 from streams.collect.state import State
 from streams.collect.turns import depth_of, echoing, late_echo, new_echoes
 from streams.collect.words import OpenText, answer_of, as_it_is, hear, is_repeat, ratings, verdicts
@@ -39,18 +39,18 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     does. retrainings: how often of these, under late = "retrain", it is trained again. limits: what one rater and one
     tenant can move in a day.
 
-    Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": Source(window_ms=86_400_000)})
+    Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": FeedbackRules(window_ms=86_400_000)})
     """
 
     deadline_ms: int
     keep_ms: int
-    sources: dict[str, Source] = {}
+    sources: dict[str, FeedbackRules] = {}
     waiting: frozenset[Lane] = frozenset({"live"})
     corrects: bool = False
     open_text: OpenText = as_it_is
     revisions: int = 16
     retrainings: int = 2
-    limits: Limits = Limits()
+    limits: DayLimits = DayLimits()
 
     @property
     def window_ms(self) -> int:
@@ -130,7 +130,7 @@ class _Fold:
         group = self._group(block.group)
         arrived: set[int] = set()
         for index, experience in enumerate(block.experiences):
-            if self._arrive(group, experience, Place(self.arrival.offset, index)):
+            if self._arrive(group, experience, BlockPlace(self.arrival.offset, index)):
                 arrived.add(experience.attempt)
         if arrived:
             group.depth = depth_of(block.experiences[0])
@@ -243,7 +243,7 @@ class _Fold:
             await self._revise(turn, members, "late credit")
         return len(heard_by)
 
-    def _arrive(self, group: Group, record: Experience | Stub, arrived: Place | str) -> bool:
+    def _arrive(self, group: Group, record: Experience | Stub, arrived: BlockPlace | str) -> bool:
         """Note an experience or stub; True if its attempt is open and did not have it."""
         number = record.attempt
         if number in group.superseded:

@@ -9,10 +9,10 @@ import msgspec
 from schemas import Experience, Feedback, Lane, Stub
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Where an experience lies: offset of its block in `verified`, index within it.
 
-    Example: Place(offset=981, index=7)
+    Example: BlockPlace(offset=981, index=7)
     """
 
     offset: int
@@ -20,12 +20,12 @@ class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Episode(msgspec.Struct, array_like=True):
-    """Parts of one episode by number: a Place, or the reason of the stub that came instead. last: -1 not seen yet.
+    """Parts of one episode by number: a BlockPlace, or the reason of the stub that came instead. last: -1 not seen yet.
 
-    Example: Episode(parts={0: Place(981, 7)}, last=0)
+    Example: Episode(parts={0: BlockPlace(981, 7)}, last=0)
     """
 
-    parts: dict[int, Place | str] = {}
+    parts: dict[int, BlockPlace | str] = {}
     last: int = -1
 
     @property
@@ -56,7 +56,7 @@ class Attempt(msgspec.Struct, array_like=True):
         known = self.episodes.get(episode)
         return known is not None and part in known.parts
 
-    def add(self, record: Experience | Stub, arrived: Place | str) -> bool:
+    def add(self, record: Experience | Stub, arrived: BlockPlace | str) -> bool:
         """Note an arrival; False if it was there already or lies outside the group."""
         if record.episode >= self.group_size or self.has(record.episode, record.part):
             return False
@@ -68,14 +68,14 @@ class Attempt(msgspec.Struct, array_like=True):
         self.num_done += episode.is_done - was_done
         return True
 
-    def places(self, *, done_only: bool = False) -> list[Place]:
+    def places(self, *, done_only: bool = False) -> list[BlockPlace]:
         """Experiences that arrived, by (episode, part); done_only: without those of episodes that miss a part."""
         return [
             arrived
             for _, episode in sorted(self.episodes.items())
             if episode.is_done or not done_only
             for _, arrived in sorted(episode.parts.items())
-            if isinstance(arrived, Place)
+            if isinstance(arrived, BlockPlace)
         ]
 
     def drops(self) -> dict[str, int]:

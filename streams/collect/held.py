@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from infra.processor import Memory
 from schemas import Feedback
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.processors.task_dedupe import bands, minhash, shingles, similarity
 
 RATERS = "feedback raters"
@@ -23,7 +23,7 @@ RATER_CAP = "more from one rater than counts"
 BURST = "burst of near duplicates"
 
 
-def held_memories(sources: Mapping[str, Source]) -> dict[str, Memory]:
+def held_memories(sources: Mapping[str, FeedbackRules]) -> dict[str, Memory]:
     """What has to be remembered for these sources."""
     memories = {}
     if any(source.per_rater for source in sources.values()):
@@ -34,7 +34,7 @@ def held_memories(sources: Mapping[str, Source]) -> dict[str, Memory]:
 
 
 def held_back(
-    memories: dict[str, Memory], feedback: Feedback, source: Source | None, time_ms: int, tenant: str = ""
+    memories: dict[str, Memory], feedback: Feedback, source: FeedbackRules | None, time_ms: int, tenant: str = ""
 ) -> str:
     """Why this feedback does not count, "" if it does; it is remembered either way. tenant: whose answer it is about."""
     if source is None or feedback.type == "retraction":

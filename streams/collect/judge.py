@@ -3,21 +3,21 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from infra.chain.chain import Context, Outcome
+from infra.chain.chain import Context, ChainResult
 from schemas import Closure, Experience
 from schemas.withdrawal import withdrawal_of
-from streams.collect.credit import Source, credited, with_edit
+from streams.collect.credit import FeedbackRules, credited, with_edit
 from streams.collect.decision import Decision, blocks_of, mean_reward, trial_of
 from streams.collect.group import Attempt, Group
 from streams.collect.words import OpenText, edit_of, ratings, verdicts
 
-Chain = Callable[[Sequence[Experience], Context], Awaitable[Outcome]]
+Chain = Callable[[Sequence[Experience], Context], Awaitable[ChainResult]]
 
 
 def learned(
     group: Group,
     member: Experience,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, FeedbackRules],
     waits: bool,
     open_text: OpenText | None,
     usual: Callable[[str], float],
@@ -55,7 +55,7 @@ async def judged(
     if not attempt.is_complete:
         drops["missing at deadline"] = attempt.group_size - attempt.num_done
     drops.update(member.lost for member in members if member.lost)
-    outcome = Outcome(kept=tuple(given), dropped=())
+    outcome = ChainResult(kept=tuple(given), dropped=())
     # Demonstrations are what they are: nothing is compared, nothing is rewarded.
     if given and not all(member.is_given for member in given):
         outcome = await chain(given, context)

@@ -24,10 +24,10 @@ OF_KEY = "key "  # what the gateway calls the rater where a key names none
 _ALL = ""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class DayLimits(msgspec.Struct, frozen=True):
     """See [collect.limits].
 
-    Example: Limits(rater_answers=100, rater_share=0.01)
+    Example: DayLimits(rater_answers=100, rater_share=0.01)
     """
 
     rater_answers: int = 500
@@ -41,7 +41,7 @@ def limit_memories() -> dict[str, Memory]:
     return {RATERS: Memory(MAX_RATERS), TENANTS: Memory(MAX_TENANTS)}
 
 
-def beyond(memories: dict[str, Memory], limits: Limits, tenant: str, rater: str, time_ms: int) -> str:
+def beyond(memories: dict[str, Memory], limits: DayLimits, tenant: str, rater: str, time_ms: int) -> str:
     """Why one more word does not count, "" if it does. tenant: "" for answers that the gateway did not give."""
     day, tenants = time_ms // DAY_MS, _memory(memories, TENANTS, MAX_TENANTS)
     total, before = _moved(tenants, _ALL, day)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from schemas import Block, Control, Experience, Feedback
 from schemas.ids import experience_id, session_of
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.group import Echo, Group
 from streams.collect.words import verdicts
 
@@ -27,7 +27,7 @@ def depth_of(experience: Experience) -> int:
     return experience.turn if experience.group_size == 1 and session_of(experience.group) else NO_TURN
 
 
-def echoing(sources: Mapping[str, Source]) -> frozenset[str]:
+def echoing(sources: Mapping[str, FeedbackRules]) -> frozenset[str]:
     """Sources whose words earlier turns hear."""
     return frozenset(name for name, source in sources.items() if source.discount > 0)
 
@@ -76,7 +76,7 @@ def new_echoes(
     return found
 
 
-def late_echo(heard: Echo | None, echo: Echo, sources: Mapping[str, Source]) -> Echo:
+def late_echo(heard: Echo | None, echo: Echo, sources: Mapping[str, FeedbackRules]) -> Echo:
     """What a closed turn hears of it: nothing new of sources whose late words are dropped."""
     old = {} if heard is None else heard.values
     fixed = {name: value for name, value in old.items() if sources[name].late == "drop"}

@@ -21,9 +21,9 @@ from schemas.topics import BUFFER, PROGRESS
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.decision import Decision, Folded
 from streams.reprocess.outcome import dropped, ending, ending_key, kept, left_out
-from streams.reprocess.publisher import TIME_HEADER, Publisher
+from streams.reprocess.publisher import TIME_HEADER, ReprocessPublisher
 from streams.reprocess.ranges import Range, Timed, in_time_order, messages_of
-from streams.reprocess.report import Report
+from streams.reprocess.report import ReprocessReport
 from streams.reprocess.shelf import Shelf
 
 BATCH = 64
@@ -44,11 +44,11 @@ async def run_collect(
     shelf: Shelf,
     *,
     diff: bool,
-    publisher: Publisher | None,
+    publisher: ReprocessPublisher | None,
     on_progress: OnProgress,
-) -> Report:
+) -> ReprocessReport:
     """Fold the ranges of `verified`; settings.folder is for their states."""
-    report = Report("collect")
+    report = ReprocessReport("collect")
     trimmed = False
     if diff:
         trimmed = await shelve(log, shelf, on_progress)
@@ -123,7 +123,7 @@ async def shelve(log: Log, shelf: Shelf, on_progress: OnProgress) -> bool:
 
 
 async def _take(
-    report: Report, shelf: Shelf, step: Led, diff: bool, trimmed: bool, publisher: Publisher | None
+    report: ReprocessReport, shelf: Shelf, step: Led, diff: bool, trimmed: bool, publisher: ReprocessPublisher | None
 ) -> None:
     """Count, compare and publish what one record decided."""
     for reason, count in step.folded.dropped.items():
@@ -138,7 +138,7 @@ async def _take(
             await publisher.send(PROGRESS, decision.closure, step.time_ms)
 
 
-def compare(report: Report, shelf: Shelf, decision: Decision, trimmed: bool) -> None:
+def compare(report: ReprocessReport, shelf: Shelf, decision: Decision, trimmed: bool) -> None:
     """One decision with what is recorded of its closure and of its members."""
     closure = decision.closure
     if shelf.get(ending_key(closure)) is None:

@@ -15,11 +15,11 @@ ENDING = "closure "
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class Reprocessed(msgspec.Struct, frozen=True, array_like=True):
     """One experience (or task, or closure). key: of what; dropped: reason, "" for kept. content: hash of what it holds,
     or what a closure says. parent: the experience it was made from.
 
-    Example: Outcome("add-3745.2.0-7-0", dropped="too short")
+    Example: Reprocessed("add-3745.2.0-7-0", dropped="too short")
     """
 
     key: str
@@ -45,11 +45,11 @@ class Difference(msgspec.Struct, frozen=True):
     new: str
 
 
-def kept(experience: Experience) -> Outcome:
+def kept(experience: Experience) -> Reprocessed:
     """An experience that goes on; an eval answer that the chain dropped goes on as failed, and counts as dropped."""
     if experience.suite and experience.failure:
         return dropped(experience, experience.failure)
-    return Outcome(
+    return Reprocessed(
         key=dedupe_key(experience),
         scores=experience.scores,
         reward=experience.reward,
@@ -61,13 +61,13 @@ def kept(experience: Experience) -> Outcome:
     )
 
 
-def dropped(experience: Experience | Stub, reason: str) -> Outcome:
+def dropped(experience: Experience | Stub, reason: str) -> Reprocessed:
     """An experience that goes no further."""
     key = f"{experience.id}/{experience.revision}" if experience.revision else experience.id
-    return Outcome(key=key, dropped=reason)
+    return Reprocessed(key=key, dropped=reason)
 
 
-def ending(closure: Closure) -> Outcome:
+def ending(closure: Closure) -> Reprocessed:
     """How a group ended."""
     drops = ", ".join(f"{count} {label}" for label, count in sorted(closure.drops.items()))
     said = f"{closure.outcome} {closure.experiences}{' ' + closure.reason if closure.reason else ''}"
@@ -77,15 +77,15 @@ def ending(closure: Closure) -> Outcome:
         if not closure.ratings
         else f", rated {', '.join(f'{one.source} {one.value:.9g}' for one in closure.ratings)}"
     )
-    return Outcome(key=ending_key(closure), content=f"{said}{f' ({drops})' if drops else ''}{reward}{rated}")
+    return Reprocessed(key=ending_key(closure), content=f"{said}{f' ({drops})' if drops else ''}{reward}{rated}")
 
 
-def left_out(closure: Closure) -> Outcome:
+def left_out(closure: Closure) -> Reprocessed:
     """Why a member of the group is not in the buffer, as far as its closure tells."""
     reason = closure.reason if closure.outcome == "dropped" else ""
     if closure.drops and not reason:
         reason = max(sorted(closure.drops), key=lambda label: closure.drops[label])
-    return Outcome(key=f"left out of {ending_key(closure)}", dropped=reason or "left out in collect")
+    return Reprocessed(key=f"left out of {ending_key(closure)}", dropped=reason or "left out in collect")
 
 
 def ending_key(closure: Closure) -> str:
@@ -98,7 +98,7 @@ def task_content(task: Task) -> str:
     return _hash(_encoder.encode(task))
 
 
-def differences(old: Outcome, new: Outcome) -> list[Difference]:
+def differences(old: Reprocessed, new: Reprocessed) -> list[Difference]:
     """What is not as recorded, most telling first; empty for the same."""
     if old.dropped or new.dropped:
         if old.dropped == new.dropped:
@@ -128,11 +128,11 @@ def differences(old: Outcome, new: Outcome) -> list[Difference]:
     return found
 
 
-def _values(outcome: Outcome) -> dict[str, float]:
+def _values(outcome: Reprocessed) -> dict[str, float]:
     return {score.name if score.at is None else f"{score.name}@{score.at}": score.value for score in outcome.scores}
 
 
-def _said(outcome: Outcome) -> str:
+def _said(outcome: Reprocessed) -> str:
     return "kept" if outcome.reward is None else f"kept, reward {outcome.reward:g}"
 
 

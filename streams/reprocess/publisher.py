@@ -16,7 +16,7 @@ TIME_HEADER = "log_time_ms"
 MAX_IN_FLIGHT = 256
 
 
-class Publisher:
+class ReprocessPublisher:
     """Sends in order, many at once. Not safe for concurrent use."""
 
     def __init__(self, target: Log) -> None:

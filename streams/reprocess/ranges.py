@@ -20,10 +20,10 @@ EXPECTED = (
 )
 
 
-class Place(msgspec.Struct, frozen=True):
+class LogPlace(msgspec.Struct, frozen=True):
     """A place in a topic; exactly one of the fields is set.
 
-    Example: Place(offsets={3: 981})
+    Example: LogPlace(offsets={3: 981})
     """
 
     edge: Literal["", "beginning", "end"] = ""
@@ -53,26 +53,26 @@ class Range(msgspec.Struct, frozen=True):
         return max(0, self.stop - self.start)
 
 
-def parse_place(text: str, option: str) -> Place:
+def parse_place(text: str, option: str) -> LogPlace:
     """A place as it was written; raises ConfigError that names the option."""
     text = text.strip()
     if text == "beginning":
-        return Place(edge="beginning")
+        return LogPlace(edge="beginning")
     if text == "end":
-        return Place(edge="end")
+        return LogPlace(edge="end")
     if text.isdigit():
-        return Place(offset=int(text))
+        return LogPlace(offset=int(text))
     pairs = [pair.partition(":") for pair in text.split(",")]
     if all(index.strip().isdigit() and offset.strip().isdigit() for index, _, offset in pairs):
-        return Place(offsets={int(index): int(offset) for index, _, offset in pairs})
+        return LogPlace(offsets={int(index): int(offset) for index, _, offset in pairs})
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(f"{option}: got {text!r}, {EXPECTED}") from error
-    return Place(time_ms=int(moment.astimezone().timestamp() * 1000))
+    return LogPlace(time_ms=int(moment.astimezone().timestamp() * 1000))
 
 
-async def ranges_of(log: Log, topic: Topic, start: Place, stop: Place) -> list[Range]:
+async def ranges_of(log: Log, topic: Topic, start: LogPlace, stop: LogPlace) -> list[Range]:
     """The ranges between two places, without what retention took and without partitions that neither names.
 
     Raises ConfigError for a partition that does not exist, and for offsets the log does not have.
@@ -94,7 +94,7 @@ async def ranges_of(log: Log, topic: Topic, start: Place, stop: Place) -> list[R
     return ranges
 
 
-async def _offsets(log: Log, topic: Topic, place: Place, edges: Mapping[Partition, int], option: str) -> dict[int, int]:
+async def _offsets(log: Log, topic: Topic, place: LogPlace, edges: Mapping[Partition, int], option: str) -> dict[int, int]:
     if place.time_ms is not None:
         found = await log.bus.offsets_at(log.name(topic), place.time_ms)
         return {at.index: offset for at, offset in found.items()}

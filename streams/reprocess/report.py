@@ -2,7 +2,7 @@
 
 import msgspec
 
-from streams.reprocess.outcome import Difference, Outcome, differences
+from streams.reprocess.outcome import Difference, Reprocessed, differences
 from streams.reprocess.shelf import Shelf
 
 EXAMPLES = 3
@@ -25,7 +25,7 @@ class Change(msgspec.Struct):
     examples: list[Example] = []
 
 
-class Report(msgspec.Struct):
+class ReprocessReport(msgspec.Struct):
     """records: read from the range. kept, dropped: experiences (tasks) as they come out now. repeated: came out before.
     compared: of them, with what is recorded; unrecorded: those the log says nothing of. behind: records of the range that the
     workers have not committed yet, left out of a comparison. open_groups: wait for what lies behind the range.
@@ -51,7 +51,7 @@ class Report(msgspec.Struct):
         """Everything came out as recorded."""
         return not self.changes
 
-    def count(self, new: Outcome) -> None:
+    def count(self, new: Reprocessed) -> None:
         """One experience as it comes out now."""
         if new.dropped:
             self.dropped[new.dropped] = self.dropped.get(new.dropped, 0) + 1
@@ -62,7 +62,7 @@ class Report(msgspec.Struct):
         """Experiences dropped without a trace of their own, such as repeated deliveries."""
         self.dropped[reason] = self.dropped.get(reason, 0) + count
 
-    def compare(self, shelf: Shelf, new: Outcome, absent: Outcome | None = None) -> None:
+    def compare(self, shelf: Shelf, new: Reprocessed, absent: Reprocessed | None = None) -> None:
         """Compare with what is recorded; absent: what it means when nothing is recorded under the key."""
         if not shelf.meet(new.key):
             self.repeated += 1

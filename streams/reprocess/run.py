@@ -19,9 +19,9 @@ from streams.chain_builder import build_collect, build_tasks, build_verify
 from streams.collect.collector import CollectSettings
 from streams.config import StreamsConfig
 from streams.reprocess.collecting import run_collect
-from streams.reprocess.publisher import Publisher, check_target
-from streams.reprocess.ranges import Place, Range, parse_place, ranges_of, until_committed
-from streams.reprocess.report import Report
+from streams.reprocess.publisher import ReprocessPublisher, check_target
+from streams.reprocess.ranges import LogPlace, Range, parse_place, ranges_of, until_committed
+from streams.reprocess.report import ReprocessReport
 from streams.reprocess.shelf import Shelf
 from streams.reprocess.tasking import run_tasks
 from streams.reprocess.verifying import run_verify
@@ -70,7 +70,7 @@ async def reprocess(
     floor: Floor,
     config: StreamsConfig,
     on_progress: Callable[[int], None],
-) -> Report:
+) -> ReprocessReport:
     """Run the order over its ranges with the chain of `config`; floor: keep, partitions. Raises ConfigError."""
     publisher = await _publisher(log, order, floor)
     behind = 0
@@ -102,7 +102,7 @@ async def reprocess(
     return report
 
 
-async def _publisher(log: Log, order: Order, floor: Floor) -> Publisher | None:
+async def _publisher(log: Log, order: Order, floor: Floor) -> ReprocessPublisher | None:
     if not order.publish:
         return None
     if order.stage not in OUTPUTS:
@@ -111,10 +111,10 @@ async def _publisher(log: Log, order: Order, floor: Floor) -> Publisher | None:
     keep_ms = int(duration_s(floor.keep.replay) * 1000)
     partitions = len(await log.bus.partitions(log.name(VERIFIED)))
     await check_target(log, target, OUTPUTS[order.stage], partitions=partitions, keep_ms=keep_ms)
-    return Publisher(target)
+    return ReprocessPublisher(target)
 
 
-def _topics(order: Order, start: Place, stop: Place) -> tuple[Topic, ...]:
+def _topics(order: Order, start: LogPlace, stop: LogPlace) -> tuple[Topic, ...]:
     """The inputs of the stage that are read."""
     if order.stage not in INPUTS:
         raise ConfigError(f"reprocess: got {order.stage!r}, expected one of {', '.join(INPUTS)}")

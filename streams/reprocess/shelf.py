@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from streams.reprocess.outcome import Outcome
+from streams.reprocess.outcome import Reprocessed
 
 FLUSH = 2000
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Outcome)
+_decoder = msgspec.msgpack.Decoder(Reprocessed)
 
 
 class Shelf:
@@ -23,16 +23,16 @@ class Shelf:
             "CREATE TABLE recorded (key TEXT PRIMARY KEY, parent TEXT NOT NULL, data BLOB NOT NULL) WITHOUT ROWID;"
             "CREATE TABLE met (key TEXT PRIMARY KEY) WITHOUT ROWID;"
         )
-        self._new: dict[str, Outcome] = {}
+        self._new: dict[str, Reprocessed] = {}
         self._met: set[str] = set()
 
-    def put(self, outcome: Outcome) -> None:
+    def put(self, outcome: Reprocessed) -> None:
         """Keep what the log records; a second record of one key (a repeated send) changes nothing."""
         self._new.setdefault(outcome.key, outcome)
         if len(self._new) >= FLUSH:
             self.flush()
 
-    def get(self, key: str) -> Outcome | None:
+    def get(self, key: str) -> Reprocessed | None:
         """What the log records under `key`."""
         found = self._new.get(key)
         if found is not None:
@@ -49,7 +49,7 @@ class Shelf:
             self.flush()
         return True
 
-    def orphans(self) -> Iterator[Outcome]:
+    def orphans(self) -> Iterator[Reprocessed]:
         """Recorded, made from what was met, and not met itself."""
         self.flush()
         rows = self._connection.execute(

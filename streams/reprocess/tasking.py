@@ -7,9 +7,9 @@ from infra.bus.log import Log
 from infra.chain.chain import Step
 from schemas import DeadLetter, Task
 from schemas.topics import DEAD_LETTERS, TASKSET
-from streams.reprocess.outcome import Difference, Outcome, task_content
+from streams.reprocess.outcome import Difference, Reprocessed, task_content
 from streams.reprocess.ranges import Range
-from streams.reprocess.report import Report
+from streams.reprocess.report import ReprocessReport
 from streams.reprocess.verifying import made_of
 from streams.tasks_stage import STAGE, TaskStage
 
@@ -26,9 +26,9 @@ class Recorded:
 
 async def run_tasks(
     log: Log, ranges: Sequence[Range], steps: Sequence[Step], *, diff: bool, on_progress: OnProgress
-) -> Report:
+) -> ReprocessReport:
     """Pass the ranges of `taskset.raw` through `steps` again."""
-    report = Report("tasks")
+    report = ReprocessReport("tasks")
     recorded = await _recorded(log, on_progress) if diff else Recorded()
     newest: dict[str, str] = {}  # of a task that is there several times the last one counts, as in the topic
     for one in ranges:
@@ -39,7 +39,7 @@ async def run_tasks(
                 task = made.message.value
                 name = task.id if isinstance(task, Task) else f"{one.topic.name}/{one.partition}@{made.message.offset}"
                 reason = next(iter(made.handled.dropped), "")
-                report.count(Outcome(name, dropped=reason))
+                report.count(Reprocessed(name, dropped=reason))
                 for output in made.handled.first:
                     assert isinstance(output.record, Task)
                     newest[output.record.id] = task_content(output.record)
@@ -55,7 +55,7 @@ async def run_tasks(
     return report
 
 
-def _compare(report: Report, recorded: Recorded, name: str, new: str, old: str) -> None:
+def _compare(report: ReprocessReport, recorded: Recorded, name: str, new: str, old: str) -> None:
     if not old and name not in recorded.contents:
         report.unrecorded += 1
         return

@@ -23,10 +23,10 @@ from schemas.topics import EVALS, VERIFIED, Topic
 from streams.driver import TIMEOUT_S, Stage, decided
 from streams.processors.dedupe import DUPLICATE
 from streams.recall import recall
-from streams.reprocess.outcome import Outcome, dropped, kept
-from streams.reprocess.publisher import Publisher
+from streams.reprocess.outcome import Reprocessed, dropped, kept
+from streams.reprocess.publisher import ReprocessPublisher
 from streams.reprocess.ranges import Range, Timed, first_time_ms, in_time_order, messages_of
-from streams.reprocess.report import Report
+from streams.reprocess.report import ReprocessReport
 from streams.reprocess.shelf import Shelf
 from streams.stage import Handled
 from streams.verify import STAGE, Verifier
@@ -90,11 +90,11 @@ async def run_verify(
     *,
     diff: bool,
     rescore: bool,
-    publisher: Publisher | None,
+    publisher: ReprocessPublisher | None,
     on_progress: OnProgress,
-) -> Report:
+) -> ReprocessReport:
     """Run the chain over the ranges of `experiences` and `experts`."""
-    report = Report("verify")
+    report = ReprocessReport("verify")
     since_ms = await first_time_ms(log, ranges)
     reuses = not rescore and any(step.question for step in steps)
     if diff or reuses:
@@ -115,7 +115,7 @@ async def run_verify(
     return report
 
 
-async def _take(report: Report, shelf: Shelf, made: Made, diff: bool, publisher: Publisher | None) -> None:
+async def _take(report: ReprocessReport, shelf: Shelf, made: Made, diff: bool, publisher: ReprocessPublisher | None) -> None:
     """Count, compare and publish what came of one record."""
     report.records += 1
     outputs = [output for output in (*made.handled.first, *made.handled.then) if output.topic in (VERIFIED, EVALS)]
@@ -136,7 +136,7 @@ async def _take(report: Report, shelf: Shelf, made: Made, diff: bool, publisher:
             report.drop(reason, count)
 
 
-def _outcomes(record: Block | Stub) -> list[Outcome]:
+def _outcomes(record: Block | Stub) -> list[Reprocessed]:
     return [dropped(record, record.reason)] if isinstance(record, Stub) else [kept(one) for one in record.experiences]
 
 
@@ -146,7 +146,7 @@ def _untraced(handled: Handled, reason: str) -> int:
     return handled.dropped.get(reason, 0) - stubs
 
 
-def _recorded(shelf: Shelf, report: Report) -> Recorded:
+def _recorded(shelf: Shelf, report: ReprocessReport) -> Recorded:
     """Verdicts on the shelf, and failures of scores."""
 
     def recorded(question: Question) -> Verdict | Failure | None:
@@ -188,7 +188,7 @@ async def shelve(log: Log, shelf: Shelf, since_ms: int, on_progress: OnProgress)
                         shelf.put(dropped(message.value, message.value.reason))
                         if message.value.reason in FAILED_SCORES:
                             failed = _failed_key(message.value.id, message.value.processor)
-                            shelf.put(Outcome(failed, dropped=message.value.reason))
+                            shelf.put(Reprocessed(failed, dropped=message.value.reason))
 
 
 async def since(log: Log, topic: Topic, time_ms: int) -> list[Range]:

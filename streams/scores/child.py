@@ -16,7 +16,7 @@ from typing import Any
 START_S = 60.0
 
 
-class Child:
+class ScoreChild:
     """A process of `module`, started with the first question, again after one that was killed. Safe in several threads.
 
     Its first line says that it is ready; it ends with its standard input.

@@ -17,7 +17,7 @@ import msgspec
 
 from infra.config import decode
 from infra.processor import score
-from infra.sandbox.command import PROGRAM, Limits
+from infra.sandbox.command import PROGRAM, SandboxLimits
 from infra.sandbox.sandbox import Sandbox
 from schemas import Experience
 from schemas.errors import ConfigError
@@ -96,7 +96,7 @@ class Code:
         self.command = command
         self.tolerance = tolerance
         self._file = f"answer.{suffix}"
-        held = decode(dict(limits or {}), Limits, "limits")
+        held = decode(dict(limits or {}), SandboxLimits, "limits")
         self.sandbox = Sandbox(held, readable=readable or (), concurrency=concurrency)
         self._child = CHILD.read_bytes()
 

@@ -5,7 +5,7 @@ import re
 from infra.processor import score
 from schemas import Experience
 from schemas.errors import ConfigError
-from streams.scores.child import Child
+from streams.scores.child import ScoreChild
 from streams.scores.pattern_worker import compiled
 
 MAX_CHARS = 65_536
@@ -30,7 +30,7 @@ class Format:
         self.pattern = pattern
         self.dotall = dotall
         self.timeout_s = timeout_s
-        self._child = Child("streams.scores.pattern_worker")
+        self._child = ScoreChild("streams.scores.pattern_worker")
 
     def __call__(self, experience: Experience) -> float:
         """Match one response; raises TimeoutError."""

@@ -12,7 +12,7 @@ import re
 from infra.processor import score
 from schemas import Experience
 from schemas.errors import ConfigError
-from streams.scores.child import Child
+from streams.scores.child import ScoreChild
 
 MAX_CHARS = 1_000_000
 MAX_LINE_CHARS = 20_000
@@ -42,7 +42,7 @@ class Math:
         self.answer = answer
         self.boxed = boxed
         self.timeout_s = timeout_s
-        self._child = Child("streams.scores.math_worker")
+        self._child = ScoreChild("streams.scores.math_worker")
 
     def __call__(self, experience: Experience) -> float | None:
         """Compare one answer; raises TimeoutError, and ValueError for a reference that cannot be read."""

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.admission import Admission, Group, Limits
+from actors.admission import Admission, OutstandingGroup, AdmissionLimits
 from schemas import Closure, Drawn, Issued
 
 
@@ -34,7 +34,7 @@ def drawn(step: int, version: int, *sequences: int, token: int = 1, dropped: tup
 
 def admission(groups: int = 2, staleness: int = 2, steps: int = 1, first: int = 0) -> Admission:
     return Admission(
-        Limits(groups_per_step=groups, max_staleness=staleness, steps_per_version=steps, first_version=first)
+        AdmissionLimits(groups_per_step=groups, max_staleness=staleness, steps_per_version=steps, first_version=first)
     )
 
 
@@ -133,8 +133,8 @@ def test_overdue_groups_come_in_issue_order_and_leave_out_the_buffered() -> None
 
 
 def test_limits_and_groups_start_at_nothing() -> None:
-    assert Limits(groups_per_step=1, max_staleness=1, steps_per_version=1).first_version == 0
-    assert Group(sequence=0, attempt=0, issued_at=0.0).buffered is False
+    assert AdmissionLimits(groups_per_step=1, max_staleness=1, steps_per_version=1).first_version == 0
+    assert OutstandingGroup(sequence=0, attempt=0, issued_at=0.0).buffered is False
 
 
 def test_there_is_never_less_than_no_room() -> None:
@@ -169,11 +169,11 @@ def test_the_same_issue_read_twice_changes_nothing_and_a_newer_attempt_waits_ane
     state = admission()
     state.issued(issued(0, attempt=1), 1.0)
     state.issued(issued(0, attempt=1), 5.0)
-    assert state.outstanding["task.0"] == Group(0, 1, 1.0)
+    assert state.outstanding["task.0"] == OutstandingGroup(0, 1, 1.0)
     state.issued(issued(0, attempt=0), 6.0)
-    assert state.outstanding["task.0"] == Group(0, 1, 1.0)
+    assert state.outstanding["task.0"] == OutstandingGroup(0, 1, 1.0)
     state.issued(issued(0, attempt=2), 7.0)
-    assert state.outstanding["task.0"] == Group(0, 2, 7.0)
+    assert state.outstanding["task.0"] == OutstandingGroup(0, 2, 7.0)
 
 
 def test_a_later_verdict_on_a_closed_group_ends_nothing() -> None:
@@ -206,7 +206,7 @@ def test_waiting_counts_anew_from_when_it_is_told_to_and_is_overdue_at_the_limit
 class World:
     """A master, an engine and a trainer that follow the rules but are slow in any order; the log between them is delayed."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: AdmissionLimits) -> None:
         self.limits = limits
         self.master = Admission(limits)
         self.unread: deque[Closure | Drawn] = deque()
@@ -268,7 +268,7 @@ class World:
 
 ACTIONS = ("issue", "sample", "drop", "draw", "reload", "read")
 LIMITS = st.builds(
-    Limits,
+    AdmissionLimits,
     groups_per_step=st.integers(1, 3),
     max_staleness=st.integers(0, 3),
     steps_per_version=st.integers(1, 3),
@@ -276,13 +276,13 @@ LIMITS = st.builds(
 )
 
 
-ONE_BY_ONE = Limits(groups_per_step=1, max_staleness=0, steps_per_version=1)
+ONE_BY_ONE = AdmissionLimits(groups_per_step=1, max_staleness=0, steps_per_version=1)
 
 
 @settings(max_examples=250, deadline=None)
 @given(limits=LIMITS, actions=st.lists(st.sampled_from((*ACTIONS, "issue", "sample", "draw", "read")), max_size=250))
 @example(limits=ONE_BY_ONE, actions=["issue", "sample", "draw", "read", "issue", "sample", "draw"])
-def test_a_group_drawn_in_issue_order_is_never_older_than_the_bound(limits: Limits, actions: list[str]) -> None:
+def test_a_group_drawn_in_issue_order_is_never_older_than_the_bound(limits: AdmissionLimits, actions: list[str]) -> None:
     world = World(limits)
     for action in actions:
         getattr(world, action)()
@@ -292,7 +292,7 @@ def test_a_group_drawn_in_issue_order_is_never_older_than_the_bound(limits: Limi
 
 @settings(max_examples=40, deadline=None)
 @given(limits=LIMITS, actions=st.lists(st.sampled_from(ACTIONS), max_size=150), turns=st.integers(1, 40))
-def test_whatever_happened_before_the_loop_goes_on(limits: Limits, actions: list[str], turns: int) -> None:
+def test_whatever_happened_before_the_loop_goes_on(limits: AdmissionLimits, actions: list[str], turns: int) -> None:
     world = World(limits)
     for action in actions:
         getattr(world, action)()
@@ -305,7 +305,7 @@ def test_whatever_happened_before_the_loop_goes_on(limits: Limits, actions: list
 
 @settings(max_examples=100, deadline=None)
 @given(limits=LIMITS, actions=st.lists(st.sampled_from(ACTIONS), max_size=250))
-def test_a_restart_recounts_what_the_live_master_knew(limits: Limits, actions: list[str]) -> None:
+def test_a_restart_recounts_what_the_live_master_knew(limits: AdmissionLimits, actions: list[str]) -> None:
     world = World(limits)
     for action in actions:
         getattr(world, action)()

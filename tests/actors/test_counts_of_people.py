@@ -34,7 +34,7 @@ from actors.ratings import Ratings, Tally, Voice, Voices
 from actors.trial import (
     LEAST_OF_BLOCK,
     Block,
-    Outcome,
+    TrialResult,
     blocks_of,
     decided,
     heard_of,
@@ -60,7 +60,7 @@ def test_alpha_is_shared_by_the_tests_there_are() -> None:
 
 def test_nothing_heard_is_nothing() -> None:
     assert Heard() == Heard(0, 0, 0, 0, 0.0, 0.0, 0.0) and OnTrial() == OnTrial(0, 0, 0, 0, 0.0, 0.0)
-    assert Block("a", 1) == Block("a", 1, 0, 0, 0, 0) and Outcome("") == Outcome("", "", {})
+    assert Block("a", 1) == Block("a", 1, 0, 0, 0, 0) and TrialResult("") == TrialResult("", "", {})
 
 
 def test_people_are_worse_off_from_the_bound_on_by_either_way_of_comparing() -> None:
@@ -284,7 +284,7 @@ def test_how_a_trial_stands_is_told_with_its_numbers() -> None:
         "trial/people": 10.0, "trial/bad": 5.0, "trial/people_stable": 20.0, "trial/bad_stable": 2.0,
         "trial/against": turns_away(CANARY), "trial/favour": 0.0,
     }  # fmt: skip
-    assert outcome(CANARY, PEOPLE, heard, {}, {}, 0) == Outcome("failed", words, numbers)
+    assert outcome(CANARY, PEOPLE, heard, {}, {}, 0) == TrialResult("failed", words, numbers)
     liked = OnTrial(10, 5, 20, 2, 0.0, -lets_through(CANARY))
     assert outcome(CANARY, PEOPLE, liked, {}, {}, 0).ended == "passed"
     assert outcome(CANARY, PEOPLE, liked, {}, {}, 0).reason == words
@@ -294,7 +294,7 @@ def test_how_a_trial_stands_is_told_with_its_numbers() -> None:
     assert (fails.ended, fails.reason) == ("failed", "failed 40 of 100 times, the stable version 1 of 100")
     assert fails.numbers["trial/people"] == 10.0 and fails.numbers["guard/answers"] == 100.0
     week_ms = 7 * 24 * HOUR_MS
-    assert outcome(CANARY, PEOPLE, OnTrial(), {}, {}, week_ms - 1) == Outcome("")
+    assert outcome(CANARY, PEOPLE, OnTrial(), {}, {}, week_ms - 1) == TrialResult("")
     assert outcome(CANARY, PEOPLE, OnTrial(), {}, {}, week_ms).reason == (
         "undecided after 7d: rated down by 0 of 0 people, the stable version by 0 of 0"
     )

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from actors.config import CanaryConfig, GateConfig, GateSuite, GuardConfig, PeopleConfig
-from actors.gate import Gate, Verdict, verdict_event
+from actors.gate import Gate, GateDecision, verdict_event
 from actors.guard import Breach
 from actors.ratings import Tally
 from actors.trial import Block, decided, heard_of, merged, outcome, weighed
@@ -25,7 +25,7 @@ def gate(canary: CanaryConfig | None = CONFIG) -> Gate:
     )
 
 
-def weighed_by(one: Gate, version: int) -> list[Verdict]:
+def weighed_by(one: Gate, version: int) -> list[GateDecision]:
     one.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
     return one.verdicts()
 
@@ -47,7 +47,7 @@ def say(one: Gate, people: int, canary_down: int, stable_down: int = 0, **more: 
     return said
 
 
-def passes(one: Gate, at_ms: int = LATER_MS) -> list[Verdict]:
+def passes(one: Gate, at_ms: int = LATER_MS) -> list[GateDecision]:
     """What is decided at a time."""
     one.progress(Progress(role="master", instance="master/1"), at_ms)
     return one.verdicts()
@@ -244,7 +244,7 @@ def test_a_tally_of_nobody_decides_nothing() -> None:
 
 def test_every_decision_is_published_under_the_lease_of_its_master() -> None:
     one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main", token=7)
-    assert one.record(Verdict(5, True, "", {})).token == 7 == one.record(Breach(5, 3, "", {})).token
+    assert one.record(GateDecision(5, True, "", {})).token == 7 == one.record(Breach(5, 3, "", {})).token
 
 
 def test_a_refusal_of_one_trial_ends_no_later_one_and_the_first_version_may_be_the_stable_one() -> None:

@@ -19,7 +19,7 @@ from infra.bus.bus import Partition
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.cli.prompts import newest_prompts, recorded
-from infra.ledger.forget import Report, complete, destroy, tell
+from infra.ledger.forget import ForgetReport, complete, destroy, tell
 from infra.ledger.index import Index
 from infra.metrics import Metrics
 from infra.seal import Keys, open_event, open_text
@@ -132,7 +132,7 @@ def found_in(data: bytes, words: list[str]) -> set[str]:
     return {word for word in words if word.encode() in data}
 
 
-async def forgotten(log: Log, folder: Path, user: str) -> Report:
+async def forgotten(log: Log, folder: Path, user: str) -> ForgetReport:
     assert log.store is not None
     keys = Keys(log.store)
     key_ids = destroy(keys, "acme", names_of(user)["user"])

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.admission import Admission, Limits
+from actors.admission import Admission, AdmissionLimits
 from actors.engines.scripted import ScriptedEngine
 from actors.issue import rollout
 from schemas import Block, Closure, Drawn, Experience, encode
@@ -88,7 +88,7 @@ def script() -> Any:
 async def passed(folder: Path) -> Passage:
     """All tasks through rollout, verify, collect, admission, buffer and draw."""
     log = await memory_log()
-    admission = Admission(Limits(groups_per_step=len(CASES) + 1, max_staleness=1, steps_per_version=1))
+    admission = Admission(AdmissionLimits(groups_per_step=len(CASES) + 1, max_staleness=1, steps_per_version=1))
     names = {PLAIN: {}, **CASES}
     tasks = [
         rollout(task(name, meta=meta), MASTER, round=0, attempt=0, sequence=number, min_version=0)

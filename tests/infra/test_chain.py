@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.chain.chain import Context, Outcome, Step, make_step, new_memories, run_chain
+from infra.chain.chain import Context, ChainResult, Step, make_step, new_memories, run_chain
 from infra.processor import Drop, Memory, processor, score
 from schemas import Experience, Message, Score, Span, encode, ids, make_experience
 from schemas.block import Block
@@ -29,7 +29,7 @@ def answer(episode: int = 0, *, group: str = "t.0", text: str = "280", **header:
     )
 
 
-def run(steps: Sequence[Step], experiences: Sequence[Experience], context: Context | None = None) -> Outcome:
+def run(steps: Sequence[Step], experiences: Sequence[Experience], context: Context | None = None) -> ChainResult:
     return asyncio.run(run_chain(steps, experiences, context or Context(memories=new_memories(steps))))
 
 
@@ -345,5 +345,5 @@ def test_equal_experiences_are_told_apart_by_place() -> None:
 
 
 def test_an_empty_block_and_an_empty_chain_are_fine() -> None:
-    assert run([step_of(same)], []) == Outcome((), ())
+    assert run([step_of(same)], []) == ChainResult((), ())
     assert run([], [answer()]).kept[0].stamps == ()

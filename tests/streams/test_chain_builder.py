@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from infra.chain.chain import Context, Outcome, new_memories, run_chain
+from infra.chain.chain import Context, ChainResult, new_memories, run_chain
 from infra.config import decode
 from infra.processor import Drop, processor, score
 from schemas import Experience, Message, Span, ids, make_experience
@@ -62,8 +62,8 @@ def answers(*texts: str) -> list[Experience]:
     ]
 
 
-def run(settings: StreamsConfig, *texts: str) -> Outcome:
-    async def both() -> Outcome:
+def run(settings: StreamsConfig, *texts: str) -> ChainResult:
+    async def both() -> ChainResult:
         verify, collect = build_verify(settings), build_collect(settings)
         outcome = await run_chain(verify, answers(*texts), Context(memories=new_memories(verify)))
         return await run_chain(collect, outcome.kept, Context(memories=new_memories(collect)))

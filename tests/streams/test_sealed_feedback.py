@@ -21,7 +21,7 @@ from schemas.errors import Sealed
 from schemas.ids import answer_id, experience_id, request_group, session_name
 from schemas.topics import ALL, FEEDBACK, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.processors.correct import Correct
 from streams.processors.reward import reward
@@ -35,7 +35,7 @@ SESSION = session_name("acme", "chat-81")
 ASKED = request_group(SESSION, 7, 0)
 ANSWER = experience_id(ASKED, 0, 0)
 OTHER = experience_id(request_group(session_name("acme", "chat-82"), 7, 0), 0, 0)
-RULES = Rules(deadline_ms=1000, keep_ms=10**9, sources={"user": Source(window_ms=1000, late="amend")}, corrects=True)
+RULES = Rules(deadline_ms=1000, keep_ms=10**9, sources={"user": FeedbackRules(window_ms=1000, late="amend")}, corrects=True)
 
 
 def test_a_text_is_opened_by_its_sessions_key_for_its_own_answer_only_and_never_again_once_it_is_destroyed() -> None:

@@ -23,7 +23,7 @@ from trainer.config import CriticConfig, LaneConfig, TrainerConfig, WarmupConfig
 from trainer.fit import restore_learner
 from trainer.learners.torch import TorchLearner
 from trainer.replay import find_start, replay
-from trainer.report import Report
+from trainer.report import TrainerReport
 from trainer.state import Learning
 from trainer.train import run_trainer
 
@@ -141,7 +141,7 @@ def test_a_replay_from_before_the_lane_gives_the_bits_that_the_run_has_after_it(
         start = await find_start(log, store, "t", from_step=0, to_step=None)
         assert not [name for name in start.state.learner if part_of(name)]
         learner = TorchLearner(model, config, device="cpu")
-        run = Learning(floor=FLOOR, config=config, learner=learner, report=Report(Metrics("r")), position=Position())
+        run = Learning(floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("r")), position=Position())
         found = [one async for one in replay(run, "t", log, store, start)]
         assert [one.equal for one in found][1:] == [True] * (len(found) - 1) and len(found) > 1
 
@@ -180,7 +180,7 @@ def test_a_rollback_to_before_the_lane_keeps_the_reference_as_it_is(model: str) 
     learner.begin_phase("warmup")
     moved = {name: Tensor(one.dtype, one.shape, bytes(len(one.data))) for name, one in learner.save().items()}
     learner.restore(learner.save() | {name: one for name, one in moved.items() if part_of(name) == "reference"})
-    run = Learning(floor=FLOOR, config=with_pairs, learner=learner, report=Report(Metrics("r")), position=Position())
+    run = Learning(floor=FLOOR, config=with_pairs, learner=learner, report=TrainerReport(Metrics("r")), position=Position())
     state = Checkpoint(position=Position(step=1), learner=plain.save(), uses={}, references=())
     asyncio.run(restore_learner(run, state))
     found = learner.save()

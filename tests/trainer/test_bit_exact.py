@@ -30,7 +30,7 @@ from trainer.config import TrainerConfig
 from trainer.learner import Learner
 from trainer.learners.torch import TorchLearner
 from trainer.replay import Compared, find_start, replay
-from trainer.report import Report
+from trainer.report import TrainerReport
 from trainer.state import Learning
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, steps_per_version=2, straggler_s=0.01))
@@ -65,7 +65,7 @@ def settings(**changes: object) -> TrainerConfig:
 
 async def replayed(log: Log, store: KillingStore, learner: Learner, config: TrainerConfig) -> list[Compared]:
     start = await find_start(log, store, "t", to_step=None)
-    run = Learning(floor=FLOOR, config=config, learner=learner, report=Report(Metrics("replay")), position=Position())
+    run = Learning(floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("replay")), position=Position())
     return [one async for one in replay(run, "t", log, store, start)]
 
 

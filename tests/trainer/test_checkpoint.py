@@ -13,7 +13,7 @@ from schemas.errors import StoreError
 from trainer.checkpoint import (
     USES_OFFSETS,
     Checkpoint,
-    Place,
+    CheckpointPlace,
     Position,
     load,
     load_newest,
@@ -73,7 +73,7 @@ def test_there_may_be_none() -> None:
 
 def test_the_checkpoint_before_the_first_step_is_one_too() -> None:
     store = saved(-1)
-    assert places(store, "r") == [Place(-1, 0)] and load(store, "r", Place(-1, 0)).position.step == -1
+    assert places(store, "r") == [CheckpointPlace(-1, 0)] and load(store, "r", CheckpointPlace(-1, 0)).position.step == -1
 
 
 def test_another_runs_checkpoints_are_not_ours() -> None:
@@ -100,12 +100,12 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(damage: str) -> Non
 def test_a_state_without_its_manifest_does_not_exist() -> None:
     store = saved(3, 6)
     store.delete(min(keys(store, 6)))
-    assert places(store, "r") == [Place(3, 0)]
+    assert places(store, "r") == [CheckpointPlace(3, 0)]
 
 
 def test_what_is_removed_leaves_nothing_behind() -> None:
     store = saved(*range(8))
-    remove(store, "r", [Place(step, 0) for step in range(5)])
+    remove(store, "r", [CheckpointPlace(step, 0) for step in range(5)])
     assert [place.step for place in places(store, "r")] == [5, 6, 7]
     assert not [key for step in range(5) for key in keys(store, step)]
 
@@ -115,9 +115,9 @@ def test_two_trainers_that_reach_the_same_step_write_to_different_places() -> No
     uses = Uses()
     uses.add(b"k" * 16, 5)
     save(store, "r", state(3, uses=uses), token=9)
-    assert places(store, "r") == [Place(3, 0), Place(3, 9)]
+    assert places(store, "r") == [CheckpointPlace(3, 0), CheckpointPlace(3, 9)]
     newest = load_newest(store, "r")
-    older = load_newest(store, "r", before=Place(3, 9))
+    older = load_newest(store, "r", before=CheckpointPlace(3, 9))
     assert newest is not None and newest.uses and older is not None and not older.uses
 
 

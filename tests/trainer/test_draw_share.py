@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.draw import Candidate
 from trainer.draw_priority import draw_by_priority
-from trainer.draw_share import Filled, Limits, fill, is_open, stratum
+from trainer.draw_share import Filled, ShareLimits, fill, is_open, stratum
 from trainer.draw_spread import draw_spread
 
 
@@ -24,7 +24,7 @@ def pool(**counts: int) -> list[Candidate]:
     return [one(at, tenant=name) for at, name in enumerate(names)]
 
 
-def drawn(candidates: list[Candidate], wanted: int, limits: Limits) -> Counter[str]:
+def drawn(candidates: list[Candidate], wanted: int, limits: ShareLimits) -> Counter[str]:
     return Counter(candidates[place].tenant for place in fill(candidates, wanted, limits).taken)
 
 
@@ -34,37 +34,37 @@ def test_without_limits_groups_are_taken_in_order() -> None:
 
 
 def test_a_tenant_alone_is_not_held_back() -> None:
-    assert drawn(pool(a=9), 6, Limits(tenant=0.1)) == {"a": 6}
+    assert drawn(pool(a=9), 6, ShareLimits(tenant=0.1)) == {"a": 6}
 
 
 def test_a_tenant_has_its_share_of_a_batch_and_the_rest_waits() -> None:
-    filled = fill(pool(a=90, b=40), 32, Limits(tenant=0.5))
-    assert drawn(pool(a=90, b=40), 32, Limits(tenant=0.5)) == {"a": 16, "b": 16}
+    filled = fill(pool(a=90, b=40), 32, ShareLimits(tenant=0.5))
+    assert drawn(pool(a=90, b=40), 32, ShareLimits(tenant=0.5)) == {"a": 16, "b": 16}
     assert filled.held_back == 74 and filled.full == {("a",)}
 
 
 def test_an_even_split_is_always_allowed() -> None:
-    assert drawn(pool(a=20, b=20), 10, Limits(tenant=0.1)) == {"a": 5, "b": 5}
+    assert drawn(pool(a=20, b=20), 10, ShareLimits(tenant=0.1)) == {"a": 5, "b": 5}
 
 
 def test_a_batch_is_smaller_where_others_have_little() -> None:
-    assert drawn(pool(a=90, b=3), 32, Limits(tenant=0.5)) == {"a": 3, "b": 3}
+    assert drawn(pool(a=90, b=3), 32, ShareLimits(tenant=0.5)) == {"a": 3, "b": 3}
 
 
 def test_but_it_is_filled_up_to_the_least_a_step_takes() -> None:
-    assert drawn(pool(a=90, b=3), 32, Limits(tenant=0.5, least=20)) == {"a": 17, "b": 3}
+    assert drawn(pool(a=90, b=3), 32, ShareLimits(tenant=0.5, least=20)) == {"a": 17, "b": 3}
 
 
 def test_data_of_nobody_in_particular_is_not_limited() -> None:
     candidates = [one(at, subject="" if at < 30 else "u") for at in range(60)]
-    taken = [candidates[place].subject for place in fill(candidates[::-1], 20, Limits(subject=0.25)).taken]
+    taken = [candidates[place].subject for place in fill(candidates[::-1], 20, ShareLimits(subject=0.25)).taken]
     assert taken.count("u") == 10, "an even split between him and the others"
-    assert drawn(pool(**{"": 30, "b": 1}), 20, Limits(tenant=0.5))[""] >= 19
+    assert drawn(pool(**{"": 30, "b": 1}), 20, ShareLimits(tenant=0.5))[""] >= 19
 
 
 def test_users_are_limited_within_their_tenant_too() -> None:
     candidates = [one(at, "a", "heavy" if at < 50 else f"u{at}") for at in range(60)]
-    filled = fill(candidates, 10, Limits(tenant=0.5, subject=0.2))
+    filled = fill(candidates, 10, ShareLimits(tenant=0.5, subject=0.2))
     subjects = Counter(candidates[place].subject for place in filled.taken)
     assert subjects["heavy"] == 2 and sum(subjects.values()) == 10
     assert filled.full == {("a", "heavy")}
@@ -78,7 +78,7 @@ PARTIES = st.lists(
 @given(PARTIES, st.integers(1, 50), st.floats(0.05, 1), st.floats(0.05, 1), st.integers(1, 20))
 def test_nobody_has_more_than_the_share_or_an_even_split_up_to_a_group(parties, wanted, tenant, subject, least) -> None:
     candidates = [one(at, *who, size=size) for at, (*who, size) in enumerate(parties)]
-    filled = fill(candidates, wanted, Limits(tenant, subject, least))
+    filled = fill(candidates, wanted, ShareLimits(tenant, subject, least))
     assert len(set(filled.taken)) == len(filled.taken) and list(filled.taken) == sorted(filled.taken)
     if not candidates:
         return
@@ -102,8 +102,8 @@ def test_nobody_has_more_than_the_share_or_an_even_split_up_to_a_group(parties, 
 @pytest.mark.parametrize("draw", [draw_spread, draw_by_priority])
 def test_the_same_seed_draws_the_same_within_the_shares(draw) -> None:
     candidates = pool(a=90, b=40)
-    first = draw(candidates, num_experiences=20, max_uses=1, seed=5, limits=Limits(tenant=0.5))
-    assert first == draw(candidates, num_experiences=20, max_uses=1, seed=5, limits=Limits(tenant=0.5))
+    first = draw(candidates, num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
+    assert first == draw(candidates, num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
     assert Counter(member.tenant for member in first.taken)["a"] == 10
 
 
@@ -116,7 +116,7 @@ def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
     counts: Counter[str] = Counter()
     for seed in range(2000):
         for member in draw_by_priority(
-            candidates, num_experiences=40, max_uses=1, seed=seed, limits=Limits(tenant=0.5)
+            candidates, num_experiences=40, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
         ).taken:
             sums[member.tenant] += member.weight * values[member.offset]
             counts[member.tenant] += 1
@@ -126,16 +126,16 @@ def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
 
 
 def test_without_a_word_nothing_is_limited_and_nobody_held_back() -> None:
-    assert Limits() == Limits(tenant=1.0, subject=1.0, least=1)
+    assert ShareLimits() == ShareLimits(tenant=1.0, subject=1.0, least=1)
     assert Filled((0,)) == Filled((0,), frozenset(), 0)
     assert fill([one(0), one(1, "a")], 1) == Filled((0,))
 
 
 def test_a_share_matters_only_where_two_have_something() -> None:
     mixed, users = [one(0, "a", "u"), one(1, "b", "u")], [one(0, "a", "u"), one(1, "a", "v")]
-    assert not is_open(mixed, Limits(tenant=0.9)) and not is_open(mixed, Limits(subject=0.9))
-    assert is_open(users, Limits(tenant=0.9)) and not is_open(users, Limits(subject=0.9))
-    assert is_open(mixed, Limits()) and is_open(mixed[:1], Limits(0.1, 0.1)) and is_open([], Limits(0.1, 0.1))
+    assert not is_open(mixed, ShareLimits(tenant=0.9)) and not is_open(mixed, ShareLimits(subject=0.9))
+    assert is_open(users, ShareLimits(tenant=0.9)) and not is_open(users, ShareLimits(subject=0.9))
+    assert is_open(mixed, ShareLimits()) and is_open(mixed[:1], ShareLimits(0.1, 0.1)) and is_open([], ShareLimits(0.1, 0.1))
 
 
 def test_a_group_is_drawn_among_its_users_before_its_tenants_before_all() -> None:
@@ -147,39 +147,39 @@ def test_a_group_is_drawn_among_its_users_before_its_tenants_before_all() -> Non
 
 def test_one_whole_group_may_be_above_the_share() -> None:
     order = [one(0, "a", size=9), one(1, "a"), one(2, "b", size=5), one(3, "b", size=5)]
-    filled = fill(order, 10, Limits(tenant=0.5))
+    filled = fill(order, 10, ShareLimits(tenant=0.5))
     assert filled.taken == (0, 2) and filled.held_back == 1
-    assert fill([one(0, "a", size=4), one(1, "a"), one(2, "b", size=5)], 10, Limits(tenant=0.5)).taken == (0, 1, 2)
+    assert fill([one(0, "a", size=4), one(1, "a"), one(2, "b", size=5)], 10, ShareLimits(tenant=0.5)).taken == (0, 1, 2)
 
 
 def test_who_is_full_as_a_user_and_as_a_tenant_is_full_as_a_user() -> None:
     order = [one(at, "a", "u") for at in range(6)] + [one(6, "b", "w"), one(7, "b", "x")]
-    filled = fill(order, 8, Limits(tenant=0.5, subject=0.5))
+    filled = fill(order, 8, ShareLimits(tenant=0.5, subject=0.5))
     assert filled.full == {("a", "u")}
     assert filled.taken == (0, 1, 6, 7) and filled.held_back == 4
 
 
 def test_what_fills_a_batch_up_to_the_least_is_the_oldest_of_what_waited_in_order() -> None:
     order = [one(at, "a", size=2) for at in range(5)] + [one(5, "b", size=2)]
-    filled = fill(order, 12, Limits(tenant=0.5, least=7))
+    filled = fill(order, 12, ShareLimits(tenant=0.5, least=7))
     assert filled.taken == (0, 1, 2, 5) and filled.held_back == 4 and filled.full == {("a",)}
-    assert fill(order, 12, Limits(tenant=0.5, least=4)).taken == (0, 5)
+    assert fill(order, 12, ShareLimits(tenant=0.5, least=4)).taken == (0, 5)
 
 
 def test_a_user_without_a_name_is_not_limited_within_a_tenant() -> None:
     order = [one(at, "a") for at in range(8)] + [one(8, "a", "u"), one(9, "a", "u")]
-    assert fill(order, 8, Limits(subject=0.25)).taken == tuple(range(8))
+    assert fill(order, 8, ShareLimits(subject=0.25)).taken == tuple(range(8))
 
 
 def test_users_of_one_name_at_two_tenants_are_two() -> None:
     order = [one(0, "a", "u"), one(1, "b", "u"), one(2, "a", "v"), one(3, "b", "v")]
-    assert fill(order, 4, Limits(subject=0.25)).taken == (0, 1, 2, 3)
+    assert fill(order, 4, ShareLimits(subject=0.25)).taken == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("draw", [draw_spread, draw_by_priority])
 def test_a_draw_tells_how_many_it_held_back(draw) -> None:
     held = [
-        draw(pool(a=9, b=2), num_experiences=8, max_uses=1, seed=seed, limits=Limits(tenant=0.5)).held_back
+        draw(pool(a=9, b=2), num_experiences=8, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)).held_back
         for seed in range(20)
     ]
     assert 0 <= min(held) < max(held) <= 7
@@ -187,5 +187,5 @@ def test_a_draw_tells_how_many_it_held_back(draw) -> None:
 
 def test_a_batch_within_the_shares_stays_smaller_where_whole_groups_do_not_fit() -> None:
     order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
-    filled = fill(order, 10, Limits(tenant=0.5))
+    filled = fill(order, 10, ShareLimits(tenant=0.5))
     assert filled == Filled((0, 2), frozenset({("a",), ("b",)}), 6)

@@ -24,8 +24,8 @@ from trainer.draw import Draw
 from trainer.intake import Intake
 from trainer.journal import Lease
 from trainer.learners.scripted import ScriptedLearner
-from trainer.publication import Publisher
-from trainer.report import Report
+from trainer.publication import WeightPublisher
+from trainer.report import TrainerReport
 from trainer.state import Run
 from trainer.waiting import QUIET_S, decide, next_draw, share_of
 
@@ -41,7 +41,7 @@ def run_of(*blocks: Block, version: int = 3, lanes: dict[str, LaneConfig] | None
     intake = Intake(Buffer({lane: one.max_uses for lane, one in config.lanes.items()}), buffer_next=0, progress_next=0)
     run = Run(
         floor=floor, config=config, log=log, store=store, learner=ScriptedLearner(), lease=lease,
-        publisher=Publisher(log, store, lease, "main", {}), intake=intake, report=Report(Metrics("train")),
+        publisher=WeightPublisher(log, store, lease, "main", {}), intake=intake, report=TrainerReport(Metrics("train")),
         position=Position(step=9, version=version), seed=1,
     )  # fmt: skip
     arrive(run, *blocks)

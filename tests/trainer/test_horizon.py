@@ -12,7 +12,7 @@ from infra.bus.memory import MemoryBus
 from infra.config import Keep
 from infra.store_memory import MemoryStore
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, filled_log, train
-from trainer.checkpoint import Manifest, Place, Position, load_newest
+from trainer.checkpoint import Manifest, CheckpointPlace, Position, load_newest
 from trainer.horizon import SLOTS, Mark, kept, trim_below, uses_below
 from trainer.learners.scripted import ScriptedLearner
 
@@ -22,7 +22,7 @@ def pruned(gaps_ms: list[int], newest: int, keep_ms: int) -> tuple[list[Mark], l
     made: list[Mark] = []
     left: list[Mark] = []
     for step, gap in enumerate(gaps_ms):
-        one = Mark(Place(step, 1), (made[-1].time_ms if made else 10**12) + gap)
+        one = Mark(CheckpointPlace(step, 1), (made[-1].time_ms if made else 10**12) + gap)
         made.append(one)
         stay = kept([*left, one], newest=newest, keep_ms=keep_ms)
         left = [mark for mark in [*left, one] if mark.place in stay]

@@ -22,7 +22,7 @@ from trainer.draw import Candidate
 from trainer.learners.forward import PackedModel
 from trainer.learners.orders import decode_batch, encode_batch
 from trainer.learners.torch import TorchLearner
-from trainer.sight import Sight, open_sight
+from trainer.sight import ImageInputs, open_sight
 from trainer.split import split
 
 SFT = TrainerConfig(lanes={"usual": LaneConfig(loss="sft", weight=1.0)})
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_eye_model(tmp_path_factory.mktemp("eye") / "model")
 
 
-def opened(model: Path, count: int = 6) -> tuple[Sight, MemoryStore, list[TrainItem]]:
+def opened(model: Path, count: int = 6) -> tuple[ImageInputs, MemoryStore, list[TrainItem]]:
     """Two answers to each of some pictures, and the way to see them."""
     store = MemoryStore()
     sight = open_sight(str(model), store)

@@ -22,7 +22,7 @@ from trainer.checkpoint import Position
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.torch import TorchLearner
 from trainer.replay import find_start, replay
-from trainer.report import Report
+from trainer.report import TrainerReport
 from trainer.sight import BAD_IMAGE, open_sight
 from trainer.state import Learning
 from trainer.train import run_trainer
@@ -102,7 +102,7 @@ async def start(log: Log, store: MemoryStore):
 
 def learning(learner: TorchLearner, model: Path, store: MemoryStore) -> Learning:
     return Learning(
-        floor=FLOOR, config=CONFIG, learner=learner, report=Report(Metrics("replay")), position=Position(),
+        floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("replay")), position=Position(),
         sight=open_sight(str(model), store),
     )  # fmt: skip
 

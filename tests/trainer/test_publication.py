@@ -11,7 +11,7 @@ from infra.weights.fetch import Follower
 from infra.weights.tensors import Tensor
 from schemas import PolicyEvent, topics
 from trainer.journal import Lease, take_lease
-from trainer.publication import Publisher, probe_sequences, published
+from trainer.publication import WeightPublisher, probe_sequences, published
 
 
 def tensors(value: int) -> dict[str, Tensor]:
@@ -32,16 +32,16 @@ class Rig:
             if isinstance(message.value, PolicyEvent)
         ]
 
-    async def trainer(self) -> Publisher:
+    async def trainer(self) -> WeightPublisher:
         """A trainer that has just taken the lease and read what was published."""
         lease = await take_lease(self.log, policy="main", run="r", owner="train/1")
-        return Publisher(self.log, self.store, lease, "main", published(await self.events(), "main"))
+        return WeightPublisher(self.log, self.store, lease, "main", published(await self.events(), "main"))
 
     async def said(self) -> list[tuple[str, int]]:
         return [(event.event, event.version) for _, event in await self.events() if event.event != "lease"]
 
 
-async def publish(publisher: Publisher, version: int, value: int) -> int:
+async def publish(publisher: WeightPublisher, version: int, value: int) -> int:
     return await publisher.publish(version, tensors(value), None, parent=version - 1, step=version, stats={"loss": 0.5})
 
 
@@ -150,7 +150,7 @@ def test_nothing_is_said_of_weights_that_could_not_be_stored() -> None:
             super().put(key, data)
 
     async def body(rig: Rig) -> None:
-        publisher = Publisher(rig.log, Full(), Lease(run="r", token=0, owner="o"), "main", {})
+        publisher = WeightPublisher(rig.log, Full(), Lease(run="r", token=0, owner="o"), "main", {})
         with pytest.raises(OSError, match="no space"):
             await publish(publisher, 0, 0)
         assert await rig.said() == [] and not publisher.has(0)

@@ -39,7 +39,7 @@ from trainer.checkpoint import Position
 from trainer.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
 from trainer.replay import Compared, Start, find_start, replay
-from trainer.report import Report
+from trainer.report import TrainerReport
 from trainer.state import Learning
 
 
@@ -51,7 +51,7 @@ async def replayed(
         floor=FLOOR,
         config=CONFIG,
         learner=learner or ScriptedLearner(),
-        report=Report(Metrics("replay")),
+        report=TrainerReport(Metrics("replay")),
         position=Position(),
     )
     return [one async for one in replay(run, "t", log, store, start)], run, start

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from actors.engine import Engine
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.config import GatewayConfig, Limits, Webhook
+from actors.gateway.config import GatewayConfig, GatewayLimits, Webhook
 from actors.gateway.keys import Scope, Train, create_key
 from actors.gateway.serve import run_gateway
 from infra.bus.bus import Headers, Position
@@ -32,7 +32,7 @@ from tests.actors.rig import until
 
 EOS = 256
 VOCABULARY = 260
-LIMITS = Limits()
+LIMITS = GatewayLimits()
 
 
 class ByteTokenizer:
@@ -160,7 +160,7 @@ async def serving(
     store: Store | None = None,
     tokenizer: Any = None,
     webhooks: Sequence[Webhook] = (),
-    limits: Limits = LIMITS,
+    limits: GatewayLimits = LIMITS,
     topics: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Served]:

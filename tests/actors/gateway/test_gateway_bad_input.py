@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.gateway.ask import REACHING, read_chat, read_text
-from actors.gateway.config import GatewayConfig, Limits
+from actors.gateway.config import GatewayConfig, GatewayLimits
 from actors.gateway.errors import ApiError
 from actors.gateway.text import Detokenizer, StopStrings
 from infra.config import decode
@@ -58,7 +58,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
 @pytest.mark.parametrize(("body", "param"), BAD)
 def test_a_bad_request_is_a_400_that_names_the_field(body: dict[str, Any], param: str | None) -> None:
     with pytest.raises(ApiError) as caught:
-        read_chat(json.dumps(body).encode(), Limits())
+        read_chat(json.dumps(body).encode(), GatewayLimits())
     error = json.loads(caught.value.body())["error"]
     assert (caught.value.status, error["param"], error["type"]) == (400, param, "invalid_request_error")
 
@@ -75,7 +75,7 @@ def test_a_bad_request_is_a_400_that_names_the_field(body: dict[str, Any], param
 def test_any_bytes_are_a_request_or_a_400(body: bytes) -> None:
     for read in (read_chat, read_text):
         try:
-            read(body, Limits())
+            read(body, GatewayLimits())
         except ApiError as error:
             assert error.status == 400
 
@@ -114,7 +114,7 @@ async def error_of(served: Served, key: str, content: bytes, path: str = "/v1/ch
 
 def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path) -> None:
     async def check() -> None:
-        limits = Limits(body_bytes=2000, body_s=0.3, prompt_tokens=500)
+        limits = GatewayLimits(body_bytes=2000, body_s=0.3, prompt_tokens=500)
         async with serving(tmp_path, limits=limits) as served:
             key = served.key()
             await served.keys_read()
@@ -141,7 +141,7 @@ def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path
 
 def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, engine(says("slow"), token_s=0.1), limits=Limits(concurrency=2)) as served:
+        async with serving(tmp_path, engine(says("slow"), token_s=0.1), limits=GatewayLimits(concurrency=2)) as served:
             key = served.key()
             await served.keys_read()
             client = served.client(key)
@@ -158,7 +158,7 @@ def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
 def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(tmp_path: Path, stream: bool) -> None:
     async def check() -> None:
         sampler = engine(says("x" * 4000), token_s=0.01)
-        async with serving(tmp_path, sampler, limits=Limits(max_tokens=3000)) as served:
+        async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3000)) as served:
             key = served.key()
             await served.keys_read()
             client = served.client(key)
@@ -184,7 +184,7 @@ def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(tm
 
 def test_a_context_that_does_not_fit_is_told_before_the_engine_is_asked(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=Limits(max_tokens=5000)) as served:
+        async with serving(tmp_path, limits=GatewayLimits(max_tokens=5000)) as served:
             key = served.key()
             await served.keys_read()
             with pytest.raises(openai.BadRequestError) as caught:

@@ -13,12 +13,12 @@ import pytest
 from actors.continuation import Turn
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.ask import read_chat, read_text
-from actors.gateway.config import Limits
+from actors.gateway.config import GatewayLimits
 from actors.gateway.conversation import MAX_DEPTH, read_calls
 from actors.gateway.errors import ApiError
 from actors.gateway.record import THREAD_TOKENS
 from actors.gateway.serving import CHARS_PER_TOKEN
-from actors.gateway.sessions import Held, Sessions, held
+from actors.gateway.sessions import HeldSession, Sessions, held
 from schemas import Message
 from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, says, serving
 
@@ -67,7 +67,7 @@ TOO_MUCH: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("more", "param"), TOO_MUCH, ids=[param for _, param in TOO_MUCH])
 def test_every_field_has_a_bound_and_what_passes_it_is_a_400_that_names_it(more: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_chat(json.dumps({"model": "m", "messages": MESSAGES, **more}).encode(), Limits())
+        read_chat(json.dumps({"model": "m", "messages": MESSAGES, **more}).encode(), GatewayLimits())
     error = json.loads(refused.value.body())["error"]
     assert (refused.value.status, error["param"].replace("[...]", "[0]")) == (400, param)
 
@@ -79,14 +79,14 @@ def test_half_a_character_in_a_message_is_a_400() -> None:
     ):
         for read in (read_chat, read_text):
             with pytest.raises(ApiError) as refused:
-                read(body, Limits())
+                read(body, GatewayLimits())
             assert refused.value.status == 400
 
 
 def test_json_as_deep_as_allowed_is_taken_and_an_answers_deeper_call_is_text() -> None:
-    taken = read_chat(json.dumps({"model": "m", "messages": MESSAGES, "tools": [tool(deep(60))]}).encode(), Limits())
+    taken = read_chat(json.dumps({"model": "m", "messages": MESSAGES, "tools": [tool(deep(60))]}).encode(), GatewayLimits())
     assert taken.tools
-    read_chat(json.dumps({"model": "m", "messages": calling(json.dumps(deep(900)))}).encode(), Limits())
+    read_chat(json.dumps({"model": "m", "messages": calling(json.dumps(deep(900)))}).encode(), GatewayLimits())
     text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep(900))}}}</tool_call>'
     assert read_calls(text) == (text, [])
 
@@ -131,7 +131,7 @@ class Watched(ByteTokenizer):
 
 def test_the_event_loop_tokenizes_short_prompts_alone_and_nobody_those_that_cannot_fit(tmp_path: Path) -> None:
     async def check() -> None:
-        tokenizer, limit = Watched(), Limits(prompt_tokens=1000)
+        tokenizer, limit = Watched(), GatewayLimits(prompt_tokens=1000)
         async with serving(tmp_path, tokenizer=tokenizer, limits=limit) as served:
             key = served.key()
             await served.keys_read()
@@ -168,11 +168,11 @@ def test_the_event_loop_redacts_short_texts_alone(tmp_path: Path) -> None:
 
 def test_tools_count_as_the_prompt_does() -> None:
     much = [tool({"description": "x" * 5000})]
-    ask = read_chat(json.dumps({"model": "m", "messages": MESSAGES, "tools": much}).encode(), Limits())
+    ask = read_chat(json.dumps({"model": "m", "messages": MESSAGES, "tools": much}).encode(), GatewayLimits())
     assert ask.num_chars > 5000
 
 
-def session(num_tokens: int, content: str = "Hi") -> Held:
+def session(num_tokens: int, content: str = "Hi") -> HeldSession:
     plain = (Message(role="user", content=content), Message(role="assistant", content="y"))
     return held(range(num_tokens), Turn(range(num_tokens - 1), [7], "y", True), plain, 1)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from actors.gateway.config import Limits
-from actors.gateway.door import Door
+from actors.gateway.config import GatewayLimits
+from actors.gateway.door import Authenticator
 from actors.gateway.errors import ApiError
-from actors.gateway.grant import Grant, sign
+from actors.gateway.grant import FeedbackToken, sign
 from actors.gateway.keys import Key, KeyBook
 from actors.gateway.spool import Spool, SpoolFull
 from infra.metrics import Metrics
@@ -39,30 +39,30 @@ class Clock:
 
 def test_a_clock_set_back_an_hour_shuts_no_key_out_and_one_set_forward_gives_a_minute_at_most() -> None:
     clock = Clock()
-    door = Door(KeyBook([KEY]), Metrics("t"), clock)
+    authenticator = Authenticator(KeyBook([KEY]), Metrics("t"), clock)
     for moved_s in (0.0, -HOUR_S, 60.0, HOUR_S):
         clock.now_s += moved_s
         if moved_s >= 0:
-            door.admit(KEY), door.admit(KEY)
+            authenticator.admit(KEY), authenticator.admit(KEY)
         with pytest.raises(ApiError) as caught:
-            door.admit(KEY)
+            authenticator.admit(KEY)
         assert caught.value.status == 429 and caught.value.retry_after_s <= 30
 
 
 def test_a_token_and_a_key_outlive_their_time_by_no_more_than_the_clock_is_off() -> None:
     clock = Clock()
     book = KeyBook([KEY])
-    door = Door(book, Metrics("t"), clock)
-    token = sign(Grant(ANSWER, KEY.id, clock.now_s + 60), book.secret)
-    assert door.granted(token, ANSWER) == KEY
+    authenticator = Authenticator(book, Metrics("t"), clock)
+    token = sign(FeedbackToken(ANSWER, KEY.id, clock.now_s + 60), book.secret)
+    assert authenticator.granted(token, ANSWER) == KEY
     clock.now_s -= HOUR_S
-    assert door.granted(token, ANSWER) == KEY, "for somebody whose clock is behind it is only younger"
+    assert authenticator.granted(token, ANSWER) == KEY, "for somebody whose clock is behind it is only younger"
     clock.now_s += 2 * HOUR_S
     with pytest.raises(ApiError) as caught:
-        door.granted(token, ANSWER)
+        authenticator.granted(token, ANSWER)
     assert (caught.value.status, caught.value.code) == (401, "expired_token")
     with pytest.raises(ApiError) as late:
-        door.granted(sign(Grant(ANSWER, KEY.id, clock.now_s + 60), book.secret), ANSWER)
+        authenticator.granted(sign(FeedbackToken(ANSWER, KEY.id, clock.now_s + 60), book.secret), ANSWER)
     assert (late.value.status, late.value.code) == (401, "invalid_api_key"), "the key has expired"
 
 
@@ -128,7 +128,7 @@ def test_a_reload_on_a_full_disk_serves_the_new_version_and_counts_what_was_not_
 def test_a_client_that_reads_nothing_of_its_stream_holds_no_engine_and_its_answer_is_recorded(tmp_path: Path) -> None:
     async def check() -> None:
         sampler = engine(says("x" * 3000))
-        async with serving(tmp_path, sampler, limits=Limits(max_tokens=3500)) as served:
+        async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3500)) as served:
             key = served.key()
             await served.keys_read()
             slow = socket.socket()

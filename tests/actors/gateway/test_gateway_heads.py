@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.gateway.config import Limits
+from actors.gateway.config import GatewayLimits
 from actors.gateway.heads import MAX_HEAD_BYTES
 from tests.actors.gateway.gateway_rig import Served, engine, says, serving
 from tests.actors.rig import until
@@ -54,7 +54,7 @@ def test_a_head_that_cannot_be_read_is_an_error_object_and_a_counter_and_the_con
     tmp_path: Path, before: int, sent: bytes, status: int, code: str
 ) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=Limits(body_s=0.3)) as served, connection(served) as (reader, writer):
+        async with serving(tmp_path, limits=GatewayLimits(body_s=0.3)) as served, connection(served) as (reader, writer):
             for _ in range(before):
                 writer.write(HEALTH)
                 assert (await told(reader))[0] == 200
@@ -74,7 +74,7 @@ def test_no_answer_is_cut_off_for_the_head_behind_it(tmp_path: Path, behind: byt
     async def check() -> None:
         sampler = engine(says("x" * 60), token_s=0.02)
         async with (
-            serving(tmp_path, sampler, limits=Limits(body_s=0.3)) as served,
+            serving(tmp_path, sampler, limits=GatewayLimits(body_s=0.3)) as served,
             connection(served) as (reader, writer),
         ):
             key = served.key()
@@ -92,7 +92,7 @@ def test_no_answer_is_cut_off_for_the_head_behind_it(tmp_path: Path, behind: byt
 
 def test_a_body_in_chunks_that_grows_beyond_its_bound_is_refused_as_one_that_says_so(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=Limits(body_bytes=2000)) as served:
+        async with serving(tmp_path, limits=GatewayLimits(body_bytes=2000)) as served:
             key = served.key()
             await served.keys_read()
 
@@ -137,7 +137,7 @@ def test_what_stands_behind_a_body_is_neither_kept_nor_read_without_end(
     tmp_path: Path, path: str, known: bool, trailers: bytes
 ) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=Limits(body_s=20.0)) as served, connection(served) as (reader, writer):
+        async with serving(tmp_path, limits=GatewayLimits(body_s=20.0)) as served, connection(served) as (reader, writer):
             key = served.key()
             await served.keys_read()
             writer.write(post(path, key if known else "nobody") + CHUNKED + b"0\r\n" * (trailers[:1] == b"x"))
@@ -192,7 +192,7 @@ def test_an_answer_is_whole_where_the_request_behind_it_has_trailers(tmp_path: P
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_request_that_goes_on_behind_its_answer_has_a_bound_of_bytes_and_of_time(tmp_path: Path, ends: bool) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=Limits(body_s=0.3)) as served:
+        async with serving(tmp_path, limits=GatewayLimits(body_s=0.3)) as served:
             async with connection(served) as (reader, writer):
                 writer.write(post("/no-such-thing", "") + CHUNKED)
                 assert (await told(reader))[0] == 404
@@ -213,7 +213,7 @@ def test_a_request_that_goes_on_behind_its_answer_has_a_bound_of_bytes_and_of_ti
 def test_line_ends_alone_keep_no_connection(tmp_path: Path) -> None:
     async def check() -> None:
         async with (
-            serving(tmp_path, limits=Limits(body_s=0.3)) as served,
+            serving(tmp_path, limits=GatewayLimits(body_s=0.3)) as served,
             connection(served) as (reader, writer),
         ):
             writer.write(HEALTH)

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from actors.gateway.app import Site
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.door import SCOPE_OF
-from actors.gateway.grant import Grant, sign
+from actors.gateway.grant import FeedbackToken, sign
 from actors.gateway.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
 from actors.gateway.quota import Quotas
 from infra.metrics import Metrics
@@ -213,12 +213,12 @@ def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> N
 
                 assert (await rate(made["token"], first))[0] == 202
                 assert (await rate(made["token"], second))[0] == 403
-                forged = sign(Grant(second, key_id, time.time() + 60), b"guess")
+                forged = sign(FeedbackToken(second, key_id, time.time() + 60), b"guess")
                 assert (await rate(forged, second))[0] == 401
                 assert (await rate(made["token"][:-2] + "AA", first))[0] == 401
                 assert (await rate("nonsense", first))[0] == 401
                 secret = served.store.get("gateway/secret")
-                old = sign(Grant(first, key_id, time.time() - 1), secret)
+                old = sign(FeedbackToken(first, key_id, time.time() - 1), secret)
                 assert (await rate(old, first))[1]["error"]["code"] == "expired_token"
                 origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
                 allowed = await http.options("/v1/feedback", headers=origin)

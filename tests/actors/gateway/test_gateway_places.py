@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.config import CanaryShare, Limits
+from actors.gateway.config import CanaryShare, GatewayLimits
 from actors.gateway.errors import ApiError
 from actors.gateway.places import Lasting, Place, Places, Rota, to_its_end
 from infra.bus.memory import MemoryBus
@@ -69,7 +69,7 @@ def test_no_more_answers_are_made_at_once_than_the_limit_says(tmp_path: Path, mo
             return [*(b"{}" + b" " * 60), 256]
 
         sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.005)
-        async with serving(tmp_path, sampler, limits=Limits(concurrency=4), report_s=0.05) as served:
+        async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=4), report_s=0.05) as served:
             key = served.key()
             await served.keys_read()
             client = served.client(key)
@@ -91,7 +91,7 @@ def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
     async def check() -> None:
         script = says("x" * 200)
         sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.01)
-        async with serving(tmp_path, sampler, limits=Limits(concurrency=3), report_s=0.05) as served:
+        async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=3), report_s=0.05) as served:
             key = served.key()
             await served.keys_read()
             body = json.dumps(chat(stream=stream, **more)).encode()
@@ -118,7 +118,7 @@ def bad(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_that_is_refused_leaves_no_place_taken(tmp_path: Path, name: str, stream: bool) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=Limits(concurrency=2), report_s=0.05) as served:
+        async with serving(tmp_path, limits=GatewayLimits(concurrency=2), report_s=0.05) as served:
             key = served.key()
             await served.keys_read()
             for _ in range(4):
@@ -135,7 +135,7 @@ def test_what_a_canary_answers_takes_places_too_and_gives_them_back(tmp_path: Pa
         async with serving(tmp_path, slow, bus=bus, store=store, channel="canary") as canary:
             there = CanaryShare(url=canary.url, share=1.0)
             more: dict[str, Any] = {"bus": bus, "store": store, "topics": False, "canary": there, "report_s": 0.05}
-            async with serving(tmp_path, engine(says("x")), limits=Limits(concurrency=3), **more) as served:
+            async with serving(tmp_path, engine(says("x")), limits=GatewayLimits(concurrency=3), **more) as served:
                 key = served.key()
                 await until(lambda: served.metrics.gauges().get("canary_there") == 1.0, seconds=60)
                 await served.keys_read(), await canary.keys_read()

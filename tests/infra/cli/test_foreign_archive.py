@@ -12,7 +12,7 @@ from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.cli.replay import check_names
 from infra.cli.settings import load_settings
-from infra.cli.source import Source, unpacked
+from infra.cli.source import ReplaySource, unpacked
 from infra.ledger.archive import ABOUT, About, writing
 from infra.store_memory import MemoryStore
 from schemas import topics
@@ -70,7 +70,7 @@ def test_a_settings_file_beside_the_data_runs_nothing_either(tmp_path: Path) -> 
     (tmp_path / "plugins" / "evil.py").write_text(f"open({str(mark)!r}, 'w')\ndef loss(inputs): ...\n")
     toml = 'app = "t"\nplugins = ["plugins"]\n[trainer.lanes.usual]\nloss = "evil:loss"\n'
     (tmp_path / "headrace.toml").write_text(toml)
-    source = Source(load_settings(tmp_path / "headrace.toml"), Log(MemoryBus(), "t"), MemoryStore(), "")
+    source = ReplaySource(load_settings(tmp_path / "headrace.toml"), Log(MemoryBus(), "t"), MemoryStore(), "")
     before = list(sys.path)
     with pytest.raises(ConfigError, match="evil:loss"):
         check_names(Console(), source, trusted=False)

@@ -16,7 +16,7 @@ from infra.bus.memory import MemoryBus
 from infra.cli.export import fill
 from infra.cli.main import app
 from infra.cli.settings import Settings
-from infra.cli.source import Source
+from infra.cli.source import ReplaySource
 from infra.config import PolicyConfig, Use
 from infra.ledger.archive import writing
 from infra.store_memory import MemoryStore
@@ -62,7 +62,7 @@ def exported(
         if damage is not None:
             damage(log, store)
         with writing(file) as archive:
-            await fill(archive, Source(settings, log, store, "somebody/tiny"), start)
+            await fill(archive, ReplaySource(settings, log, store, "somebody/tiny"), start)
             archive.close()
 
     asyncio.run(main())

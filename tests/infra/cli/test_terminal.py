@@ -23,7 +23,7 @@ from infra.cli.main import app
 from infra.cli.newest import newest
 from infra.cli.options import exit_with
 from infra.cli.terminal import LineFormatter, Screen, printable, printable_json
-from infra.ledger.forget import Report
+from infra.ledger.forget import ForgetReport
 from infra.ledger.trace import AnswerTrace, PolicyTrace
 from infra.store_memory import MemoryStore
 from schemas import (
@@ -153,7 +153,7 @@ def test_status_forget_keys_load_and_the_last_words_of_a_role_obey_nothing(
 
     console, written = screen()
     status.show(console, asyncio.run(state()))
-    forget.show(console, Report(about=HOSTILE, keys=("k",), steps=(1,), first_version=2))
+    forget.show(console, ForgetReport(about=HOSTILE, keys=("k",), steps=(1,), first_version=2))
     assert "evil[/i]" in written() and harmless(written())
     store = tmp_path / "headrace.toml"
     store.write_text('app = "bot"\n')

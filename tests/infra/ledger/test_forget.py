@@ -11,7 +11,7 @@ from actors.taskbook import TaskBook
 from infra.bus.log import Log
 from infra.bus.memory import MemoryBus
 from infra.cli.forget import duration_of, first_checkpoint
-from infra.ledger.forget import Report, complete, destroy, report, tell, withdraw_tasks
+from infra.ledger.forget import ForgetReport, complete, destroy, report, tell, withdraw_tasks
 from infra.ledger.index import Index
 from infra.metrics import Metrics
 from infra.seal import Keys, open_text, seal_text, sealed
@@ -24,7 +24,7 @@ from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, jo
 from trainer.checkpoint import Position
 from trainer.learners.scripted import ScriptedLearner
 from trainer.replay import Compared, find_start, forgotten_steps, replay
-from trainer.report import Report as TrainerReport
+from trainer.report import TrainerReport
 from trainer.state import Learning
 
 TENANT, USER = "acme", "ann@example.org"
@@ -51,7 +51,7 @@ async def log_with_ann(at: tuple[int, ...] = (6, 7)) -> tuple[Log, MemoryStore]:
     return log, store
 
 
-async def reported(log: Log, folder: Path) -> Report:
+async def reported(log: Log, folder: Path) -> ForgetReport:
     assert log.store is not None
     key_ids = destroy(Keys(log.store), TENANT, USER)
     index = Index(folder / "trace.sqlite", run="t", policy="main")

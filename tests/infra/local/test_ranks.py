@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.ranks import Group, rank_of, run_ranks
+from infra.local.ranks import RankGroup, rank_of, run_ranks
 
 # Every rank writes its pid; then rank 0 does what the first argument says, the others wait to be ended.
 SCRIPT = """
@@ -34,9 +34,9 @@ while not (folder / "done").exists():
 """
 
 
-def group(tmp_path: Path, what: str, **settings: object) -> Group:
+def group(tmp_path: Path, what: str, **settings: object) -> RankGroup:
     argv = (sys.executable, "-c", SCRIPT, what, str(tmp_path))
-    return Group(argv=argv, num_ranks=3, log=tmp_path / "logs", final_codes=(0, 2), **settings)  # type: ignore[arg-type]
+    return RankGroup(argv=argv, num_ranks=3, log=tmp_path / "logs", final_codes=(0, 2), **settings)  # type: ignore[arg-type]
 
 
 def pids(tmp_path: Path, rank: int | str = "[0-9]") -> list[int]:

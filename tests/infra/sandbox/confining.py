@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from infra.sandbox.command import Limits
+from infra.sandbox.command import SandboxLimits
 from infra.sandbox.sandbox import Sandbox
 from schemas.errors import SandboxUnavailable
 
-PATIENT = Limits(wall_s=60.0)
+PATIENT = SandboxLimits(wall_s=60.0)
 
 
-def sandbox_or_skip(limits: Limits = PATIENT, *, as_root: bool | None = None) -> Sandbox:
+def sandbox_or_skip(limits: SandboxLimits = PATIENT, *, as_root: bool | None = None) -> Sandbox:
     """A sandbox, or the end of the test."""
     try:
         return Sandbox(limits, as_root=as_root)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.sandbox.command import Limits, is_machine_root
+from infra.sandbox.command import SandboxLimits, is_machine_root
 from infra.sandbox.sandbox import Finished, Sandbox
 from schemas.errors import SandboxUnavailable
 from tests.infra.sandbox.confining import sandbox_or_skip
@@ -70,13 +70,13 @@ def test_a_flood_of_output_ends_the_run_at_its_limit(sandbox: Sandbox, stream: s
 
 
 def test_the_end_of_time_ends_everything() -> None:
-    slow = sandbox_or_skip(Limits(wall_s=1.5))
+    slow = sandbox_or_skip(SandboxLimits(wall_s=1.5))
     finished = python(slow, "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nos.fork()\ntime.sleep(300)")
     assert (finished.code, finished.fault) == (None, "wall time")
 
 
 def test_a_busy_program_is_killed_at_its_cpu_limit() -> None:
-    busy = sandbox_or_skip(Limits(wall_s=120.0, cpu_s=1))
+    busy = sandbox_or_skip(SandboxLimits(wall_s=120.0, cpu_s=1))
     finished = python(busy, "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
     assert finished.code == 128 + signal.SIGKILL
 
@@ -89,7 +89,7 @@ def test_memory_files_and_descriptors_are_limited(sandbox: Sandbox) -> None:
 
 def test_processes_that_hold_too_much_memory_together_end_their_run() -> None:
     """Each far below its own limit: eight of 100 MB where 400 MB are allowed."""
-    small = sandbox_or_skip(Limits(wall_s=60.0, total_bytes=400 * MEBIBYTE))
+    small = sandbox_or_skip(SandboxLimits(wall_s=60.0, total_bytes=400 * MEBIBYTE))
     hoards = """
     import os, time
     for _ in range(8):
@@ -130,7 +130,7 @@ def test_what_programs_commonly_use_still_works(sandbox: Sandbox) -> None:
 
 
 def test_orphans_count_too() -> None:
-    small = sandbox_or_skip(Limits(wall_s=60.0, total_bytes=300 * MEBIBYTE))
+    small = sandbox_or_skip(SandboxLimits(wall_s=60.0, total_bytes=300 * MEBIBYTE))
     hoards = """
     import os, time
     for _ in range(5):

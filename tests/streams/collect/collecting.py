@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from infra.chain.chain import Context, Dropped, Outcome
+from infra.chain.chain import Context, Dropped, ChainResult
 from schemas import Block, Control, Experience, Feedback, Message, Score, Span, Stub, Tick, encode, make_experience
 from schemas.ids import experience_id
 from streams.collect.decision import Decision, Folded
@@ -70,7 +70,7 @@ def tick() -> Tick:
     return Tick(partition=0, due_ms=1)
 
 
-async def scored(experiences: Sequence[Experience], context: Context) -> Outcome:
+async def scored(experiences: Sequence[Experience], context: Context) -> ChainResult:
     """A chain: reward is csat, else exact; whoever has neither is dropped."""
     kept, dropped = [], []
     for experience in experiences:
@@ -80,7 +80,7 @@ async def scored(experiences: Sequence[Experience], context: Context) -> Outcome
             dropped.append(Dropped(experience, "unlabelled", "", "reward@1"))
         else:
             kept.append(msgspec.structs.replace(experience, reward=reward))
-    return Outcome(kept=tuple(kept), dropped=tuple(dropped))
+    return ChainResult(kept=tuple(kept), dropped=tuple(dropped))
 
 
 class Inbox:

@@ -1,7 +1,7 @@
 """Ratings of closures: what people said of the answer itself, as it stands, apart from what is credited to it."""
 
 from schemas import Closure, Rating
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, folded, said, tick
 from tests.streams.collect.test_fold_turns import WINDOW_MS, group_of_turn, ref, turn
@@ -9,7 +9,7 @@ from tests.streams.collect.test_fold_turns import WINDOW_MS, group_of_turn, ref,
 RULES = Rules(
     deadline_ms=DEADLINE_MS,
     keep_ms=10_000_000,
-    sources={"csat": Source(window_ms=WINDOW_MS, late="amend", discount=0.9)},
+    sources={"csat": FeedbackRules(window_ms=WINDOW_MS, late="amend", discount=0.9)},
 )
 REF = "hr-a1b2.0.0-0-0"
 
@@ -80,7 +80,7 @@ def test_a_rating_says_when_it_was_given_and_a_closure_when_the_answer_was() -> 
 
 
 def test_silence_and_its_default_are_no_rating() -> None:
-    silent = Source(window_ms=WINDOW_MS, default=0.7)
+    silent = FeedbackRules(window_ms=WINDOW_MS, default=0.7)
     inbox = live()
     inbox.append(tick(), after_ms=WINDOW_MS)
     (closure,) = closures(inbox, Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": silent}))

@@ -14,7 +14,7 @@ from schemas import Block, Closure, DeadLetter, Message, Tick
 from schemas.ids import subject_of
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings, TakenAway
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.collect.inbox import CollectDriver
 from tests.streams.collect.collecting import answer, block, said
@@ -211,7 +211,7 @@ def test_an_unreadable_record_is_dead_lettered_and_its_neighbours_are_folded(tmp
 
 
 def test_late_feedback_finds_its_answer_in_the_log_after_a_restart(tmp_path: Path) -> None:
-    source = Source(window_ms=3_600_000, late="amend")
+    source = FeedbackRules(window_ms=3_600_000, late="amend")
     rules = msgspec.structs.replace(RULES, sources={"csat": source})
 
     async def run() -> None:

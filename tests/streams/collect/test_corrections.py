@@ -9,7 +9,7 @@ from infra.chain.chain import make_step
 from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
 from schemas.pairs import pair_fault, pair_side
 from schemas.withdrawal import is_withdrawal
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.decision import Decision
 from streams.collect.fold import Rules, chain_of, fold
 from streams.collect.needs import wanted
@@ -21,7 +21,7 @@ from trainer.buffer import Buffer
 
 WINDOW_MS = 5_000
 REF = "hr-a1b2.0.0-0-0"
-SOURCE = Source(window_ms=WINDOW_MS, late="amend")
+SOURCE = FeedbackRules(window_ms=WINDOW_MS, late="amend")
 RULES = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": SOURCE}, corrects=True)
 
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from infra.chain.chain import Context, Outcome
+from infra.chain.chain import Context, ChainResult
 from schemas import Closure, Experience
 from schemas.ids import request_group, session_name
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import MAX_ANSWERS, Arrival, Rules, fold, group_named
-from streams.collect.limits import Limits
+from streams.collect.limits import DayLimits
 from streams.collect.state import State
 from streams.collect.words import as_it_is
 from tests.streams.collect.collecting import (
@@ -31,17 +31,17 @@ from tests.streams.collect.test_fold_turns import ref, turn
 
 
 def rules(late: str = "amend", window_ms: int = 5_000, **more: object) -> Rules:
-    sources = {"csat": Source(window_ms=window_ms, late=late)}  # type: ignore[arg-type]
+    sources = {"csat": FeedbackRules(window_ms=window_ms, late=late)}  # type: ignore[arg-type]
     return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=sources, **more)  # type: ignore[arg-type]
 
 
 def test_rules_without_a_word() -> None:
     assert Rules(deadline_ms=1, keep_ms=2) == Rules(
         deadline_ms=1, keep_ms=2, sources={}, waiting=frozenset({"live"}), corrects=False, open_text=as_it_is, revisions=16,
-        retrainings=2, limits=Limits(),
+        retrainings=2, limits=DayLimits(),
     )  # fmt: skip
     assert Rules(deadline_ms=1, keep_ms=2).window_ms == 0
-    assert Rules(deadline_ms=1, keep_ms=2, sources={"a": Source(3), "b": Source(9)}).window_ms == 9
+    assert Rules(deadline_ms=1, keep_ms=2, sources={"a": FeedbackRules(3), "b": FeedbackRules(9)}).window_ms == 9
 
 
 def test_a_record_names_the_group_it_is_about() -> None:
@@ -179,7 +179,7 @@ def test_a_group_is_trained_again_and_revised_only_so_often() -> None:
 
 
 def test_a_closed_turn_hears_nothing_late_where_late_words_are_dropped() -> None:
-    source = Source(window_ms=5_000, late="drop", discount=0.5)
+    source = FeedbackRules(window_ms=5_000, late="drop", discount=0.5)
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
     inbox = Inbox().extend([turn(0)])
     inbox.append(tick(), after_ms=5_000)
@@ -191,7 +191,7 @@ def test_a_closed_turn_hears_nothing_late_where_late_words_are_dropped() -> None
 
 def test_the_first_turn_of_a_session_hears_of_later_ones_that_were_there_before_it() -> None:
     first = block(*(replace(one, turn=0) for one in turn(0).experiences))
-    source = Source(window_ms=5_000, late="amend", discount=0.5)
+    source = FeedbackRules(window_ms=5_000, late="amend", discount=0.5)
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
     state = State()
     folded(Inbox().extend([turn(1), said(ref(1), 1.0), first]), given, state)
@@ -230,7 +230,7 @@ def test_a_word_that_was_dropped_uses_up_nobodys_limit() -> None:
     closed = [block(answer("a.0", number)) for number in range(2)]
     late = [said("a.0.0-1-0", 0.5, id=str(number), rater="ann") for number in range(3)]
     still_open = [block(answer("b.0", 0, size=1, lane="live")), said("b.0.0-0-0", 1.0, rater="ann")]
-    limited = rules("drop", limits=Limits(rater_answers=1, rater_share=0.0))
+    limited = rules("drop", limits=DayLimits(rater_answers=1, rater_share=0.0))
     results = folded(Inbox().extend([*closed, *late, *still_open]), limited)
     assert {reason: count for reason, count in drops(results).items() if count} == {"late feedback": 3}
     assert [len(one.closure.ratings or ()) for one in decisions(results)] == [0, 1]
@@ -250,7 +250,7 @@ def test_a_rater_who_agrees_is_told_of_and_nothing_is_trained_for_it() -> None:
 def test_the_chain_is_told_when_and_where_the_record_lay() -> None:
     seen: list[Context] = []
 
-    async def noting(experiences: Sequence[Experience], context: Context) -> Outcome:
+    async def noting(experiences: Sequence[Experience], context: Context) -> ChainResult:
         seen.append(context)
         return await scored(experiences, context)
 
@@ -277,7 +277,7 @@ def test_words_that_are_sealed_are_compared_as_they_were_written() -> None:
         "x1": "It is too slow to be of any use to me at all today",
         "x2": "My name is spelled in the wrong way here",
     }
-    source = Source(window_ms=5_000, alike=1, within_ms=1_000)
+    source = FeedbackRules(window_ms=5_000, alike=1, within_ms=1_000)
     given = Rules(
         deadline_ms=DEADLINE_MS,
         keep_ms=10_000_000,
@@ -303,7 +303,7 @@ def test_a_group_that_time_decides_about_is_saved_again() -> None:
 
 
 def test_a_turn_that_comes_between_closes_earlier_ones_anew_only_as_often_as_words_may() -> None:
-    source = Source(window_ms=5_000, late="amend", discount=0.5)
+    source = FeedbackRules(window_ms=5_000, late="amend", discount=0.5)
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source}, revisions=1)
     inbox = Inbox().extend([turn(0)])
     inbox.append(tick(), after_ms=5_000)
@@ -318,9 +318,9 @@ def test_a_late_word_uses_up_its_raters_limit_whether_it_changes_anything_or_not
     for value in (0.5, 1.0):
         closed = [*(block(answer("a.0", number)) for number in range(2)), said("a.0.0-1-0", 1.0, rater="bob")]
         words = [said("a.0.0-1-0", value, id="1", rater="ann"), said("a.0.0-1-0", 0.0, id="2", rater="ann")]
-        limited = rules("amend", limits=Limits(rater_answers=1, rater_share=0.0))
+        limited = rules("amend", limits=DayLimits(rater_answers=1, rater_share=0.0))
         assert sum(drops(folded(Inbox().extend([*closed, *words]), limited)).values()) == 1
     again = [said("a.0.0-1-0", 1.0, id=name, rater="ann") for name in "abc"]
     closed = [block(answer("a.0", number)) for number in range(2)]
-    limited = rules("amend", limits=Limits(rater_answers=2, rater_share=0.0))
+    limited = rules("amend", limits=DayLimits(rater_answers=2, rater_share=0.0))
     assert sum(drops(folded(Inbox().extend([*closed, *again]), limited)).values()) == 1

@@ -6,7 +6,7 @@ import pytest
 from actors.config import PeopleConfig
 from actors.ratings import Ratings
 from schemas import Block
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.collect.group import Said, Words
 from streams.collect.words import hear, verdicts
@@ -27,7 +27,7 @@ WINDOW_MS = 5_000
 
 
 def rules(late: str = "drop", default: float | None = None, *sources: str) -> Rules:
-    source = Source(window_ms=WINDOW_MS, default=default, late=late)  # type: ignore[arg-type]
+    source = FeedbackRules(window_ms=WINDOW_MS, default=default, late=late)  # type: ignore[arg-type]
     return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=dict.fromkeys(sources or ("csat",), source))
 
 

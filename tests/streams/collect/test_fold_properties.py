@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import Block, Control, Experience, Stub
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Decision, Rules, fold, group_named
 from streams.collect.needs import wanted
 from streams.collect.pending import Pending
@@ -30,10 +30,10 @@ from tests.streams.collect.collecting import (
 RULES = Rules(
     deadline_ms=DEADLINE_MS * 1000,
     keep_ms=10_000_000_000,
-    sources={"csat": Source(window_ms=400, default=0.5, late="amend")},
+    sources={"csat": FeedbackRules(window_ms=400, default=0.5, late="amend")},
 )
 SHORT = Rules(
-    deadline_ms=150, keep_ms=10_000_000_000, sources={"csat": Source(window_ms=120, default=None, late="retrain")}
+    deadline_ms=150, keep_ms=10_000_000_000, sources={"csat": FeedbackRules(window_ms=120, default=None, late="retrain")}
 )
 
 

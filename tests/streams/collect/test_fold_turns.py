@@ -12,7 +12,7 @@ from schemas import Block, Control, Experience
 from schemas.ids import partition_key, request_group, session_name
 from schemas.topics import BUFFER, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import USUAL_PRIOR, Source
+from streams.collect.credit import USUAL_PRIOR, FeedbackRules
 from streams.collect.fold import Rules
 from streams.collect.turns import MAX_TURNS
 from tests.streams.collect.collecting import (
@@ -35,7 +35,7 @@ GAMMA = 0.5
 
 
 def rules(late: str = "amend", discount: float = GAMMA) -> Rules:
-    source = Source(window_ms=WINDOW_MS, late=late, discount=discount)  # type: ignore[arg-type]
+    source = FeedbackRules(window_ms=WINDOW_MS, late=late, discount=discount)  # type: ignore[arg-type]
     return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
 
 

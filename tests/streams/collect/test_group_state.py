@@ -5,7 +5,7 @@ import pytest
 from infra.processor import Memory
 from schemas import Block, encode
 from schemas.ids import request_group, session_name
-from streams.collect.group import Attempt, Echo, Episode, Group, Place, Words, fullest
+from streams.collect.group import Attempt, Echo, Episode, Group, BlockPlace, Words, fullest
 from streams.collect.state import MAX_CACHED_BYTES, MEMBER_BYTES, Frames, State
 from tests.streams.collect.collecting import answer, block, stub
 
@@ -26,21 +26,21 @@ def test_what_nothing_has_come_of_is_open_and_knows_nothing() -> None:
 
 def test_an_episode_is_done_when_all_parts_up_to_its_last_are_there_in_any_order() -> None:
     one = attempt(size=1)
-    assert one.add(answer("a.0", 0, size=1, part=2), Place(3, 0)) is True
+    assert one.add(answer("a.0", 0, size=1, part=2), BlockPlace(3, 0)) is True
     assert (one.is_complete, one.num_done) == (False, 0)
-    assert one.add(answer("a.0", 0, size=1, part=0, last=False), Place(1, 0)) is True
-    assert one.add(answer("a.0", 0, size=1, part=1, last=False), Place(2, 0)) is True
+    assert one.add(answer("a.0", 0, size=1, part=0, last=False), BlockPlace(1, 0)) is True
+    assert one.add(answer("a.0", 0, size=1, part=1, last=False), BlockPlace(2, 0)) is True
     assert (one.is_complete, one.num_done) == (True, 1)
-    assert one.places() == [Place(1, 0), Place(2, 0), Place(3, 0)]
-    assert one.add(answer("a.0", 0, size=1, part=1, last=False), Place(9, 0)) is False, "redelivered"
-    assert one.add(answer("a.0", 0, size=1, part=7, last=False), Place(9, 0)) is True
+    assert one.places() == [BlockPlace(1, 0), BlockPlace(2, 0), BlockPlace(3, 0)]
+    assert one.add(answer("a.0", 0, size=1, part=1, last=False), BlockPlace(9, 0)) is False, "redelivered"
+    assert one.add(answer("a.0", 0, size=1, part=7, last=False), BlockPlace(9, 0)) is True
     assert one.num_done == 1, "what comes after its end makes it no second one"
 
 
 def test_what_lies_outside_a_group_is_no_member() -> None:
     one = attempt(size=2)
-    assert one.add(answer("a.0", 2), Place(0, 0)) is False and not one.episodes
-    assert one.add(answer("a.0", 1), Place(0, 0)) is True
+    assert one.add(answer("a.0", 2), BlockPlace(0, 0)) is False and not one.episodes
+    assert one.add(answer("a.0", 1), BlockPlace(0, 0)) is True
     assert one.has(1, 0) is True and one.has(1, 1) is False and one.has(0, 0) is False
 
 
@@ -48,9 +48,9 @@ def test_a_stub_counts_like_the_experience_it_stands_for_and_is_no_place() -> No
     one = attempt(size=3)
     for episode in range(2):
         assert one.add(stub("a.0", episode), "too short")
-    assert one.add(answer("a.0", 2, part=1), Place(7, 1))
+    assert one.add(answer("a.0", 2, part=1), BlockPlace(7, 1))
     assert one.num_done == 2 and one.drops() == {"too short": 2}
-    assert one.places() == [Place(7, 1)] and one.places(done_only=True) == []
+    assert one.places() == [BlockPlace(7, 1)] and one.places(done_only=True) == []
     assert Group("a.0", attempts={0: one}).offsets() == {7}
 
 
@@ -58,7 +58,7 @@ def test_a_deadline_closes_the_attempt_with_most_done_then_most_arrived_then_the
     def having(number: int, done: int, begun: int) -> Attempt:
         one = attempt(number, size=9)
         for episode in range(done + begun):
-            one.add(answer("a.0", episode, size=9, last=episode < done), Place(episode, 0))
+            one.add(answer("a.0", episode, size=9, last=episode < done), BlockPlace(episode, 0))
         return one
 
     def best(*attempts: Attempt) -> int:

@@ -7,7 +7,7 @@ from infra.metrics import Metrics
 from schemas import Feedback
 from schemas.topics import PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.collect.held import BURST, RATER_CAP, held_back
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, drops, folded, said
@@ -17,8 +17,8 @@ WITHIN_MS = 1_000
 WORDS = "The answer was rude and did not help me with my order at all, please fix it."
 
 
-def source(**limits: int) -> Source:
-    return Source(window_ms=100_000, late="amend", within_ms=WITHIN_MS, **limits)  # type: ignore[arg-type]
+def source(**limits: int) -> FeedbackRules:
+    return FeedbackRules(window_ms=100_000, late="amend", within_ms=WITHIN_MS, **limits)  # type: ignore[arg-type]
 
 
 def rules(**limits: int) -> Rules:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from infra.chain.chain import Context, Dropped, Outcome
+from infra.chain.chain import Context, Dropped, ChainResult
 from schemas import Closure, Experience, Feedback
 from schemas.withdrawal import is_withdrawal
 from streams.collect.decision import (
@@ -18,7 +18,7 @@ from streams.collect.decision import (
     mean_reward,
     trial_of,
 )
-from streams.collect.group import Attempt, Group, Place, Said, Words
+from streams.collect.group import Attempt, Group, BlockPlace, Said, Words
 from streams.collect.judge import Chain, judged, stands
 from streams.collect.words import hear
 from tests.streams.collect.collecting import answer, said, stub
@@ -54,11 +54,11 @@ def test_the_mean_reward_is_that_of_episodes_that_have_one() -> None:
     assert trial_of([]) == -1 and trial_of([msgspec.structs.replace(answer("a.0", 0), trial=7), answer("a.0", 1)]) == 7
 
 
-async def halve(experiences: Sequence[Experience], context: Context) -> Outcome:
+async def halve(experiences: Sequence[Experience], context: Context) -> ChainResult:
     """A chain that drops even episodes, and rewards the others by their number."""
     odd = tuple(msgspec.structs.replace(one, reward=float(one.episode)) for one in experiences if one.episode % 2)
     even = [msgspec.structs.replace(one, reward=0.0) for one in experiences if not one.episode % 2]
-    return Outcome(kept=odd, dropped=tuple(Dropped(one, "even", "", "halve@1") for one in even))
+    return ChainResult(kept=odd, dropped=tuple(Dropped(one, "even", "", "halve@1") for one in even))
 
 
 def end(group: Group, attempt: Attempt, given: Sequence[Experience], chain: Chain = halve) -> Decision:
@@ -69,7 +69,7 @@ def end(group: Group, attempt: Attempt, given: Sequence[Experience], chain: Chai
 def attempt_of(size: int, done: int, lane: str = "usual") -> Attempt:
     one = Attempt(2, size, lane, 412, 1_000)  # type: ignore[arg-type]
     for episode in range(done):
-        one.add(answer("a.0", episode, size=size), Place(episode, 0))
+        one.add(answer("a.0", episode, size=size), BlockPlace(episode, 0))
     return one
 
 
@@ -138,8 +138,8 @@ def test_demonstrations_go_on_as_they_are() -> None:
 
 
 def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_group_does_not() -> None:
-    async def remade(experiences: Sequence[Experience], context: Context) -> Outcome:
-        return Outcome(kept=(answer("syn.0", 0), *(one for one in experiences if one.episode)), dropped=())
+    async def remade(experiences: Sequence[Experience], context: Context) -> ChainResult:
+        return ChainResult(kept=(answer("syn.0", 0), *(one for one in experiences if one.episode)), dropped=())
 
     with_own = end(Group("a.0", lane="usual"), attempt_of(2, 2), [at_version(0, 1), at_version(1, 1)], chain=remade)
     assert [one.group for one in with_own.blocks] == ["syn.0", "a.0"] and with_own.closure.experiences == 1

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from schemas import Block, encode
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn
@@ -31,7 +31,7 @@ def trained(inbox: Inbox, rules: Rules, max_uses: int = 1) -> Counter[str]:
 
 
 def rules(late: str, discount: float = 0.0) -> Rules:
-    source = Source(window_ms=5_000, late=late, discount=discount)  # type: ignore[arg-type]
+    source = FeedbackRules(window_ms=5_000, late=late, discount=discount)  # type: ignore[arg-type]
     return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source}, retrainings=2)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from infra.processor import Memory
 from schemas import Feedback
 from schemas.ids import request_group, session_name
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.collect.limits import (
     DAY_MS,
@@ -16,7 +16,7 @@ from streams.collect.limits import (
     RATERS,
     TENANT_LIMIT,
     TENANTS,
-    Limits,
+    DayLimits,
     beyond,
     charge,
 )
@@ -28,7 +28,7 @@ from tests.streams.collect.test_fold_turns import ref, turn
 NOON_MS = 20_000 * DAY_MS + DAY_MS // 2
 
 
-def moved(words: Iterable[tuple[str, str]], limits: Limits, time_ms: int = NOON_MS, **kept: Memory) -> Counter[str]:
+def moved(words: Iterable[tuple[str, str]], limits: DayLimits, time_ms: int = NOON_MS, **kept: Memory) -> Counter[str]:
     """How many words of each (tenant, rater) count, each about an answer of its own, and how many do not, by reason."""
     memories, found = dict(kept), Counter[str]()
     for tenant, rater in words:
@@ -40,27 +40,27 @@ def moved(words: Iterable[tuple[str, str]], limits: Limits, time_ms: int = NOON_
 
 
 def test_one_rater_moves_a_bounded_number_of_answers_in_a_day() -> None:
-    found = moved([("acme", "ann")] * 100, Limits(rater_answers=30, rater_share=0.1))
+    found = moved([("acme", "ann")] * 100, DayLimits(rater_answers=30, rater_share=0.1))
     assert found == {"acme/ann": 30, RATER_LIMIT: 70}
 
 
 def test_one_rater_moves_a_bounded_share_of_what_is_moved_in_a_day() -> None:
     busy = [("acme", f"r{number % 500}") for number in range(5_000)]
     flood = [pair for one in busy for pair in (one, ("acme", "bot"))]
-    found = moved(flood, Limits(rater_answers=30, rater_share=0.1))
+    found = moved(flood, DayLimits(rater_answers=30, rater_share=0.1))
     assert found["acme/bot"] <= 0.1 * sum(count for name, count in found.items() if name.startswith("acme")) + 1
     assert found[RATER_LIMIT] == 5_000 - found["acme/bot"]
 
 
 def test_one_tenant_moves_a_bounded_share_once_there_is_another() -> None:
     words = [("big", ""), ("big", "key 7"), ("small", "")] * 3_000
-    found = moved(words, Limits(tenant_answers=100, tenant_share=0.5))
+    found = moved(words, DayLimits(tenant_answers=100, tenant_share=0.5))
     big = found["big/"] + found["big/key 7"]
     assert 2_900 < big <= found["small/"] + 2 and found[TENANT_LIMIT] == 6_000 - big
 
 
 def test_a_tenant_that_is_alone_has_no_bound_and_one_whose_neighbours_rest_for_a_day_has() -> None:
-    limits = Limits(tenant_answers=10)
+    limits = DayLimits(tenant_answers=10)
     assert moved([("acme", "")] * 1_000, limits) == {"acme/": 1_000}
     memories: dict[str, Memory] = {}
     charge(memories, "other", "", NOON_MS, 1)
@@ -72,7 +72,7 @@ def test_a_tenant_that_is_alone_has_no_bound_and_one_whose_neighbours_rest_for_a
 
 def test_a_day_is_one_of_log_time() -> None:
     memories: dict[str, Memory] = {}
-    limits = Limits(rater_answers=1)
+    limits = DayLimits(rater_answers=1)
     charge(memories, "acme", "ann", NOON_MS, 1)
     assert beyond(memories, limits, "acme", "ann", NOON_MS + DAY_MS // 2 - 1) == RATER_LIMIT
     assert beyond(memories, limits, "acme", "ann", NOON_MS + DAY_MS // 2) == ""
@@ -87,8 +87,8 @@ def test_what_is_remembered_of_raters_and_tenants_is_bounded() -> None:
 
 def test_honest_traffic_is_not_touched_by_the_limits_that_are_set() -> None:
     config = LimitsConfig()
-    limits = Limits(config.rater_answers, config.rater_share, config.tenant_answers, config.tenant_share)
-    assert limits == Limits()
+    limits = DayLimits(config.rater_answers, config.rater_share, config.tenant_answers, config.tenant_share)
+    assert limits == DayLimits()
     users = [("acme", f"user-{number % 300}") for number in range(9_000)]
     annotators = [("acme", f"annotator-{number % 4}") for number in range(1_600)]
     nobody_named = [("acme", "key 7")] * 30_000
@@ -100,8 +100,8 @@ def test_honest_traffic_is_not_touched_by_the_limits_that_are_set() -> None:
 # Through the fold.
 
 
-def rules(limits: Limits, discount: float = 0.0) -> Rules:
-    source = Source(window_ms=5_000, late="amend", discount=discount)
+def rules(limits: DayLimits, discount: float = 0.0) -> Rules:
+    source = FeedbackRules(window_ms=5_000, late="amend", discount=discount)
     return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source}, limits=limits)
 
 
@@ -116,7 +116,7 @@ def praise(number: int, rater: str, tenant: str = "acme") -> Feedback:
 def test_what_is_beyond_a_raters_day_trains_nothing_and_is_no_rating() -> None:
     inbox = Inbox().extend(block(answer(group(number), 0, size=1, lane="live")) for number in range(6))
     inbox.extend(praise(number, "bot") for number in range(5)).append(praise(5, "ann"))
-    results = folded(inbox, rules(Limits(rater_answers=2, rater_share=0.0)))
+    results = folded(inbox, rules(DayLimits(rater_answers=2, rater_share=0.0)))
     raters = [rating.rater for one in decisions(results) for rating in one.closure.ratings or ()]
     assert (raters, drops(results)) == (["bot", "bot", "ann"], {RATER_LIMIT: 3})
 
@@ -124,12 +124,12 @@ def test_what_is_beyond_a_raters_day_trains_nothing_and_is_no_rating() -> None:
 def test_what_turns_hear_of_a_word_is_moved_by_it_too() -> None:
     inbox = Inbox().extend([*(turn(number) for number in range(4)), said(ref(3), 1.0, rater="ann")])
     inbox.extend([said(ref(0), 1.0, rater="bob"), said(ref(1), 1.0, rater="ann")])
-    assert drops(folded(inbox, rules(Limits(rater_answers=4), 0.5))) == {RATER_LIMIT: 1}, "ann moved four turns"
+    assert drops(folded(inbox, rules(DayLimits(rater_answers=4), 0.5))) == {RATER_LIMIT: 1}, "ann moved four turns"
 
 
 def test_what_is_taken_back_is_taken_back_beyond_any_limit() -> None:
     inbox = Inbox().extend([block(answer(group(0), 0, size=1, lane="live")), praise(0, "ann")])
     inbox.append(said(f"{group(0)}.0-0-0", 0.0, id="back", rater="ann", type="retraction"))
     state = State()
-    results = folded(inbox, rules(Limits(rater_answers=1)), state)
+    results = folded(inbox, rules(DayLimits(rater_answers=1)), state)
     assert [len(one.closure.ratings or ()) for one in decisions(results)] == [1, 0] and not drops(results)

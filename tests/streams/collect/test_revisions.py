@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from schemas import Closure, Experience, Feedback
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import MAX_ANSWERS, Rules
 from streams.collect.state import State
 from streams.collect.words import MAX_KNOWN, MAX_WORDS, TOO_MANY
@@ -20,7 +20,7 @@ WINDOW_MS = 5_000
 
 
 def rules(late: str, discount: float = 0.0, **limits: int) -> Rules:
-    source = Source(window_ms=WINDOW_MS, late=late, discount=discount)  # type: ignore[arg-type]
+    source = FeedbackRules(window_ms=WINDOW_MS, late=late, discount=discount)  # type: ignore[arg-type]
     return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source}, **limits)  # type: ignore[arg-type]
 
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from schemas.ids import request_group, session_name
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.group import Attempt, Echo, Group, Said, Words
 from streams.collect.turns import (
     MAX_TURNS,
@@ -36,7 +36,7 @@ def test_a_turn_is_one_answer_of_a_session_and_nothing_else_is() -> None:
     assert depth_of(one) == 3 and NO_TURN == -1
     assert depth_of(msgspec.structs.replace(one, group_size=2)) == NO_TURN
     assert depth_of(msgspec.structs.replace(one, group="a.0")) == NO_TURN
-    assert echoing({"a": Source(1, discount=0.1), "b": Source(1)}) == {"a"}
+    assert echoing({"a": FeedbackRules(1, discount=0.1), "b": FeedbackRules(1)}) == {"a"}
 
 
 def test_a_record_concerns_a_session_only_where_earlier_turns_are_credited() -> None:
@@ -98,7 +98,7 @@ def test_what_is_taken_back_is_taken_back_from_who_heard_it() -> None:
 
 
 def test_a_closed_turn_hears_nothing_new_of_sources_whose_late_words_are_dropped() -> None:
-    sources = {"csat": Source(1, late="amend"), "judge": Source(1, late="drop")}
+    sources = {"csat": FeedbackRules(1, late="amend"), "judge": FeedbackRules(1, late="drop")}
     echo = Echo(2, {"csat": 0.75, "judge": 1.0})
     assert late_echo(None, echo, sources) == Echo(2, {"csat": 0.75})
     assert late_echo(Echo(1, {"csat": 0.1, "judge": 0.5}), echo, sources) == Echo(2, {"csat": 0.75, "judge": 0.5})

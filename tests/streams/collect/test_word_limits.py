@@ -2,15 +2,15 @@
 
 from infra.processor import Memory
 from schemas import Feedback, Tick
-from streams.collect.credit import Source
+from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Arrival, Rules
-from streams.collect.group import Attempt, Group, Place
+from streams.collect.group import Attempt, Group, BlockPlace
 from streams.collect.held import BURST, MAX_RATERS, MAX_WORDS, RATER_CAP, RATERS, WORDS, held_back, held_memories
 from streams.collect.limits import (
     DAY_MS,
     RATER_LIMIT,
     TENANT_LIMIT,
-    Limits,
+    DayLimits,
     beyond,
     charge,
     is_somebody,
@@ -25,7 +25,7 @@ def closed(revision: int = 0, closed_ms: int = 5, due_ms: int = 0) -> State:
     group = Group("a.0", winner=0, revision=revision, closed_ms=closed_ms, due_ms=due_ms)
     group.attempts[0] = Attempt(0, 2, "usual", 412, 1_000)
     for episode in range(2):
-        group.attempts[0].add(answer("a.0", episode), Place(episode, 0))
+        group.attempts[0].add(answer("a.0", episode), BlockPlace(episode, 0))
     state = State()
     state.now_ms = 50
     state.add(group)
@@ -37,7 +37,7 @@ def arrival(value: object, time_ms: int = 60) -> Arrival:
 
 
 def rules(late: str = "amend", **more: object) -> Rules:
-    return Rules(deadline_ms=10, keep_ms=1_000, sources={"csat": Source(5, late=late)}, revisions=2, **more)  # type: ignore[arg-type]
+    return Rules(deadline_ms=10, keep_ms=1_000, sources={"csat": FeedbackRules(5, late=late)}, revisions=2, **more)  # type: ignore[arg-type]
 
 
 def test_late_words_need_the_blocks_of_the_group_they_reopen_and_nothing_else_needs_any() -> None:
@@ -68,7 +68,7 @@ def test_what_takes_a_word_back_reopens_a_group_however_often_it_was_revised() -
 
 
 def test_limits_without_a_word() -> None:
-    assert Limits() == Limits(rater_answers=500, rater_share=0.1, tenant_answers=10_000, tenant_share=0.5)
+    assert DayLimits() == DayLimits(rater_answers=500, rater_share=0.1, tenant_answers=10_000, tenant_share=0.5)
     assert {name: memory.limit for name, memory in limit_memories().items()} == {
         "moved by raters": 4096, "moved by tenants": 1024
     }  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_rater_is_who_is_named_and_no_key() -> None:
 
 
 def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
-    limits, memories = Limits(rater_answers=1, rater_share=0.5), limit_memories()
+    limits, memories = DayLimits(rater_answers=1, rater_share=0.5), limit_memories()
     charge(memories, "acme", "bob", 0, 4)
     charge(memories, "acme", "ann", 0, 4)
     assert beyond(memories, limits, "acme", "ann", 0) == "", "4 of 9"
@@ -93,7 +93,7 @@ def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
 
 
 def test_of_a_tenant_that_is_not_alone_the_share_is_bounded_with_this_word() -> None:
-    limits, memories = Limits(tenant_answers=1, tenant_share=0.5), limit_memories()
+    limits, memories = DayLimits(tenant_answers=1, tenant_share=0.5), limit_memories()
     charge(memories, "acme", "", 0, 5)
     assert beyond(memories, limits, "acme", "", 0) == "", "alone"
     charge(memories, "other", "", 0, 4)
@@ -111,8 +111,8 @@ def test_who_is_in_use_is_not_the_first_to_be_forgotten() -> None:
 
 
 def test_what_is_remembered_of_words_is_what_a_source_asks_for() -> None:
-    assert held_memories({"a": Source(1)}) == {} == held_memories({})
-    both = held_memories({"a": Source(1, per_rater=1), "b": Source(1, alike=1)})
+    assert held_memories({"a": FeedbackRules(1)}) == {} == held_memories({})
+    both = held_memories({"a": FeedbackRules(1, per_rater=1), "b": FeedbackRules(1, alike=1)})
     assert {name: memory.limit for name, memory in both.items()} == {RATERS: MAX_RATERS, WORDS: MAX_WORDS}
     assert (MAX_RATERS, MAX_WORDS) == (4096, 16_384)
     assert (RATERS, WORDS) == ("feedback raters", "feedback words"), "a state that was saved is found under its names"
@@ -120,7 +120,7 @@ def test_what_is_remembered_of_words_is_what_a_source_asks_for() -> None:
 
 def test_a_cap_that_was_lifted_counts_from_then_on_and_keeps_its_place() -> None:
     memories = {RATERS: Memory(2)}
-    source = Source(1, per_rater=1, within_ms=10)
+    source = FeedbackRules(1, per_rater=1, within_ms=10)
 
     def word(rater: str, time_ms: int) -> str:
         return held_back(memories, said("x", 1.0, rater=rater), source, time_ms)
@@ -133,7 +133,7 @@ def test_a_cap_that_was_lifted_counts_from_then_on_and_keeps_its_place() -> None
 
 def test_a_word_of_no_source_is_not_held_and_a_cap_is_one_sources() -> None:
     memories: dict[str, Memory] = {}
-    source = Source(1, per_rater=1, within_ms=10)
+    source = FeedbackRules(1, per_rater=1, within_ms=10)
     assert held_back(memories, said("x", 1.0), None, 0) == "" and not memories
     assert [held_back(memories, said("x", 1.0, source=name), source, 0) for name in "ab"] == ["", ""]
     assert memories[RATERS].limit == MAX_RATERS
@@ -144,7 +144,7 @@ def test_a_word_of_no_source_is_not_held_and_a_cap_is_one_sources() -> None:
 
 def test_texts_that_share_words_but_say_something_else_are_no_burst() -> None:
     memories: dict[str, Memory] = {}
-    source = Source(1, alike=1, within_ms=10)
+    source = FeedbackRules(1, alike=1, within_ms=10)
     texts = (
         "The answer was rude and did not help me with my order at all, please fix it.",
         "The answer was rude and did not help me with my order at all, and tell me when the",

@@ -13,7 +13,7 @@ from streams.collect.credit import (
     USUAL,
     USUAL_PRIOR,
     USUAL_WINDOW,
-    Source,
+    FeedbackRules,
     credited,
     is_labelled,
     learn_usual,
@@ -155,14 +155,14 @@ def test_ratings_are_the_newest_of_each_rater_of_each_answer_in_log_order() -> N
 
 
 SOURCES = {
-    "csat": Source(window_ms=10, default=0.25, discount=0.5),
-    "judge": Source(window_ms=10),
-    "thumb": Source(window_ms=10, default=0.0),
+    "csat": FeedbackRules(window_ms=10, default=0.25, discount=0.5),
+    "judge": FeedbackRules(window_ms=10),
+    "thumb": FeedbackRules(window_ms=10, default=0.0),
 }
 
 
 def test_a_source_without_a_word_drops_late_feedback_and_credits_no_turn() -> None:
-    assert Source(window_ms=5) == Source(
+    assert FeedbackRules(window_ms=5) == FeedbackRules(
         window_ms=5, default=None, late="drop", discount=0.0, per_rater=0, alike=0, within_ms=0
     )
 

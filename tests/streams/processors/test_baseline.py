@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.processor import Memory
-from streams.collect.credit import Source, learn_usual, returns, usual_of
+from streams.collect.credit import FeedbackRules, learn_usual, returns, usual_of
 from streams.collect.group import Echo, Said, Words
 from streams.processors.advantage import advantage
 from streams.processors.baseline import MAX_ADVANTAGE, MEMORY, WINDOW, compared
@@ -18,7 +18,7 @@ from tests.streams.collect.collecting import said
 from tests.streams.processors.test_collect_processors import answer
 
 GAMMA, TURNS = 0.9, 10
-SOURCES = {"csat": Source(window_ms=1, discount=GAMMA)}
+SOURCES = {"csat": FeedbackRules(window_ms=1, discount=GAMMA)}
 
 
 def advantages_of(rewards: list[float], memory: Memory | None = None, first: int = 0) -> list[float]:

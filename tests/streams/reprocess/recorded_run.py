@@ -22,7 +22,7 @@ from streams.config import (
     StreamsConfig,
     SynthesizeConfig,
 )
-from streams.reprocess.report import Report
+from streams.reprocess.report import ReprocessReport
 from streams.reprocess.run import Order, plan, reprocess
 from tests.streams.collect.collecting import answer, stub
 from tests.streams.memory_worker import settled, working
@@ -115,10 +115,10 @@ async def recorded_log(folder: Path, config: StreamsConfig = CONFIG, groups: int
     return log
 
 
-async def run(log: Log, stage: str, config: StreamsConfig = CONFIG, **fields: object) -> Report:
+async def run(log: Log, stage: str, config: StreamsConfig = CONFIG, **fields: object) -> ReprocessReport:
     order = msgspec.convert({"stage": stage, "diff": True, **fields}, Order)
     return await reprocess(log, order, await plan(log, order), Floor(app=log.app), config, lambda count: None)
 
 
-def changes(report: Report) -> dict[tuple[str, str], int]:
+def changes(report: ReprocessReport) -> dict[tuple[str, str], int]:
     return {(change.kind, change.reason): change.count for change in report.changes}

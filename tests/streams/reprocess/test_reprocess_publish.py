@@ -13,7 +13,7 @@ from schemas.errors import ConfigError
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
 from streams.processors.dedupe import dedupe_key
 from streams.reprocess.letters import redeliver
-from streams.reprocess.ranges import Place, ranges_of
+from streams.reprocess.ranges import LogPlace, ranges_of
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import values
 from tests.streams.memory_worker import settled, working
@@ -87,7 +87,7 @@ def test_an_app_that_is_read_or_was_written_to_is_refused(tmp_path: Path) -> Non
 
 
 async def whole(log: Log) -> list:  # type: ignore[type-arg]
-    return await ranges_of(log, DEAD_LETTERS, Place(edge="beginning"), Place(edge="end"))
+    return await ranges_of(log, DEAD_LETTERS, LogPlace(edge="beginning"), LogPlace(edge="end"))
 
 
 def letter(value: bytes, topic: str = "experiences", stage: str = "verify", key: bytes = b"t.0") -> DeadLetter:

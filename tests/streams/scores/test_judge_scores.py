@@ -12,7 +12,7 @@ import pytest
 from answers import answered
 from judge_endpoint import FakeJudge, fake_judge
 
-from infra.chain.chain import Context, Outcome, make_step, run_chain
+from infra.chain.chain import Context, ChainResult, make_step, run_chain
 from infra.processor import Verdict
 from schemas import Experience
 from schemas.errors import ConfigError
@@ -225,7 +225,7 @@ def test_in_the_chain_a_down_judge_leaves_the_score_absent_and_counted(judge: Fa
     step = make_step("judge", score, timeout_s=60)
     second = answered("Lyon.", prompt="?")
 
-    async def run(experience: Experience) -> Outcome:
+    async def run(experience: Experience) -> ChainResult:
         return await run_chain([step], [experience], Context())
 
     good, down = asyncio.run(run(ANSWER)), asyncio.run(run(second))
