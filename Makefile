@@ -39,7 +39,7 @@ test: check      ## everything: linters, types, unit and end-to-end tests
 test-fast: install ## the tests that need no broker, no engine process and no long search
 	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS)
 
-mutants: install ## does a test fail for every small change of what decides? (hours; make mutants CORE=trainer/draw.py)
+mutants: install ## does a test fail for every small change of what decides? (hours; make mutants CORE=trainer/buffer/draw.py)
 	@$(BIN)/python -m tests.mutation.score $(CORE) $(ARGS)
 
 check: install lint types ## ruff and mypy

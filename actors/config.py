@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, Table, Use, UsePath, duration_s
+from infra.settings.config import (
+    Duration,
+    Name,
+    NonNegative,
+    Positive,
+    Seconds,
+    Section,
+    Table,
+    Use,
+    UsePath,
+    duration_s,
+)
 
 CurriculumKind = Literal["uniform", "easy_to_hard", "success", "variance"]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
@@ -17,7 +28,7 @@ REFUSALS = (
     r"\bI(?: am|'m|’m) (?:sorry|unable)\b",
     r"\bI (?:can(?:not|'t|’t)|won(?:'t|’t)) \w+ (?:with|you)\b",
 )
-CONVERSE = "actors.workflows.converse:converse"
+CONVERSE = "actors.rollout.workflows.converse:converse"
 
 
 class EvalSuite(Section, frozen=True):

@@ -1,10 +1,8 @@
 """Records of the log, and their bytes: what every other part of headrace speaks."""
 
-from schemas.block import Block
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import Experience, make_experience
 from schemas.fields import End, Kind, Lane, Meta
-from schemas.frame import decode, encode, kafka_headers, kind_of
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
 from schemas.parts import Edit, Score, Span, Stretch
 from schemas.records import (
@@ -27,6 +25,8 @@ from schemas.records import (
     Tick,
 )
 from schemas.reports import Answered, Client, MasterState, Progress
+from schemas.wire.block import Block
+from schemas.wire.frame import decode, encode, kafka_headers, kind_of
 
 __all__ = [
     "MAJOR",

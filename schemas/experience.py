@@ -12,7 +12,11 @@ import numpy as np
 from msgspec import Meta as Bounds
 from msgspec import structs
 
-from schemas.bulk import (
+from schemas.errors import BadFrame
+from schemas.fields import Count, End, Finite, Id, Kind, Lane, Meta, Number, Weight
+from schemas.parts import Edit, Score, Span, Stretch, num_sampled
+from schemas.records import Message
+from schemas.wire.bulk import (
     MAX_MESSAGES,
     Bulk,
     Logprobs,
@@ -23,10 +27,6 @@ from schemas.bulk import (
     logprobs_fault,
     token_array,
 )
-from schemas.errors import BadFrame
-from schemas.fields import Count, End, Finite, Id, Kind, Lane, Meta, Number, Weight
-from schemas.parts import Edit, Score, Span, Stretch, num_sampled
-from schemas.records import Message
 
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_SPANS = 16_384

@@ -1,5 +1,6 @@
 """The journal's records: what each optimizer step trained on, and what became of it. Evolution: see `schemas.records`."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from msgspec import Meta as Bounds
@@ -119,3 +120,30 @@ class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
     sha256: str
     phase: Literal["warmup", "train"] = "train"
     made_with: Annotated[dict[str, str], Bounds(max_length=256)] = {}
+
+
+Entry = Batch | Skip | Rollback | Saved
+JournalRecord = Fence | Entry
+
+
+def effective(records: Iterable[JournalRecord], run: str, token: int = -1) -> tuple[list[Entry], int]:
+    """Records that count, and the highest fence: pure, the same for every reader.
+
+    token: highest fence before the first record. Steps below one already journaled under an older token are re-executions
+    and never journaled again, so (token, step) is unique per reader; a repeated one is a retried send.
+    """
+    entries: list[Entry] = []
+    seen: set[tuple[type, int, int]] = set()
+    for record in records:
+        if record.run != run:
+            continue
+        if isinstance(record, Fence):
+            token = max(token, record.token)
+            continue
+        step = record.from_step if isinstance(record, Rollback) else record.step
+        key = (type(record), record.token, step)
+        if record.token < token or key in seen:
+            continue
+        seen.add(key)
+        entries.append(record)
+    return entries, token

@@ -3,10 +3,10 @@
     tenant, session -> <tag><name><check>    32, 20 and 12 letters: which tenant's, which session's, and that it was minted here
     tenant, user    -> <subject>             32 letters
 
-All are HMAC-SHA-256 (RFC 2104) under the app's secret (`infra.seal.app_secret`), spelled as `schemas.ids` spells ids. The check
-is a MAC of the rest, so nobody makes up a session that was never served; it says too what the key that opened the session
-allows to be done with it. Logs of the first release hold plain hashes of 24 letters (`ids.session_name`, `ids.subject_of`):
-they stay readable, and `forget` looks for both.
+All are HMAC-SHA-256 (RFC 2104) under the app's secret (`infra.store.seal.app_secret`), spelled as `schemas.ids` spells ids.
+The check is a MAC of the rest, so nobody makes up a session that was never served; it says too what the key that opened the
+session allows to be done with it. Logs of the first release hold plain hashes of 24 letters (`ids.session_name`,
+`ids.subject_of`): they stay readable, and `forget` looks for both.
 """
 
 import hashlib

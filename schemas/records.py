@@ -320,9 +320,9 @@ class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
 class Received(Struct, frozen=True, tag_field="kind", tag="received"):
     """What came in over HTTP about answers, as it came (but redacted): a feedback source reads it.
 
-    path: where it came in, which says whose it is. body: JSON, with what people wrote sealed (`infra.seal`). tenant: of the
-    key that sent it, "" for a webhook. rater: who the gateway knows it is from, "" where the body says. ref: the answer it
-    is about, "" where only the body knows. id: unique; a source may use it.
+    path: where it came in, which says whose it is. body: JSON, with what people wrote sealed (`infra.store.seal`). tenant:
+    of the key that sent it, "" for a webhook. rater: who the gateway knows it is from, "" where the body says. ref: the
+    answer it is about, "" where only the body knows. id: unique; a source may use it.
 
     Example: Received(path="/v1/feedback", body=b'{"value": 1}', id="a1b2-0", ref="hr-a1b2.0-3-0", tenant="acme")
     """

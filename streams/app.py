@@ -3,7 +3,7 @@
 Guarantees: at least once. A record is acknowledged by its driver, after what it led to is confirmed. A worker ends within
 END_S of being told to, or of an error, whatever its broker does.
 
-    faust (fetch, rebalance) ─> agent ─> WindowDriver (tasks, verify) or CollectDriver (collect) ─> infra.bus ─> log
+    faust (fetch, rebalance) ─> agent ─> WindowDriver (tasks, verify) or CollectDriver (collect) ─> infra.log ─> log
 """
 
 import asyncio
@@ -12,29 +12,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.bus.access import access_of
-from infra.bus.bus import Partition
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
 from infra.chain.chain import Step
-from infra.claimed import ClaimedFolder
-from infra.config import Floor
-from infra.deadline import ends_within
-from infra.metrics import Metrics
-from infra.store import Store
+from infra.log.access import access_of
+from infra.log.bus import Partition
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.roles.claimed import ClaimedFolder
+from infra.roles.deadline import ends_within
+from infra.settings.config import Floor
+from infra.store.store import Store
 from schemas import Progress
 from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, TASKSET_RAW, VERIFIED
-from streams.chain_builder import build_collect, build_tasks, build_verify
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
-from streams.companion import companions
 from streams.config import StreamsConfig
-from streams.driver import WindowDriver
-from streams.hosted import Address, HostedStage, StageName
-from streams.source import build_sources, run_sources
-from streams.stage import causes
-from streams.tasks_stage import TaskStage
-from streams.verify import Verifier
+from streams.sources.companion import companions
+from streams.sources.source import build_sources, run_sources
+from streams.stages.chain_builder import build_collect, build_tasks, build_verify
+from streams.stages.driver import WindowDriver
+from streams.stages.hosted import Address, HostedStage, StageName
+from streams.stages.stage import causes
+from streams.stages.tasks_stage import TaskStage
+from streams.stages.verify import Verifier
 from streams.worker import (
     HeldTopic,
     instance_name,

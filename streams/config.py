@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from infra.chain.insert import ProcessorConfig
-from infra.config import Duration, Name, NonNegative, Positive, Seconds, Section, UsePath
-from infra.outside import checked_url
-from infra.redact import KINDS, Kind
+from infra.chain.redact import KINDS, Kind
+from infra.settings.config import Duration, Name, NonNegative, Positive, Seconds, Section, UsePath
+from infra.settings.outside import checked_url
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to 1")]
 Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6, description="a weight")]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.config import Floor, duration_s
-from infra.deadline import EXIT_STUCK
-from infra.metrics import Metrics
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.roles.deadline import EXIT_STUCK
+from infra.settings.config import Floor, duration_s
 from schemas import Progress
 from schemas.errors import BrokerUnavailable
 from schemas.topics import PROGRESS
@@ -21,7 +21,7 @@ from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.collect.limits import DayLimits
 from streams.config import StreamsConfig
-from streams.stage import EXIT_BROKER, end_process
+from streams.stages.stage import EXIT_BROKER, end_process
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from infra.config import Duration, NonNegative, Positive, Section, Table, Use
+from infra.settings.config import Duration, NonNegative, Positive, Section, Table, Use
 from schemas.fields import Lane
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
@@ -27,7 +27,7 @@ class LaneConfig(Section, frozen=True):
 
     bound: mean |log w| above which a group of an unpaced lane is dropped at the draw, 0 for none. optional: a step need
     not wait for this lane. least: sequences for which a step without the usual lane waits, unless the run drains; Adam
-    makes a full-sized step of however few there are. kl: β of β·KL(π_θ‖π_ref), for any loss: see trainer.penalty; the
+    makes a full-sized step of however few there are. kl: β of β·KL(π_θ‖π_ref), for any loss: see trainer.losses.penalty; the
     reference is a second model in memory. entropy: of -β·H(π_θ), exact over the vocabulary, at every sampled token.
     Both are means over the lane's sampled tokens, whatever its loss is a mean over.
 

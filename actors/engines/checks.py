@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from actors.engine import ContextFull, Sampling
-from infra.images import Pixels
-from infra.vision import Vision
-from infra.weights.policy import Policy, Probe
-from infra.weights.tensors import Tensor, is_finite
+from actors.engines.engine import ContextFull, Sampling
+from infra.model.vision import Vision
+from infra.policies.policy import Policy, Probe
+from infra.policies.tensors import Tensor, is_finite
+from infra.store.images import Pixels
 from schemas.errors import PolicyRefused
 
 # Largest probe difference by dtype. Half precision has kernel noise far above what a missing step changes, so there

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.engine import Sampling, SchemaRefused
+from actors.engines.engine import Sampling, SchemaRefused
 from actors.engines.judge import DEADLINE_S, Judge
-from infra.model import load_tokenizer
+from infra.model.model import load_tokenizer
 
 MAX_COMPILED = 64
 MAX_COMPILED_BYTES = 256 * 1024 * 1024

@@ -20,7 +20,7 @@ from typing import IO, Literal
 
 import msgspec
 
-from actors.engine import SchemaRefused
+from actors.engines.engine import SchemaRefused
 
 SHORT_CHARS = 512  # what is shorter compiles within a second, over 150,000 tokens too
 DEADLINE_S = 10.0

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.engine import Completion, LoadReport, OnChunk, Sampling
 from actors.engines.checks import (
     check_images,
     check_probe_sequences,
@@ -20,11 +19,12 @@ from actors.engines.checks import (
     check_tensors,
     probe_difference,
 )
+from actors.engines.engine import Completion, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars, Matcher, byte_vocabulary
 from actors.engines.trace import Trace
-from infra.images import Pixels
-from infra.weights.policy import Policy
-from infra.weights.tensors import Tensor, from_numpy, load_tensors, to_numpy
+from infra.policies.policy import Policy
+from infra.policies.tensors import Tensor, from_numpy, load_tensors, to_numpy
+from infra.store.images import Pixels
 
 TENSOR = "bigram.weight"
 MAX_ROWS = 4096  # rows of probabilities that are kept

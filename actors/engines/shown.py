@@ -3,8 +3,8 @@
 import hashlib
 from collections.abc import Sequence
 
-from infra.images import Pixels
-from infra.vision import Prepared, Vision
+from infra.model.vision import Prepared, Vision
+from infra.store.images import Pixels
 
 
 class Shown:

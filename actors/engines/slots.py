@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engine import OnChunk
+from actors.engines.engine import OnChunk
 from actors.engines.grammar import Matcher
 from actors.engines.shown import Shown
 from actors.engines.trace import Trace
-from infra.vision import Vision, model_inputs
+from infra.model.vision import Vision, model_inputs
 
 SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
 REBUILD_TOKENS = 16384  # most tokens of one forward while rebuilding

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from actors.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.checks import (
     PROBE_TOLERANCE,
     changed_names,
@@ -28,15 +27,16 @@ from actors.engines.checks import (
     check_tensors,
     probe_difference,
 )
+from actors.engines.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
 from actors.engines.shown import Shown
 from actors.engines.slots import Batch, Row
 from actors.engines.trace import Trace
-from infra.images import Pixels
-from infra.model import load_into, load_model, model_tensors
-from infra.vision import load_vision, probe_inputs
-from infra.weights.policy import Policy
-from infra.weights.tensors import Tensor
+from infra.model.model import load_into, load_model, model_tensors
+from infra.model.vision import load_vision, probe_inputs
+from infra.policies.policy import Policy
+from infra.policies.tensors import Tensor
+from infra.store.images import Pixels
 from schemas.errors import PolicyRefused
 
 Result = TypeVar("Result")

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from actors.engine import Chunk, Completion, Sampling
+from actors.engines.engine import Chunk, Completion, Sampling
 from schemas import Span
 
 

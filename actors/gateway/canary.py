@@ -22,13 +22,13 @@ import httpx
 import msgspec
 from starlette.responses import Response
 
-from actors.absence import Absence
-from actors.gateway.ask import SESSION_HEADER
+from actors.gateway.access.places import Lasting
 from actors.gateway.config import CanaryShare
-from actors.gateway.errors import unavailable
-from actors.gateway.places import Lasting
-from infra.metrics import Metrics
-from infra.unless import unless
+from actors.gateway.http.errors import unavailable
+from actors.gateway.http.requests import SESSION_HEADER
+from infra.observe.metrics import Metrics
+from infra.roles.absence import Absence
+from infra.roles.unless import unless
 from schemas.fields import CANARY_MISSING
 
 _log = logging.getLogger(__name__)

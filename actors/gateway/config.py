@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from actors.config import REFUSALS, Share, check_patterns
-from infra.config import NonNegative, Positive, Seconds, Section, Use, split_address
-from infra.outside import checked_url, without_secrets
-from infra.redact import KINDS, Kind
+from infra.chain.redact import KINDS, Kind
+from infra.settings.config import NonNegative, Positive, Seconds, Section, Use, split_address
+from infra.settings.outside import checked_url, without_secrets
 from schemas.fields import Channel
 
 TrainOn = Literal["nothing", "consented", "all"]

@@ -19,31 +19,31 @@ from typing import Any
 
 import msgspec
 
-from actors.desk import Scheduler
-from actors.engine import Engine
-from actors.gateway.app import Site
+from actors.engines.engine import Engine
+from actors.engines.reload import PolicyFollower
+from actors.gateway.access.authenticator import Authenticator
+from actors.gateway.access.keys import KeyBook
+from actors.gateway.answering.serving import Gateway, Minter
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayConfig, Webhook
-from actors.gateway.door import Authenticator
-from actors.gateway.heads import bounded_heads
-from actors.gateway.hearing import FeedbackIntake
-from actors.gateway.held import HeldKeys
-from actors.gateway.keys import KeyBook
-from actors.gateway.listen import Server, bound, make_server, serve_on
-from actors.gateway.outbox import Outbox
-from actors.gateway.record import Recorder, Tokenizer
-from actors.gateway.serving import Gateway, Minter
-from actors.gateway.spool import Spool
-from actors.policy_follower import PolicyFollower
-from actors.role import run_until
-from infra.bus.log import Log
+from actors.gateway.http.app import Site
+from actors.gateway.http.heads import bounded_heads
+from actors.gateway.http.listen import Server, bound, make_server, serve_on
+from actors.gateway.recording.feedback_intake import FeedbackIntake
+from actors.gateway.recording.held import HeldKeys
+from actors.gateway.recording.outbox import Outbox
+from actors.gateway.recording.record import Recorder, Tokenizer
+from actors.gateway.recording.spool import Spool
+from actors.rollout.scheduler import Scheduler
 from infra.chain.chain import Step, make_step
-from infra.claimed import ClaimedFolder
-from infra.config import Floor
-from infra.metrics import Metrics
-from infra.plugin import load
-from infra.processor import mark_of
-from infra.store import Store
+from infra.chain.processor import mark_of
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.roles.claimed import ClaimedFolder
+from infra.roles.role import run_until
+from infra.settings.config import Floor
+from infra.settings.plugin import load
+from infra.store.store import Store
 from schemas import PolicyEvent, Progress
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
 from schemas.topics import PROGRESS

@@ -10,7 +10,7 @@ from random import Random
 
 import msgspec
 
-from actors.taskset import Demonstration
+from actors.tasksets.taskset import Demonstration
 from schemas import Message, Task
 
 HELD_OUT = "held-out"

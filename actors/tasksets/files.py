@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar
 
 import msgspec
 
-from actors.taskset import Demonstration, Preference
+from actors.tasksets.taskset import Demonstration, Preference
 from schemas import Task
 from schemas.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Guess-a-number tasks for `actors.environments.guess`, and demonstrations of a player who dithers.
+"""Guess-a-number tasks for `actors.rollout.environments.guess`, and demonstrations of a player who dithers.
 
 The question is the range alone; the number is the task's answer, which only the environment sees. Every number of the
 range is a task of each split, so that an eval plays all there is to play.
@@ -10,7 +10,7 @@ from random import Random
 
 import msgspec
 
-from actors.taskset import Demonstration
+from actors.tasksets.taskset import Demonstration
 from schemas import Message, Task
 
 HIGHER, LOWER, INVALID = ">", "<", "?"

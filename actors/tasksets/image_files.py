@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from actors.tasksets.files import Broken, OnBroken, Row
-from infra.bus.blobs import PREFIX
-from infra.images import deposit_image, images_of
-from infra.store import Store
+from infra.log.blobs import PREFIX
+from infra.store.images import deposit_image, images_of
+from infra.store.store import Store
 from schemas import Image
 from schemas.errors import BadImage, NotInStore
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
-from actors.taskset import Demonstration
-from infra.images import image_named
+from actors.tasksets.taskset import Demonstration
+from infra.store.images import image_named
 from schemas import Image, Message, Task
 from schemas.errors import ConfigError
 

@@ -24,9 +24,9 @@ import msgspec
 from infra.chain import calls
 from infra.chain.calls import Extras, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_fault
+from infra.chain.processor import Drop, Memory, Verdict, mark_of
 from infra.chain.turn import Turn
 from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
-from infra.processor import Drop, Memory, Verdict, mark_of
 from schemas import BadFrame, Experience, Score
 from schemas.errors import ConfigError
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from infra.processor import Drop
+from infra.chain.processor import Drop
 from schemas import BadFrame, Experience, ids
 from schemas.withdrawal import is_withdrawal
 

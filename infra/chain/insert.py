@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from infra.chain.chain import Step, make_step
-from infra.config import Seconds, Section, UsePath
-from infra.plugin import load
-from infra.processor import mark_of
+from infra.chain.processor import mark_of
+from infra.settings.config import Seconds, Section, UsePath
+from infra.settings.plugin import load
 from schemas.errors import ConfigError
 
 Stage = Literal["tasks", "verify", "collect", "batch"]

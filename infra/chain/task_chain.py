@@ -14,7 +14,7 @@ import msgspec
 from infra.chain.calls import MAX_DETAIL_CHARS, Failure
 from infra.chain.chain import Context, Step, call_step, extras_of
 from infra.chain.faults import drop_fault
-from infra.processor import Drop
+from infra.chain.processor import Drop
 from schemas import Task
 
 NONSENSE = "processor returned nonsense"

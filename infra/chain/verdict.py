@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from infra.chain.calls import Failure
-from infra.plugin import option_defaults
-from infra.processor import Verdict
+from infra.chain.processor import Verdict
+from infra.settings.plugin import option_defaults
 from schemas import Experience
 
 HASH_CHARS = 16

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from infra.chain import calls
 from infra.chain.calls import Failure
-from infra.chain.chain import Context, Dropped, ChainResult, Step, run_chain
+from infra.chain.chain import ChainResult, Context, Dropped, Step, run_chain
 from infra.chain.faults import accepted
-from infra.processor import Drop
+from infra.chain.processor import Drop
 from schemas import Experience
 
 NONSENSE = "processor returned nonsense"

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from infra.bus.log import Log
 from infra.cli.connect import connected, reading
 from infra.cli.learning import learning_history
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
-from infra.weights.channel import Stable, moved
+from infra.log.log import Log
+from infra.policies.channel import Stable, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.fields import Channel, Numbers, PolicyEventKind

@@ -10,23 +10,23 @@ from pathlib import Path
 from rich.table import Table
 
 from infra.chain.chain import Step
+from infra.chain.processor import mark_of
 from infra.cli.check_state import check_state
 from infra.cli.connect import connected
 from infra.cli.private import open_to_others
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
-from infra.config import duration_s
-from infra.plugin import add_plugin_folders, find, option_defaults
-from infra.processor import mark_of
+from infra.settings.config import duration_s
+from infra.settings.plugin import add_plugin_folders, find, option_defaults
 from schemas.errors import ConfigError
 from streams.config import FeedbackConfig
 
 
 async def run_check(config: Path, sets: list[str], create: bool) -> int:
     """Print what was resolved; raises ConfigError for what cannot hold."""
-    from streams.chain_builder import build_collect, build_tasks, build_verify
-    from streams.source import build_sources
-    from trainer.batch_chain import build_batch
+    from streams.sources.source import build_sources
+    from streams.stages.chain_builder import build_collect, build_tasks, build_verify
+    from trainer.batch.batch_chain import build_batch
 
     settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)
@@ -60,12 +60,12 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
 
 def check_plugins(settings: Settings) -> list[str]:
     """Find the plugins outside the streams; returns what this machine cannot check. Raises ConfigError."""
-    from actors.workflow import Workflows
+    from actors.rollout.workflow import Workflows
 
     Workflows(settings.explore.workflow, settings.explore.options, settings.explore.workflows)
     if importlib.util.find_spec("torch") is None:
         return ["engine, learner and losses are not checked: they need torch, which is not installed here"]
-    from trainer.loss import open_objective
+    from trainer.losses.loss import open_objective
 
     find(settings.engine.use, "engine.use")
     if settings.gateway is not None and settings.gateway.engine is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from infra.cli.settings import Settings
-from infra.store import open_store
+from infra.store.store import open_store
 from schemas.errors import ConfigError, StoreError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -16,9 +16,9 @@ def check_state(settings: Settings) -> list[str]:
     """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit, and
     for lanes that do not go with the critic.
     """
-    from trainer import checkpoint
+    from trainer.journal import checkpoint
     from trainer.learners.values import check_critic
-    from trainer.loss import open_objectives
+    from trainer.losses.loss import open_objectives
 
     objectives = open_objectives(settings.trainer.lanes)
     check_critic(settings.trainer, objectives)

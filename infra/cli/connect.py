@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from infra.bus.access import EMBEDDED_FOLDER
-from infra.bus.log import Log
 from infra.cli.settings import Settings
 from infra.cli.terminal import LineFormatter
-from infra.store import DividedStore, Store, open_store
+from infra.log.access import EMBEDDED_FOLDER
+from infra.log.log import Log
+from infra.store.store import DividedStore, Store, open_store
 from schemas.errors import ConfigError
 
 
@@ -53,8 +53,8 @@ async def connected(
     Raises BrokerUnavailable naming the address after the deadline (that of the settings, if it is shorter), ConfigError
     for topics that are missing.
     """
-    from infra.bus.access import access_of
-    from infra.bus.kafka import LINGER_MS, KafkaBus
+    from infra.log.access import access_of
+    from infra.log.kafka import LINGER_MS, KafkaBus
 
     quieten_client()
     limit_s = settings.kafka.deadline_s
@@ -80,10 +80,10 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
 
     create: see `connected`; the broker's folder need not be there either.
     """
-    from infra.bus.access import access_of
-    from infra.bus.kafka import answers
     from infra.local.address import read_address
     from infra.local.broker import EmbeddedKafka
+    from infra.log.access import access_of
+    from infra.log.kafka import answers
 
     quieten_client()
     runs = bool(settings.kafka.bootstrap_servers)

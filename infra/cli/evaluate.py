@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 
 from actors.config import EvalSuite
-from infra.bus.log import Log
 from infra.cli.audit import operator
 from infra.cli.channel import policy_history
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
 from infra.cli.status import accuracy_text
 from infra.cli.terminal import Screen, printable_json
-from infra.config import duration_s
+from infra.log.log import Log
+from infra.settings.config import duration_s
 from schemas import Directive, EvalResult
 from schemas.errors import ConfigError
 from schemas.topics import EVALS, POLICIES

@@ -7,7 +7,7 @@ An app whose master has come to its end expects nothing.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.config import NonNegative, Section
+from infra.settings.config import NonNegative, Section
 
 SEEN_S = 3600.0  # what spoke within the last hour and did not end in order should still be there
 OVER = ("stopped", "done", "failed")  # what a role says last of all

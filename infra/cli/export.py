@@ -7,17 +7,17 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.bus import Partition, Record
-from infra.bus.log import Log
 from infra.cli.source import ReplaySource, opened, shaping
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import ABOUT, About, Archive, writing
-from infra.vision import vision_if_any
+from infra.log.bus import Partition, Record
+from infra.log.log import Log
+from infra.model.vision import vision_if_any
 from schemas import topics
 from schemas.errors import OffsetOutOfRange
 from schemas.topics import Topic
-from trainer import checkpoint
-from trainer.replay import Start, find_start
+from trainer.journal import checkpoint
+from trainer.replay.replay import Start, find_start
 
 
 async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool) -> int:

@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
 from infra.cli.connect import reading, store_of
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.cli.trace import index_of
-from infra.config import duration_s
 from infra.ledger.forget import ForgetReport, checkpointed, complete, destroy, tell
-from infra.seal import FRESH_S, Keys
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.settings.config import duration_s
+from infra.store.seal import FRESH_S, Keys
 from schemas import Batch, Progress, Saved
 from schemas.errors import ConfigError
 from schemas.topics import BATCHES, POLICIES, PROGRESS

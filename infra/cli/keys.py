@@ -8,12 +8,12 @@ from typing import get_args
 
 from rich.table import Table
 
-from actors.gateway.keys import SCOPES, Key, Scope, Train, create_key, revoke_key
-from actors.gateway.keys import list_keys as keys_in
+from actors.gateway.access.keys import SCOPES, Key, Scope, Train, create_key, revoke_key
+from actors.gateway.access.keys import list_keys as keys_in
 from infra.cli.connect import store_of
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable, printable_json
-from infra.config import duration_s
+from infra.settings.config import duration_s
 from schemas.errors import ConfigError
 
 

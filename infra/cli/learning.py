@@ -5,11 +5,11 @@ It is a word in the log: it outlives every process, and `headrace channel` lists
 
 from pathlib import Path
 
-from infra.bus.log import Log
 from infra.cli.audit import operator
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
+from infra.log.log import Log
 from schemas import Directive, topics
 from schemas.fields import DirectiveKind
 

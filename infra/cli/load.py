@@ -14,14 +14,14 @@ from infra.cli.connect import connected, store_of
 from infra.cli.roles import model_folder
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable
-from infra.plugin import add_plugin_folders, load
+from infra.settings.plugin import add_plugin_folders, load
 from schemas.errors import ConfigError
 from schemas.experience import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from actors.loader import Loaded
     from actors.tasksets.files import Broken
-    from infra.bus.log import Log
+    from actors.tasksets.loader import Loaded
+    from infra.log.log import Log
 
 FIELDS = (
     "id",
@@ -56,10 +56,10 @@ async def run_load_tasks(
 
     rates_from: app whose log tells how often they succeeded there.
     """
-    from actors.loader import load_tasks
-    from actors.recorded import rated
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
+    from actors.tasksets.loader import load_tasks
+    from actors.tasksets.recorded import rated
     from schemas import Task
 
     if (file is None) == (not use):
@@ -85,8 +85,8 @@ async def run_load_tasks(
 
 async def rates_of(log: "Log", app: str) -> dict[str, float]:
     """What another app of the same broker has recorded. Raises ConfigError where it has no topics."""
-    from actors.recorded import recorded_rates
-    from infra.bus.log import Log
+    from actors.tasksets.recorded import recorded_rates
+    from infra.log.log import Log
 
     other = Log(log.bus, app)
     await other.require_topics()
@@ -97,11 +97,11 @@ async def run_load_experts(
     file: Path, config: Path, sets: list[str], *, fields: list[str] | None = None, split: str = ""
 ) -> int:
     """Load the demonstrations of a file."""
-    from actors.loader import load_experts
-    from actors.taskset import Demonstration
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
-    from infra.model import context_tokens, load_tokenizer
+    from actors.tasksets.loader import load_experts
+    from actors.tasksets.taskset import Demonstration
+    from infra.model.model import context_tokens, load_tokenizer
 
     renamed = field_map(fields or [])
     settings = load_settings(config, sets)
@@ -120,12 +120,12 @@ async def run_load_experts(
 
 async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: list[str] | None = None) -> int:
     """Load the preference pairs of a file."""
-    from actors.loader import load_preferences
-    from actors.preferences import different
-    from actors.taskset import Preference
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
-    from infra.model import context_tokens, load_tokenizer
+    from actors.tasksets.loader import load_preferences
+    from actors.tasksets.preferences import different
+    from actors.tasksets.taskset import Preference
+    from infra.model.model import context_tokens, load_tokenizer
 
     renamed = field_map(fields or [])
     settings = load_settings(config, sets)

@@ -1,7 +1,7 @@
 """The newest records of a topic over all its partitions, and reading on from there without a gap."""
 
-from infra.bus.bus import Partition, Reader
-from infra.bus.log import Log, Message
+from infra.log.bus import Partition, Reader
+from infra.log.log import Log, Message
 from schemas.topics import Topic
 
 

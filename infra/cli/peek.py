@@ -8,11 +8,11 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from infra.bus.log import Message
 from infra.cli.connect import reading
 from infra.cli.newest import newest_and_reader
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
+from infra.log.log import Message
 from schemas import Batch, Block, DeadLetter, Experience, Progress, Task, UnknownMajor, decode, topics
 from schemas.errors import BadFrame, ConfigError
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 from infra.cli.connect import kafka_folder
 from infra.cli.options import umask_of
 from infra.cli.settings import Settings
-from infra.store import PRIVATE
+from infra.store.store import PRIVATE
 
 
 def open_to_others(settings: Settings) -> list[str]:

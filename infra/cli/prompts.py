@@ -13,17 +13,17 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.log import Log
 from infra.cli.connect import connected
 from infra.cli.load import progress_bar, tell
 from infra.cli.settings import load_settings
+from infra.log.log import Log
 from schemas import Block, Experience, Task, topics
 from schemas.errors import BadFrame
 
 
 async def run_load_prompts(count: int, suite: str, config: Path, sets: list[str]) -> int:
     """Load the newest `count` different prompts of production as tasks of `suite`."""
-    from actors.loader import load_tasks
+    from actors.tasksets.loader import load_tasks
 
     settings = load_settings(config, sets)
     async with connected(settings) as log:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from infra.cli.settings import Settings
 from infra.local.ranks import RankGroup, run_ranks
-from infra.plugin import find
+from infra.settings.plugin import find
 from schemas.errors import ConfigError
 
 CONFIG_ERROR = 2  # an exit code that a restart cannot mend

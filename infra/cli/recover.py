@@ -9,18 +9,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from infra.bus.log import Log
 from infra.cli.audit import operator
 from infra.cli.connect import reading, store_of
 from infra.cli.settings import load_settings
-from infra.config import Floor, duration_s
-from infra.identity import Fit, fault, fit_of
-from infra.store import Store
+from infra.log.log import Log
+from infra.roles.identity import Fit, fault, fit_of
+from infra.settings.config import Floor, duration_s
+from infra.store.store import Store
 from schemas import Batch, topics
 from schemas.errors import ConfigError
-from trainer import checkpoint
-from trainer.checkpoint import Checkpoint
-from trainer.recover import begin_anew
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint
+from trainer.journal.recover import begin_anew
 
 STORE_LOST = """\
 The weights, the optimizer's state, large frames and users' keys lay in the store alone; no log brings them back.

@@ -12,17 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from infra.cli.source import ReplaySource, opened
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import MAX_BYTES
-from infra.metrics import Metrics
-from infra.plugin import add_plugin_folders
+from infra.observe.metrics import Metrics
+from infra.settings.plugin import add_plugin_folders
 from schemas.errors import ConfigError, Sealed
-from trainer.checkpoint import Position
-from trainer.learner import open_learner
-from trainer.origin import differences, made_with
-from trainer.replay import Compared, Start, find_start, forgotten_steps, replay
-from trainer.report import TrainerReport
-from trainer.shipped import foreign_names
-from trainer.sight import open_sight
-from trainer.state import Learning
+from trainer.batch.image_inputs import open_sight
+from trainer.health.report import TrainerReport
+from trainer.journal.checkpoint import Position
+from trainer.learners.learner import open_learner
+from trainer.loop.state import Learning
+from trainer.replay.origin import differences, made_with
+from trainer.replay.replay import Compared, Start, find_start, forgotten_steps, replay
+from trainer.replay.shipped import foreign_names
 
 SHOWN_HASH = 16
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
-from infra.plugin import add_plugin_folders
+from infra.settings.plugin import add_plugin_folders
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from actors.gateway.config import GatewayConfig, Webhook
-from infra import failpoint
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
 from infra.cli.private import open_to_others
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
-from infra.config import split_address
-from infra.deadline import ends_within
-from infra.identity import require_fit
 from infra.local.ranks import rank_of
-from infra.metrics import LISTEN_VARIABLE, Metrics
-from infra.plugin import add_plugin_folders
+from infra.observe import failpoint
+from infra.observe.metrics import LISTEN_VARIABLE, Metrics
+from infra.roles.deadline import ends_within
+from infra.roles.identity import require_fit
+from infra.settings.config import split_address
+from infra.settings.plugin import add_plugin_folders
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
 from schemas.topics import PROGRESS
@@ -101,13 +101,13 @@ def loop_of(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     """What makes the event loop a role runs in; None for Python's own."""
     if role != "serve":
         return None
-    from actors.gateway.listen import new_loop
+    from actors.gateway.http.listen import new_loop
 
     return new_loop
 
 
 async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
-    from actors.master import run_master
+    from actors.master.master import run_master
 
     async with connected(settings) as log:
         await require_fit(log, store_of(settings), settings)
@@ -116,10 +116,10 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)
-    from actors.engine import Engine
-    from actors.explorer import run_explorer
-    from infra.model import load_tokenizer
-    from infra.plugin import load
+    from actors.engines.engine import Engine
+    from actors.rollout.explorer import run_explorer
+    from infra.model.model import load_tokenizer
+    from infra.settings.plugin import load
 
     async with connected(settings) as log:  # first: a missing broker is told in seconds, a model takes longer to load
         await require_fit(log, store_of(settings), settings)
@@ -142,14 +142,14 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     config = gateway_of(settings)
     folder = model_folder(settings)
     webhooks = webhooks_of(settings)
-    from actors.engine import Engine
-    from actors.gateway.listen import forget_loaded
+    from actors.engines.engine import Engine
+    from actors.gateway.http.listen import forget_loaded
     from actors.gateway.serve import run_gateway
-    from infra.bus.access import access_of
-    from infra.bus.kafka import KafkaBus
-    from infra.bus.log import Log
-    from infra.model import load_tokenizer
-    from infra.plugin import load
+    from infra.log.access import access_of
+    from infra.log.kafka import KafkaBus
+    from infra.log.log import Log
+    from infra.model.model import load_tokenizer
+    from infra.settings.plugin import load
 
     store = store_of(settings)
     await require_fit_if_there(settings)
@@ -199,12 +199,12 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
-    from infra.model import context_tokens
-    from trainer.batch_chain import build_batch
-    from trainer.board import Board
-    from trainer.learner import Follower, open_learner
-    from trainer.sight import open_sight
-    from trainer.train import run_trainer
+    from infra.model.model import context_tokens
+    from trainer.batch.batch_chain import build_batch
+    from trainer.batch.image_inputs import open_sight
+    from trainer.health.board import Board
+    from trainer.learners.learner import Follower, open_learner
+    from trainer.loop.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)

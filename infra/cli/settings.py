@@ -9,7 +9,7 @@ from actors.config import ExploreConfig, MasterConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
 from infra.cli.expected import Expect
-from infra.config import Floor, Use, decode, duration_s, read_toml
+from infra.settings.config import Floor, Use, decode, duration_s, read_toml
 from schemas.errors import ConfigError
 from streams.config import (
     CollectConfig,

@@ -9,11 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from infra.bus.bus import CommitRefused, Partition
-from infra.bus.log import Log
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
+from infra.log.bus import CommitRefused, Partition
+from infra.log.log import Log
 from schemas import DeadLetter, topics
 from schemas.errors import ConfigError
 

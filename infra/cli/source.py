@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.bus.log import Log
 from infra.cli.connect import kafka_folder, reading, store_of
 from infra.cli.roles import model_folder
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
-from infra.config import Table, decode
 from infra.ledger.archive import MAX_BYTES, restore_log, unpack
-from infra.store import Store
+from infra.log.log import Log
+from infra.settings.config import Table, decode
+from infra.store.store import Store
 from schemas.errors import ConfigError
 
 # The tables that decide what a step does; nothing of the others, which hold addresses, is needed or exported.
@@ -61,7 +61,7 @@ async def opened(path: Path, max_bytes: int = MAX_BYTES) -> AsyncIterator[Replay
 
 def unpacked(path: Path, folder: Path, max_bytes: int = MAX_BYTES) -> ReplaySource:
     """An archive, unpacked below an empty folder. Raises ConfigError, BadFrame."""
-    from infra.store_directory import DirectoryStore
+    from infra.store.directory import DirectoryStore
 
     about = unpack(path, folder, max_bytes=max_bytes)
     where = f"{path}: headrace.json"

@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from infra.bus.log import Log
 from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
 from infra.cli.newest import newest
 from infra.cli.settings import load_settings
 from infra.cli.skip import READS
 from infra.cli.terminal import Screen, printable_json
+from infra.log.log import Log
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id

@@ -15,11 +15,11 @@ from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_cli
 from infra.cli.roles import metrics_address
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
-from infra.config import duration_s
 from infra.local.folder_lock import lock_folder
 from infra.local.supervisor import Child, ChildEvent, Supervisor
-from infra.metrics import LISTEN_VARIABLE
-from infra.unless import unless
+from infra.observe.metrics import LISTEN_VARIABLE
+from infra.roles.unless import unless
+from infra.settings.config import duration_s
 from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
@@ -120,8 +120,8 @@ def last_words(log: Path) -> str:
 
 
 async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
-    from infra.bus.access import access_of
-    from infra.bus.kafka import answers
+    from infra.log.access import access_of
+    from infra.log.kafka import answers
 
     quieten_client()
     while True:
@@ -192,7 +192,7 @@ def roles_of(settings: Settings) -> tuple[str, ...]:
 
 def say_door(settings: Settings, console: Console) -> None:
     """Print where the gateway is, and a key where there is none yet. Raises StoreError."""
-    from actors.gateway.keys import create_key, list_keys
+    from actors.gateway.access.keys import create_key, list_keys
 
     assert settings.gateway is not None
     console.print(f"base_url http://{settings.gateway.listen}/v1  (as soon as the model is loaded)")

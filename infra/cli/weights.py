@@ -14,17 +14,17 @@ from typing import Any
 
 import msgspec
 
-from infra.bus.log import Log
 from infra.cli.channel import Decision, decisions, policy_history, stable_of
 from infra.cli.connect import reading, store_of
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.ledger.archive import MODEL_SUFFIXES
-from infra.store import Store
-from infra.weights.fetch import Follower
-from infra.weights.policy_feed import PolicyFeed
-from infra.weights.publish import SHARD_BYTES, split_runs
-from infra.weights.tensors import Tensor, save_tensors
+from infra.log.log import Log
+from infra.policies.fetch import Follower
+from infra.policies.policy_feed import PolicyFeed
+from infra.policies.publish import SHARD_BYTES, split_runs
+from infra.policies.tensors import Tensor, save_tensors
+from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError
 
@@ -110,7 +110,7 @@ def copy_settings(model: str, folder: Path) -> None:
     """Configuration, tokenizer and template of the model the app began with. Raises ConfigError."""
     source = Path(model)
     if not source.is_dir():
-        from infra.model import save_settings
+        from infra.model.model import save_settings
 
         save_settings(model, folder)
         return

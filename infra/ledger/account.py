@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from infra.bus.log import Message
+from infra.log.log import Message
 from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, Rollback, Skip, Stub, decode
 from schemas.errors import BadFrame, UnknownMajor
-from trainer.journal import Entry, JournalRecord, effective
+from schemas.journal import Entry, JournalRecord, effective
 
 Fate = Literal["trained", "dropped", "pending"]
 VALIDATION = "kept for validation"

@@ -22,12 +22,12 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import zstandard
 
-from infra.bus.blobs import PREFIX, is_claim, read_claim
-from infra.bus.bus import Record
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.images import images_of
-from infra.store import Store
+from infra.log.blobs import PREFIX, is_claim, read_claim
+from infra.log.bus import Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.images import images_of
+from infra.store.store import Store
 from schemas import Block, decode
 from schemas.errors import BadFrame, ConfigError, NotInStore
 from schemas.topics import MAX_RECORD_BYTES, Topic, by_name

@@ -5,8 +5,8 @@ The topics are read downstream first, so that what moved on meanwhile shows as p
 
 from collections.abc import Callable
 
-from infra.bus.log import Log
 from infra.ledger.account import Account, Ledger, fold_all
+from infra.log.log import Log
 from schemas import topics
 
 # Downstream first: an id that is read here was published before.

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from infra.bus.log import Log
 from infra.ledger.account import Account
 from infra.ledger.audit import audit
+from infra.log.log import Log
 from schemas import Directive, Progress
 from schemas.topics import POLICIES, PROGRESS
 

@@ -6,8 +6,8 @@ It only reads, nobody waits for it, and the index is a cache: it may be stopped,
 import asyncio
 import logging
 
-from infra.bus.log import Log
 from infra.ledger.index import Index
+from infra.log.log import Log
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange, StoreError
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@
 What people wrote about their answers, and turns of their sessions that named nobody, are sealed under keys of the sessions,
 which the log tells: so these go once it is read.
 
-Guarantees: from the first step on nothing of theirs is opened by whoever looks the key up (see `infra.seal`): verify,
+Guarantees: from the first step on nothing of theirs is opened by whoever looks the key up (see `infra.store.seal`): verify,
 collect and the trainer drop what they still hold, with the reason "forgotten" and a counter; repeating it is harmless, and
 completes one that was cut short. The weights stay what they are: the report says which versions have learned from it.
 """
@@ -18,9 +18,9 @@ from collections.abc import Collection
 
 import msgspec
 
-from infra.bus.log import Log
 from infra.ledger.index import Index
-from infra.seal import FORGOTTEN, Keys
+from infra.log.log import Log
+from infra.store.seal import FORGOTTEN, Keys
 from schemas import Directive, Saved, Task, topics
 from schemas.ids import subject_of
 from schemas.names import keyed_subject

@@ -1,7 +1,7 @@
 """Where the records about a group lie: an index of the log in one SQLite file, brought up to date before each question.
 
 Guarantees: the file is a cache of the log and of nothing else; a log that begins anew makes it begin anew; only journal
-records that count are in it (see `trainer.journal.effective`). The first question of a long log reads all of it, the
+records that count are in it (see `trainer.journal.journal.effective`). The first question of a long log reads all of it, the
 next ones what has come since; `infra.ledger.following` keeps it up beside a run, so that none has much to read. Several
 processes may share a file: one reads the log, the others wait for it. What retention took from the log leaves the index.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from infra.bus.bus import Record
-from infra.bus.log import Log
+from infra.log.bus import Record
+from infra.log.log import Log
 from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.ids import group_of, partition_key, session_of
 from schemas.topics import Topic

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log, Message
 from infra.ledger.index import Index, IndexPlace, TrainedStep
-from infra.seal import FORGOTTEN, Keys, open_text
+from infra.log.bus import Partition
+from infra.log.log import Log, Message
+from infra.store.seal import FORGOTTEN, Keys, open_text
 from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
 from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of

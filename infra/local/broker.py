@@ -27,14 +27,14 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Self
 
-from infra.bus.access import PLAINTEXT, Access, embedded_access
-from infra.bus.kafka import answers
 from infra.local import jars
 from infra.local.address import HOST, Address, plan_address
 from infra.local.ahead import cache_options
 from infra.local.folder_lock import lock_folder
 from infra.local.guard import guarded, write_private
 from infra.local.process import Watched, start_watched
+from infra.log.access import PLAINTEXT, Access, embedded_access
+from infra.log.kafka import answers
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import MAX_RECORD_BYTES
 

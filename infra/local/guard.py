@@ -1,6 +1,6 @@
 """The embedded broker's door: it listens on 127.0.0.1, where every account of the machine can knock, so it asks for a password.
 
-    <folder>/password   drawn once, its owner's alone; clients of the same folder read it (`infra.bus.access.embedded_access`)
+    <folder>/password   drawn once, its owner's alone; clients of the same folder read it (`infra.log.access.embedded_access`)
 
 Clients and controller are asked alike (SASL PLAIN, which the loopback keeps to itself). Another tool of yours takes the user
 `headrace` and that password.
@@ -10,8 +10,8 @@ import os
 import secrets
 from pathlib import Path
 
-from infra.bus.access import EMBEDDED_PASSWORD, EMBEDDED_USER
 from infra.local.address import HOST, Address
+from infra.log.access import EMBEDDED_PASSWORD, EMBEDDED_USER
 
 _MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
 

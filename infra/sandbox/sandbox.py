@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from infra.sandbox.child import SandboxChild, Fault
+from infra.sandbox.child import Fault, SandboxChild
 from infra.sandbox.command import SandboxLimits, confined, is_machine_root, python_executable
 from infra.sandbox.seccomp import seccomp_filter
 from schemas.errors import SandboxUnavailable

@@ -1,6 +1,6 @@
 """What plugins import: `from headrace import Drop, Experience, Feedback, processor, …`. Re-exports only."""
 
-from infra.processor import Drop, Memory, Verdict, feedback, processor, score
+from infra.chain.processor import Drop, Memory, Verdict, feedback, processor, score
 from schemas import Experience, Feedback, Message, Score, Span, Task
 
 __all__ = [

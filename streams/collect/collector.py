@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.bus import Partition, Record
-from infra.bus.log import Log
 from infra.chain.chain import Step, new_memories
-from infra.metrics import Metrics
-from infra.processor import Memory
-from infra.seal import FORGOTTEN, open_text
+from infra.chain.processor import Memory
+from infra.log.bus import Partition, Record
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.store.seal import FORGOTTEN, open_text
 from schemas import Block, Closure, Tick
 from schemas.errors import BadFrame, OffsetOutOfRange, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
@@ -34,7 +34,7 @@ from streams.collect.needs import wanted
 from streams.collect.pending import Pending
 from streams.collect.state import State
 from streams.collect.turns import echoing, session_named
-from streams.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
+from streams.stages.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
 
 logger = logging.getLogger(__name__)
 

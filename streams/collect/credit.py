@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 from schemas import Edit, Experience, Score
 from streams.collect.group import Echo, Words
 from streams.collect.words import OpenText, as_it_is, edit_of, verdicts

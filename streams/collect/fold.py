@@ -20,7 +20,7 @@ from schemas.ids import group_of
 from schemas.names import tenant_in
 from streams.collect.credit import FeedbackRules, is_labelled, learn_usual, usual_of
 from streams.collect.decision import Decision, Folded, dead_letter
-from streams.collect.group import Attempt, Group, BlockPlace, Said, Words, fullest
+from streams.collect.group import Attempt, BlockPlace, Group, Said, Words, fullest
 from streams.collect.held import held_back
 from streams.collect.judge import Chain, judged, learned, stands
 from streams.collect.limits import DayLimits, beyond, charge

@@ -9,7 +9,7 @@ holds back the same again. Partitions do not know of each other: a rater is coun
 
 from collections.abc import Mapping
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 from schemas import Feedback
 from streams.collect.credit import FeedbackRules
 from streams.processors.task_dedupe import bands, minhash, shingles, similarity

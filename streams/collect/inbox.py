@@ -13,12 +13,12 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from infra.bus.log import Log
-from infra.bus.memory import wall_ms
-from infra.failpoint import reach
-from infra.metrics import Metrics
+from infra.log.log import Log
+from infra.log.memory import wall_ms
+from infra.observe.failpoint import reach
+from infra.observe.metrics import Metrics
 from streams.collect.collector import Collector, CollectSettings, TakenAway
-from streams.stage import Delivery, end_for
+from streams.stages.stage import Delivery, end_for
 
 logger = logging.getLogger(__name__)
 

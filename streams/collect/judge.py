@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from infra.chain.chain import Context, ChainResult
+from infra.chain.chain import ChainResult, Context
 from schemas import Closure, Experience
 from schemas.withdrawal import withdrawal_of
 from streams.collect.credit import FeedbackRules, credited, with_edit

@@ -12,7 +12,7 @@ bounded: of more than `MAX_RATERS` raters or `MAX_TENANTS` tenants those that be
 
 import msgspec
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 
 DAY_MS = 86_400_000
 RATERS, TENANTS = "moved by raters", "moved by tenants"

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from infra.failpoint import reach
-from infra.processor import Memory
-from schemas.sections import FindSeal
+from infra.chain.processor import Memory
+from infra.observe.failpoint import reach
+from schemas.wire.sections import FindSeal
 from streams.collect.group import Group
 from streams.collect.state import Frames, State
 

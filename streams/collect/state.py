@@ -8,10 +8,10 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 from schemas import Block, decode, encode
 from schemas.ids import session_of
-from schemas.sections import FindSeal
+from schemas.wire.sections import FindSeal
 from streams.collect.group import Group
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024

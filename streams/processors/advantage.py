@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from infra.processor import Memory, processor
+from infra.chain.processor import Memory, processor
 from schemas import Experience
 from streams.processors.baseline import MEMORY, compared
 from streams.processors.episodes import is_lone, rewards_of

@@ -18,7 +18,7 @@ advantages stay small.
 import hashlib
 import math
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 
 WINDOW = 256
 PRIOR_COUNT = 8  # n0

@@ -5,7 +5,7 @@ import random
 
 import msgspec
 
-from infra.processor import processor
+from infra.chain.processor import processor
 from schemas import Experience
 
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from infra.processor import processor
-from infra.redact import Kind, Redactor
-from infra.spelling import Speller, TokenizerFile
+from infra.chain.processor import processor
+from infra.chain.redact import Kind, Redactor
+from infra.model.spelling import Speller, TokenizerFile
 from schemas import Experience, Message, Span, ids
 from schemas.errors import ConfigError
 from schemas.fields import Lane

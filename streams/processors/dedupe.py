@@ -1,6 +1,6 @@
 """dedupe: a redelivered experience passes once per partition, as far as its memory reaches."""
 
-from infra.processor import Drop, Memory, processor
+from infra.chain.processor import Drop, Memory, processor
 from schemas import Experience
 
 DUPLICATE = "duplicate"

@@ -1,6 +1,6 @@
 """difficulty: a group whose episodes all got the same reward teaches nothing by comparison."""
 
-from infra.processor import Drop, processor
+from infra.chain.processor import Drop, processor
 from schemas import Experience
 from streams.processors.episodes import is_judged, is_lone, rewards_of
 from streams.processors.turns import differ

@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from infra.processor import Drop, processor
+from infra.chain.processor import Drop, processor
 from schemas import Experience
 
 WINDOW = 16

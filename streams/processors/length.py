@@ -2,7 +2,7 @@
 
 import msgspec
 
-from infra.processor import processor
+from infra.chain.processor import processor
 from schemas import Experience, Score
 from streams.processors.episodes import by_episode
 

@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from infra.processor import processor
+from infra.chain.processor import processor
 from schemas import Experience
 from streams.processors.episodes import is_judged, rewards_of
 

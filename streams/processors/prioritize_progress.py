@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from infra.processor import Memory, processor
+from infra.chain.processor import Memory, processor
 from schemas import Experience
 from schemas.ids import task_of
 from streams.processors.episodes import is_judged, rewards_of

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from infra.processor import Memory, processor
+from infra.chain.processor import Memory, processor
 from schemas import Experience
 from streams.processors.episodes import is_judged
 from streams.processors.prioritize import MIN_PRIORITY

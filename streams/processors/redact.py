@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from infra.processor import Drop, processor
-from infra.redact import KINDS, Kind, Redactor
+from infra.chain.processor import Drop, processor
+from infra.chain.redact import KINDS, Kind, Redactor
 from schemas import Experience
 
 
@@ -23,7 +23,7 @@ def redact(
     """Drop an experience whose text holds such data, or mask the text as `[email]`.
 
     mask hides the text that people and scores read; the token ids stay as sampled, so what is learned does not change.
-    A match cannot be interrupted: bound your own patterns' repetitions. It is at most `infra.redact.REACH` long.
+    A match cannot be interrupted: bound your own patterns' repetitions. It is at most `infra.chain.redact.REACH` long.
     """
     redactor = Redactor(kinds, patterns)
     messages = []

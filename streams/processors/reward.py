@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from infra.processor import Drop, processor
+from infra.chain.processor import Drop, processor
 from schemas import Experience
 from streams.processors.episodes import by_episode
 

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from infra.processor import processor
+from infra.chain.processor import processor
 from schemas import Experience, ids
 from streams.processors.episodes import by_episode, rewards_of
 

@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from infra.processor import processor
+from infra.chain.processor import processor
 from schemas import Task
 
 _SPACES = re.compile(r"(?<![ \t])[ \t]++$", re.MULTILINE)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from infra.processor import Drop, Memory, processor
+from infra.chain.processor import Drop, Memory, processor
 from schemas import Task
 
 DUPLICATE = "duplicate task"

@@ -6,7 +6,7 @@ needs no processor: the master folds it from the log and orders tasks by it.
 
 import msgspec
 
-from infra.processor import Drop, processor
+from infra.chain.processor import Drop, processor
 from schemas import Task
 
 SOLVED = "too easy"

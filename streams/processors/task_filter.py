@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from infra.chain.chain import Context, Step, run_chain
-from infra.processor import Drop, processor
+from infra.chain.processor import Drop, processor
 from schemas import Message, Span, Task, make_experience
 
 MISSING = "task incomplete"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from infra.outside import checked_url
-from infra.processor import processor
+from infra.chain.processor import processor
+from infra.settings.outside import checked_url
 from schemas import Message, Task
 from schemas.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """validate: the bulk of an experience decodes and fits its header, and there is something to learn from."""
 
-from infra.processor import Drop, processor
+from infra.chain.processor import Drop, processor
 from schemas import BadFrame, Experience
 
 

@@ -13,9 +13,9 @@ from contextlib import aclosing
 
 import msgspec
 
-from infra.bus.bus import Partition, Record
-from infra.bus.log import Log
-from infra.metrics import Metrics
+from infra.log.bus import Partition, Record
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
 from schemas import Block, Closure
 from schemas.topics import BUFFER, PROGRESS
 from streams.collect.collector import Collector, CollectSettings

@@ -13,16 +13,16 @@ from contextlib import aclosing
 
 import msgspec
 
-from infra.bus.blobs import is_claim
-from infra.bus.bus import Partition, Record
-from infra.bus.log import DEAD_LETTER_BYTES, Log, Message
-from infra.seal import open_event
+from infra.log.blobs import is_claim
+from infra.log.bus import Partition, Record
+from infra.log.log import DEAD_LETTER_BYTES, Log, Message
+from infra.store.seal import open_event
 from schemas import DeadLetter, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import DEAD_LETTERS, by_name
 from streams.reprocess.ranges import Range, messages_of
-from streams.source import event_table
-from streams.verify import REDELIVERED
+from streams.sources.source import event_table
+from streams.stages.verify import REDELIVERED
 
 MARK = "re-delivered"
 FEEDBACK = "feedback "

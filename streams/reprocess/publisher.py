@@ -7,7 +7,7 @@ given in. Each carries the log time it stands for, since the broker stamps them 
 import asyncio
 from collections.abc import Sequence
 
-from infra.bus.log import Log
+from infra.log.log import Log
 from schemas import Block, Control
 from schemas.errors import ConfigError
 from schemas.topics import Topic

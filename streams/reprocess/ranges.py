@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log, Message
+from infra.log.bus import Partition
+from infra.log.log import Log, Message
 from schemas.errors import ConfigError
 from schemas.topics import Topic
 
@@ -94,7 +94,9 @@ async def ranges_of(log: Log, topic: Topic, start: LogPlace, stop: LogPlace) -> 
     return ranges
 
 
-async def _offsets(log: Log, topic: Topic, place: LogPlace, edges: Mapping[Partition, int], option: str) -> dict[int, int]:
+async def _offsets(
+    log: Log, topic: Topic, place: LogPlace, edges: Mapping[Partition, int], option: str
+) -> dict[int, int]:
     if place.time_ms is not None:
         found = await log.bus.offsets_at(log.name(topic), place.time_ms)
         return {at.index: offset for at, offset in found.items()}

@@ -11,11 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from infra.bus.log import Log
-from infra.config import Floor, duration_s
+from infra.log.log import Log
+from infra.settings.config import Floor, duration_s
 from schemas.errors import ConfigError
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, EXPERTS, PROGRESS, TASKSET_RAW, VERIFIED, Topic
-from streams.chain_builder import build_collect, build_tasks, build_verify
 from streams.collect.collector import CollectSettings
 from streams.config import StreamsConfig
 from streams.reprocess.collecting import run_collect
@@ -25,6 +24,7 @@ from streams.reprocess.report import ReprocessReport
 from streams.reprocess.shelf import Shelf
 from streams.reprocess.tasking import run_tasks
 from streams.reprocess.verifying import run_verify
+from streams.stages.chain_builder import build_collect, build_tasks, build_verify
 from streams.worker import rules_of
 
 StageName = Literal["tasks", "verify", "collect", "dead-letters"]

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
-from infra.bus.log import Log
 from infra.chain.chain import Step
+from infra.log.log import Log
 from schemas import DeadLetter, Task
 from schemas.topics import DEAD_LETTERS, TASKSET
 from streams.reprocess.outcome import Difference, Reprocessed, task_content
 from streams.reprocess.ranges import Range
 from streams.reprocess.report import ReprocessReport
 from streams.reprocess.verifying import made_of
-from streams.tasks_stage import STAGE, TaskStage
+from streams.stages.tasks_stage import STAGE, TaskStage
 
 OnProgress = Callable[[int], None]
 

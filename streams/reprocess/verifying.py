@@ -12,24 +12,24 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from infra.bus.log import Log, Message
 from infra.chain.calls import Failure
 from infra.chain.chain import Step
+from infra.chain.processor import Verdict
 from infra.chain.turn import Turn
 from infra.chain.verdict import Question, Recorded
-from infra.processor import Verdict
+from infra.log.log import Log, Message
 from schemas import Block, Control, Feedback, Stub, Tick
 from schemas.topics import EVALS, VERIFIED, Topic
-from streams.driver import TIMEOUT_S, Stage, decided
 from streams.processors.dedupe import DUPLICATE
-from streams.recall import recall
 from streams.reprocess.outcome import Reprocessed, dropped, kept
 from streams.reprocess.publisher import ReprocessPublisher
 from streams.reprocess.ranges import Range, Timed, first_time_ms, in_time_order, messages_of
 from streams.reprocess.report import ReprocessReport
 from streams.reprocess.shelf import Shelf
-from streams.stage import Handled
-from streams.verify import STAGE, Verifier
+from streams.stages.driver import TIMEOUT_S, Stage, decided
+from streams.stages.recall import recall
+from streams.stages.stage import Handled
+from streams.stages.verify import STAGE, Verifier
 
 IN_FLIGHT = 64
 FAILED_SCORES = ("score failed", "score timed out")
@@ -115,7 +115,9 @@ async def run_verify(
     return report
 
 
-async def _take(report: ReprocessReport, shelf: Shelf, made: Made, diff: bool, publisher: ReprocessPublisher | None) -> None:
+async def _take(
+    report: ReprocessReport, shelf: Shelf, made: Made, diff: bool, publisher: ReprocessPublisher | None
+) -> None:
     """Count, compare and publish what came of one record."""
     report.records += 1
     outputs = [output for output in (*made.handled.first, *made.handled.then) if output.topic in (VERIFIED, EVALS)]

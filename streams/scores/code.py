@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from infra.config import decode
-from infra.processor import score
+from infra.chain.processor import score
 from infra.sandbox.command import PROGRAM, SandboxLimits
 from infra.sandbox.sandbox import Sandbox
+from infra.settings.config import decode
 from schemas import Experience
 from schemas.errors import ConfigError
 

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import httpx
 import msgspec
 
-from infra.config import Section
-from infra.outside import checked_url
+from infra.settings.config import Section
+from infra.settings.outside import checked_url
 from schemas.errors import ConfigError
 from streams.scores.ledger import Ledger
 

@@ -1,6 +1,6 @@
 """exact: the response is the reference answer, to the letter."""
 
-from infra.processor import score
+from infra.chain.processor import score
 from schemas import Experience
 from streams.scores.words import normalized
 

@@ -2,7 +2,7 @@
 
 import re
 
-from infra.processor import score
+from infra.chain.processor import score
 from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.child import ScoreChild

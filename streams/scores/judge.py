@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from infra.config import decode
-from infra.processor import Verdict, score
+from infra.chain.processor import Verdict, score
+from infra.settings.config import decode
 from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.endpoint import Endpoint, EndpointConfig

@@ -7,7 +7,7 @@ is denied, or stands beside another, is wrong; a number in a wrong unit is wrong
 import json
 from typing import Literal
 
-from infra.processor import score
+from infra.chain.processor import score
 from schemas import Experience
 from streams.scores.final_answer import final_text
 from streams.scores.multiple_choice import is_right_choice

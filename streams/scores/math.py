@@ -9,7 +9,7 @@ characters hold none; one with more than MAX_SIDES sides (a = b = c = …) is wr
 import importlib.util
 import re
 
-from infra.processor import score
+from infra.chain.processor import score
 from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.child import ScoreChild

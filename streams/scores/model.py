@@ -18,13 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.log import Log
-from infra.metrics import Metrics
-from infra.model import Classifier, Tokenizer, build_classifier, load_into, load_tokenizer
-from infra.processor import Verdict, score
-from infra.store import Store
-from infra.weights.fetch import Follower
-from infra.weights.policy_feed import PolicyFeed
+from infra.chain.processor import Verdict, score
+from infra.log.log import Log
+from infra.model.model import Classifier, Tokenizer, build_classifier, load_into, load_tokenizer
+from infra.observe.metrics import Metrics
+from infra.policies.fetch import Follower
+from infra.policies.policy_feed import PolicyFeed
+from infra.store.store import Store
 from schemas import Experience, Message, PolicyEvent
 from schemas.errors import ConfigError, PolicyRefused, StoreError
 from schemas.topics import POLICIES

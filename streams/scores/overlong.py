@@ -1,6 +1,6 @@
 """overlong: how far an answer runs into the last stretch before its limit; a penalty, for a weight below 0."""
 
-from infra.processor import score
+from infra.chain.processor import score
 from schemas import Experience
 from schemas.errors import ConfigError
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from infra.config import decode
-from infra.processor import Verdict, score
+from infra.chain.processor import Verdict, score
+from infra.settings.config import decode
 from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.endpoint import Endpoint, EndpointConfig

@@ -7,7 +7,7 @@ The image itself is not looked at: what is right is in the task.
 import re
 from typing import Literal
 
-from infra.processor import score
+from infra.chain.processor import score
 from schemas import Experience
 from streams.scores.boxes import Format, num_matched, read_boxes
 from streams.scores.final_answer import final_text

@@ -14,9 +14,9 @@ from typing import IO
 
 import msgspec
 
-from infra.bus.log import Log
-from infra.metrics import Metrics
-from streams.source import Event, EventSource, publish_events
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from streams.sources.source import Event, EventSource, publish_events
 
 POLL_S = 0.5
 LOCK_POLL_S = 5.0

@@ -12,16 +12,16 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.bus.bus import CommitRefused, Partition, Reader
-from infra.bus.log import Log, Message
-from infra.metrics import Metrics
-from infra.processor import feedback
+from infra.chain.processor import feedback
+from infra.log.bus import CommitRefused, Partition, Reader
+from infra.log.log import Log, Message
+from infra.observe.metrics import Metrics
 from schemas import Feedback, Received
 from schemas.ids import ANSWER_PREFIX
 from schemas.topics import FEEDBACK
 from streams.config import FEEDBACK_PATH
-from streams.source import Event, EventSource, publish_events
-from streams.verify import REDELIVERED
+from streams.sources.source import Event, EventSource, publish_events
+from streams.stages.verify import REDELIVERED
 
 POLL_S = 1.0
 GROUP = "feedback"

@@ -8,11 +8,11 @@ that retention took before they were read are counted and warned of, then readin
 
 import logging
 
-from infra.bus.bus import CommitRefused, Partition, Reader
-from infra.bus.log import Log
-from infra.metrics import Metrics
+from infra.log.bus import CommitRefused, Partition, Reader
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
 from schemas.errors import ConfigError, OffsetOutOfRange
-from streams.source import Event, EventSource, publish_events
+from streams.sources.source import Event, EventSource, publish_events
 
 POLL_S = 1.0
 logger = logging.getLogger(__name__)

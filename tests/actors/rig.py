@@ -9,14 +9,14 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from actors.config import ExploreConfig, MasterConfig
-from actors.engine import Engine
-from actors.explorer import run_explorer
-from actors.master import run_master
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Floor, Pacing
-from infra.metrics import Metrics
-from infra.store import Store, open_store
+from actors.engines.engine import Engine
+from actors.master.master import run_master
+from actors.rollout.explorer import run_explorer
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Pacing
+from infra.store.store import Store, open_store
 from schemas import Block, Closure, Experience, Message, Score, Stub, Task
 from schemas.topics import EVALS, EXPERIENCES, PROGRESS, TASKSET, VERIFIED, Topic
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite
 from actors.engines.scripted import ScriptedEngine
-from actors.waiting import issued_of
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
+from actors.rollout.waiting import issued_of
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
 from schemas import EvalResult, Experience, Issued, Task
 from schemas.topics import EVALS, EXPERIENCES, TASKS
 from tests.actors.rig import MASTER, PACING, Heard, explorer, folder_store, load, master, running, streams, until

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.admission import Admission, OutstandingGroup, AdmissionLimits
+from actors.master.admission import Admission, AdmissionLimits, OutstandingGroup
 from schemas import Closure, Drawn, Issued
 
 
@@ -282,7 +282,9 @@ ONE_BY_ONE = AdmissionLimits(groups_per_step=1, max_staleness=0, steps_per_versi
 @settings(max_examples=250, deadline=None)
 @given(limits=LIMITS, actions=st.lists(st.sampled_from((*ACTIONS, "issue", "sample", "draw", "read")), max_size=250))
 @example(limits=ONE_BY_ONE, actions=["issue", "sample", "draw", "read", "issue", "sample", "draw"])
-def test_a_group_drawn_in_issue_order_is_never_older_than_the_bound(limits: AdmissionLimits, actions: list[str]) -> None:
+def test_a_group_drawn_in_issue_order_is_never_older_than_the_bound(
+    limits: AdmissionLimits, actions: list[str]
+) -> None:
     world = World(limits)
     for action in actions:
         getattr(world, action)()

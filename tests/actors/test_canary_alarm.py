@@ -8,13 +8,13 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from actors.absence import MISSING_S, Absence
 from actors.gateway.canary import SILENT_S, Canary
 from actors.gateway.config import CanaryShare
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli.status import read_status
-from infra.metrics import Metrics
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.roles.absence import MISSING_S, Absence
 from schemas import PolicyEvent, Progress
 from schemas.fields import CANARY_MISSING, Channel
 from schemas.topics import POLICIES, PROGRESS

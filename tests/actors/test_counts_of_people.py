@@ -5,8 +5,8 @@ import math
 import pytest
 
 from actors.config import CanaryConfig, GuardConfig, PeopleConfig
-from actors.evidence import against, log_odds_ratio, log_share_ratio, wilson
-from actors.guard import (
+from actors.master.gate.evidence import against, log_odds_ratio, log_share_ratio, wilson
+from actors.master.gate.guard import (
     HOUR_MS,
     LEAST_ANSWERS,
     NUM_TESTS,
@@ -30,8 +30,8 @@ from actors.guard import (
     told,
     unrest,
 )  # fmt: skip
-from actors.ratings import Ratings, Tally, Voice, Voices
-from actors.trial import (
+from actors.master.gate.ratings import Ratings, Tally, Voice, Voices
+from actors.master.gate.trial import (
     LEAST_OF_BLOCK,
     Block,
     TrialResult,
@@ -44,7 +44,7 @@ from actors.trial import (
     turns_away,
     weighed,
 )  # fmt: skip
-from actors.trial import Heard as OnTrial
+from actors.master.gate.trial import Heard as OnTrial
 from tests.actors.rated import rated
 
 GUARD, CANARY = GuardConfig(), CanaryConfig()

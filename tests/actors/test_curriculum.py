@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.config import CurriculumKind
-from actors.curriculum import choose, easy_pool, in_pass, learnability, running_sum, smoothed, weight
+from actors.master.curriculum import choose, easy_pool, in_pass, learnability, running_sum, smoothed, weight
 
 FLOOR = 0.05
 

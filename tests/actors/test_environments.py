@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.environment import EnvironmentFailed, Outcome, World
-from actors.environments.grid import MOVES, Grid, draw_map, reachable
-from actors.environments.guess import Guess
-from actors.environments.http import HttpEnvironment
+from actors.rollout.environment import EnvironmentFailed, Outcome, World
+from actors.rollout.environments.grid import MOVES, Grid, draw_map, reachable
+from actors.rollout.environments.guess import Guess
+from actors.rollout.environments.http import HttpEnvironment
 from schemas import Task
 from schemas.errors import ConfigError
 from tests.actors.turns import issued
@@ -209,7 +209,7 @@ class Unbounded:
 
 @pytest.mark.slow
 def test_reasoning_gym_judges_answers_by_its_own_verifier() -> None:
-    from actors.environments.reasoning_gym import ReasoningGym
+    from actors.rollout.environments.reasoning_gym import ReasoningGym
     from actors.tasksets.reasoning_gym import reasoning_gym
 
     (*_, task) = reasoning_gym(generator="chain_sum", size=3, seed=5)
@@ -222,7 +222,7 @@ def test_reasoning_gym_judges_answers_by_its_own_verifier() -> None:
 
 @pytest.mark.slow
 def test_no_verifier_of_reasoning_gym_runs_an_answer() -> None:
-    from actors.environments.reasoning_gym import RUNS_ANSWERS, ReasoningGym
+    from actors.rollout.environments.reasoning_gym import RUNS_ANSWERS, ReasoningGym
 
     importlib.import_module("actors.tasksets.reasoning_gym").open_dataset("chain_sum", size=1, seed=0, options={})
     datasets = importlib.import_module("reasoning_gym.factory").DATASETS

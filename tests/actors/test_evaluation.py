@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import EvalSuite
-from actors.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, parse_eval_group, pass_at, verdict
+from actors.master.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, parse_eval_group, pass_at, verdict
 from schemas import Closure, EvalResult, Experience, Issued, Message, Score, Span, make_experience
 from schemas.ids import experience_id, group_of
 

@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.evidence import against, log_odds_ratio, wilson
+from actors.master.gate.evidence import against, log_odds_ratio, wilson
 
 FEW = st.integers(0, 40)
 ODDS = st.floats(1.01, 10.0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.evidence import against, log_odds_ratio, log_share_ratio, wilson
+from actors.master.gate.evidence import against, log_odds_ratio, log_share_ratio, wilson
 
 COUNTS = st.tuples(st.integers(0, 12), st.integers(0, 12)).flatmap(
     lambda sides: st.tuples(st.just(sides[0]), st.integers(0, sides[0]), st.just(sides[1]), st.integers(0, sides[1]))

@@ -9,16 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import CONVERSE, EvalSuite, ExploreConfig
-from actors.engine import EngineStopped
+from actors.engines.engine import EngineStopped
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from actors.evaluation import VERSION_PASSED
-from actors.issue import evaluation, rollout
-from actors.session import Session
-from infra.bus.log import Log
-from infra.config import Use
-from infra.store import Store
-from infra.weights.publish import publish
-from infra.weights.tensors import from_numpy
+from actors.master.evaluation import VERSION_PASSED
+from actors.master.issue import evaluation, rollout
+from actors.rollout.session import Session
+from infra.log.log import Log
+from infra.policies.publish import publish
+from infra.policies.tensors import from_numpy
+from infra.settings.config import Use
+from infra.store.store import Store
 from schemas import Closure, DeadLetter, Experience, PolicyEvent, Progress, Score, Stub, Task
 from schemas.ids import group_of
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, TASKS, VERIFIED

@@ -6,7 +6,7 @@ import pytest
 
 from actors.tasksets import arrow
 from actors.tasksets.files import MAX_LINE_BYTES, Broken, count_rows, read_rows
-from infra.weights.tensors import MAX_RANK, load_tensors
+from infra.policies.tensors import MAX_RANK, load_tensors
 from schemas import Task
 from schemas.errors import ConfigError
 

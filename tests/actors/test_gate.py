@@ -3,7 +3,7 @@
 import pytest
 
 from actors.config import EvalSuite, GateConfig, GateSuite, MasterConfig
-from actors.gate import Gate, verdict_event
+from actors.master.gate.gate import Gate, verdict_event
 from schemas import EvalResult, PolicyEvent
 
 CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.engine import Completion, OnChunk, Sampling
+from actors.engines.engine import Completion, OnChunk, Sampling
 from actors.engines.scripted import ScriptedEngine
-from infra.bus.log import Log
-from infra.images import MISSING, Pixels, deposit_image
-from infra.metrics import Metrics
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.store.images import MISSING, Pixels, deposit_image
+from infra.store.memory import MemoryStore
 from schemas import Image, Issued, Message, Stub, Task
 from schemas.topics import EXPERIENCES, TASKS, VERIFIED
 from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, Heard, memory_log, running, until
@@ -47,7 +47,7 @@ def issued(name: str, *images: Image) -> Task:
 
 
 async def explore(store: MemoryStore, tasks: list[Task], engine: ScriptedEngine) -> tuple[Heard, Heard, Metrics]:
-    from actors.explorer import run_explorer
+    from actors.rollout.explorer import run_explorer
 
     log: Log = await memory_log(store=store)
     metrics = Metrics("explore")

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.agents import react
-from actors.agents.react import COMPLAINT
 from actors.config import ExploreConfig
-from actors.engine import ContextFull
+from actors.engines.engine import ContextFull
 from actors.engines.scripted import ScriptedEngine
-from actors.environment import EnvironmentFailed, Outcome
-from actors.issue import rollout
-from actors.workflow import Workflow, Workflows
-from infra.config import Use
-from infra.plugin import load
+from actors.master.issue import rollout
+from actors.rollout.agents import react
+from actors.rollout.agents.react import COMPLAINT
+from actors.rollout.environment import EnvironmentFailed, Outcome
+from actors.rollout.workflow import Workflow, Workflows
+from infra.settings.config import Use
+from infra.settings.plugin import load
 from schemas import Experience, Message, Task
 from schemas.errors import ConfigError
 from schemas.topics import EXPERIENCES, TASKS
@@ -27,7 +27,7 @@ from tests.actors.rig import EOS, EXPLORE, MASTER, Heard, explorer, folder_store
 from tests.actors.turns import RecordingEngine, TurnTokenizer, issued, logprob, play
 
 HERE = __name__
-GUESS = {"use": "actors.environments.guess:Guess", "options": {"high": 15, "turns": 4}}
+GUESS = {"use": "actors.rollout.environments.guess:Guess", "options": {"high": 15, "turns": 4}}
 
 
 class Crashes:
@@ -80,7 +80,7 @@ class Limit(Crashes):
 
 def interact(environment: object, **options: object) -> Workflow:
     use = environment if isinstance(environment, dict) else {"use": f"{HERE}:{environment}"}
-    workflow: Workflow = load("actors.workflows.interact:Interact", {"environment": use, **options}, "test")
+    workflow: Workflow = load("actors.rollout.workflows.interact:Interact", {"environment": use, **options}, "test")
     return workflow
 
 
@@ -200,7 +200,7 @@ def test_an_environment_that_is_none_stops_the_role_at_its_start() -> None:
     with pytest.raises(ConfigError, match="reset and step"):
         interact({"use": "schemas:Task", "options": {"id": "a", "messages": []}})
     with pytest.raises(ConfigError, match="turns"):
-        interact({"use": "actors.environments.guess:Guess", "options": {"turn": 3}})
+        interact({"use": "actors.rollout.environments.guess:Guess", "options": {"turn": 3}})
 
 
 def test_react_shows_the_environment_only_the_action() -> None:
@@ -208,7 +208,7 @@ def test_react_shows_the_environment_only_the_action() -> None:
         return "Thought: hm\nAction: 8" if COMPLAINT in heard else "I think it is 8."
 
     engine = RecordingEngine(thinks)
-    workflow = interact(GUESS, agent={"use": "actors.agents.react:React", "options": {"system": "act. "}})
+    workflow = interact(GUESS, agent={"use": "actors.rollout.agents.react:React", "options": {"system": "act. "}})
     (experience,) = play(workflow, engine, issued("8"))
     assert experience.messages[0] == Message(role="system", content="act. ")
     assert [m.content for m in experience.messages if m.role == "user"] == ["go ", COMPLAINT]
@@ -224,14 +224,14 @@ def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path)
         crash = {"environment": {"use": f"{HERE}:Crashes"}}
         config = ExploreConfig(
             **{name: getattr(EXPLORE, name) for name in ("report_s", "linger_s", "drain_s")},
-            workflow="actors.workflows.interact:Interact",
+            workflow="actors.rollout.workflows.interact:Interact",
             options=crash,
         )
         listening = asyncio.create_task(heard.listen())
         async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), listening):
             plain = issued("yes")
             await log.publish(TASKS, rollout(plain, MASTER, round=0, attempt=0, sequence=0, min_version=0))
-            other = Task(id="u", messages=plain.messages, workflow="actors.workflows.converse:converse")
+            other = Task(id="u", messages=plain.messages, workflow="actors.rollout.workflows.converse:converse")
             await log.publish(TASKS, rollout(other, MASTER, round=0, attempt=0, sequence=1, min_version=0))
             await until(lambda: len(heard.experiences) == 6)
         return heard.experiences
@@ -243,13 +243,15 @@ def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path)
 
 
 def test_a_task_names_its_workflow_by_the_name_the_settings_give_it() -> None:
-    named = {"game": Use(use="actors.workflows.interact:Interact", options={"environment": GUESS, "max_turns": 2})}
-    workflows = Workflows("actors.workflows.converse:converse", {}, named)
+    named = {
+        "game": Use(use="actors.rollout.workflows.interact:Interact", options={"environment": GUESS, "max_turns": 2})
+    }
+    workflows = Workflows("actors.rollout.workflows.converse:converse", {}, named)
     (experience,) = play(workflows.get("game"), RecordingEngine(lambda heard: "1"), issued("15"))
     assert experience.truncated == "max_turns"
-    assert workflows.get("") is workflows.get("actors.workflows.converse:converse")
+    assert workflows.get("") is workflows.get("actors.rollout.workflows.converse:converse")
     with pytest.raises(ConfigError, match=r"explore\.workflows\.game"):
-        Workflows("actors.workflows.converse:converse", {}, {"game": Use(use="nowhere:at_all")})
+        Workflows("actors.rollout.workflows.converse:converse", {}, {"game": Use(use="nowhere:at_all")})
 
 
 @settings(max_examples=500)

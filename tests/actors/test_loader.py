@@ -5,10 +5,10 @@ import asyncio
 import msgspec
 import pytest
 
-from actors.loader import Loaded, expert, load_experts, load_preferences, load_tasks
-from actors.preferences import different, pair_block
-from actors.taskset import Demonstration, Preference
 from actors.tasksets.files import Broken
+from actors.tasksets.loader import Loaded, expert, load_experts, load_preferences, load_tasks
+from actors.tasksets.preferences import different, pair_block
+from actors.tasksets.taskset import Demonstration, Preference
 from schemas import Message, Task
 from schemas.pairs import pair_fault
 from schemas.topics import EXPERTS, TASKSET_RAW

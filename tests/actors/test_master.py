@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GuardConfig, PeopleConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from actors.master import PRUNE_EVERY_S
-from actors.waiting import issued_of
-from infra.bus.blobs import PREFIX, deposit, read_claim
-from infra.bus.log import Log
-from infra.store import Store
-from infra.store_memory import MemoryStore
-from infra.weights.publish import publish
-from infra.weights.tensors import from_numpy
+from actors.master.master import PRUNE_EVERY_S
+from actors.rollout.waiting import issued_of
+from infra.log.blobs import PREFIX, deposit, read_claim
+from infra.log.log import Log
+from infra.policies.publish import publish
+from infra.policies.tensors import from_numpy
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Rating, Task
 from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, TASKS
 from tests.actors.rig import (

@@ -3,9 +3,9 @@
 from random import Random
 
 from actors.config import CanaryConfig, GateConfig, GuardConfig, PeopleConfig
-from actors.people import MANY, People, few_people, late_words
-from actors.ratings import Voice, Voices
-from infra.weights.channel import Stable
+from actors.master.gate.people import MANY, People, few_people, late_words
+from actors.master.gate.ratings import Voice, Voices
+from infra.policies.channel import Stable
 from schemas import Answered, Closure, Progress
 from tests.actors.rated import crowd, rated
 

@@ -3,10 +3,10 @@
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, MasterConfig, StopRule
-from actors.evaluation import VERSION_PASSED, parse_eval_group
-from actors.plan import Plan
-from actors.waiting import issued_of
-from infra.config import Pacing
+from actors.master.evaluation import VERSION_PASSED, parse_eval_group
+from actors.master.plan import Plan
+from actors.rollout.waiting import issued_of
+from infra.settings.config import Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
 
 PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=10.0)

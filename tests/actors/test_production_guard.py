@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from actors.config import GateConfig, GateSuite, GuardConfig, PeopleConfig
-from actors.evidence import log_odds_ratio, log_share_ratio, wilson
-from actors.gate import Gate, breach_event, verdict_event
-from actors.guard import RESTLESS, Heard, Hour, before_of, breach, compared, odds_of, unrest
-from actors.ratings import Tally
+from actors.master.gate.evidence import log_odds_ratio, log_share_ratio, wilson
+from actors.master.gate.gate import Gate, breach_event, verdict_event
+from actors.master.gate.guard import RESTLESS, Heard, Hour, before_of, breach, compared, odds_of, unrest
+from actors.master.gate.ratings import Tally
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
 from tests.actors.rated import crowd, rated
 

@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from actors.workflow import Workflow
-from infra.plugin import load
+from actors.rollout.workflow import Workflow
+from infra.settings.plugin import load
 from schemas import Experience
 from schemas.errors import ConfigError
 from tests.actors.test_tools_workflow import call
 from tests.actors.turns import RecordingEngine, issued, play
 from tests.infra.sandbox.confining import sandbox_or_skip
 
-USE = "actors.tools.python:Python"
+USE = "actors.rollout.tools.python:Python"
 
 
 @pytest.fixture(scope="module")
 def workflow() -> Workflow:
     sandbox_or_skip()
     tool = {"use": USE, "options": {"limits": {"wall_s": 20.0, "output_bytes": 1000}}}
-    loaded: Workflow = load("actors.workflows.tools:Tools", {"tools": [tool]}, "test")
+    loaded: Workflow = load("actors.rollout.workflows.tools:Tools", {"tools": [tool]}, "test")
     return loaded
 
 

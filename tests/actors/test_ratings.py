@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import PeopleConfig
-from actors.ratings import (
+from actors.master.gate.ratings import (
     DAY_MS,
     LEAST_OF_TENANT,
     MAX_ANSWERS,

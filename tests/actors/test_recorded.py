@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from actors.curriculum import smoothed
-from actors.loader import load_tasks
-from actors.recorded import rated, recorded_rates
-from infra.bus.log import Log
+from actors.master.curriculum import smoothed
+from actors.tasksets.loader import load_tasks
+from actors.tasksets.recorded import rated, recorded_rates
+from infra.log.log import Log
 from schemas import Closure, DeadLetter, Task
 from schemas.topics import DEAD_LETTERS, PROGRESS, TASKSET
 from streams.config import DifficultyConfig, StreamsConfig, TasksConfig

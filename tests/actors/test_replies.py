@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GateReplies, GateSuite, MasterConfig
-from actors.gate import Gate, verdict_event
-from actors.replies import Replies, jaccard, word_pairs
+from actors.master.gate.gate import Gate, verdict_event
+from actors.master.gate.replies import Replies, jaccard, word_pairs
 from schemas import EvalResult, Experience, Message
 from schemas.fields import End
 from tests.schemas.record_samples import group_block

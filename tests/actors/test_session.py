@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from actors.engine import Completion, LoadReport, Sampling
-from actors.session import LONG_CHARS, CachedTokenizer, Session
-from infra.images import Pixels
-from infra.weights.policy import Policy
+from actors.engines.engine import Completion, LoadReport, Sampling
+from actors.rollout.session import LONG_CHARS, CachedTokenizer, Session
+from infra.policies.policy import Policy
+from infra.store.images import Pixels
 from schemas import Message, Span
 
 BOS, END, NEWLINE = 1, 2, 3

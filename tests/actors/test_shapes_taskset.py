@@ -7,7 +7,6 @@ from random import Random
 import msgspec
 import pytest
 
-from actors.taskset import Demonstration
 from actors.tasksets.files import Broken, read_rows
 from actors.tasksets.image_files import FOLDER, with_images
 from actors.tasksets.shapes import (
@@ -23,9 +22,10 @@ from actors.tasksets.shapes import (
     task_of,
     write_shapes,
 )
-from infra.bus.blobs import PREFIX
-from infra.images import ImageReader, images_of
-from infra.store_memory import MemoryStore
+from actors.tasksets.taskset import Demonstration
+from infra.log.blobs import PREFIX
+from infra.store.images import ImageReader, images_of
+from infra.store.memory import MemoryStore
 from schemas import Message, Span, Task, make_experience
 from schemas.errors import ConfigError
 from streams.scores.vision import vision
@@ -106,7 +106,7 @@ def test_a_row_whose_image_is_gone_or_none_is_named_and_the_others_are_loaded(tm
 
 
 def test_tasks_with_images_travel_through_the_log_as_references(tmp_path: Path) -> None:
-    from actors.loader import load_tasks
+    from actors.tasksets.loader import load_tasks
     from schemas.topics import TASKSET_RAW
 
     file, _ = written(tmp_path)

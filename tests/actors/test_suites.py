@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import GateSuite
-from actors.suites import difference, drop, pairable, total_drop
+from actors.master.gate.suites import difference, drop, pairable, total_drop
 from schemas import EvalResult
 
 BAR = GateSuite(max_drop=0.02)

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from actors.taskbook import TaskBook
+from actors.master.taskbook import TaskBook
 from schemas import Message, Task
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.taskset import Demonstration
 from actors.tasksets.arithmetic import arithmetic, arithmetic_demonstrations, write_arithmetic
 from actors.tasksets.files import Broken, count_rows, read_rows, tasks
 from actors.tasksets.reasoning_gym import reasoning_gym
+from actors.tasksets.taskset import Demonstration
 from schemas import Message, Task
 from schemas.errors import ConfigError
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 import msgspec
 import pytest
 
-from actors.tool import Tool, answer, load_tool, read_call
-from actors.workflow import Workflow
-from infra.plugin import load
+from actors.rollout.tool import Tool, answer, load_tool, read_call
+from actors.rollout.workflow import Workflow
+from infra.settings.plugin import load
 from schemas import Experience
 from schemas.errors import ConfigError
 from tests.actors.turns import RecordingEngine, issued, play
@@ -72,7 +72,9 @@ def call(name: str, **arguments: object) -> str:
 
 def tools(*names: str, **options: object) -> Workflow:
     uses = [{"use": f"{HERE}:{name}"} for name in names]
-    workflow: Workflow = load("actors.workflows.tools:Tools", {"tools": uses, "system": "t ", **options}, "test")
+    workflow: Workflow = load(
+        "actors.rollout.workflows.tools:Tools", {"tools": uses, "system": "t ", **options}, "test"
+    )
     return workflow
 
 
@@ -158,7 +160,7 @@ def test_too_many_calls_in_one_turn_are_refused_by_name() -> None:
 
 
 def test_the_policy_is_told_names_descriptions_and_schemas() -> None:
-    workflow = load("actors.workflows.tools:Tools", {"tools": [{"use": f"{HERE}:shout"}]}, "test")
+    workflow = load("actors.rollout.workflows.tools:Tools", {"tools": [{"use": f"{HERE}:shout"}]}, "test")
     (experience,) = play(workflow, RecordingEngine(lambda heard: "ok"), issued())
     system = experience.messages[0].content
     signature = json.loads(system.partition("<tools>\n")[2].partition("\n</tools>")[0])
@@ -172,7 +174,7 @@ def test_bound_options_are_not_the_policys_to_choose() -> None:
     assert set(tool.parameters["properties"]) == {"text"}
     turns = iter((call("shout", text="a"), "ok"))
     workflow = load(
-        "actors.workflows.tools:Tools",
+        "actors.rollout.workflows.tools:Tools",
         {"tools": [{"use": f"{HERE}:shout", "options": {"mark": "?"}}], "system": "t "},
         "test",
     )

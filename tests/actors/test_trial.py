@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from actors.config import CanaryConfig, GateConfig, GateSuite, GuardConfig, PeopleConfig
-from actors.gate import Gate, GateDecision, verdict_event
-from actors.guard import Breach
-from actors.ratings import Tally
-from actors.trial import Block, decided, heard_of, merged, outcome, weighed
+from actors.master.gate.gate import Gate, GateDecision, verdict_event
+from actors.master.gate.guard import Breach
+from actors.master.gate.ratings import Tally
+from actors.master.gate.trial import Block, decided, heard_of, merged, outcome, weighed
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
 from tests.actors.rated import BLOCK_MS, crowd, rated
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from actors.engine import Completion, Sampling
+from actors.engines.engine import Completion, Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from actors.session import Session
-from actors.workflow import Workflow
-from infra.images import Pixels
-from infra.weights.policy import Policy
-from infra.weights.tensors import from_numpy
+from actors.rollout.session import Session
+from actors.rollout.workflow import Workflow
+from infra.policies.policy import Policy
+from infra.policies.tensors import from_numpy
+from infra.store.images import Pixels
 from schemas import Experience, Issued, Message, Task
 from tests.actors.rig import EOS, CharTokenizer
 

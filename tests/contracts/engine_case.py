@@ -8,11 +8,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from actors.engine import Completion, Engine
+from actors.engines.engine import Completion, Engine
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from infra.model import load_tokenizer
-from infra.weights.policy import Policy, Probe
-from infra.weights.tensors import Tensor, from_numpy, to_numpy
+from infra.model.model import load_tokenizer
+from infra.policies.policy import Policy, Probe
+from infra.policies.tensors import Tensor, from_numpy, to_numpy
 
 Tensors = dict[str, Tensor]
 Reference = Callable[[Tensors, Sequence[int], float], list[float]]
@@ -104,9 +104,9 @@ def char_model(folder: Path) -> tuple[Path, Tensors, Reference]:
     """The demo's model, widened so that its distributions are far from uniform, and a transformers forward over it."""
     import torch
 
-    from infra.demo.char_model import build_char_model
-    from infra.model import load_into, load_model, model_tensors
-    from infra.weights.tensors import save_tensors
+    from infra.cli.demo.char_model import build_char_model
+    from infra.model.model import load_into, load_model, model_tensors
+    from infra.policies.tensors import save_tensors
 
     build_char_model(folder, seed=5)
     model = load_model(str(folder))

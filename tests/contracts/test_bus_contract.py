@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from infra.bus.bus import Bus, CommitRefused, Partition, Reader, Record
-from infra.bus.kafka import KafkaBus
-from infra.bus.memory import MemoryBus
-from infra.bus.partitioner import partition_for
+from infra.log.bus import Bus, CommitRefused, Partition, Reader, Record
+from infra.log.kafka import KafkaBus
+from infra.log.memory import MemoryBus
+from infra.log.partitioner import partition_for
 from schemas.errors import ConfigError, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import EXPERIENCES, MAX_RECORD_BYTES, topic_config
 

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.engine import Chunk, Completion, Sampling, SchemaRefused
-from infra.weights.policy import Policy
-from infra.weights.tensors import from_numpy, to_numpy
+from actors.engines.engine import Chunk, Completion, Sampling, SchemaRefused
+from infra.policies.policy import Policy
+from infra.policies.tensors import from_numpy, to_numpy
 from schemas.errors import PolicyRefused
 from tests.contracts.engine_case import Case, Tensors, scripted, torch_case, vllm_case
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engine import Completion, Engine, Sampling
-from infra.images import Pixels, decode_image
-from infra.model import load_into, load_model, load_tokenizer, model_tensors
-from infra.vision import load_vision
-from infra.weights.policy import Policy, Probe
-from infra.weights.tensors import Tensor, from_numpy, to_numpy
+from actors.engines.engine import Completion, Engine, Sampling
+from infra.model.model import load_into, load_model, load_tokenizer, model_tensors
+from infra.model.vision import load_vision
+from infra.policies.policy import Policy, Probe
+from infra.policies.tensors import Tensor, from_numpy, to_numpy
+from infra.store.images import Pixels, decode_image
 from schemas import Message
 from schemas.errors import PolicyRefused
 from tests.contracts.engine_case import Started

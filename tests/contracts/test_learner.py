@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.demo.char_model import build_char_model
-from infra.plugin import load
-from infra.weights.tensors import Tensor, to_numpy
+from infra.cli.demo.char_model import build_char_model
+from infra.policies.tensors import Tensor, to_numpy
+from infra.settings.plugin import load
 from schemas import BatchItem, Lane, Span, make_experience
 from schemas.errors import ConfigError
-from trainer.batch import PackedBatch, TrainItem, pack
+from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.learner import Learner, open_learner
+from trainer.learners.learner import Learner, open_learner
 
 LANES: dict[Lane, LaneConfig] = {
     "usual": LaneConfig(loss="grpo", weight=0.9),
@@ -173,7 +173,7 @@ def test_the_probe_is_the_policy_in_tensors(use, model, tmp_path):
     """The probe's logprobs come out of a plain transformers forward of `tensors()`."""
     import torch
 
-    from infra.model import load_into, load_model
+    from infra.model.model import load_into, load_model
 
     learner = opened(use, model)
     learner.step(batch(0), learning_rate=1e-3, seed=0)

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.local import minio
-from infra.local.minio import MinioServer
-from infra.store import MAX_KEY_BYTES, Store
-from infra.store_directory import DirectoryStore
-from infra.store_memory import MemoryStore
-from infra.store_s3 import S3Store
-from infra.weights.fetch import Follower
-from infra.weights.publish import publish
-from infra.weights.tensors import from_numpy
+from infra.policies.fetch import Follower
+from infra.policies.publish import publish
+from infra.policies.tensors import from_numpy
+from infra.store.directory import DirectoryStore
+from infra.store.memory import MemoryStore
+from infra.store.s3 import S3Store
+from infra.store.store import MAX_KEY_BYTES, Store
 from schemas.errors import NotInStore
+from tests import minio
+from tests.minio import MinioServer
 
 MakeStore = Callable[[str], Store]  # from a prefix: stores of one maker share their bucket or folder
 

@@ -19,34 +19,34 @@ import numpy as np
 
 from actors.config import EvalSuite, ExploreConfig, MasterConfig
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from actors.explorer import run_explorer
-from actors.master import run_master
-from infra.bus.bus import Partition, Reader, Record
-from infra.bus.log import Log
-from infra.config import Floor, Pacing
-from infra.failpoint import VARIABLE
-from infra.metrics import Metrics
-from infra.store_directory import DirectoryStore
-from infra.weights.policy import Probe
-from infra.weights.tensors import Tensor, from_numpy
+from actors.master.master import run_master
+from actors.rollout.explorer import run_explorer
+from infra.log.bus import Partition, Reader, Record
+from infra.log.log import Log
+from infra.observe.failpoint import VARIABLE
+from infra.observe.metrics import Metrics
+from infra.policies.policy import Probe
+from infra.policies.tensors import Tensor, from_numpy
+from infra.settings.config import Floor, Pacing
+from infra.store.directory import DirectoryStore
 from schemas import Block, Feedback, Message, Received, Span, Task, make_experience, topics
 from schemas.experience import Experience
 from schemas.topics import Topic
-from streams.chain_builder import build_collect, build_tasks, build_verify
 from streams.collect.collector import CollectSettings
 from streams.collect.fold import Rules
 from streams.collect.inbox import CollectDriver
 from streams.config import CollectConfig, FilterConfig, ScoreConfig, StreamsConfig, Switch, VerifyConfig
-from streams.driver import WindowDriver
-from streams.tasks_stage import TaskStage
-from streams.verify import Verifier
+from streams.stages.chain_builder import build_collect, build_tasks, build_verify
+from streams.stages.driver import WindowDriver
+from streams.stages.tasks_stage import TaskStage
+from streams.stages.verify import Verifier
 from tests.actors.rig import CharTokenizer
 from tests.crash.file_bus import FileBus
-from trainer.batch import PackedBatch
+from trainer.batch.batch import PackedBatch
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.learner import StepStats
+from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
-from trainer.train import run_trainer
+from trainer.loop.train import run_trainer
 
 APP = "world"
 VOCABULARY = 128

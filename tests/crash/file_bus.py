@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from infra.bus.bus import Headers, Partition, Position, Reader, Record, check_size
-from infra.bus.memory import MemoryBus, MemoryReader, _Partition
-from infra.bus.partitioner import partition_for
+from infra.log.bus import Headers, Partition, Position, Reader, Record, check_size
+from infra.log.memory import MemoryBus, MemoryReader, _Partition
+from infra.log.partitioner import partition_for
 
 LENGTH = struct.Struct("<I")
 

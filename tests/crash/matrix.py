@@ -16,10 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-from infra.failpoint import POINTS, VARIABLE, Action, check
 from infra.ledger.audit import audit
-from infra.store_directory import DirectoryStore
-from infra.weights.fetch import Follower
+from infra.observe.failpoint import POINTS, VARIABLE, Action, check
+from infra.policies.fetch import Follower
+from infra.store.directory import DirectoryStore
 from schemas import PolicyEvent, topics
 from tests.crash.cluster import APP, FLOOR, Log, live
 from tests.crash.file_bus import FileBus

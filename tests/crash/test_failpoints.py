@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra import failpoint
-from infra.failpoint import POINTS, Armed, parse, reach, send_point, write
+from infra.observe import failpoint
+from infra.observe.failpoint import POINTS, Armed, parse, reach, send_point, write
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
 
 ROOT = Path(__file__).parents[2]

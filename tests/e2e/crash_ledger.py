@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO
 
-from infra.bus.log import Log
+from infra.log.log import Log
 from schemas import Batch, Block, Closure, DeadLetter, Drawn, Fence, Rollback, Skip, Stub, decode, topics
 from schemas.errors import BadFrame, BrokerUnavailable
 

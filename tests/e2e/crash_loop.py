@@ -28,15 +28,15 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.log import Log
 from infra.cli.connect import connected
+from infra.cli.demo.demo import children, prepare, write_settings
+from infra.cli.demo.settings import DemoOptions, task_of
+from infra.cli.demo.watch import Watch, follow_log
 from infra.cli.settings import Settings, load_settings
 from infra.cli.up import broker_child, role_child
-from infra.demo.demo import children, prepare, write_settings
-from infra.demo.settings import DemoOptions, task_of
-from infra.demo.watch import Watch, follow_log
 from infra.ledger.audit import audit
 from infra.local.supervisor import Child, Supervisor
+from infra.log.log import Log
 from schemas import PolicyEvent, Progress, topics
 from schemas.errors import BrokerUnavailable
 from tests.e2e.crash_ledger import Fates, LiveLedger

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
 from infra.local.broker import EmbeddedKafka
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
 from schemas import Batch, Block, topics
 
 LIMIT_S = 400.0

@@ -9,9 +9,9 @@ import signal
 import sys
 from pathlib import Path
 
-from infra.config import Floor, Kafka
-from infra.metrics import Metrics
-from infra.store_directory import DirectoryStore
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Kafka
+from infra.store.directory import DirectoryStore
 from schemas.errors import HeadraceError
 from streams.app import run_worker
 from streams.config import CollectConfig, FilterConfig, ScoreConfig, StreamsConfig, Switch, VerifyConfig

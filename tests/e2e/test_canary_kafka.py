@@ -14,16 +14,16 @@ import openai
 import pytest
 
 from actors.engines.scripted import TENSOR
+from actors.gateway.access.keys import create_key
 from actors.gateway.canary import place_of
-from actors.gateway.keys import create_key
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
 from infra.cli.channel import run_channel
 from infra.local.address import choose_address
-from infra.seal import SECRET
-from infra.store_directory import DirectoryStore
-from infra.weights.publish import publish
-from infra.weights.tensors import from_numpy
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.policies.publish import publish
+from infra.policies.tensors import from_numpy
+from infra.store.directory import DirectoryStore
+from infra.store.seal import SECRET
 from schemas import PolicyEvent
 from schemas.fields import Channel
 from schemas.names import keyed_session

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from infra.demo.char_model import build_char_model
+from infra.cli.demo.char_model import build_char_model
 from infra.local.address import choose_address
 
 pytestmark = pytest.mark.slow

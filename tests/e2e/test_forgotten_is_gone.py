@@ -13,29 +13,29 @@ import httpx
 import msgspec
 import pytest
 
+from actors.gateway.access.keys import create_key
 from actors.gateway.config import Webhook
-from actors.gateway.keys import create_key
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli.prompts import newest_prompts, recorded
 from infra.ledger.forget import ForgetReport, complete, destroy, tell
 from infra.ledger.index import Index
-from infra.metrics import Metrics
-from infra.seal import Keys, open_event, open_text
-from infra.store_directory import DirectoryStore
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.store.directory import DirectoryStore
+from infra.store.seal import Keys, open_event, open_text
 from schemas import Block, DeadLetter, Feedback, Received
 from schemas.errors import BadFrame
 from schemas.ids import ANSWER_PREFIX
 from schemas.topics import ALL, BUFFER, FEEDBACK
-from streams.source import build_sources, run_sources
+from streams.sources.source import build_sources, run_sources
 from tests.actors.gateway.gateway_rig import ByteTokenizer, engine, says, serving
 from tests.e2e.test_live_answer_is_trained import OTHERS, WINDOW_MS, Clock, other, settings_in, trained
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import settled, working
-from trainer.board import Board
+from trainer.health.board import Board
 from trainer.learners.scripted import ScriptedLearner
-from trainer.train import run_trainer
+from trainer.loop.train import run_trainer
 
 pytestmark = pytest.mark.slow
 

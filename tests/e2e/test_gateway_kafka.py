@@ -18,18 +18,18 @@ import numpy as np
 import openai
 import pytest
 
-from actors.gateway.outbox import Spooled
-from actors.gateway.spool import entries_in
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
+from actors.gateway.recording.outbox import Spooled
+from actors.gateway.recording.spool import entries_in
+from infra.cli.demo.char_model import build_char_model
 from infra.cli.settings import load_settings
 from infra.cli.up import child_environment
-from infra.demo.char_model import build_char_model
 from infra.local.address import choose_address
-from infra.model import load_tokenizer
-from infra.seal import app_secret
-from infra.store_directory import DirectoryStore
-from infra.weights.tensors import from_numpy, save_tensors
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.model.model import load_tokenizer
+from infra.policies.tensors import from_numpy, save_tensors
+from infra.store.directory import DirectoryStore
+from infra.store.seal import app_secret
 from schemas import Block, Experience, Feedback, decode
 from schemas.names import pseudonym
 from schemas.topics import EXPERIENCES, VERIFIED, Topic

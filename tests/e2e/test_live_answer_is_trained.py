@@ -7,24 +7,24 @@ import httpx
 import msgspec
 import pytest
 
-from actors.gateway.keys import create_key
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus, wall_ms
+from actors.gateway.access.keys import create_key
 from infra.cli.init import run_init
 from infra.cli.settings import Settings, load_settings
-from infra.config import duration_s
-from infra.metrics import Metrics
-from infra.plugin import add_plugin_folders
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus, wall_ms
+from infra.observe.metrics import Metrics
+from infra.settings.config import duration_s
+from infra.settings.plugin import add_plugin_folders
+from infra.store.memory import MemoryStore
 from schemas import Batch, BatchItem, Block, Experience, Feedback, Span, make_experience
 from schemas.ids import experience_id
 from schemas.topics import BATCHES, BUFFER, VERIFIED
-from streams.source import build_sources, run_sources
+from streams.sources.source import build_sources, run_sources
 from tests.actors.gateway.gateway_rig import engine, says, serving
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import working
 from trainer.learners.scripted import ScriptedLearner
-from trainer.train import run_trainer
+from trainer.loop.train import run_trainer
 
 pytestmark = pytest.mark.slow
 

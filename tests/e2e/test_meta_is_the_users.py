@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.admission import Admission, AdmissionLimits
 from actors.engines.scripted import ScriptedEngine
-from actors.issue import rollout
+from actors.master.admission import Admission, AdmissionLimits
+from actors.master.issue import rollout
 from schemas import Block, Closure, Drawn, Experience, encode
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, TASKS
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from tests.actors.rig import MASTER, Heard, explorer, folder_store, memory_log, running, task, until
 from tests.streams.memory_worker import settled, working
-from trainer.buffer import Buffer
+from trainer.buffer.buffer import Buffer
 
 Value = str | int | float | bool | None
 # Words that headrace has for an experience, and values that once decided something, or would if they were believed.

@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from actors.plan import Plan
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Pacing
+from actors.master.plan import Plan
 from infra.ledger.drain import Draining, drain
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.settings.config import Pacing
 from schemas import MasterState, PolicyEvent, Progress
 from schemas.fields import Life, MasterPhase
 from schemas.topics import POLICIES, PROGRESS
 from tests.actors.rig import MASTER, until
-from trainer.buffer import Buffer
-from trainer.intake import Intake
-from trainer.waiting import is_rest
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.intake import Intake
+from trainer.loop.waiting import is_rest
 
 ABSURD = {"outstanding_groups": 1e6, "drain_offset": 1e6, "is_canary": 1.0, "trial_version": 7.0, "tokens": -1.0}
 NUMBERS: dict[str, dict[str, float]] = {

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from infra.bus.log import Log
 from infra.cli.main import app
-from infra.config import Floor
+from infra.log.log import Log
+from infra.settings.config import Floor
 from schemas.topics import EXPERIENCES
 from streams.reprocess.ranges import until_committed
 from streams.reprocess.run import Order, plan, reprocess

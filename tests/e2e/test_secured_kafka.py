@@ -14,11 +14,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from infra.bus.access import access_of
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
 from infra.cli.main import app
 from infra.cli.settings import load_settings
+from infra.log.access import access_of
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
 from schemas import Block
 from schemas.errors import ConfigError
 from schemas.topics import EXPERIENCES, VERIFIED

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.bus.bus import Partition
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
 from infra.cli.skip import skip_lost
-from infra.deadline import EXIT_STUCK
 from infra.local.broker import EmbeddedKafka
+from infra.log.bus import Partition
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.roles.deadline import EXIT_STUCK
 from schemas import Block, DeadLetter, Progress, encode
-from schemas.frame import SEALED_FORMAT
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
-from streams.stage import EXIT_BROKER, EXIT_OPERATOR, EXIT_UNKNOWN_MAJOR
+from schemas.wire.frame import SEALED_FORMAT
+from streams.stages.stage import EXIT_BROKER, EXIT_OPERATOR, EXIT_UNKNOWN_MAJOR
 from tests.streams.collect.collecting import answer, block
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
-from infra.store_directory import DirectoryStore
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.store.directory import DirectoryStore
 from schemas import Block, Closure, DeadLetter, Experience, Message, Span, make_experience
 from schemas.ids import experience_id
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, EXPERTS, PROGRESS

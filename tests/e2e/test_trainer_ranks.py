@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
-from infra.demo.char_model import build_char_model
+from infra.cli.demo.char_model import build_char_model
 from infra.local.process import Watched, start_watched
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
 from schemas import Batch, Block, Fence, PolicyEvent, Rollback, Skip, Span, make_experience, topics
-from trainer.journal import effective
+from schemas.journal import effective
 
 pytestmark = pytest.mark.slow
 

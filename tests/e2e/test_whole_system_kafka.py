@@ -9,27 +9,27 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from actors.explorer import run_explorer
-from actors.master import run_master
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
+from actors.master.master import run_master
+from actors.rollout.explorer import run_explorer
 from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
 from infra.cli.up import role_child
 from infra.local.supervisor import Supervisor
-from infra.metrics import Metrics
-from infra.model import folder_tensors, load_tokenizer
-from infra.store import Store
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.model.model import folder_tensors, load_tokenizer
+from infra.observe.metrics import Metrics
+from infra.store.store import Store
 from schemas import Batch, Closure, DeadLetter, EvalResult, Experience, PolicyEvent, Progress, Stub, Task, topics
 from schemas.ids import task_of
 from tests.actors.rig import Heard, folder_store, running, until
 from tests.e2e.demo_run import last_words
 from tests.e2e.whole_system import DRAWN, RIDDLE, ROWS, Reciting, change_chain, prepare, services
 from tests.infra.sandbox.confining import sandbox_or_skip
-from trainer.batch_chain import build_batch
-from trainer.checkpoint import load_newest
+from trainer.batch.batch_chain import build_batch
+from trainer.journal.checkpoint import load_newest
 from trainer.learners.torch import TorchLearner
-from trainer.train import run_trainer
+from trainer.loop.train import run_trainer
 
 pytestmark = pytest.mark.slow
 

@@ -3,15 +3,15 @@
 import asyncio
 from pathlib import Path
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from schemas import Batch, Fence, PolicyEvent, topics
 from tests.e2e.zombie_cycles import OVERTAKEN, plan_cycles, stale
 
 LOADS = """\
-2026-11-21 20:33:43,535 INFO actors.policy_follower serving version=1 token=0
-2026-11-21 20:33:44,101 INFO actors.policy_follower reloaded version=1 pause_ms=80.1 probe=0
-2026-11-21 20:33:46,253 INFO actors.policy_follower serving version=2 token={token}
+2026-11-21 20:33:43,535 INFO actors.engines.reload serving version=1 token=0
+2026-11-21 20:33:44,101 INFO actors.engines.reload reloaded version=1 pause_ms=80.1 probe=0
+2026-11-21 20:33:46,253 INFO actors.engines.reload serving version=2 token={token}
 """
 
 

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from actors.engine import Completion, OnChunk, Sampling
+from actors.engines.engine import Completion, OnChunk, Sampling
 from actors.engines.torch import TorchEngine
-from infra.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Size, Vocabulary, build_char_model
-from infra.images import Pixels
-from infra.model import Tokenizer, build_classifier, model_tensors
-from infra.store import Store
-from infra.weights.publish import publish
+from infra.cli.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Size, Vocabulary, build_char_model
+from infra.model.model import Tokenizer, build_classifier, model_tensors
+from infra.policies.publish import publish
+from infra.store.images import Pixels
+from infra.store.store import Store
 from schemas import PolicyEvent, Span
 from tests.http_endpoint import http_endpoint
 
@@ -103,28 +103,28 @@ evals = [{{ suite = "dev", tasks = 1 }}]
 [explore]
 report_s = 0.2
 [explore.workflows]
-check = {{ use = "actors.workflows.converse:converse" }}
+check = {{ use = "actors.rollout.workflows.converse:converse" }}
 [explore.workflows.call]
-use = "actors.workflows.tools:Tools"
-options = {{ tools = [{{ use = "actors.tools.python:Python" }}], system = "call: " }}
+use = "actors.rollout.workflows.tools:Tools"
+options = {{ tools = [{{ use = "actors.rollout.tools.python:Python" }}], system = "call: " }}
 [explore.workflows.walk]
-use = "actors.workflows.interact:Interact"
+use = "actors.rollout.workflows.interact:Interact"
 [explore.workflows.walk.options]
 max_turns = 3
-environment = {{ use = "actors.environments.grid:Grid", options = {{ step_cost = 0.2 }} }}
-agent = {{ use = "actors.agents.react:React", options = {{ system = "think, act. " }} }}
+environment = {{ use = "actors.rollout.environments.grid:Grid", options = {{ step_cost = 0.2 }} }}
+agent = {{ use = "actors.rollout.agents.react:React", options = {{ system = "think, act. " }} }}
 [explore.workflows.shop]
-use = "actors.workflows.interact:Interact"
+use = "actors.rollout.workflows.interact:Interact"
 [explore.workflows.shop.options]
-environment = {{ use = "actors.environments.http:HttpEnvironment", options = {{ url = "{services}/shop" }} }}
+environment = {{ use = "actors.rollout.environments.http:HttpEnvironment", options = {{ url = "{services}/shop" }} }}
 [explore.workflows.lost]
-use = "actors.workflows.interact:Interact"
+use = "actors.rollout.workflows.interact:Interact"
 [explore.workflows.lost.options]
-environment = {{ use = "actors.environments.http:HttpEnvironment", options = {{ url = "http://127.0.0.1:9" }} }}
+environment = {{ use = "actors.rollout.environments.http:HttpEnvironment", options = {{ url = "http://127.0.0.1:9" }} }}
 [explore.workflows.riddle]
-use = "actors.workflows.interact:Interact"
+use = "actors.rollout.workflows.interact:Interact"
 [explore.workflows.riddle.options]
-environment = {{ use = "actors.environments.reasoning_gym:ReasoningGym" }}
+environment = {{ use = "actors.rollout.environments.reasoning_gym:ReasoningGym" }}
 
 [tasks]
 vary = {{ on = true, templates = ["Please: {{question}}"] }}

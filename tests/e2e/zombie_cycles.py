@@ -20,10 +20,10 @@ from typing import Self, cast
 
 import msgspec
 
-from infra.bus.log import Log
 from infra.local.supervisor import Child, Supervisor
+from infra.log.log import Log
 from schemas import Batch, Fence, PolicyEvent, topics
-from trainer.journal import JournalRecord, effective
+from schemas.journal import JournalRecord, effective
 
 OVERTAKEN = ("train", "master", "process")
 AS_ZOMBIE_S = 8.0  # to do what it was about to do; a stream worker notices nothing, and goes on beside the other

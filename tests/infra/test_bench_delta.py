@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.bench.delta import run
+from infra.cli.bench.delta import run
 
 
 @pytest.mark.slow

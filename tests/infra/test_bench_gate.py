@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from actors import guard, trial
 from actors.config import CanaryConfig, GateConfig, GuardConfig, PeopleConfig
-from actors.people import People
-from infra.bench.gate import Row, figures_of, rows, run
-from infra.bench.people import BLOCK_MS, HOUR_MS, STABLE, TRIAL, Said, World, blocks_of, firsts, hours_of, said
-from infra.cli.bench import gate_table
-from infra.weights.channel import Stable
+from actors.master.gate import guard, trial
+from actors.master.gate.people import People
+from infra.cli.bench.gate import Row, figures_of, rows, run
+from infra.cli.bench.people import BLOCK_MS, HOUR_MS, STABLE, TRIAL, Said, World, blocks_of, firsts, hours_of, said
+from infra.cli.benches import gate_table
+from infra.policies.channel import Stable
 from schemas import Progress
 from tests.actors.rated import rated
 

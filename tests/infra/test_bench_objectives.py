@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench import mix, offpolicy
-from infra.bench.adding import Problem, deck, demonstration, item_of, problems
-from infra.demo.char_model import build_char_model
+from infra.cli.bench import mix, offpolicy
+from infra.cli.bench.adding import Problem, deck, demonstration, item_of, problems
+from infra.cli.demo.char_model import build_char_model
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.chain.chain import Context, ChainResult, Step, make_step, new_memories, run_chain
-from infra.processor import Drop, Memory, processor, score
+from infra.chain.chain import ChainResult, Context, Step, make_step, new_memories, run_chain
+from infra.chain.processor import Drop, Memory, processor, score
 from schemas import Experience, Message, Score, Span, encode, ids, make_experience
-from schemas.block import Block
+from schemas.wire.block import Block
 
 
 def answer(episode: int = 0, *, group: str = "t.0", text: str = "280", **header: Any) -> Experience:

@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from infra.chain.calls import MAX_THREADS, Trouble
-from infra.processor import Drop, Verdict, processor, score
+from infra.chain.processor import Drop, Verdict, processor, score
 from schemas import Experience
-from streams.verify import handled_from
+from streams.stages.verify import handled_from
 from tests.infra.test_chain import answer, run, step_of
 
 ENDS = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), BaseException("odd")]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from infra.chain.chain import make_step
-from infra.processor import Memory, feedback, processor
+from infra.chain.processor import Memory, feedback, processor
 from schemas import Experience
 from schemas.errors import ConfigError
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.loader import expert
-from actors.preferences import pair_block
-from actors.taskset import Demonstration, Preference
-from infra.model import Tokenizer, load_tokenizer
-from infra.spelling import TokenizerFile
+from actors.tasksets.loader import expert
+from actors.tasksets.preferences import pair_block
+from actors.tasksets.taskset import Demonstration, Preference
+from infra.model.model import Tokenizer, load_tokenizer
+from infra.model.spelling import TokenizerFile
 from schemas import Message
 from tests.infra.chat_models import CHATML, STYLES, Style, build_chat_model
 

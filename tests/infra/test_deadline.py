@@ -4,11 +4,11 @@ import subprocess
 import sys
 import threading
 
-from infra.deadline import EXIT_STUCK, ends_within
+from infra.roles.deadline import EXIT_STUCK, ends_within
 
 HELD_LOOP = """
 import asyncio
-from infra.deadline import ends_within
+from infra.roles.deadline import ends_within
 
 async def deaf():
     while True:

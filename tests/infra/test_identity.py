@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Floor
-from infra.identity import Fit, claim, fault, fit_of, require_fit
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.roles.identity import Fit, claim, fault, fit_of, require_fit
+from infra.settings.config import Floor
+from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
 

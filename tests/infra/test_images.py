@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from infra.bus.blobs import PREFIX
-from infra.images import (
+from infra.log.blobs import PREFIX
+from infra.store.images import (
     ALTERED,
     MAX_IMAGE_BYTES,
     MISSING,
@@ -22,7 +22,7 @@ from infra.images import (
     image_named,
     images_of,
 )
-from infra.store_memory import MemoryStore
+from infra.store.memory import MemoryStore
 from schemas import Image, Message
 from schemas.errors import BadImage
 

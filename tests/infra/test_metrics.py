@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from infra.metrics import Metrics
+from infra.observe.metrics import Metrics
 from schemas.errors import ConfigError
 
 

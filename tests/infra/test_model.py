@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from infra.demo.char_model import build_char_model
-from infra.model import (
+from infra.cli.demo.char_model import build_char_model
+from infra.model.model import (
     _own_kernels,
     context_tokens,
     folder_tensors,
@@ -18,7 +18,7 @@ from infra.model import (
     load_tokenizer,
     model_tensors,
 )
-from infra.weights.tensors import Tensor, from_numpy, save_tensors, to_numpy
+from infra.policies.tensors import Tensor, from_numpy, save_tensors, to_numpy
 from schemas import Message
 from schemas.errors import ConfigError
 

@@ -3,7 +3,7 @@
 import pytest
 
 from actors.gateway.config import CanaryShare
-from infra.outside import checked_url
+from infra.settings.outside import checked_url
 from schemas.errors import ConfigError
 from streams.processors.task_vary import Vary
 from streams.scores.endpoint import EndpointConfig

@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from infra.bus.log import Log
 from infra.cli.settings import Settings, load_settings
-from infra.metrics import Metrics
-from infra.plugin import add_plugin_folders
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.settings.plugin import add_plugin_folders
 from schemas import Block, Closure, Experience, Message, Span, Stub, make_experience
 from schemas.ids import answer_id, experience_id
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, VERIFIED
-from streams.source import build_sources, run_sources
+from streams.sources.source import build_sources, run_sources
 from tests.streams.deliveries import memory_log, until_stored, values
 from tests.streams.memory_worker import working
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.redact import KINDS, MAX_LOOK, PIECE, REACH, Redactor, matches
+from infra.chain.redact import KINDS, MAX_LOOK, PIECE, REACH, Redactor, matches
 from schemas import ids
 
 BASE64 = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.seal import FOLDER, FRESH_S, NO_KEY, Keys, sealed
-from infra.store_directory import DirectoryStore
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.directory import DirectoryStore
+from infra.store.memory import MemoryStore
+from infra.store.seal import FOLDER, FRESH_S, NO_KEY, Keys, sealed
 from schemas import BadFrame, Block, Experience, Message, Span, decode, encode, make_experience, topics
 from schemas.errors import Sealed, StoreError
-from schemas.frame import is_sealed
 from schemas.ids import experience_id, subject_of
+from schemas.wire.frame import is_sealed
 
 ANN = subject_of("acme", "ann@example.org")
 BOB = subject_of("acme", "bob@example.org")

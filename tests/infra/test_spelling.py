@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.demo.char_model import build_char_model
-from infra.model import load_tokenizer
-from infra.spelling import TokenizerFile
+from infra.cli.demo.char_model import build_char_model
+from infra.model.model import load_tokenizer
+from infra.model.spelling import TokenizerFile
 from schemas.errors import ConfigError
-from streams.chain_builder import build_collect, describe_chain
 from streams.config import CollectConfig, CorrectConfig, StreamsConfig
+from streams.stages.chain_builder import build_collect, describe_chain
 
 CORRECTING = StreamsConfig(collect=CollectConfig(correct=CorrectConfig(on=True)))
 

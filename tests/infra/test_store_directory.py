@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import open_store
-from infra.store_directory import STALE_AFTER_S, DirectoryStore
+from infra.store.directory import STALE_AFTER_S, DirectoryStore
+from infra.store.store import open_store
 from schemas.errors import ConfigError, StoreError
 
 
@@ -48,7 +48,7 @@ def test_an_unfinished_put_is_never_an_object_and_is_swept_later(tmp_path: Path)
 WRITER = """
 import sys
 from pathlib import Path
-from infra.store_directory import DirectoryStore
+from infra.store.directory import DirectoryStore
 store = DirectoryStore(Path(sys.argv[1]))
 print("ready", flush=True)
 while True:

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from infra.store_s3 import S3Store, open_s3
+from infra.store.s3 import S3Store, open_s3
 from schemas.errors import ConfigError, StoreError
 
 SECRET = "hunter2hunter2"

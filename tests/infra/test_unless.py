@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from infra.unless import unless
+from infra.roles.unless import unless
 
 
 class Ended(Exception):

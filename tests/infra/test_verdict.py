@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from infra.chain.processor import score
 from infra.chain.verdict import code_hash, input_hash
-from infra.processor import score
 from schemas import Experience, Message, Span, make_experience
 
 

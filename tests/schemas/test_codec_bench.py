@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from infra.bench.codec import Lists, edit_header, measure, open_block, pack_block, rows, samples
+from infra.cli.bench.codec import Lists, edit_header, measure, open_block, pack_block, rows, samples
 from schemas import Block, decode
 
 

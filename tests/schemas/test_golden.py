@@ -22,8 +22,8 @@ from schemas import (
     decode,
     encode,
 )
-from schemas.sections import Column
 from schemas.topics import Topic
+from schemas.wire.sections import Column
 
 GOLDEN = Path(__file__).parent / "golden"
 BLOCK_FORMATS = ("Block", "Block-3")  # of format 1, which is never written any more, and 3

@@ -9,9 +9,9 @@ import asyncio
 import json
 from random import Random
 
-from actors.gateway.keys import create_key
-from infra.seal import SECRET
-from infra.store import Store
+from actors.gateway.access.keys import create_key
+from infra.store.seal import SECRET
+from infra.store.store import Store
 from schemas.names import keyed_session
 from streams.config import FEEDBACK_PATH
 from tests.simulator.scenario import ANSWER_TOKENS, LIVE_S, TOKEN_S, WINDOW_S, Scenario

@@ -5,8 +5,8 @@ Watched: an object under `policies/` never changes, and a policy manifest is wri
 
 from collections.abc import Iterator
 
-from infra.store_memory import MemoryStore
-from infra.weights.manifest import decode_manifest
+from infra.policies.manifest import decode_manifest
+from infra.store.memory import MemoryStore
 from schemas.errors import NotInStore, StoreError
 from tests.simulator.faults import Fate, Faults
 from tests.simulator.hostile import BOMB

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from infra.metrics import DEFAULT_BUCKETS, Metrics
+from infra.observe.metrics import DEFAULT_BUCKETS, Metrics
 
 
 class Number:

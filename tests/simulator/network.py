@@ -10,9 +10,9 @@ from contextvars import copy_context
 from functools import partial
 from typing import Protocol
 
-from infra.bus.bus import CommitRefused, Headers, Partition, Position, Reader, Record, check_size
-from infra.bus.memory import MemoryBus
-from infra.bus.partitioner import partition_for
+from infra.log.bus import CommitRefused, Headers, Partition, Position, Reader, Record, check_size
+from infra.log.memory import MemoryBus
+from infra.log.partitioner import partition_for
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange
 from tests.simulator.faults import Fate, Faults
 from tests.simulator.virtual_loop import Killed, Process

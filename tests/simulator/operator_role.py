@@ -3,8 +3,8 @@
 import asyncio
 from random import Random
 
-from infra.bus.log import Log
 from infra.cli.channel import check_move, policy_history, stable_of
+from infra.log.log import Log
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
 from schemas.fields import Channel, PolicyEventKind

@@ -6,14 +6,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from actors.engine import LoadReport
+from actors.engines.engine import LoadReport
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from infra.processor import Drop, feedback, processor, score
-from infra.weights.policy import Policy, Probe
-from infra.weights.tensors import Tensor, from_numpy
+from infra.chain.processor import Drop, feedback, processor, score
+from infra.policies.policy import Policy, Probe
+from infra.policies.tensors import Tensor, from_numpy
 from schemas import Experience, Feedback, Message
-from trainer.batch import PackedBatch
-from trainer.learner import StepStats
+from trainer.batch.batch import PackedBatch
+from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
 
 VOCABULARY = 16

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.explorer import run_explorer
+from actors.gateway.answering.serving import Minter
 from actors.gateway.serve import run_gateway
-from actors.gateway.serving import Minter
-from actors.master import run_master
+from actors.master.master import run_master
+from actors.rollout.explorer import run_explorer
 from tests.simulator.gateway_life import GatewayLife, next_folder
 from tests.simulator.light_metrics import LightMetrics
 from tests.simulator.plugins import EOS, SmallTokenizer, TableLearner, WatchedEngine
 from tests.simulator.scenario import TOKEN_S
 from tests.simulator.virtual_loop import Process
 from tests.simulator.worker_role import run_streams
-from trainer.train import run_trainer
+from trainer.loop.train import run_trainer
 
 if TYPE_CHECKING:
     from tests.simulator.world import World

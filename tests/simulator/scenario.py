@@ -8,9 +8,8 @@ import msgspec
 from actors.config import EvalSuite, ExploreConfig, GateConfig, GateSuite, MasterConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.chain import Step
-from infra.config import Floor, Pacing
+from infra.settings.config import Floor, Pacing
 from schemas import Lane
-from streams.chain_builder import build_collect, build_verify
 from streams.config import (
     FEEDBACK_PATH,
     CollectConfig,
@@ -21,7 +20,8 @@ from streams.config import (
     ScoreConfig,
     StreamsConfig,
 )
-from trainer.assemble import step_seed
+from streams.stages.chain_builder import build_collect, build_verify
+from trainer.batch.assemble import step_seed
 from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
 
 APP = "sim"

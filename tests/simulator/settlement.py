@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from infra.ledger.account import Account
-from infra.weights.tensors import to_numpy
+from infra.policies.tensors import to_numpy
 from schemas import Batch, Block, Closure, DeadLetter, Fence, PolicyEvent, Rollback, Stub, topics
 from schemas.topics import Topic
 from schemas.withdrawal import is_withdrawal
@@ -16,10 +16,10 @@ from tests.simulator.scenario import DEADLINE_S, WINDOW_S
 from tests.simulator.settlement_serving import settle_serving
 from tests.simulator.watch import content_of
 from tests.simulator.world import World
-from trainer import journal
-from trainer.assemble import train_items
-from trainer.batch import pack
-from trainer.schedule import learning_rate_at
+from trainer.batch.assemble import train_items
+from trainer.batch.batch import pack
+from trainer.journal import journal
+from trainer.loop.schedule import learning_rate_at
 
 
 def settle(world: World) -> None:

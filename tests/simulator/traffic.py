@@ -11,9 +11,9 @@ from random import Random
 import msgspec
 import numpy as np
 
-from infra.bus.blobs import deposit
-from infra.bus.log import Log
-from infra.store import Store
+from infra.log.blobs import deposit
+from infra.log.log import Log
+from infra.store.store import Store
 from schemas import Block, Experience, Message, Span, Task, make_experience
 from schemas.ids import answer_id, experience_id
 from schemas.topics import EXPERIENCES, EXPERTS, FEEDBACK, TASKSET_RAW

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from infra.bus.bus import Partition, Record
-from infra.seal import Keys
-from infra.store_memory import MemoryStore
-from infra.weights.fetch import Follower
-from infra.weights.manifest import hash_tensor
-from infra.weights.tensors import Tensor, is_finite
+from infra.log.bus import Partition, Record
+from infra.policies.fetch import Follower
+from infra.policies.manifest import hash_tensor
+from infra.policies.tensors import Tensor, is_finite
+from infra.store.memory import MemoryStore
+from infra.store.seal import Keys
 from schemas import Batch, Block, Closure, EvalResult, Experience, Fence, PolicyEvent, Progress, Stub, Task, decode
 from schemas.errors import BadFrame, HeadraceError
 from schemas.topics import POLICIES, topic_name
@@ -23,7 +23,7 @@ from tests.simulator.hostile import STRUCK
 from tests.simulator.scenario import APP, MAX_USES, Scenario
 from tests.simulator.settlement_choices import Happened, Kind
 from tests.simulator.virtual_loop import Process
-from trainer.assemble import step_seed
+from trainer.batch.assemble import step_seed
 
 LAST_EVENTS = 60
 Identity = tuple[str, object]

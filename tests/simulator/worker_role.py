@@ -1,25 +1,25 @@
 """A stream worker without Faust: the drivers of all stages, fed and acknowledged as Faust's consumers do it.
 
 Offsets are committed every half second, up to the first record that is not acknowledged; a rebalance retires what the
-older generation holds, as `streams/hosted.py` does.
+older generation holds, as `streams/stages/hosted.py` does.
 """
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.bus.bus import CommitRefused, Partition, Record
-from infra.bus.log import Log
-from infra.metrics import Metrics
+from infra.log.bus import CommitRefused, Partition, Record
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
 from schemas.errors import BrokerUnavailable
 from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW, VERIFIED, Topic
-from streams.chain_builder import build_tasks
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
-from streams.driver import WindowDriver
-from streams.source import build_sources, run_sources
-from streams.tasks_stage import TaskStage
-from streams.verify import Verifier
+from streams.sources.source import build_sources, run_sources
+from streams.stages.chain_builder import build_tasks
+from streams.stages.driver import WindowDriver
+from streams.stages.tasks_stage import TaskStage
+from streams.stages.verify import Verifier
 from streams.worker import rules_of
 from tests.simulator.network import ClientReader
 from tests.simulator.scenario import Scenario, chains

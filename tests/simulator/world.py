@@ -12,13 +12,13 @@ from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
 from infra.ledger.account import Account, Ledger
-from infra.store_memory import MemoryStore
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.store.memory import MemoryStore
 from schemas import Feedback, topics
 from schemas.errors import BrokerUnavailable, FencedOut, StoreError
-from streams.stage import causes, process_exit
+from streams.stages.stage import causes, process_exit
 from tests.simulator import roles
 from tests.simulator.customers import Customers
 from tests.simulator.disk import ClientStore

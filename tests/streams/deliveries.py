@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from infra.bus.bus import Record
-from infra.bus.log import Log, Message
-from infra.bus.memory import MemoryBus
+from infra.log.bus import Record
+from infra.log.log import Log, Message
+from infra.log.memory import MemoryBus
 from schemas import Block, Control
 from schemas.topics import Topic
 

@@ -1,4 +1,4 @@
-"""A stream worker on the memory log: the drivers of `streams/hosted.py`, fed by group readers instead of Faust."""
+"""A stream worker on the memory log: the drivers of `streams/stages/hosted.py`, fed by group readers instead of Faust."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,19 +6,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from infra.bus.bus import Partition, Record
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Floor
-from infra.metrics import Metrics
+from infra.log.bus import Partition, Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor
 from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW, VERIFIED, Topic
-from streams.chain_builder import build_collect, build_tasks, build_verify
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
 from streams.config import StreamsConfig
-from streams.driver import WindowDriver
-from streams.tasks_stage import TaskStage
-from streams.verify import Verifier
+from streams.stages.chain_builder import build_collect, build_tasks, build_verify
+from streams.stages.driver import WindowDriver
+from streams.stages.tasks_stage import TaskStage
+from streams.stages.verify import Verifier
 from streams.worker import rules_of
 
 STAGES: tuple[tuple[Topic, str], ...] = (

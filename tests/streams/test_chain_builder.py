@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from infra.chain.chain import Context, ChainResult, new_memories, run_chain
-from infra.config import decode
-from infra.processor import Drop, processor, score
+from infra.chain.chain import ChainResult, Context, new_memories, run_chain
+from infra.chain.processor import Drop, processor, score
+from infra.settings.config import decode
 from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
-from streams.chain_builder import build_collect, build_stage, build_verify, describe_chain
 from streams.config import ScoreConfig, StreamsConfig
+from streams.stages.chain_builder import build_collect, build_stage, build_verify, describe_chain
 
 HERE = "tests.streams.test_chain_builder"
 EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}

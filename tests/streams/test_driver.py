@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from infra.bus.bus import Record
-from infra.bus.log import Log
-from infra.bus.log import Message as LogMessage
 from infra.chain.turn import Turn
-from infra.metrics import Metrics
+from infra.log.bus import Record
+from infra.log.log import Log
+from infra.log.log import Message as LogMessage
+from infra.observe.metrics import Metrics
 from schemas import Block, DeadLetter, Message, Stub, Task
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, TASKSET, VERIFIED
-from streams.driver import WindowDriver
-from streams.stage import Handled, Output, letter
-from streams.verify import Verifier
+from streams.stages.driver import WindowDriver
+from streams.stages.stage import Handled, Output, letter
+from streams.stages.verify import Verifier
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
 

@@ -2,15 +2,15 @@
 
 import asyncio
 
-from actors.preferences import pair_block
-from actors.taskset import Preference
+from actors.tasksets.preferences import pair_block
+from actors.tasksets.taskset import Preference
 from infra.chain.chain import Context, new_memories, run_chain
 from schemas import Block, Experience, Message
 from schemas.pairs import pair_fault
-from streams.chain_builder import build_collect, build_verify
 from streams.collect.fold import chain_of, fold
 from streams.collect.state import State
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
+from streams.stages.chain_builder import build_collect, build_verify
 from tests.actors.rig import CharTokenizer
 from tests.streams.collect.collecting import RULES, Inbox
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.chain.chain import make_step
+from infra.chain.processor import Memory, processor
 from infra.chain.turn import Turn
-from infra.metrics import Metrics
-from infra.processor import Memory, processor
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
 from schemas import Block, Experience, Score, Stub
 from schemas.topics import EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, ProcessorConfig, ScoreConfig, StreamsConfig
-from streams.driver import WindowDriver
 from streams.processors.dedupe import dedupe
-from streams.recall import recall
-from streams.verify import Verifier
+from streams.stages.driver import WindowDriver
+from streams.stages.recall import recall
+from streams.stages.verify import Verifier
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
 from tests.streams.memory_worker import kill, settled, work, working

@@ -8,20 +8,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.bus.bus import Headers
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import decode
-from infra.metrics import Metrics
-from infra.processor import feedback
-from infra.store_memory import MemoryStore
+from infra.chain.processor import feedback
+from infra.log.bus import Headers
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import decode
+from infra.store.memory import MemoryStore
 from schemas import DeadLetter, Feedback, Received
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.config import StreamsConfig
-from streams.source import EventSource, build_sources
 from streams.sources.received import GROUP, rating, take_once
-from streams.verify import REDELIVERED
+from streams.sources.source import EventSource, build_sources
+from streams.stages.verify import REDELIVERED
 
 HERE = "tests.streams.test_received_source"
 REF = "hr-bcdfhjklmnqrtvwzbcdfhjkl.7-3-0"

@@ -9,24 +9,24 @@ from typing import Any, Literal
 
 import pytest
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
+from infra.chain.processor import feedback
 from infra.ledger.forget import complete, destroy
 from infra.ledger.index import Index
 from infra.ledger.trace import legible
-from infra.metrics import Metrics
-from infra.processor import feedback
-from infra.seal import FORGOTTEN, Keys
-from infra.store_memory import MemoryStore
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
+from infra.store.seal import FORGOTTEN, Keys
 from schemas import DeadLetter, Feedback
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.reprocess.letters import redeliver
 from streams.reprocess.ranges import Range
-from streams.source import EventSource
 from streams.sources import received, topic
 from streams.sources.file import FilePosition
 from streams.sources.file import take_once as take_from_file
+from streams.sources.source import EventSource
 from tests.actors.gateway.gateway_rig import Served, engine, says, serving
 from tests.actors.gateway.test_gateway_feedback import HOOK, signature
 from tests.streams.test_sealed_feedback import everything

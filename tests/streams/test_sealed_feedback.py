@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.bus.bus import Record
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.chain.chain import make_step
+from infra.chain.processor import feedback
 from infra.ledger.trace import legible
-from infra.metrics import Metrics
-from infra.processor import feedback
-from infra.seal import Keys, open_event, open_text, seal_event, seal_text
-from infra.store_memory import MemoryStore
+from infra.log.bus import Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
+from infra.store.seal import Keys, open_event, open_text, seal_event, seal_text
 from schemas import BadFrame, Block, Feedback, Received
 from schemas.errors import Sealed
 from schemas.ids import answer_id, experience_id, request_group, session_name
@@ -25,8 +25,8 @@ from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.processors.correct import Correct
 from streams.processors.reward import reward
-from streams.source import EventSource
 from streams.sources.received import GROUP, rating, take_once
+from streams.sources.source import EventSource
 from tests.streams.collect.collecting import answer, block
 from tests.streams.collect.test_corrections import Letters
 
@@ -35,7 +35,9 @@ SESSION = session_name("acme", "chat-81")
 ASKED = request_group(SESSION, 7, 0)
 ANSWER = experience_id(ASKED, 0, 0)
 OTHER = experience_id(request_group(session_name("acme", "chat-82"), 7, 0), 0, 0)
-RULES = Rules(deadline_ms=1000, keep_ms=10**9, sources={"user": FeedbackRules(window_ms=1000, late="amend")}, corrects=True)
+RULES = Rules(
+    deadline_ms=1000, keep_ms=10**9, sources={"user": FeedbackRules(window_ms=1000, late="amend")}, corrects=True
+)
 
 
 def test_a_text_is_opened_by_its_sessions_key_for_its_own_answer_only_and_never_again_once_it_is_destroyed() -> None:

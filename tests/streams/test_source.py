@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import decode
-from infra.metrics import Metrics
-from infra.processor import feedback
+from infra.chain.processor import feedback
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import decode
 from schemas import DeadLetter, Feedback
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, VERIFIED
 from streams.config import StreamsConfig
-from streams.source import Event, EventSource, build_sources, publish_events, read_events, run_sources
 from streams.sources.file import FilePosition, load_position, read_lines
 from streams.sources.file import take_once as take_from_file
+from streams.sources.source import Event, EventSource, build_sources, publish_events, read_events, run_sources
 from tests.actors.gateway.test_gateway_clock_and_disk import full_disk
 
 HERE = "tests.streams.test_source"

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.bus import Record
-from infra.bus.log import Log
-from infra.bus.log import Message as LogMessage
-from infra.bus.memory import MemoryBus
 from infra.chain.chain import Context, make_step, new_memories
+from infra.chain.processor import Drop, processor, score
 from infra.chain.task_chain import TaskOutcome, run_task_chain
-from infra.config import decode
-from infra.processor import Drop, processor, score
+from infra.log.bus import Record
+from infra.log.log import Log
+from infra.log.log import Message as LogMessage
+from infra.log.memory import MemoryBus
+from infra.settings.config import decode
 from schemas import DeadLetter, Experience, Message, Task, encode
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, TASKSET
-from streams.chain_builder import build_tasks, build_verify
 from streams.config import StreamsConfig
 from streams.processors.task_dedupe import minhash, shingles, similarity
 from streams.processors.task_vary import Vary
-from streams.tasks_stage import TaskStage
+from streams.stages.chain_builder import build_tasks, build_verify
+from streams.stages.tasks_stage import TaskStage
 
 HERE = "tests.streams.test_tasks_stage"
 EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Mapping
 
-from infra.bus.bus import CommitRefused, Partition
-from infra.metrics import Metrics
+from infra.log.bus import CommitRefused, Partition
+from infra.observe.metrics import Metrics
 from schemas import Feedback, Received
 from schemas.topics import FEEDBACK, VERIFIED
 from streams.config import FEEDBACK_PATH
-from streams.source import EventSource
 from streams.sources.received import take_once as received_once
+from streams.sources.source import EventSource
 from streams.sources.topic import take_once
 from tests.streams.deliveries import memory_log, values
 from tests.streams.test_source import csat, ticket

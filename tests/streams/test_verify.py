@@ -4,15 +4,15 @@ import asyncio
 
 import msgspec
 
-from infra.bus.bus import Record
-from infra.bus.log import Message as LogMessage
 from infra.chain.chain import make_step
-from infra.processor import Drop, processor
+from infra.chain.processor import Drop, processor
+from infra.log.bus import Record
+from infra.log.log import Message as LogMessage
 from schemas import BadFrame, Block, DeadLetter, Experience, Stub, Tick, encode
 from schemas.topics import DEAD_LETTERS, EVALS, VERIFIED
 from streams.processors.dedupe import dedupe
-from streams.stage import Handled
-from streams.verify import Verifier
+from streams.stages.stage import Handled
+from streams.stages.verify import Verifier
 from tests.streams.collect.collecting import answer, block
 
 

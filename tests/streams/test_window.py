@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.window import Ticket, Window
+from streams.stages.window import Ticket, Window
 
 
 def taken(window: Window[int], partition: int, offset: int, generation: int = 1) -> Ticket:

@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
-from infra.claimed import ClaimedFolder
-from infra.config import Floor, Keep, decode
+from infra.roles.claimed import ClaimedFolder
+from infra.settings.config import Floor, Keep, decode
 from streams.config import StreamsConfig
 from streams.worker import Movement, QuietRepeats, rules_of
 

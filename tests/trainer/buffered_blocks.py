@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from infra.bus.bus import Record
-from infra.bus.log import Message
+from infra.log.bus import Record
+from infra.log.log import Message
 from schemas import Block, Lane, Span, encode, ids, make_experience
 
 

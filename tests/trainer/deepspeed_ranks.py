@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from trainer_samples import make_item, random_items
 
-from infra.weights.tensors import Tensor, load_tensors, save_tensors, to_numpy
+from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
 from schemas import BatchItem, Span
-from trainer.batch import TrainItem, pack
+from trainer.batch.batch import TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.deepspeed import DeepSpeedLearner
 from trainer.learners.torch import TorchLearner

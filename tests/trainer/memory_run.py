@@ -3,17 +3,17 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus, wall_ms
 from infra.chain.chain import Step
-from infra.config import Floor, Pacing
-from infra.metrics import Metrics
-from infra.store import Store
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus, wall_ms
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Pacing
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas import Block, Message, PolicyEvent, Span, make_experience, topics
 from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
-from trainer.learner import Learner
-from trainer.train import run_trainer
+from trainer.learners.learner import Learner
+from trainer.loop.train import run_trainer
 
 STEPS = 12
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))

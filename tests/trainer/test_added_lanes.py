@@ -6,26 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Floor, Pacing
-from infra.demo.char_model import Size, build_char_model
-from infra.metrics import Metrics
-from infra.store_memory import MemoryStore
-from infra.weights.tensors import Tensor
+from infra.cli.demo.char_model import Size, build_char_model
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.policies.tensors import Tensor
+from infra.settings.config import Floor, Pacing
+from infra.store.memory import MemoryStore
 from schemas import Batch, topics
 from schemas.errors import ConfigError
 from tests.trainer.memory_run import KillingBus, KillingStore, block, ends, journal
 from tests.trainer.test_objectives_on_the_log import group, pair
-from trainer import checkpoint
-from trainer.checkpoint import Checkpoint, Position, part_of
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig, WarmupConfig
-from trainer.fit import restore_learner
+from trainer.health.report import TrainerReport
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint, Position, part_of
+from trainer.journal.fit import restore_learner
 from trainer.learners.torch import TorchLearner
-from trainer.replay import find_start, replay
-from trainer.report import TrainerReport
-from trainer.state import Learning
-from trainer.train import run_trainer
+from trainer.loop.state import Learning
+from trainer.loop.train import run_trainer
+from trainer.replay.replay import find_start, replay
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=99, straggler_s=0.01))
 WARMUP = WarmupConfig(every=1, stop_at=1.0, max_steps=2, min_experiences=2, batch=2, learning_rate=1e-2)
@@ -141,7 +141,9 @@ def test_a_replay_from_before_the_lane_gives_the_bits_that_the_run_has_after_it(
         start = await find_start(log, store, "t", from_step=0, to_step=None)
         assert not [name for name in start.state.learner if part_of(name)]
         learner = TorchLearner(model, config, device="cpu")
-        run = Learning(floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("r")), position=Position())
+        run = Learning(
+            floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("r")), position=Position()
+        )
         found = [one async for one in replay(run, "t", log, store, start)]
         assert [one.equal for one in found][1:] == [True] * (len(found) - 1) and len(found) > 1
 
@@ -180,7 +182,9 @@ def test_a_rollback_to_before_the_lane_keeps_the_reference_as_it_is(model: str) 
     learner.begin_phase("warmup")
     moved = {name: Tensor(one.dtype, one.shape, bytes(len(one.data))) for name, one in learner.save().items()}
     learner.restore(learner.save() | {name: one for name, one in moved.items() if part_of(name) == "reference"})
-    run = Learning(floor=FLOOR, config=with_pairs, learner=learner, report=TrainerReport(Metrics("r")), position=Position())
+    run = Learning(
+        floor=FLOOR, config=with_pairs, learner=learner, report=TrainerReport(Metrics("r")), position=Position()
+    )
     state = Checkpoint(position=Position(step=1), learner=plain.save(), uses={}, references=())
     asyncio.run(restore_learner(run, state))
     found = learner.save()

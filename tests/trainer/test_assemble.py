@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from schemas import decode, encode
 from schemas.errors import BadFrame
 from tests.trainer.buffered_blocks import block
-from trainer.assemble import Stamp, assemble, batch_items, check_blocks, step_seed, train_items
-from trainer.buffer import candidate_of
+from trainer.batch.assemble import Stamp, assemble, batch_items, check_blocks, step_seed, train_items
+from trainer.buffer.buffer import candidate_of
 
 STAMP = Stamp(run="r", token=4, step=9, version=8, phase="train", seed=77, config_hash="abc")
 

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 
 from infra.chain.insert import ProcessorConfig
-from infra.metrics import Metrics
-from infra.processor import Drop, processor
-from infra.store_directory import DirectoryStore
+from infra.chain.processor import Drop, processor
+from infra.observe.metrics import Metrics
+from infra.store.directory import DirectoryStore
 from schemas import Batch, Experience, Span, decode, encode
 from schemas.errors import ConfigError
 from schemas.parts import Stretch
 from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
 from tests.trainer.trainer_samples import make_item
-from trainer.batch import TrainItem
-from trainer.batch_chain import ALONE, apply_chain, build_batch
+from trainer.batch.batch import TrainItem
+from trainer.batch.batch_chain import ALONE, apply_chain, build_batch
+from trainer.batch.weight import with_weight
 from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.train import run_trainer
 from trainer.processors.drop_weak import drop_weak
 from trainer.processors.normalize_advantages import normalize_advantages
-from trainer.train import run_trainer
-from trainer.weight import with_weight
 
 HERE = "tests.trainer.test_batch_chain"
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from infra.bus.log import Log
-from infra.config import Floor, Pacing
-from infra.metrics import Metrics
-from infra.model import no_progress_bars
+from infra.log.log import Log
+from infra.model.model import no_progress_bars
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Pacing
 from schemas import Saved, topics
 from tests.trainer.memory_run import (
     CONFIG,
@@ -24,14 +24,14 @@ from tests.trainer.memory_run import (
     journal,
     train_through_kills,
 )
-from trainer import checkpoint
-from trainer.checkpoint import Position
 from trainer.config import TrainerConfig
-from trainer.learner import Learner
+from trainer.health.report import TrainerReport
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Position
+from trainer.learners.learner import Learner
 from trainer.learners.torch import TorchLearner
-from trainer.replay import Compared, find_start, replay
-from trainer.report import TrainerReport
-from trainer.state import Learning
+from trainer.loop.state import Learning
+from trainer.replay.replay import Compared, find_start, replay
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, steps_per_version=2, straggler_s=0.01))
 ASYNC_STEPS = 500
@@ -65,7 +65,9 @@ def settings(**changes: object) -> TrainerConfig:
 
 async def replayed(log: Log, store: KillingStore, learner: Learner, config: TrainerConfig) -> list[Compared]:
     start = await find_start(log, store, "t", to_step=None)
-    run = Learning(floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("replay")), position=Position())
+    run = Learning(
+        floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("replay")), position=Position()
+    )
     return [one async for one in replay(run, "t", log, store, start)]
 
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.store_memory import MemoryStore
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
 from schemas import Block, decode, topics
 from schemas.errors import BadFrame, OffsetOutOfRange
 from tests.trainer.buffered_blocks import block
-from trainer.blocks import MAX_HOLE, Stored, ranges, read_blocks
+from trainer.buffer.blocks import MAX_HOLE, Stored, ranges, read_blocks
 
 
 async def filled(num_blocks: int) -> Log:

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.store_memory import MemoryStore
-from infra.weights.tensors import Tensor, load_tensors, save_tensors
+from infra.policies.tensors import Tensor, load_tensors, save_tensors
+from infra.store.memory import MemoryStore
 from schemas.errors import StoreError
-from trainer.checkpoint import (
+from trainer.buffer.uses import Known, Uses
+from trainer.journal.checkpoint import (
     USES_OFFSETS,
     Checkpoint,
     CheckpointPlace,
@@ -23,7 +24,6 @@ from trainer.checkpoint import (
     save,
     state_sha256,
 )
-from trainer.uses import Known, Uses
 
 
 def state(step: int, **fields: object) -> Checkpoint:
@@ -73,7 +73,9 @@ def test_there_may_be_none() -> None:
 
 def test_the_checkpoint_before_the_first_step_is_one_too() -> None:
     store = saved(-1)
-    assert places(store, "r") == [CheckpointPlace(-1, 0)] and load(store, "r", CheckpointPlace(-1, 0)).position.step == -1
+    assert (
+        places(store, "r") == [CheckpointPlace(-1, 0)] and load(store, "r", CheckpointPlace(-1, 0)).position.step == -1
+    )
 
 
 def test_another_runs_checkpoints_are_not_ours() -> None:

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_samples import make_item
 
-from infra.demo.char_model import build_char_model
+from infra.cli.demo.char_model import build_char_model
 from schemas import Span
 from schemas.errors import ConfigError
-from trainer.batch import TrainItem, pack
+from trainer.batch.batch import TrainItem, pack
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
-from trainer.critic import advantages, gae, value_loss
+from trainer.learners.critic import advantages, gae, value_loss
 from trainer.learners.torch import TorchLearner
 
 

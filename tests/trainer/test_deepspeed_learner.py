@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from trainer_samples import random_items
 
-from infra.demo.char_model import build_char_model
-from infra.weights.tensors import save_tensors
+from infra.cli.demo.char_model import build_char_model
+from infra.policies.tensors import save_tensors
 from schemas.errors import ConfigError
-from trainer.batch import pack
+from trainer.batch.batch import pack
 from trainer.config import TrainerConfig
 from trainer.learners.torch import TorchLearner
 from trainer.learners.zero import engine_settings

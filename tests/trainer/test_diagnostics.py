@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from trainer.batch import LANES
-from trainer.diagnostics import Observed, alarms, diagnose, join, select
+from trainer.batch.batch import LANES
+from trainer.health.diagnostics import Observed, alarms, diagnose, join, select
 
 
 def observed(weight, **more):

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.draw import Candidate, Draw, draw_in_order, missing, unfit, worth_waiting_for
-from trainer.draw_spread import draw_spread
+from trainer.buffer.draw import Candidate, Draw, draw_in_order, missing, unfit, worth_waiting_for
+from trainer.buffer.draw_spread import draw_spread
 
 
 def group(sequence: int, version: int = 0, **more: int) -> Candidate:

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.draw import run as run_bench
-from infra.config import decode
-from infra.store_memory import MemoryStore
+from infra.cli.bench.draw import run as run_bench
+from infra.settings.config import decode
+from infra.store.memory import MemoryStore
 from schemas import Batch
 from schemas.errors import BadFrame, ConfigError
 from tests.trainer.buffered_blocks import block
 from tests.trainer.memory_run import CONFIG, filled_log, journal, train
-from trainer.buffer import Buffer
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.draw import Candidate
+from trainer.buffer.draw_priority import FAIR, blended, draw_by_priority, inverse_chances
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.draw import Candidate
-from trainer.draw_priority import FAIR, blended, draw_by_priority, inverse_chances
 from trainer.learners.scripted import ScriptedLearner
 
 

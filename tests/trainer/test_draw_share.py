@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.draw import Candidate
-from trainer.draw_priority import draw_by_priority
-from trainer.draw_share import Filled, ShareLimits, fill, is_open, stratum
-from trainer.draw_spread import draw_spread
+from trainer.buffer.draw import Candidate
+from trainer.buffer.draw_priority import draw_by_priority
+from trainer.buffer.draw_share import Filled, ShareLimits, fill, is_open, stratum
+from trainer.buffer.draw_spread import draw_spread
 
 
 def one(at: int, tenant: str = "", subject: str = "", size: int = 1, priority: float = 1.0) -> Candidate:
@@ -135,7 +135,11 @@ def test_a_share_matters_only_where_two_have_something() -> None:
     mixed, users = [one(0, "a", "u"), one(1, "b", "u")], [one(0, "a", "u"), one(1, "a", "v")]
     assert not is_open(mixed, ShareLimits(tenant=0.9)) and not is_open(mixed, ShareLimits(subject=0.9))
     assert is_open(users, ShareLimits(tenant=0.9)) and not is_open(users, ShareLimits(subject=0.9))
-    assert is_open(mixed, ShareLimits()) and is_open(mixed[:1], ShareLimits(0.1, 0.1)) and is_open([], ShareLimits(0.1, 0.1))
+    assert (
+        is_open(mixed, ShareLimits())
+        and is_open(mixed[:1], ShareLimits(0.1, 0.1))
+        and is_open([], ShareLimits(0.1, 0.1))
+    )
 
 
 def test_a_group_is_drawn_among_its_users_before_its_tenants_before_all() -> None:

@@ -8,26 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli.init import TOML
-from infra.config import Floor, Pacing, decode
-from infra.metrics import Metrics
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Pacing, decode
+from infra.store.memory import MemoryStore
 from schemas import Block, Closure, Drawn, MasterState, Progress, topics
 from schemas.fields import MasterPhase
 from tests.trainer.buffered_blocks import block, message
-from trainer.buffer import Buffer
-from trainer.checkpoint import Position
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.draw import Draw
+from trainer.buffer.intake import Intake
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.draw import Draw
-from trainer.intake import Intake
-from trainer.journal import Lease
+from trainer.health.report import TrainerReport
+from trainer.journal.checkpoint import Position
+from trainer.journal.journal import Lease
 from trainer.learners.scripted import ScriptedLearner
-from trainer.publication import WeightPublisher
-from trainer.report import TrainerReport
-from trainer.state import Run
-from trainer.waiting import QUIET_S, decide, next_draw, share_of
+from trainer.loop.publication import WeightPublisher
+from trainer.loop.state import Run
+from trainer.loop.waiting import QUIET_S, decide, next_draw, share_of
 
 USUAL = LaneConfig(weight=0.9)
 EXPERT = LaneConfig(loss="sft", weight=0.1, max_uses=9)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.weights.policy import Probe
-from infra.weights.tensors import Tensor
+from infra.policies.policy import Probe
+from infra.policies.tensors import Tensor
 from schemas import Span
 from tests.trainer.trainer_samples import make_item
 from trainer.config import GuardConfig
-from trainer.guard import (
+from trainer.health.guard import (
     ANY_FINITE,
     GuardState,
     collapses,
@@ -24,8 +24,8 @@ from trainer.guard import (
     rolled_back,
     unhealthy,
 )
-from trainer.learner import StepStats
-from trainer.step import condition, mean_reward
+from trainer.learners.learner import StepStats
+from trainer.loop.step import condition, mean_reward
 
 CONFIG = GuardConfig(window=5, min_steps=4, grad_norm=10, entropy=0.2, reward=0.5, probe_shift=2)
 HALTING = frozenset({"usual/ess", "usual/chi2"})

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from infra.cli.status import read_status
-from infra.store_memory import MemoryStore
-from infra.weights.fetch import Follower
-from infra.weights.policy import Probe
-from infra.weights.tensors import to_numpy
+from infra.policies.fetch import Follower
+from infra.policies.policy import Probe
+from infra.policies.tensors import to_numpy
+from infra.store.memory import MemoryStore
 from schemas import Batch, Rollback, Saved, Skip
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, filled_log, journal, published, train
-from trainer.assemble import step_seed
-from trainer.batch import PackedBatch
+from trainer.batch.assemble import step_seed
+from trainer.batch.batch import PackedBatch
 from trainer.config import GuardConfig
-from trainer.learner import StepStats
+from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
 
 INJECTIONS = 50

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.memory import MemoryBus
-from infra.config import Keep
-from infra.store_memory import MemoryStore
+from infra.log.memory import MemoryBus
+from infra.settings.config import Keep
+from infra.store.memory import MemoryStore
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, filled_log, train
-from trainer.checkpoint import Manifest, CheckpointPlace, Position, load_newest
-from trainer.horizon import SLOTS, Mark, kept, trim_below, uses_below
+from trainer.journal.checkpoint import CheckpointPlace, Manifest, Position, load_newest
+from trainer.journal.horizon import SLOTS, Mark, kept, trim_below, uses_below
 from trainer.learners.scripted import ScriptedLearner
 
 

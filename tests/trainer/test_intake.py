@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.metrics import Metrics
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
 from schemas import Closure, MasterState, PolicyEvent, Progress, topics
 from schemas.errors import FencedOut
 from schemas.fields import MasterPhase
 from tests.trainer.buffered_blocks import block, message
-from trainer.buffer import Buffer
-from trainer.intake import Intake, follow_buffer, follow_progress, watch_policies
-from trainer.journal import take_lease
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.intake import Intake, follow_buffer, follow_progress, watch_policies
+from trainer.journal.journal import take_lease
 
 
 def intake(**offsets: int) -> Intake:

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from schemas import Batch, Fence, PolicyEvent, Rollback, Saved, Skip, topics
 from schemas.errors import BadFrame, FencedOut
-from trainer.journal import (
+from trainer.journal.journal import (
     Journal,
     Lease,
     Pending,

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from trainer_samples import make_item, random_items
 
-from infra.demo.char_model import build_char_model
-from infra.weights.tensors import to_numpy
+from infra.cli.demo.char_model import build_char_model
+from infra.policies.tensors import to_numpy
 from schemas import BadFrame, Block, Span, decode, encode
-from schemas.teacher import SECTION, teacher_logprobs, with_teacher_logprobs
-from trainer.batch import TrainItem, pack
+from schemas.wire.teacher import SECTION, teacher_logprobs, with_teacher_logprobs
+from trainer.batch.batch import TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.torch import TorchLearner
 

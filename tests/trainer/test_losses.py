@@ -6,10 +6,10 @@ import torch
 
 from schemas.errors import ConfigError
 from trainer.config import LaneConfig
-from trainer.loss import LossInputs, lane_loss, open_objective
 from trainer.losses.decoupled import decoupled
 from trainer.losses.dppo import dppo
 from trainer.losses.grpo import grpo
+from trainer.losses.loss import LossInputs, lane_loss, open_objective
 from trainer.losses.sft import sft
 from trainer.losses.tis import tis
 

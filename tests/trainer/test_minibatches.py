@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_samples import make_item
 
-from infra.demo.char_model import build_char_model
+from infra.cli.demo.char_model import build_char_model
 from schemas import Span
-from trainer.batch import LANES, PackedBatch, TrainItem, pack
+from trainer.batch.batch import LANES, PackedBatch, TrainItem, pack
+from trainer.batch.split import split
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
 from trainer.learners.lanes import microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
-from trainer.loss import Objective, open_objectives
-from trainer.split import split
+from trainer.losses.loss import Objective, open_objectives
 
 SOME = ("usual", "expert", "live")
 CONFIGS = {

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Floor, Pacing
-from infra.demo.char_model import build_char_model
-from infra.metrics import Metrics
-from infra.store_directory import DirectoryStore
+from infra.cli.demo.char_model import build_char_model
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Pacing
+from infra.store.directory import DirectoryStore
 from schemas import Batch, Block, Span, make_experience, topics
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
 from trainer.learners.torch import TorchLearner
-from trainer.train import run_trainer
+from trainer.loop.train import run_trainer
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=99, straggler_s=0.01))
 STEPS = 4

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import offpolicy
+from trainer.losses import offpolicy
 
 
 def test_effective_share_is_one_for_equal_weights_and_one_over_b_for_a_single_one():

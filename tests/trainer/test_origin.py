@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from schemas.fields import Lane
-from trainer.closure import Place
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
-from trainer.origin import KIND, PACKAGES, ROOT, ROOTS, code_hash, differences, places
+from trainer.replay.closure import Place
+from trainer.replay.origin import KIND, PACKAGES, ROOT, ROOTS, code_hash, differences, places
 
 RUN = (*ROOTS, Place("trainer.learners.torch", "TorchLearner"), Place("trainer.losses.grpo", "grpo"))
 # A file of the sources, what stands in it, and what it becomes.
@@ -20,30 +20,30 @@ Edit = tuple[str, str, str]
 
 NO_BIT_CHANGES: dict[str, Edit] = {
     "a comment in the learner": ("trainer/learners/torch.py", "import math\n", "import math  # of floats\n\n# more\n"),
-    "a docstring of packing": ("trainer/batch.py", '    """', '    """Or in other words: '),
-    "a docstring of a module": ("infra/vision.py", '"""', '"""Said anew. '),
-    "the trainer's report": ("trainer/report.py", "PERIOD_S = 1.0", "PERIOD_S = 2.0"),
-    "a screen": ("infra/demo/watch.py", "class Watch", "class Watching"),
+    "a docstring of packing": ("trainer/batch/batch.py", '    """', '    """Or in other words: '),
+    "a docstring of a module": ("infra/model/vision.py", '"""', '"""Said anew. '),
+    "the trainer's report": ("trainer/health/report.py", "PERIOD_S = 1.0", "PERIOD_S = 2.0"),
+    "a screen": ("infra/cli/demo/watch.py", "class Watch", "class Watching"),
     "a field of a report": ("schemas/reports.py", 'reason: str = ""', 'reason: str = ""\n    mood: str = ""'),
     "another lane's loss": ("trainer/losses/dppo.py", "return LossOutput(", "return 2 * LossOutput("),
-    "how objects are fetched": ("infra/store_s3.py", "class S3Store", "class S4Store"),
-    "a setting's bounds": ("infra/config.py", "class Pacing", "FURTHER = 1\n\n\nclass Pacing"),
-    "a function beside those that are used": ("infra/weights/tensors.py", "ITEM_BYTES", "UNUSED = 1\nITEM_BYTES"),
+    "how objects are fetched": ("infra/store/s3.py", "class S3Store", "class S4Store"),
+    "a setting's bounds": ("infra/settings/config.py", "class Pacing", "FURTHER = 1\n\n\nclass Pacing"),
+    "a function beside those that are used": ("infra/policies/tensors.py", "ITEM_BYTES", "UNUSED = 1\nITEM_BYTES"),
 }
 BITS_MAY_CHANGE: dict[str, Edit] = {
-    "how pictures are prepared": ("infra/vision.py", "def prepare(self", "def prepare(self, more"),
-    "how pictures are decoded": ("infra/images.py", "MAX_PIXELS = ", "MAX_PIXELS = 1 + "),
-    "how tokens are read": ("schemas/bulk.py", "np.uint32", "np.uint64"),
-    "how sections are cut": ("schemas/sections.py", "WIDTHS", "WIDE"),
+    "how pictures are prepared": ("infra/model/vision.py", "def prepare(self", "def prepare(self, more"),
+    "how pictures are decoded": ("infra/store/images.py", "MAX_PIXELS = ", "MAX_PIXELS = 1 + "),
+    "how tokens are read": ("schemas/wire/bulk.py", "np.uint32", "np.uint64"),
+    "how sections are cut": ("schemas/wire/sections.py", "WIDTHS", "WIDE"),
     "what a member of a block is": ("schemas/parts.py", "ratio: bool = True", "ratio: bool = False"),
-    "the teacher's logprobs": ("schemas/teacher.py", "WIDTH", "WIDE"),
-    "how items are packed": ("trainer/batch.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
-    "the learning rate": ("trainer/schedule.py", "return config.learning_rate", "return 2 * config.learning_rate"),
+    "the teacher's logprobs": ("schemas/wire/teacher.py", "WIDTH", "WIDE"),
+    "how items are packed": ("trainer/batch/batch.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
+    "the learning rate": ("trainer/loop/schedule.py", "return config.learning_rate", "return 2 * config.learning_rate"),
     "the lane's loss": ("trainer/losses/grpo.py", "return LossOutput(", "return 2 * LossOutput("),
-    "a helper of the loss": ("trainer/offpolicy.py", "def clipped_surrogate(", "def clipped_surrogate(more, "),
+    "a helper of the loss": ("trainer/losses/offpolicy.py", "def clipped_surrogate(", "def clipped_surrogate(more, "),
     "the forward": ("trainer/learners/forward.py", "MAX_LOGITS = ", "MAX_LOGITS = 1 + "),
-    "how weights are loaded": ("infra/model.py", "def load_model(", "def load_model(more, "),
-    "the dtype of a tensor": ("infra/weights/tensors.py", "ITEM_BYTES", "ITEM_SIZES"),
+    "how weights are loaded": ("infra/model/model.py", "def load_model(", "def load_model(more, "),
+    "the dtype of a tensor": ("infra/policies/tensors.py", "ITEM_BYTES", "ITEM_SIZES"),
 }
 
 
@@ -94,13 +94,13 @@ def test_what_may_change_the_bits_makes_it_other_code(sources: Path, before: str
 
 def test_a_definition_that_moves_to_another_file_is_the_same_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "rates.py").write_text((sources / "trainer" / "schedule.py").read_text())
-    moved = ("trainer/inputs.py", "from trainer.schedule import", "from trainer.rates import")
+    moved = ("trainer/batch/inputs.py", "from trainer.schedule import", "from trainer.rates import")
     assert edited(sources, moved) == before
 
 
 def test_a_name_that_stands_for_another_definition_is_other_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "other.py").write_text("def learning_rate_at(config, phase, steps_done):\n    return 0.0\n")
-    other = ("trainer/inputs.py", "from trainer.schedule import", "from trainer.other import")
+    other = ("trainer/batch/inputs.py", "from trainer.schedule import", "from trainer.other import")
     assert edited(sources, other) != before
 
 

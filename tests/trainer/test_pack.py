@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from trainer_samples import make_item, random_items
 
 from schemas import Span
-from trainer.batch import LANES, Microbatch, PackedBatch, TrainItem, pack
-from trainer.split import split
+from trainer.batch.batch import LANES, Microbatch, PackedBatch, TrainItem, pack
+from trainer.batch.split import split
 
 
 def visible(one: Microbatch, n: int) -> list[tuple[int, int]]:

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from infra.bus.log import Log
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.store.memory import MemoryStore
 from schemas import Batch, Directive, Progress, topics
 from tests.actors.rig import until
 from tests.trainer.memory_run import STEPS, filled_log, journal, train
 from tests.trainer.test_draw_waiting import expert, run_of, usual
 from trainer.learners.scripted import ScriptedLearner
-from trainer.waiting import next_draw
+from trainer.loop.waiting import next_draw
 
 
 def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_samples import random_items
 
-from infra.demo.char_model import build_char_model
-from infra.model import load_model
+from infra.cli.demo.char_model import build_char_model
+from infra.model.model import load_model
 from schemas.errors import ConfigError
-from trainer.batch import LANES as LANE_NAMES
-from trainer.batch import PackedBatch, TrainItem, pack
+from trainer.batch.batch import LANES as LANE_NAMES
+from trainer.batch.batch import PackedBatch, TrainItem, pack
+from trainer.batch.split import split
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import compares, microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
-from trainer.loss import BUILT_IN, LossInputs, Objective, open_objective, open_objectives
-from trainer.offpolicy import reference_k3
-from trainer.penalty import KL_CAP, lane_penalty
-from trainer.split import split
+from trainer.losses.loss import BUILT_IN, LossInputs, Objective, open_objective, open_objectives
+from trainer.losses.offpolicy import reference_k3
+from trainer.losses.penalty import KL_CAP, lane_penalty
 
 RANDOM = np.random.default_rng(11)
 N = 300

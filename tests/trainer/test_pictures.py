@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from infra.images import deposit_image
-from infra.model import load_tokenizer
-from infra.store_memory import MemoryStore
-from infra.weights.tensors import to_numpy
+from infra.model.model import load_tokenizer
+from infra.policies.tensors import to_numpy
+from infra.store.images import deposit_image
+from infra.store.memory import MemoryStore
 from schemas import Block, Message, Span
 from schemas.errors import BadFrame
 from tests.eye_model import NUM_PLACES, build_eye_model, drawings
 from tests.trainer.trainer_samples import make_item
-from trainer.batch import TrainItem, pack
+from trainer.batch.batch import TrainItem, pack
+from trainer.batch.image_inputs import ImageInputs, open_sight
+from trainer.batch.split import split
+from trainer.buffer.draw import Candidate
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.draw import Candidate
 from trainer.learners.forward import PackedModel
 from trainer.learners.orders import decode_batch, encode_batch
 from trainer.learners.torch import TorchLearner
-from trainer.sight import ImageInputs, open_sight
-from trainer.split import split
 
 SFT = TrainerConfig(lanes={"usual": LaneConfig(loss="sft", weight=1.0)})
 

@@ -7,25 +7,25 @@ import msgspec
 import pytest
 import torch
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Floor, Pacing
-from infra.images import deposit_image
-from infra.metrics import Metrics
-from infra.model import load_tokenizer
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.model.model import load_tokenizer
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Pacing
+from infra.store.images import deposit_image
+from infra.store.memory import MemoryStore
 from schemas import Batch, Block, Drawn, Message, Span, make_experience, topics
 from schemas.errors import BadFrame
 from tests.eye_model import build_eye_model, drawings
-from trainer import checkpoint
-from trainer.checkpoint import Position
+from trainer.batch.image_inputs import BAD_IMAGE, open_sight
 from trainer.config import LaneConfig, TrainerConfig
+from trainer.health.report import TrainerReport
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Position
 from trainer.learners.torch import TorchLearner
-from trainer.replay import find_start, replay
-from trainer.report import TrainerReport
-from trainer.sight import BAD_IMAGE, open_sight
-from trainer.state import Learning
-from trainer.train import run_trainer
+from trainer.loop.state import Learning
+from trainer.loop.train import run_trainer
+from trainer.replay.replay import find_start, replay
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))
 CONFIG = TrainerConfig(

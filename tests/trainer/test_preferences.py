@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from trainer_samples import make_item
 
-from infra.demo.char_model import build_char_model
+from infra.cli.demo.char_model import build_char_model
 from schemas import Block, Span
 from schemas.pairs import CHOSEN, REJECTED, pair_fault, pair_side
 from tests.trainer.buffered_blocks import block, message
-from trainer.batch import TrainItem, pack
-from trainer.buffer import Buffer
+from trainer.batch.batch import TrainItem, pack
+from trainer.batch.split import split
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.draw import unfit
+from trainer.buffer.intake import Intake
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.draw import unfit
-from trainer.intake import Intake
 from trainer.learners.torch import TorchLearner
-from trainer.split import split
 
 PROMPT = (1, 20, 21)
 

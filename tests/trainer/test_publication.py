@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.store_memory import MemoryStore
-from infra.weights.fetch import Follower
-from infra.weights.tensors import Tensor
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.policies.fetch import Follower
+from infra.policies.tensors import Tensor
+from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
-from trainer.journal import Lease, take_lease
-from trainer.publication import WeightPublisher, probe_sequences, published
+from trainer.journal.journal import Lease, take_lease
+from trainer.loop.publication import WeightPublisher, probe_sequences, published
 
 
 def tensors(value: int) -> dict[str, Tensor]:

@@ -9,21 +9,21 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli.main import app
 from infra.cli.recover import recover
-from infra.config import Floor
-from infra.store import Store
-from infra.store_directory import DirectoryStore
-from infra.store_memory import MemoryStore
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.settings.config import Floor
+from infra.store.directory import DirectoryStore
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas import Batch, topics
 from schemas.errors import ConfigError
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, Killed, KillingBus, filled_log, journal, published, train
-from trainer.checkpoint import load_newest, places
+from trainer.journal.checkpoint import load_newest, places
+from trainer.journal.recover import highest
 from trainer.learners.scripted import ScriptedLearner
-from trainer.recover import highest
 
 MORE = msgspec.structs.replace(CONFIG, max_steps=2 * STEPS)
 

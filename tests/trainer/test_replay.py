@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.chain.insert import ProcessorConfig
-from infra.config import Keep
-from infra.metrics import Metrics
-from infra.processor import Drop, processor
-from infra.store import Store
-from infra.store_memory import MemoryStore
+from infra.chain.processor import Drop, processor
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import Keep
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas import Batch, Block, Experience, Fence, Rollback, Saved, encode, topics
 from schemas.errors import ConfigError, HeadraceError, OffsetOutOfRange
 from tests.trainer.memory_run import (
@@ -32,15 +32,15 @@ from tests.trainer.memory_run import (
     train,
     train_through_kills,
 )
-from trainer import checkpoint
-from trainer.assemble import step_seed
-from trainer.batch_chain import build_batch
-from trainer.checkpoint import Position
-from trainer.learner import Learner
+from trainer.batch.assemble import step_seed
+from trainer.batch.batch_chain import build_batch
+from trainer.health.report import TrainerReport
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Position
+from trainer.learners.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
-from trainer.replay import Compared, Start, find_start, replay
-from trainer.report import TrainerReport
-from trainer.state import Learning
+from trainer.loop.state import Learning
+from trainer.replay.replay import Compared, Start, find_start, replay
 
 
 async def replayed(

@@ -6,10 +6,10 @@ import itertools
 import msgspec
 import pytest
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.store_memory import MemoryStore
-from infra.weights.tensors import Tensor
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.policies.tensors import Tensor
+from infra.store.memory import MemoryStore
 from schemas import Fence, PolicyEvent, Rollback, Saved, Skip, topics
 from schemas.errors import OffsetOutOfRange
 from tests.trainer.memory_run import (
@@ -23,12 +23,12 @@ from tests.trainer.memory_run import (
     train,
     train_through_kills,
 )
-from trainer.assemble import step_seed
-from trainer.checkpoint import Checkpoint, Position, places, remove, save
-from trainer.journal import Lease
+from trainer.batch.assemble import step_seed
+from trainer.buffer.uses import Uses
+from trainer.journal.checkpoint import Checkpoint, Position, places, remove, save
+from trainer.journal.journal import Lease
 from trainer.learners.scripted import ScriptedLearner
-from trainer.resume import find_start
-from trainer.uses import Uses
+from trainer.replay.resume import find_start
 
 
 def test_a_checkpoint_of_steps_that_were_rolled_back_later_is_passed_over() -> None:

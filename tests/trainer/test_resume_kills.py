@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.bus.log import Log
-from infra.store_directory import DirectoryStore
+from infra.log.log import Log
+from infra.store.directory import DirectoryStore
 from schemas import Batch, Drawn, ids, topics
 from tests.trainer.memory_run import Killed, KillingBus, ends, filled_log, journal, published, train
 from tests.trainer.test_train_loop import items_of, unkilled
-from trainer import checkpoint
+from trainer.journal import checkpoint
 from trainer.learners.scripted import ScriptedLearner
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.config import Schedule, TrainerConfig, WarmupConfig
-from trainer.schedule import learning_rate_at
+from trainer.loop.schedule import learning_rate_at
 
 FALLING = TrainerConfig(
     learning_rate=2.0,

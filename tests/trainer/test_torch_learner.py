@@ -7,12 +7,12 @@ import pytest
 import torch
 from trainer_samples import make_item, random_items
 
-from infra.demo.char_model import build_char_model
-from infra.model import load_model
-from infra.weights.tensors import from_torch, to_numpy, to_torch
+from infra.cli.demo.char_model import build_char_model
+from infra.model.model import load_model
+from infra.policies.tensors import from_torch, to_numpy, to_torch
 from schemas import Span
 from schemas.errors import ConfigError
-from trainer.batch import TrainItem, pack
+from trainer.batch.batch import TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.torch import TorchLearner

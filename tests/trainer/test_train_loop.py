@@ -6,16 +6,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.store_directory import DirectoryStore
-from infra.weights.tensors import Tensor
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.policies.tensors import Tensor
+from infra.store.directory import DirectoryStore
 from schemas import Batch, Block, Drawn, PolicyEvent, Rollback, Skip, Span, topics
 from schemas.errors import FencedOut
 from tests.trainer.memory_run import STEPS, KillingBus, block, ends, filled_log, journal, published, train
-from trainer import checkpoint
-from trainer.assemble import step_seed
-from trainer.journal import read_journal, take_lease
+from trainer.batch.assemble import step_seed
+from trainer.journal import checkpoint
+from trainer.journal.journal import read_journal, take_lease
 from trainer.learners.scripted import ScriptedLearner
 
 

@@ -6,18 +6,18 @@ from collections import Counter
 
 import pytest
 
-from infra.bus.bus import Record
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus, MemoryReader
-from infra.store_memory import MemoryStore
-from infra.weights.fetch import Follower
-from infra.weights.policy_feed import PolicyFeed
-from infra.weights.tensors import Tensor
+from infra.log.bus import Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus, MemoryReader
+from infra.policies.fetch import Follower
+from infra.policies.policy_feed import PolicyFeed
+from infra.policies.tensors import Tensor
+from infra.store.memory import MemoryStore
 from schemas import Batch, Fence, PolicyEvent, topics
 from schemas.errors import FencedOut
+from schemas.journal import effective
 from tests.trainer.memory_run import filled_log, journal, train
-from trainer.checkpoint import load_newest
-from trainer.journal import effective
+from trainer.journal.checkpoint import load_newest
 from trainer.learners.scripted import ScriptedLearner
 
 CYCLES = 100

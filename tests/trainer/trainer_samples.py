@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from schemas import BatchItem, Lane, Span, make_experience
-from trainer.batch import TrainItem
+from trainer.batch.batch import TrainItem
 
 
 def make_item(

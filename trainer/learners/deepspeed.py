@@ -17,14 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as distributed
 
-from infra.weights.policy import Probe
-from infra.weights.tensors import Tensor, from_torch, load_tensors, save_tensors, to_torch
+from infra.policies.policy import Probe
+from infra.policies.tensors import Tensor, from_torch, load_tensors, save_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.fields import Lane
-from trainer.batch import Microbatch, PackedBatch
+from trainer.batch.batch import Microbatch, PackedBatch
+from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.diagnostics import Observed, diagnose, join
-from trainer.learner import Phase, StepStats
+from trainer.health.diagnostics import Observed, diagnose, join
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
     StepContext,
@@ -38,13 +38,13 @@ from trainer.learners.lanes import (
     reference_dtype,
     step_context,
 )
+from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import Order, broadcast, decode_batch, encode_batch, gather_arrays, gather_observed
 from trainer.learners.shards import Shards
 from trainer.learners.zero import engine_settings
-from trainer.loss import Objective, open_objectives
-from trainer.offpolicy import effective_share, ess_learning_rate
-from trainer.split import split
+from trainer.losses.loss import Objective, open_objectives
+from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 PHASES: tuple[Phase, ...] = ("warmup", "train")
 

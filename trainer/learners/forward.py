@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from infra.model import load_model
-from infra.vision import load_vision, model_inputs, probe_inputs
+from infra.model.model import load_model
+from infra.model.vision import load_vision, model_inputs, probe_inputs
 from schemas.errors import ConfigError
-from trainer.batch import Microbatch
+from trainer.batch.batch import Microbatch
 
 MAX_LOGITS = 2**26  # 256 MiB of float32
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from schemas.fields import Lane
-from trainer.batch import LANES, Microbatch, PackedBatch
+from trainer.batch.batch import LANES, Microbatch, PackedBatch
 from trainer.config import TrainerConfig
-from trainer.diagnostics import Observed
-from trainer.learner import Phase
-from trainer.loss import LossInputs, Objective, lane_loss
-from trainer.offpolicy import staleness_weight
-from trainer.penalty import lane_penalty
+from trainer.health.diagnostics import Observed
+from trainer.learners.learner import Phase
+from trainer.losses.loss import LossInputs, Objective, lane_loss
+from trainer.losses.offpolicy import staleness_weight
+from trainer.losses.penalty import lane_penalty
 
 
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):

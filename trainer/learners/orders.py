@@ -9,9 +9,9 @@ import torch
 import torch.distributed as distributed
 
 from schemas.fields import Lane
-from trainer.batch import Microbatch, PackedBatch
-from trainer.diagnostics import Observed
-from trainer.learner import Phase
+from trainer.batch.batch import Microbatch, PackedBatch
+from trainer.health.diagnostics import Observed
+from trainer.learners.learner import Phase
 
 Encoded = tuple[str, tuple[int, ...], bytes]  # dtype, shape, data
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from infra.weights.policy import Probe
-from infra.weights.tensors import Tensor
-from trainer.batch import PackedBatch
+from infra.policies.policy import Probe
+from infra.policies.tensors import Tensor
+from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
-from trainer.learner import Phase, StepStats
+from trainer.learners.learner import Phase, StepStats
 
 SIZE = 8
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infra.weights.tensors import Tensor, from_torch, to_torch
+from infra.policies.tensors import Tensor, from_torch, to_torch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

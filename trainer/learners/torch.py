@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import torch
 
-from infra.model import model_tensors
-from infra.weights.policy import Probe
-from infra.weights.tensors import Tensor, from_torch, to_torch
+from infra.model.model import model_tensors
+from infra.policies.policy import Probe
+from infra.policies.tensors import Tensor, from_torch, to_torch
 from schemas.fields import Lane
-from trainer.batch import PackedBatch
+from trainer.batch.batch import PackedBatch
+from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.diagnostics import Observed, diagnose, join
-from trainer.learner import Phase, StepStats
+from trainer.health.diagnostics import Observed, diagnose, join
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
     StepContext,
@@ -33,11 +33,11 @@ from trainer.learners.lanes import (
     reference_dtype,
     step_context,
 )
+from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
 from trainer.learners.values import Values, open_critic
-from trainer.loss import open_objectives
-from trainer.offpolicy import effective_share, ess_learning_rate
-from trainer.split import split
+from trainer.losses.loss import open_objectives
+from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 PHASES: tuple[Phase, ...] = ("warmup", "train")
 MOMENTS = ("exp_avg", "exp_avg_sq")

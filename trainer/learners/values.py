@@ -8,10 +8,10 @@ import torch
 
 from schemas.errors import ConfigError
 from schemas.fields import Lane
-from trainer.batch import LANES, PackedBatch
+from trainer.batch.batch import LANES, PackedBatch
 from trainer.config import TrainerConfig
-from trainer.critic import Critic
-from trainer.loss import Objective
+from trainer.learners.critic import Critic
+from trainer.losses.loss import Objective
 
 
 def open_critic(

@@ -1,6 +1,6 @@
 """CISPO: the policy gradient with importance weights clipped on both sides; no token loses its gradient."""
 
-from trainer.loss import LossInputs, LossOutput
+from trainer.losses.loss import LossInputs, LossOutput
 
 
 def cispo(inputs: LossInputs, *, low: float = 1.0, high: float = 4.0) -> LossOutput:

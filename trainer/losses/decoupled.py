@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from trainer.loss import LossInputs, LossOutput
-from trainer.offpolicy import clipped_surrogate, log_linear_proximal, surrogate_clips, truncated_weight
+from trainer.losses.loss import LossInputs, LossOutput
+from trainer.losses.offpolicy import clipped_surrogate, log_linear_proximal, surrogate_clips, truncated_weight
 
 
 def decoupled(

@@ -1,8 +1,8 @@
 """On-policy distillation: on the policy's own samples, towards the teacher's probability of each token."""
 
-from trainer.loss import LossInputs, LossOutput, needs
-from trainer.offpolicy import truncated_weight
-from trainer.sequences import required
+from trainer.losses.loss import LossInputs, LossOutput, needs
+from trainer.losses.offpolicy import truncated_weight
+from trainer.losses.sequences import required
 
 
 @needs(teacher=True, advantage=False)

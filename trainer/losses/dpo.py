@@ -2,8 +2,8 @@
 
 import torch
 
-from trainer.loss import LossInputs, LossOutput, needs
-from trainer.sequences import required, sums
+from trainer.losses.loss import LossInputs, LossOutput, needs
+from trainer.losses.sequences import required, sums
 
 
 @needs(ratio=False, mean="pairs", reference=True, advantage=False)

@@ -1,7 +1,7 @@
 """DPPO: a policy gradient with a truncated importance weight, masked where a probability already moved far enough."""
 
-from trainer.loss import LossInputs, LossOutput
-from trainer.offpolicy import divergence_mask, truncated_weight
+from trainer.losses.loss import LossInputs, LossOutput
+from trainer.losses.offpolicy import divergence_mask, truncated_weight
 
 
 def dppo(inputs: LossInputs, *, delta: float = 0.2, cap: float = 5.0, tau: float = 1e-3) -> LossOutput:

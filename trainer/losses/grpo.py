@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from trainer.loss import LossInputs, LossOutput
-from trainer.offpolicy import DualBound, clipped_surrogate, dual_clip, k3, score_function_k1, surrogate_clips
+from trainer.losses.loss import LossInputs, LossOutput
+from trainer.losses.offpolicy import DualBound, clipped_surrogate, dual_clip, k3, score_function_k1, surrogate_clips
 
 
 def grpo(

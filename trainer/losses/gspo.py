@@ -1,8 +1,8 @@
 """GSPO: one importance ratio per sequence, the geometric mean of its tokens', clipped as a whole."""
 
-from trainer.loss import LossInputs, LossOutput, needs
-from trainer.offpolicy import clipped_surrogate, surrogate_clips
-from trainer.sequences import deal, means, of_each, required
+from trainer.losses.loss import LossInputs, LossOutput, needs
+from trainer.losses.offpolicy import clipped_surrogate, surrogate_clips
+from trainer.losses.sequences import deal, means, of_each, required
 
 
 @needs(mean="sequences")

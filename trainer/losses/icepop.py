@@ -1,6 +1,6 @@
 """IcePop: importance weights outside an interval are dropped, on both sides, not truncated."""
 
-from trainer.loss import LossInputs, LossOutput
+from trainer.losses.loss import LossInputs, LossOutput
 
 
 def icepop(inputs: LossInputs, *, alpha: float = 0.5, beta: float = 5.0) -> LossOutput:

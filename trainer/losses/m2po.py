@@ -5,7 +5,7 @@ below a threshold.
 import numpy as np
 import torch
 
-from trainer.loss import LossInputs, LossOutput, needs
+from trainer.losses.loss import LossInputs, LossOutput, needs
 
 
 def second_moment_bound(log_weight: np.ndarray, advantage: np.ndarray, *, threshold: float = 0.04) -> float:

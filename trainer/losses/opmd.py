@@ -1,7 +1,7 @@
 """OPMD: online policy mirror descent, a policy gradient without ratios, held near the sampler by a squared distance."""
 
-from trainer.loss import LossInputs, LossOutput, needs
-from trainer.sequences import deal, of_each, required, sums
+from trainer.losses.loss import LossInputs, LossOutput, needs
+from trainer.losses.sequences import deal, of_each, required, sums
 
 
 @needs(mean="sequences")

@@ -1,7 +1,7 @@
 """PPO: the clipped surrogate on token advantages that a critic estimates (`[trainer.critic]`)."""
 
-from trainer.loss import LossInputs, LossOutput, needs
-from trainer.offpolicy import DualBound, clipped_surrogate, dual_clip, surrogate_clips
+from trainer.losses.loss import LossInputs, LossOutput, needs
+from trainer.losses.offpolicy import DualBound, clipped_surrogate, dual_clip, surrogate_clips
 
 
 @needs(critic=True)

@@ -1,6 +1,6 @@
 """REINFORCE: the plain policy gradient, as if what was sampled were always fresh."""
 
-from trainer.loss import LossInputs, LossOutput, needs
+from trainer.losses.loss import LossInputs, LossOutput, needs
 
 
 @needs(ratio=False)

@@ -1,6 +1,6 @@
 """SFT: cross-entropy on demonstrations."""
 
-from trainer.loss import LossInputs, LossOutput, needs
+from trainer.losses.loss import LossInputs, LossOutput, needs
 
 
 @needs(ratio=False, advantage=False)

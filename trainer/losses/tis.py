@@ -1,7 +1,7 @@
 """TIS: the policy gradient with truncated importance weights, nothing masked."""
 
-from trainer.loss import LossInputs, LossOutput
-from trainer.offpolicy import truncated_weight
+from trainer.losses.loss import LossInputs, LossOutput
+from trainer.losses.offpolicy import truncated_weight
 
 
 def tis(inputs: LossInputs, *, cap: float = 2.0) -> LossOutput:

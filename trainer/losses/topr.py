@@ -2,8 +2,8 @@
 
 import torch
 
-from trainer.loss import LossInputs, LossOutput, needs
-from trainer.sequences import deal, of_each, required, sums
+from trainer.losses.loss import LossInputs, LossOutput, needs
+from trainer.losses.sequences import deal, of_each, required, sums
 
 
 @needs(mean="sequences")

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Literal
 
-from infra.processor import Drop, processor
+from infra.chain.processor import Drop, processor
 from schemas import Experience
-from trainer.weight import with_weight
+from trainer.batch.weight import with_weight
 
 
 @processor(version=2, inline=True)

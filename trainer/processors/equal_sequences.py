@@ -1,8 +1,8 @@
 """equal_sequences: weighs tokens so that every sequence counts alike in a mean over tokens, however long it is."""
 
-from infra.processor import processor
+from infra.chain.processor import processor
 from schemas import Experience
-from trainer.weight import with_weight
+from trainer.batch.weight import with_weight
 
 
 @processor(version=1, inline=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.processor import processor
+from infra.chain.processor import processor
 from schemas import Experience
 
 

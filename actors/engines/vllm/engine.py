@@ -19,7 +19,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from actors.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.checks import (
     PROBE_TOLERANCE,
     changed_names,
@@ -29,6 +28,7 @@ from actors.engines.checks import (
     check_tensors,
     probe_difference,
 )
+from actors.engines.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
 from actors.engines.judge import Judge
 from actors.engines.shown import Shown
@@ -37,11 +37,11 @@ from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment, exchange_folder
 from actors.engines.vllm.streaming import stream, whole
-from infra.images import Pixels
-from infra.model import folder_tensors, load_model, model_tensors
-from infra.vision import load_vision
-from infra.weights.policy import Policy, Probe
-from infra.weights.tensors import Tensor, save_tensors
+from infra.model.model import folder_tensors, load_model, model_tensors
+from infra.model.vision import load_vision
+from infra.policies.policy import Policy, Probe
+from infra.policies.tensors import Tensor, save_tensors
+from infra.store.images import Pixels
 from schemas.errors import ConfigError, PolicyRefused
 
 

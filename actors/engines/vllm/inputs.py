@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.engines.shown import Shown
-from infra.vision import Prepared, Vision
+from infra.model.vision import Prepared, Vision
 
 Input = dict[str, Any]  # as vLLM's `add_request` takes it, past its own renderer
 

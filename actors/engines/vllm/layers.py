@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from infra.weights.tensors import Tensor
+from infra.policies.tensors import Tensor
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 # Above this share of the bytes everything is sent: a partial load makes vLLM complain about each layer left out.

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from actors.engine import Completion, EngineStopped, Sampling
+from actors.engines.engine import Completion, EngineStopped, Sampling
 from actors.engines.shown import Shown
 from actors.engines.trace import spans
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.inputs import Input, probe_input, prompt_input
-from infra.vision import Vision
+from infra.model.vision import Vision
 
 Waiting = asyncio.Future[Completion]
 PROBE_PRIORITY = -1  # before every other request

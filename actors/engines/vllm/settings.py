@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.vision import Vision, probe_picture
+from infra.model.vision import Vision, probe_picture
 from schemas.errors import ConfigError
 
 GRAMMARS = {"backend": "xgrammar", "disable_any_whitespace": True}  # one spelling, as in the other engines

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from actors.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling
+from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling
 from actors.engines.shown import Shown
 from actors.engines.trace import Trace
 from actors.engines.vllm.requests import Requests

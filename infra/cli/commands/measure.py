@@ -13,21 +13,21 @@ from infra.cli.options import JsonOption, exit_with
 
 def bench_codec(as_json: JsonOption = False) -> None:
     """The experience block against msgspec lists and zstd-1."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("codec", as_json))
 
 
 def bench_delta(as_json: JsonOption = False) -> None:
     """The weight delta of one reinforcement step in bfloat16, against all weights."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("delta", as_json))
 
 
 def bench_reload(as_json: JsonOption = False) -> None:
     """Hot reloads under load: pause, and memory per version."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("reload", as_json))
 
@@ -41,14 +41,14 @@ def bench_offpolicy(
     as_json: JsonOption = False,
 ) -> None:
     """How much each objective loses on samples that are versions old, off the log. Runs in the folder are not run again."""
-    from infra.cli.bench import run_offpolicy
+    from infra.cli.benches import run_offpolicy
 
     exit_with(lambda: run_offpolicy(out, steps, seeds, lags, losses, as_json))
 
 
 def bench_reprocess(as_json: JsonOption = False) -> None:
     """Verify and collect over 20,000 recorded experiences again, with and without comparing."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("reprocess", as_json))
 
@@ -60,35 +60,35 @@ def bench_mix(
     as_json: JsonOption = False,
 ) -> None:
     """200 demonstrations alone, rewards alone, and both in one loss, off the log. Runs in the folder are not run again."""
-    from infra.cli.bench import run_mix
+    from infra.cli.benches import run_mix
 
     exit_with(lambda: run_mix(out, seeds, steps, as_json))
 
 
 def bench_sandbox(as_json: JsonOption = False) -> None:
     """What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("sandbox", as_json))
 
 
 def bench_draw(as_json: JsonOption = False) -> None:
     """A draw by priority from a buffer of 100,000 experiences."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("draw", as_json))
 
 
 def bench_feedback(as_json: JsonOption = False) -> None:
     """Feedback joined to 100,000 waiting answers, and their state rebuilt from the log."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("feedback", as_json))
 
 
 def bench_held(as_json: JsonOption = False) -> None:
     """How long one request holds the gateway's event loop: prompts, control tokens, redaction."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("held", as_json))
 
@@ -98,14 +98,14 @@ def bench_gate(
     as_json: JsonOption = False,
 ) -> None:
     """How often the gate, its trials and its guard are wrong, in worlds of all kinds, and how often they find harm. Minutes."""
-    from infra.cli.bench import run_gate
+    from infra.cli.benches import run_gate
 
     exit_with(lambda: run_gate(paths, as_json))
 
 
 def bench_gateway(as_json: JsonOption = False) -> None:
     """The gateway over the engine alone: what it adds to an answer, and how many it gives a second."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("gateway", as_json))
 
@@ -116,13 +116,13 @@ def bench_outage(
     as_json: JsonOption = False,
 ) -> None:
     """A broker killed under a gateway and started again: what clients notice, and what becomes of their answers."""
-    from infra.cli.bench import run_outage
+    from infra.cli.benches import run_outage
 
     exit_with(lambda: run_outage(minutes, per_s, as_json))
 
 
 def bench_trace(as_json: JsonOption = False) -> None:
     """Questions to a log of 1,000,000 experiences: the first, which builds the index, and those after it. Minutes."""
-    from infra.cli.bench import run_bench
+    from infra.cli.benches import run_bench
 
     exit_with(lambda: run_bench("trace", as_json))

@@ -48,8 +48,8 @@ def demo(
 
     Example: [cyan]headrace demo --traffic --dir runs/traffic[/]
     """
-    from infra.demo.demo import run_demo
-    from infra.demo.settings import DemoOptions, task_of
+    from infra.cli.demo.demo import run_demo
+    from infra.cli.demo.settings import DemoOptions, task_of
 
     def run() -> Coroutine[Any, Any, int]:
         asked = "traffic" if traffic else task

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engine import Sampling, SchemaRefused
+from actors.engines.engine import Sampling, SchemaRefused
 from actors.engines.grammar import MAX_COMPILED, Grammars, Vocabulary, byte_vocabulary, folder_vocabulary
-from infra.demo.char_model import SPECIAL_TOKENS, VOCABULARY_SIZE, build_char_model
+from infra.cli.demo.char_model import SPECIAL_TOKENS, VOCABULARY_SIZE, build_char_model
 
 STOP = 256
 TEXT = '{"type": "string"}'

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from actors.engine import SchemaRefused
+from actors.engines.engine import SchemaRefused
 from actors.engines.grammar import Grammars, byte_vocabulary
 from actors.engines.judge import SHORT_CHARS, Judge
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from actors.engine import Chunk, Sampling
+from actors.engines.engine import Chunk, Sampling
 from actors.engines.scripted import ScriptedEngine
 from tests.simulator.virtual_loop import VirtualLoop
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engine import Chunk, EngineStopped, Sampling
+from actors.engines.engine import Chunk, EngineStopped, Sampling
 from actors.engines.shown import Shown
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.engine import VllmEngine
@@ -19,9 +19,9 @@ from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.settings import CPU_ENVIRONMENT, REQUIRED, SEEING, engine_arguments, environment
 from actors.engines.vllm.streaming import whole
-from infra.images import decode_image
-from infra.vision import load_vision
-from infra.weights.tensors import Tensor, from_numpy
+from infra.model.vision import load_vision
+from infra.policies.tensors import Tensor, from_numpy
+from infra.store.images import decode_image
 from schemas import Span
 from schemas.errors import ConfigError
 from tests.eye_model import build_eye_model, drawings

@@ -10,19 +10,19 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from actors.engine import Engine
+from actors.engines.engine import Engine
 from actors.engines.scripted import ScriptedEngine
+from actors.gateway.access.keys import Scope, Train, create_key
 from actors.gateway.config import GatewayConfig, GatewayLimits, Webhook
-from actors.gateway.keys import Scope, Train, create_key
 from actors.gateway.serve import run_gateway
-from infra.bus.bus import Headers, Position
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Floor
-from infra.metrics import Metrics
-from infra.seal import app_secret
-from infra.store import Store
-from infra.store_memory import MemoryStore
+from infra.log.bus import Headers, Position
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor
+from infra.store.memory import MemoryStore
+from infra.store.seal import app_secret
+from infra.store.store import Store
 from schemas import Block, Experience, Received
 from schemas.errors import BrokerUnavailable
 from schemas.ids import answer_id, experience_id, request_group

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.gateway.ask import REACHING, read_chat, read_text
+from actors.gateway.answering.text import Detokenizer, StopStrings
 from actors.gateway.config import GatewayConfig, GatewayLimits
-from actors.gateway.errors import ApiError
-from actors.gateway.text import Detokenizer, StopStrings
-from infra.config import decode
+from actors.gateway.http.errors import ApiError
+from actors.gateway.http.requests import REACHING, read_chat, read_text
+from infra.settings.config import decode
 from schemas.errors import ConfigError
 from tests.actors.gateway.gateway_rig import ByteTokenizer, Served, engine, says, serving
 from tests.actors.rig import until

@@ -10,15 +10,15 @@ from typing import Any
 import openai
 import pytest
 
-from actors.continuation import Turn
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.ask import read_chat, read_text
+from actors.gateway.answering.conversation import MAX_DEPTH, read_calls
+from actors.gateway.answering.serving import CHARS_PER_TOKEN
+from actors.gateway.answering.sessions import HeldSession, Sessions, held
 from actors.gateway.config import GatewayLimits
-from actors.gateway.conversation import MAX_DEPTH, read_calls
-from actors.gateway.errors import ApiError
-from actors.gateway.record import THREAD_TOKENS
-from actors.gateway.serving import CHARS_PER_TOKEN
-from actors.gateway.sessions import HeldSession, Sessions, held
+from actors.gateway.http.errors import ApiError
+from actors.gateway.http.requests import read_chat, read_text
+from actors.gateway.recording.record import THREAD_TOKENS
+from actors.rollout.continuation import Turn
 from schemas import Message
 from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, says, serving
 
@@ -84,7 +84,9 @@ def test_half_a_character_in_a_message_is_a_400() -> None:
 
 
 def test_json_as_deep_as_allowed_is_taken_and_an_answers_deeper_call_is_text() -> None:
-    taken = read_chat(json.dumps({"model": "m", "messages": MESSAGES, "tools": [tool(deep(60))]}).encode(), GatewayLimits())
+    taken = read_chat(
+        json.dumps({"model": "m", "messages": MESSAGES, "tools": [tool(deep(60))]}).encode(), GatewayLimits()
+    )
     assert taken.tools
     read_chat(json.dumps({"model": "m", "messages": calling(json.dumps(deep(900)))}).encode(), GatewayLimits())
     text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep(900))}}}</tool_call>'

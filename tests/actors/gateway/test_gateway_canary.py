@@ -14,9 +14,9 @@ from starlette.responses import StreamingResponse
 from actors.config import CanaryConfig, GateConfig, PeopleConfig
 from actors.gateway.canary import Canary, place_of
 from actors.gateway.config import CanaryShare, GatewayConfig
-from infra.bus.memory import MemoryBus
-from infra.metrics import Metrics
-from infra.store_memory import MemoryStore
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
 from schemas import Closure, PolicyEvent, Progress
 from schemas.topics import POLICIES, PROGRESS
 from streams.collect.decision import trial_of

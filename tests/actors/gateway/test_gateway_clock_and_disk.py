@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
+from actors.gateway.access.authenticator import Authenticator
+from actors.gateway.access.feedback_token import FeedbackToken, sign
+from actors.gateway.access.keys import Key, KeyBook
 from actors.gateway.config import GatewayLimits
-from actors.gateway.door import Authenticator
-from actors.gateway.errors import ApiError
-from actors.gateway.grant import FeedbackToken, sign
-from actors.gateway.keys import Key, KeyBook
-from actors.gateway.spool import Spool, SpoolFull
-from infra.metrics import Metrics
+from actors.gateway.http.errors import ApiError
+from actors.gateway.recording.spool import Spool, SpoolFull
+from infra.observe.metrics import Metrics
 from tests.actors.gateway.gateway_rig import AwayBus, engine, says, serving
 from tests.actors.gateway.test_gateway_feedback import ANSWER
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.gateway.access.feedback_token import read as read_token
 from actors.gateway.config import Webhook
-from actors.gateway.errors import ApiError
-from actors.gateway.grant import read as read_token
-from actors.gateway.hearing import check_signature, nth_answer, read_feedback, read_grant
-from infra.seal import FOLDER, Keys, open_event, open_text
-from infra.store_memory import MemoryStore
+from actors.gateway.http.errors import ApiError
+from actors.gateway.recording.feedback_intake import check_signature, nth_answer, read_feedback, read_grant
+from infra.store.memory import MemoryStore
+from infra.store.seal import FOLDER, Keys, open_event, open_text
 from schemas.errors import StoreError
 from schemas.ids import group_of, session_name, session_of
 from schemas.names import is_of, keyed_session

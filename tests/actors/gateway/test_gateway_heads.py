@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.gateway.config import GatewayLimits
-from actors.gateway.heads import MAX_HEAD_BYTES
+from actors.gateway.http.heads import MAX_HEAD_BYTES
 from tests.actors.gateway.gateway_rig import Served, engine, says, serving
 from tests.actors.rig import until
 
@@ -54,7 +54,10 @@ def test_a_head_that_cannot_be_read_is_an_error_object_and_a_counter_and_the_con
     tmp_path: Path, before: int, sent: bytes, status: int, code: str
 ) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=GatewayLimits(body_s=0.3)) as served, connection(served) as (reader, writer):
+        async with (
+            serving(tmp_path, limits=GatewayLimits(body_s=0.3)) as served,
+            connection(served) as (reader, writer),
+        ):
             for _ in range(before):
                 writer.write(HEALTH)
                 assert (await told(reader))[0] == 200
@@ -137,7 +140,10 @@ def test_what_stands_behind_a_body_is_neither_kept_nor_read_without_end(
     tmp_path: Path, path: str, known: bool, trailers: bytes
 ) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=GatewayLimits(body_s=20.0)) as served, connection(served) as (reader, writer):
+        async with (
+            serving(tmp_path, limits=GatewayLimits(body_s=20.0)) as served,
+            connection(served) as (reader, writer),
+        ):
             key = served.key()
             await served.keys_read()
             writer.write(post(path, key if known else "nobody") + CHUNKED + b"0\r\n" * (trailers[:1] == b"x"))

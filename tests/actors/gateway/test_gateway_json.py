@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from openai import AsyncOpenAI
 
-from actors.engine import Sampling
+from actors.engines.engine import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.errors import ApiError
-from actors.gateway.json_schema import ANY_OBJECT, MAX_BYTES, MAX_PARTS, rewritten
+from actors.gateway.answering.json_schema import ANY_OBJECT, MAX_BYTES, MAX_PARTS, rewritten
+from actors.gateway.http.errors import ApiError
 from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, Served, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 
@@ -119,8 +119,8 @@ def test_a_reload_in_the_middle_of_an_answer_leaves_it_json(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_torch_engine_holds_answers_to_json_over_its_models_own_vocabulary(tmp_path: Path) -> None:
     from actors.engines.torch import TorchEngine
-    from infra.demo.char_model import build_char_model
-    from infra.model import load_tokenizer
+    from infra.cli.demo.char_model import build_char_model
+    from infra.model.model import load_tokenizer
 
     folder = build_char_model(tmp_path / "model", seed=1)
 

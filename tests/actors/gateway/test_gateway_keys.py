@@ -11,14 +11,14 @@ import openai
 import pytest
 from starlette.routing import Route
 
-from actors.gateway.app import Site
+from actors.gateway.access.authenticator import SCOPE_OF
+from actors.gateway.access.feedback_token import FeedbackToken, sign
+from actors.gateway.access.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
+from actors.gateway.access.quota import Quotas
 from actors.gateway.config import GatewayConfig, Webhook
-from actors.gateway.door import SCOPE_OF
-from actors.gateway.grant import FeedbackToken, sign
-from actors.gateway.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
-from actors.gateway.quota import Quotas
-from infra.metrics import Metrics
-from infra.store_memory import MemoryStore
+from actors.gateway.http.app import Site
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
 from schemas.ids import session_name
 from tests.actors.gateway.gateway_rig import Served, serving
 from tests.actors.rig import until

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.gateway.held import HeldKeys
-from actors.gateway.outbox import Outbox, Outgoing
-from actors.gateway.spool import Spool, SpoolFull
-from infra.bus.bus import Headers, Partition, Position
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.metrics import Metrics
-from infra.store_memory import MemoryStore
+from actors.gateway.recording.held import HeldKeys
+from actors.gateway.recording.outbox import Outbox, Outgoing
+from actors.gateway.recording.spool import Spool, SpoolFull
+from infra.log.bus import Headers, Partition, Position
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
 from schemas import Control, Received
 from schemas.errors import BrokerUnavailable
 from schemas.topics import FEEDBACK
@@ -335,7 +335,7 @@ def test_a_full_spool_takes_all_of_a_batch_or_nothing(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from actors.gateway.spool import Spool
+from actors.gateway.recording.spool import Spool
 spool = Spool(Path(sys.argv[1]), max_bytes=10**9)
 number = 0
 while True:

@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from infra.store_memory import MemoryStore
-from infra.weights.tensors import to_numpy
+from infra.policies.tensors import to_numpy
+from infra.store.memory import MemoryStore
 from schemas.ids import answer_id
 from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, Served, engine, says, serving
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engines.scripted import ScriptedEngine
+from actors.gateway.access.places import Lasting, Place, Places, Rota, to_its_end
 from actors.gateway.config import CanaryShare, GatewayLimits
-from actors.gateway.errors import ApiError
-from actors.gateway.places import Lasting, Place, Places, Rota, to_its_end
-from infra.bus.memory import MemoryBus
-from infra.store_memory import MemoryStore
+from actors.gateway.http.errors import ApiError
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
 from tests.actors.gateway.gateway_rig import VOCABULARY, Served, engine, says, serving
 from tests.actors.rig import until
 

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from actors.gateway.config import RedactRules
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Use
-from infra.metrics import Metrics
-from infra.processor import Drop, processor
-from infra.seal import Keys
+from infra.chain.processor import Drop, processor
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.settings.config import Use
+from infra.store.seal import Keys
 from schemas import Block, Experience, Feedback, Message, decode
 from schemas.topics import ALL, EXPERIENCES, VERIFIED
 from streams.config import StreamsConfig

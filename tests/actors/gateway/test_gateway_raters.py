@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
+from actors.gateway.access.quota import MAX_BUCKETS, Quotas
 from actors.gateway.config import Webhook
-from actors.gateway.quota import MAX_BUCKETS, Quotas
-from infra.seal import FOLDER, SECRET
-from infra.store_memory import MemoryStore
+from infra.store.memory import MemoryStore
+from infra.store.seal import FOLDER, SECRET
 from schemas import Received
 from schemas.errors import StoreError
 from schemas.ids import session_name

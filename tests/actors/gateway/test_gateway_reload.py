@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from actors.engines.scripted import TENSOR
-from infra.store import Store
-from infra.store_memory import MemoryStore
-from infra.weights.publish import publish
-from infra.weights.tensors import Tensor, from_numpy, to_numpy
+from infra.policies.publish import publish
+from infra.policies.tensors import Tensor, from_numpy, to_numpy
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.fields import PolicyEventKind
 from schemas.topics import POLICIES
@@ -119,7 +119,7 @@ def test_a_hundred_versions_under_sixteen_streams(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_torch_engine_too(tmp_path: Path) -> None:
     from actors.engines.torch import TorchEngine
-    from infra.model import load_tokenizer
+    from infra.model.model import load_tokenizer
 
     model, tensors, reference = char_model(tmp_path / "model")
 

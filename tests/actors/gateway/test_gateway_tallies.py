@@ -7,10 +7,10 @@ import pytest
 from openai import APIStatusError
 
 from actors.config import REFUSALS
-from actors.engine import EngineStopped
+from actors.engines.engine import EngineStopped
 from actors.gateway.config import GatewayConfig
-from actors.gateway.tallies import MAX_CLIENTS, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
-from infra.bus.memory import MemoryBus
+from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
+from infra.log.memory import MemoryBus
 from schemas import Answered, Client, Progress
 from schemas.topics import PROGRESS
 from tests.actors.gateway.gateway_rig import engine, serving

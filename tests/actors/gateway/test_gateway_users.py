@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from actors.gateway.held import AWAY_S, MAX_HELD, HeldKeys
-from actors.gateway.users import Users
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
+from actors.gateway.access.users import Users
+from actors.gateway.recording.held import AWAY_S, MAX_HELD, HeldKeys
 from infra.ledger.forget import complete, destroy
 from infra.ledger.index import Index
-from infra.seal import FOLDER, Keys, sealed
-from infra.store_directory import DirectoryStore
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.directory import DirectoryStore
+from infra.store.memory import MemoryStore
+from infra.store.seal import FOLDER, Keys, sealed
 from schemas import Block, decode, encode
 from schemas.errors import StoreError
 from schemas.ids import experience_id, request_group, session_name, subject_of

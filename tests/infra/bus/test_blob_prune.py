@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.bus.blob_prune import LEEWAY_DAYS, claimed_keys, prune_frames
-from infra.bus.blobs import PREFIX, day_of, day_of_key, deposit, is_claim, read_claim
-from infra.bus.bus import Partition, Position
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.store_memory import MemoryStore
+from infra.log.blob_prune import LEEWAY_DAYS, claimed_keys, prune_frames
+from infra.log.blobs import PREFIX, day_of, day_of_key, deposit, is_claim, read_claim
+from infra.log.bus import Partition, Position
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
 from schemas import Block, DeadLetter, make_experience
 from schemas.errors import StoreError
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, EXPERTS, Topic

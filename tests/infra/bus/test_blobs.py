@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.blobs import MAGIC, Claim, deposit, is_claim, read_claim, redeem
-from infra.store_directory import DirectoryStore
+from infra.log.blobs import MAGIC, Claim, deposit, is_claim, read_claim, redeem
+from infra.store.directory import DirectoryStore
 from schemas import decode
 from schemas.errors import BadFrame, UnknownMajor
 

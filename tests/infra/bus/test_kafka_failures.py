@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from aiokafka.errors import KafkaTimeoutError, RequestTimedOutError, TopicAuthorizationFailedError
 
-from infra.bus.bus import Bus, Partition, Reader
-from infra.bus.kafka import KafkaBus, answers
-from infra.bus.kafka_reader import may_pass
 from infra.local.broker import EmbeddedKafka
+from infra.log.bus import Bus, Partition, Reader
+from infra.log.kafka import KafkaBus, answers
+from infra.log.kafka_reader import may_pass
 from schemas.errors import BrokerUnavailable
 from schemas.topics import EXPERIENCES, topic_config
 

@@ -6,13 +6,13 @@ from asyncio.subprocess import PIPE
 
 import pytest
 
-from infra.bus.kafka import KafkaBus
+from infra.log.kafka import KafkaBus
 from schemas.topics import EXPERIENCES, topic_config
 
 DEADLINE_S = 90.0
 MEMBER = """
 import asyncio, sys
-from infra.bus.kafka import KafkaBus
+from infra.log.kafka import KafkaBus
 
 async def join(bootstrap: str, topic: str) -> None:
     bus = KafkaBus(bootstrap)

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.bus.bus import Partition, Reader
-from infra.bus.log import DEAD_LETTER_BYTES, Log, Message, key_of
-from infra.bus.memory import MemoryBus
-from infra.bus.partitioner import partition_for
-from infra.store import Store
-from infra.store_directory import DirectoryStore
+from infra.log.bus import Partition, Reader
+from infra.log.log import DEAD_LETTER_BYTES, Log, Message, key_of
+from infra.log.memory import MemoryBus
+from infra.log.partitioner import partition_for
+from infra.store.directory import DirectoryStore
+from infra.store.store import Store
 from schemas import (
     Block,
     Closure,

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from infra.bus.bus import Partition, Record
-from infra.bus.memory import MemoryBus
+from infra.log.bus import Partition, Record
+from infra.log.memory import MemoryBus
 
 
 async def play() -> list[Record]:

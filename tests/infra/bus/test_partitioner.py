@@ -4,7 +4,7 @@ from aiokafka.partitioner import murmur2 as reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.partitioner import murmur2, partition_for
+from infra.log.partitioner import murmur2, partition_for
 
 # Expected values of Kafka's own UtilsTest (signed there).
 JAVA = {

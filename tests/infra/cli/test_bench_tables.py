@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from infra.bench import codec
-from infra.cli.bench import TARGETS, figures_table, number, shapes_table, words
+from infra.cli.bench import codec
+from infra.cli.benches import TARGETS, figures_table, number, shapes_table, words
 
 
 def text(table: Table) -> str:

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from infra.cli.main import app
-from infra.store_directory import DirectoryStore
-from infra.weights.tensors import Tensor
-from trainer import checkpoint
-from trainer.checkpoint import Checkpoint, Position
+from infra.policies.tensors import Tensor
+from infra.store.directory import DirectoryStore
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint, Position
 
 SETTINGS = """
 app = "bot"

@@ -15,12 +15,12 @@ import pytest
 from msgspec import structs
 from typer.testing import CliRunner, Result
 
-from infra.bus.kafka import KafkaBus
-from infra.bus.log import Log
 from infra.cli.main import app
-from infra.seal import Keys, open_text, seal_text, sealed
-from infra.store import Store
-from infra.store_directory import DirectoryStore
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.store.directory import DirectoryStore
+from infra.store.seal import Keys, open_text, seal_text, sealed
+from infra.store.store import Store
 from schemas import Block, Closure, Control, EvalResult, PolicyEvent, Progress, Stub, Tick, topics
 from schemas.errors import Sealed
 from schemas.ids import experience_id, group_of, request_group, session_name, subject_of
@@ -300,7 +300,7 @@ def test_a_table_is_loaded_with_its_columns_mapped(config: Path, tmp_path: Path)
 
 
 def test_demonstrations_are_loaded_with_the_models_own_tokens(config: Path, tmp_path: Path) -> None:
-    from infra.demo.char_model import build_char_model
+    from infra.cli.demo.char_model import build_char_model
 
     build_char_model(tmp_path / "model", seed=0)
     file = tmp_path / "experts.jsonl"

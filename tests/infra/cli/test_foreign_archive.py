@@ -8,20 +8,20 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli.replay import check_names
 from infra.cli.settings import load_settings
 from infra.cli.source import ReplaySource, unpacked
 from infra.ledger.archive import ABOUT, About, writing
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
 from schemas import topics
 from schemas.errors import ConfigError
 from tests.infra.cli.test_replay_command import call, exported
 from trainer.config import TrainerConfig
-from trainer.learner import LEARNERS
-from trainer.loss import BUILT_IN
-from trainer.shipped import foreign_names
+from trainer.learners.learner import LEARNERS
+from trainer.losses.loss import BUILT_IN
+from trainer.replay.shipped import foreign_names
 
 
 def foreign(path: Path, model: str = "model", **trainer: Any) -> Path:
@@ -93,7 +93,7 @@ def test_every_shipped_learner_is_known(use: str) -> None:
     [
         ({"lanes": {"usual": {"loss": "os:system"}}}, 'trainer.lanes.usual.loss = "os:system"'),
         ({"lanes": {"usual": {"loss": "trainer.losses.grpo:load"}}}, "trainer.losses.grpo:load"),
-        ({"lanes": {"usual": {"loss": "infra.bench.mix:run"}}}, "infra.bench.mix:run"),
+        ({"lanes": {"usual": {"loss": "infra.cli.bench.mix:run"}}}, "infra.cli.bench.mix:run"),
         ({"lanes": {"expert": {"loss": "../grpo"}}}, "../grpo"),
         ({"learner": {"use": "builtins:exec"}}, 'trainer.learner.use = "builtins:exec"'),
         (

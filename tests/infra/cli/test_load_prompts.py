@@ -4,9 +4,9 @@ import asyncio
 
 from msgspec.structs import replace
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli.prompts import newest_prompts, recorded
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from schemas import Block, Experience, Message, topics
 from tests.schemas.record_samples import group_block
 

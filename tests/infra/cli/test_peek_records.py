@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.bus.bus import Partition, Record
-from infra.bus.log import Log, Message
-from infra.bus.memory import MemoryBus
 from infra.cli.newest import newest, newest_and_reader
 from infra.cli.peek import one_line, show
+from infra.log.bus import Partition, Record
+from infra.log.log import Log, Message
+from infra.log.memory import MemoryBus
 from schemas import Batch, BatchItem, Block, Control, DeadLetter, Tick, decode, encode, topics
 from schemas.errors import BadFrame
 from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.gateway.keys import create_key, list_keys
+from actors.gateway.access.keys import create_key, list_keys
 from infra.cli.connect import store_of
 from infra.cli.options import umask_of
 from infra.cli.private import open_to_others
 from infra.cli.settings import load_settings
-from infra.seal import Keys, app_secret
-from infra.store_directory import DirectoryStore
+from infra.store.directory import DirectoryStore
+from infra.store.seal import Keys, app_secret
 from schemas.names import keyed_subject
 
 SUBJECT = keyed_subject(b"secret", "acme", "ann")

@@ -10,21 +10,21 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli.export import fill
 from infra.cli.main import app
 from infra.cli.settings import Settings
 from infra.cli.source import ReplaySource
-from infra.config import PolicyConfig, Use
 from infra.ledger.archive import writing
-from infra.store_memory import MemoryStore
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.settings.config import PolicyConfig, Use
+from infra.store.memory import MemoryStore
 from schemas import Batch, encode, topics
 from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
-from trainer import checkpoint
+from trainer.journal import checkpoint
 from trainer.learners.scripted import ScriptedLearner
-from trainer.replay import find_start
+from trainer.replay.replay import find_start
 
 SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
 Damage = Callable[[Log, MemoryStore], None]

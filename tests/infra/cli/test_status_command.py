@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli.status import accuracy_text, alarms, read_status, show
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from schemas import Directive, EvalResult, PolicyEvent, Progress, Tick, topics
 
 START_MS = 1_763_715_600_000

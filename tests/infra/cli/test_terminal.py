@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.cli import forget, keys, load, peek, status, trace, up
 from infra.cli.main import app
 from infra.cli.newest import newest
@@ -25,7 +23,9 @@ from infra.cli.options import exit_with
 from infra.cli.terminal import LineFormatter, Screen, printable, printable_json
 from infra.ledger.forget import ForgetReport
 from infra.ledger.trace import AnswerTrace, PolicyTrace
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
 from schemas import (
     Block,
     Closure,

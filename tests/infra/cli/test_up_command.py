@@ -9,7 +9,7 @@ from infra.cli.roles import gateway_of
 from infra.cli.settings import load_settings
 from infra.cli.up import ROLES, broker_child, index_child, last_words, role_child, roles_of
 from infra.local.folder_lock import lock_folder
-from infra.metrics import LISTEN_VARIABLE
+from infra.observe.metrics import LISTEN_VARIABLE
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
+from infra.cli.demo.char_model import Size, build_char_model
 from infra.cli.settings import Settings
 from infra.cli.weights import ABOUT, About, published, pull, write_shards
-from infra.config import PolicyConfig
-from infra.demo.char_model import Size, build_char_model
-from infra.model import load_model, load_tokenizer, model_tensors
-from infra.store_memory import MemoryStore
-from infra.weights.publish import publish
-from infra.weights.tensors import from_numpy
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.model.model import load_model, load_tokenizer, model_tensors
+from infra.policies.publish import publish
+from infra.policies.tensors import from_numpy
+from infra.settings.config import PolicyConfig
+from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError, PolicyRefused
 

@@ -7,21 +7,21 @@ from random import Random
 
 import pytest
 
-from actors.taskset import Demonstration
+from actors.rollout.workflow import Workflows
 from actors.tasksets.files import read_rows
 from actors.tasksets.guess import HIGH, HIGHER, INVALID, LOWER, TURNS, guess, guess_demonstrations
-from actors.workflow import Workflows
+from actors.tasksets.taskset import Demonstration
+from infra.cli.demo.char_model import build_char_model
+from infra.cli.demo.compare import label_of
+from infra.cli.demo.demo import write_settings
+from infra.cli.demo.demo_task import DemoTask
+from infra.cli.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
 from infra.cli.settings import Settings, load_settings
-from infra.demo.char_model import build_char_model
-from infra.demo.compare import label_of
-from infra.demo.demo import write_settings
-from infra.demo.demo_task import DemoTask
-from infra.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
-from infra.plugin import find
+from infra.settings.plugin import find
 from schemas import Message
 from schemas.errors import ConfigError
-from streams.chain_builder import build_collect, build_tasks, build_verify
-from trainer.waiting import share_of
+from streams.stages.chain_builder import build_collect, build_tasks, build_verify
+from trainer.loop.waiting import share_of
 
 CONTROLS = tuple(TASKS["arithmetic"].lanes)
 EVERY = [(name, engine, control) for name, task in TASKS.items() for engine in task.engines for control in task.lanes]
@@ -73,7 +73,7 @@ def test_an_engine_a_task_does_not_run_on_is_refused(tmp_path: Path) -> None:
 
 def test_the_guessing_games_turns_extend_each_other_in_its_own_tokens(tmp_path: Path) -> None:
     """Whatever two-token answer is sampled: numbers that run together, blanks, nothing at all."""
-    from infra.model import load_tokenizer
+    from infra.model.model import load_tokenizer
 
     build_char_model(tmp_path / "model", 0, TASKS["guess"].vocabulary)
     tokenizer = load_tokenizer(tmp_path / "model")
@@ -113,9 +113,9 @@ def test_the_model_with_an_eye_reads_the_pictures_of_its_task_and_waits_for_no_m
     tmp_path: Path,
 ) -> None:
     from actors.tasksets.shapes import KINDS, draw
-    from infra.images import decode_image
-    from infra.model import load_tokenizer
-    from infra.vision import load_vision
+    from infra.model.model import load_tokenizer
+    from infra.model.vision import load_vision
+    from infra.store.images import decode_image
 
     task = TASKS["shapes"]
     build_char_model(tmp_path / "model", 0, task.vocabulary, task.size)

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infra.bus.bus import Record
-from infra.bus.log import Message
+from infra.cli.demo.demo import write_settings
+from infra.cli.demo.report import accuracies, measured, staleness, times
+from infra.cli.demo.screen import Screen
+from infra.cli.demo.settings import DemoOptions
+from infra.cli.demo.watch import Watch
 from infra.cli.settings import load_settings
-from infra.demo.demo import write_settings
-from infra.demo.report import accuracies, measured, staleness, times
-from infra.demo.screen import Screen
-from infra.demo.settings import DemoOptions
-from infra.demo.watch import Watch
 from infra.local.supervisor import ChildState
+from infra.log.bus import Record
+from infra.log.log import Message
 from schemas import Block, Control, EvalResult, MasterState, PolicyEvent, Progress, encode
 from tests.schemas.record_samples import group_block
 

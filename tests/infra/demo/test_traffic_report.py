@@ -4,14 +4,14 @@ from pathlib import Path
 
 import msgspec
 
+from infra.cli.demo.demo import children, write_settings
+from infra.cli.demo.screen import traffic_rows
+from infra.cli.demo.settings import DemoOptions
+from infra.cli.demo.traffic import USERS_FILE, users_child
+from infra.cli.demo.traffic_report import WINDOW, draw_traffic, read_seen, traffic_values, windows
+from infra.cli.demo.users import Seen
+from infra.cli.demo.watch import Watch
 from infra.cli.settings import load_settings
-from infra.demo.demo import children, write_settings
-from infra.demo.screen import traffic_rows
-from infra.demo.settings import DemoOptions
-from infra.demo.traffic import USERS_FILE, users_child
-from infra.demo.traffic_report import WINDOW, draw_traffic, read_seen, traffic_values, windows
-from infra.demo.users import Seen
-from infra.demo.watch import Watch
 from schemas import EvalResult, PolicyEvent, Progress
 from tests.infra.demo.test_demo_watch import START_S, watch_of
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from actors.engines.scripted import TENSOR
-from actors.gateway.keys import create_key
-from infra.demo.users import HABITS, MISTAKEN, Crowd, Seen, opinion, right_answer, until_promoted
-from infra.store_memory import MemoryStore
-from infra.weights.policy import Policy
-from infra.weights.tensors import from_numpy
+from actors.gateway.access.keys import create_key
+from infra.cli.demo.users import HABITS, MISTAKEN, Crowd, Seen, opinion, right_answer, until_promoted
+from infra.policies.policy import Policy
+from infra.policies.tensors import from_numpy
+from infra.store.memory import MemoryStore
 from schemas import Received
 from tests.actors.gateway.gateway_rig import VOCABULARY, engine, says, serving
 from tests.actors.rig import until

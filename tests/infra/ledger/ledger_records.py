@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from infra.bus.bus import Record
-from infra.bus.log import Message
 from infra.ledger.account import Account, Ledger, fold_all
+from infra.log.bus import Record
+from infra.log.log import Message
 from schemas import (
     Batch,
     BatchItem,

@@ -12,11 +12,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.bus.blobs import PREFIX, deposit
-from infra.bus.bus import Record
-from infra.images import image_named
 from infra.ledger.archive import ABOUT, END, About, Archive, restore_log, unpack, writing
-from infra.store_memory import MemoryStore
+from infra.log.blobs import PREFIX, deposit
+from infra.log.bus import Record
+from infra.store.images import image_named
+from infra.store.memory import MemoryStore
 from schemas import Block, Message, Span, encode, make_experience, topics
 from schemas.errors import BadFrame, ConfigError
 

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.ledger.audit import audit
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from schemas import topics
 from tests.infra.ledger.ledger_records import RUN, batch, block, closure
 

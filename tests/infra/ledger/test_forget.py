@@ -7,25 +7,25 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.taskbook import TaskBook
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
+from actors.master.taskbook import TaskBook
 from infra.cli.forget import duration_of, first_checkpoint
 from infra.ledger.forget import ForgetReport, complete, destroy, report, tell, withdraw_tasks
 from infra.ledger.index import Index
-from infra.metrics import Metrics
-from infra.seal import Keys, open_text, seal_text, sealed
-from infra.store_memory import MemoryStore
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
+from infra.store.seal import Keys, open_text, seal_text, sealed
 from schemas import Batch, Block, Directive, Drawn, Message, PolicyEvent, Progress, Saved, Task, ids, topics
 from schemas.errors import ConfigError, Sealed
 from schemas.ids import subject_of
 from tests.infra.ledger.ledger_records import batch
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, published, train
-from trainer.checkpoint import Position
+from trainer.health.report import TrainerReport
+from trainer.journal.checkpoint import Position
 from trainer.learners.scripted import ScriptedLearner
-from trainer.replay import Compared, find_start, forgotten_steps, replay
-from trainer.report import TrainerReport
-from trainer.state import Learning
+from trainer.loop.state import Learning
+from trainer.replay.replay import Compared, find_start, forgotten_steps, replay
 
 TENANT, USER = "acme", "ann@example.org"
 ANN = subject_of(TENANT, USER)

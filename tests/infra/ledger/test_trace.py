@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.ledger.following import follow
 from infra.ledger.index import Index
 from infra.ledger.trace import AnswerTrace, trace_answer, trace_policy
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.errors import BrokerUnavailable, NotInLog
 from tests.infra.ledger.ledger_records import RUN, batch, block, closure, stub

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan import ATTEMPTS_PER_LEASE, Plan
-from actors.waiting import issued_of
-from infra.bus.bus import Partition, Reader, Record
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.claimed import ClaimedFolder
+from actors.master.plan import ATTEMPTS_PER_LEASE, Plan
+from actors.rollout.waiting import issued_of
 from infra.ledger.drain import drain
-from infra.metrics import Metrics
+from infra.log.bus import Partition, Reader, Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.roles.claimed import ClaimedFolder
 from schemas import Block, Closure, Directive, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, TASKS, VERIFIED
@@ -24,7 +24,7 @@ from tests.infra.ledger.whole_loop import PACING, trained_steps, whole_loop
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import memory_log as app_log
 from tests.streams.deliveries import stored, values
-from trainer.buffer import Buffer
+from trainer.buffer.buffer import Buffer
 
 
 class DeafReader:

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from actors.engines.scripted import ScriptedEngine
-from infra.bus.log import Log
-from infra.config import Floor, Pacing
-from infra.metrics import Metrics
-from infra.processor import score
-from infra.store_directory import DirectoryStore
+from infra.chain.processor import score
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Pacing
+from infra.store.directory import DirectoryStore
 from schemas import Drawn, Experience
 from schemas.topics import EXPERTS, PROGRESS
 from streams.config import CollectConfig, ScoreConfig, StreamsConfig
@@ -19,7 +19,7 @@ from tests.streams.collect.collecting import answer, block
 from tests.streams.memory_worker import work
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
-from trainer.train import run_trainer
+from trainer.loop.train import run_trainer
 
 # One version for the whole test: the scripted learner's weights mean nothing to the scripted engine.
 PACING = Pacing(groups_per_step=2, max_staleness=0, steps_per_version=100_000, straggler_s=0.05, reissue_s=5.0)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.bus.access import Access, embedded_access
-from infra.bus.kafka import KafkaBus, answers
 from infra.local.address import read_address
 from infra.local.broker import EmbeddedKafka
+from infra.log.access import Access, embedded_access
+from infra.log.kafka import KafkaBus, answers
 from schemas.errors import BrokerUnavailable, ConfigError
 
 pytestmark = pytest.mark.slow

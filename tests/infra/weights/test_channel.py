@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.weights.channel import Stable, is_overtaken, moved
+from infra.policies.channel import Stable, is_overtaken, moved
 from schemas import PolicyEvent
 from schemas.fields import PolicyEventKind
 

@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 from msgspec.structs import replace
 
-from actors.engine import Sampling
+from actors.engines.engine import Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from infra.store_memory import MemoryStore
-from infra.weights.fetch import Follower
-from infra.weights.publish import publish
-from infra.weights.tensors import Tensor, from_numpy
+from infra.policies.fetch import Follower
+from infra.policies.publish import publish
+from infra.policies.tensors import Tensor, from_numpy
+from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused
 

@@ -8,8 +8,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.weights.delta import decode_tensor, encode_tensor
-from infra.weights.tensors import ITEM_BYTES, Tensor, bits, from_numpy
+from infra.policies.delta import decode_tensor, encode_tensor
+from infra.policies.tensors import ITEM_BYTES, Tensor, bits, from_numpy
 
 WIDTHS = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "F64"}
 

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.store_memory import MemoryStore
-from infra.weights.fetch import Follower, read_manifest
-from infra.weights.manifest import Manifest, Shard, decode_manifest, encode_manifest, entries_of, sha256_hex
-from infra.weights.policy import Policy, Probe
-from infra.weights.publish import publish
-from infra.weights.tensors import Tensor, from_numpy, save_tensors
+from infra.policies.fetch import Follower, read_manifest
+from infra.policies.manifest import Manifest, Shard, decode_manifest, encode_manifest, entries_of, sha256_hex
+from infra.policies.policy import Policy, Probe
+from infra.policies.publish import publish
+from infra.policies.tensors import Tensor, from_numpy, save_tensors
+from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from tests.infra.weights.test_publish import NAMES, bf16, first_weights, put, put_run, small_step

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from infra.weights.policy_feed import PolicyFeed
+from infra.policies.policy_feed import PolicyFeed
 from schemas import PolicyEvent
 
 

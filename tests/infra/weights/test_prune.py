@@ -2,9 +2,9 @@
 
 import pytest
 
-from infra.store_memory import MemoryStore
-from infra.weights.fetch import Follower
-from infra.weights.prune import prune
+from infra.policies.fetch import Follower
+from infra.policies.prune import prune
+from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
 from tests.infra.weights.test_publish import put, put_run, small_step
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from infra.store import Store
-from infra.store_memory import MemoryStore
-from infra.weights.fetch import Follower, read_manifest
-from infra.weights.policy import Probe
-from infra.weights.publish import publish
-from infra.weights.tensors import Tensor, from_numpy
+from infra.policies.fetch import Follower, read_manifest
+from infra.policies.policy import Probe
+from infra.policies.publish import publish
+from infra.policies.tensors import Tensor, from_numpy
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 

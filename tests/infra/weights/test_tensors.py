@@ -9,7 +9,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.weights.tensors import (
+from infra.policies.tensors import (
     ITEM_BYTES,
     Tensor,
     bits,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from infra.chain.chain import Context, Dropped, ChainResult
+from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Block, Control, Experience, Feedback, Message, Score, Span, Stub, Tick, encode, make_experience
 from schemas.ids import experience_id
 from streams.collect.decision import Decision, Folded

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.bus import Partition
-from infra.bus.log import Log
-from infra.metrics import Metrics
-from infra.seal import Keys, sealed
-from infra.store_memory import MemoryStore
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
+from infra.store.seal import Keys, sealed
 from schemas import Block, Closure, DeadLetter, Message, Tick
 from schemas.ids import subject_of
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED

@@ -17,7 +17,7 @@ from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
 from streams.processors.reward import reward
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, said, tick
-from trainer.buffer import Buffer
+from trainer.buffer.buffer import Buffer
 
 WINDOW_MS = 5_000
 REF = "hr-a1b2.0.0-0-0"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from infra.chain.chain import Context, ChainResult
+from infra.chain.chain import ChainResult, Context
 from schemas import Closure, Experience
 from schemas.ids import request_group, session_name
 from streams.collect.credit import FeedbackRules

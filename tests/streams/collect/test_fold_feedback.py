@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from actors.config import PeopleConfig
-from actors.ratings import Ratings
+from actors.master.gate.ratings import Ratings
 from schemas import Block
 from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules

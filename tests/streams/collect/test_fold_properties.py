@@ -33,7 +33,9 @@ RULES = Rules(
     sources={"csat": FeedbackRules(window_ms=400, default=0.5, late="amend")},
 )
 SHORT = Rules(
-    deadline_ms=150, keep_ms=10_000_000_000, sources={"csat": FeedbackRules(window_ms=120, default=None, late="retrain")}
+    deadline_ms=150,
+    keep_ms=10_000_000_000,
+    sources={"csat": FeedbackRules(window_ms=120, default=None, late="retrain")},
 )
 
 

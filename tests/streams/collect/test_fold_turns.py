@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.metrics import Metrics
+from infra.observe.metrics import Metrics
 from schemas import Block, Control, Experience
 from schemas.ids import partition_key, request_group, session_name
 from schemas.topics import BUFFER, VERIFIED

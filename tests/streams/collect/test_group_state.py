@@ -2,10 +2,10 @@
 
 import pytest
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 from schemas import Block, encode
 from schemas.ids import request_group, session_name
-from streams.collect.group import Attempt, Echo, Episode, Group, BlockPlace, Words, fullest
+from streams.collect.group import Attempt, BlockPlace, Echo, Episode, Group, Words, fullest
 from streams.collect.state import MAX_CACHED_BYTES, MEMBER_BYTES, Frames, State
 from tests.streams.collect.collecting import answer, block, stub
 

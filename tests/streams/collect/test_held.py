@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from infra.metrics import Metrics
+from infra.observe.metrics import Metrics
 from schemas import Feedback
 from schemas.topics import PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings

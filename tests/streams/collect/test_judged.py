@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from infra.chain.chain import Context, Dropped, ChainResult
+from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Closure, Experience, Feedback
 from schemas.withdrawal import is_withdrawal
 from streams.collect.decision import (
@@ -18,7 +18,7 @@ from streams.collect.decision import (
     mean_reward,
     trial_of,
 )
-from streams.collect.group import Attempt, Group, BlockPlace, Said, Words
+from streams.collect.group import Attempt, BlockPlace, Group, Said, Words
 from streams.collect.judge import Chain, judged, stands
 from streams.collect.words import hear
 from tests.streams.collect.collecting import answer, said, stub

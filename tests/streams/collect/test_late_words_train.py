@@ -11,7 +11,7 @@ from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn
-from trainer.buffer import Buffer
+from trainer.buffer.buffer import Buffer
 
 REF = "hr-a1b2.0.0-0-0"
 LANES = ("live", "human")

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 from schemas import Feedback
 from schemas.ids import request_group, session_name
 from streams.collect.credit import FeedbackRules

@@ -3,7 +3,7 @@
 from schemas import encode
 from tests.streams.collect.collecting import Inbox, decisions, folded, said
 from tests.streams.collect.test_fold_turns import ref, rules, turn
-from trainer.buffer import Buffer
+from trainer.buffer.buffer import Buffer
 
 TURNS = 5
 

@@ -1,10 +1,10 @@
 """What each record needs of the log, and the limits on words, at their edges."""
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 from schemas import Feedback, Tick
 from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Arrival, Rules
-from streams.collect.group import Attempt, Group, BlockPlace
+from streams.collect.group import Attempt, BlockPlace, Group
 from streams.collect.held import BURST, MAX_RATERS, MAX_WORDS, RATER_CAP, RATERS, WORDS, held_back, held_memories
 from streams.collect.limits import (
     DAY_MS,

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 from schemas import Edit, Feedback, Rating, Score
 from streams.collect.credit import (
     MAX_USUAL,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.processor import Memory
+from infra.chain.processor import Memory
 from streams.collect.credit import FeedbackRules, learn_usual, returns, usual_of
 from streams.collect.group import Echo, Said, Words
 from streams.processors.advantage import advantage

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.processor import Drop, Memory
+from infra.chain.processor import Drop, Memory
 from schemas import Block, Experience, Message, Score, Span, decode, encode, ids, make_experience
 from streams.processors.advantage import advantage, group_normalized, leave_one_out, less_the_mean
 from streams.processors.control import shuffle_advantages

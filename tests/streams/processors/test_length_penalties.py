@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.processor import Drop
+from infra.chain.processor import Drop
 from schemas import Experience, Score, Span
 from schemas.errors import ConfigError
-from streams.chain_builder import build_collect
 from streams.config import RewardConfig, StreamsConfig
 from streams.processors.length import length
 from streams.processors.reward import blended, reward
 from streams.scores.overlong import Overlong
+from streams.stages.chain_builder import build_collect
 from tests.streams.processors.test_collect_processors import answer
 
 

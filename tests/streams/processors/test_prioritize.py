@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from infra.chain.chain import Context, new_memories, run_chain
-from infra.config import decode
-from infra.processor import Memory
+from infra.chain.processor import Memory
+from infra.settings.config import decode
 from schemas import Experience, Message, Score, Span, ids, make_experience
-from streams.chain_builder import build_collect
 from streams.config import StreamsConfig
 from streams.processors.prioritize_novelty import novelty
 from streams.processors.prioritize_progress import progress
 from streams.processors.prioritize_recency import recency
+from streams.stages.chain_builder import build_collect
 
 
 def group(

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.processor import Drop, Memory
+from infra.chain.processor import Drop, Memory
 from schemas import BatchItem, Block, Experience, Score, Span, Stretch, decode, encode
 from streams.config import AdvantageConfig
 from streams.processors.advantage import advantage
 from streams.processors.difficulty import difficulty
 from streams.processors.synthesize import demonstration_of
 from tests.streams.processors.test_collect_processors import answer
-from trainer.batch import TrainItem, pack
+from trainer.batch.batch import TrainItem, pack
 
 NAME = "environment"
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.processor import Drop, Memory
+from infra.chain.processor import Drop, Memory
 from schemas import Block, Experience, Message, Span, decode, encode, ids, make_experience
 from streams.processors.dedupe import dedupe, dedupe_key
 from streams.processors.filter import filter as filter_answers

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
-from infra.config import Floor
-from infra.processor import Drop, Verdict, processor, score
+from infra.chain.processor import Drop, Verdict, processor, score
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.settings.config import Floor
 from schemas import Block, Experience, Feedback, Task
 from schemas import Message as Said
 from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW, VERIFIED

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.bus.log import Log
-from infra.processor import Verdict, score
+from infra.chain.processor import Verdict, score
+from infra.log.log import Log
 from schemas import Block, Experience, Stub, encode
 from schemas.errors import ConfigError
 from schemas.topics import ALL, BUFFER, EXPERIENCES, VERIFIED

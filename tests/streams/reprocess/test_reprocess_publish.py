@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.bus.log import Log
+from infra.log.log import Log
 from schemas import Block, Closure, DeadLetter, Feedback, Stub, Tick, encode
 from schemas.errors import ConfigError
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED

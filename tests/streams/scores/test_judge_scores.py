@@ -12,8 +12,8 @@ import pytest
 from answers import answered
 from judge_endpoint import FakeJudge, fake_judge
 
-from infra.chain.chain import Context, ChainResult, make_step, run_chain
-from infra.processor import Verdict
+from infra.chain.chain import ChainResult, Context, make_step, run_chain
+from infra.chain.processor import Verdict
 from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.endpoint import Endpoint, EndpointConfig

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from answers import answered
 
-from infra.bus.log import Log
-from infra.bus.memory import MemoryBus
 from infra.chain.chain import Context, make_step, run_chain
-from infra.demo.char_model import build_char_model
-from infra.metrics import Metrics
-from infra.model import build_classifier, model_tensors
-from infra.store_memory import MemoryStore
-from infra.weights.publish import publish
-from infra.weights.tensors import Tensor, from_numpy, to_numpy
+from infra.cli.demo.char_model import build_char_model
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.model.model import build_classifier, model_tensors
+from infra.observe.metrics import Metrics
+from infra.policies.publish import publish
+from infra.policies.tensors import Tensor, from_numpy, to_numpy
+from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
 from schemas.topics import POLICIES
-from streams.companion import companions
 from streams.scores.model import Model, probability
+from streams.sources.companion import companions
 
 ANSWER = answered("280", prompt="37+45=")
 

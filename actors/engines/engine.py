@@ -1,0 +1,131 @@
+"""The engine: turns prompts into tokens under a policy that can be replaced while it generates.
+
+Guarantees (one contract, every engine): a recorded logprob is the policy's own, of the version its span names, at the
+sampling temperature; `load` drops no request; a refused policy leaves the old one serving.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from infra.policies.policy import Policy
+from infra.store.images import Pixels
+from schemas import Span
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. temperature 0 is greedy (spans of greedy tokens have ratio False).
+
+    max_tokens: at most so many new ones. stop: token ids that end the sequence and are kept as its last token.
+    seed: None draws freely. top_p: below 1 draws from the smallest set of tokens with that probability; such spans have
+    ratio False, since a truncated distribution is not the policy's own. json_schema: the text is JSON of this schema (itself
+    JSON), unless max_tokens cuts it; stop tokens are needed to end it. The logprobs recorded are those of what was drawn
+    from, the policy's distribution over the tokens that the schema allows, so such spans have ratio False too.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop: tuple[int, ...] = ()
+    seed: int | None = None
+    top_p: float = 1.0
+    json_schema: str = ""
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether tokens are drawn from the policy's own distribution, so that their logprobs are behaviour probabilities."""
+        return self.temperature > 0 and self.top_p == 1.0 and not self.json_schema
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Tokens of one request that were sampled by one version, with the logprob of each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+
+
+OnChunk = Callable[[Chunk], None]
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens with the logprob of each and the versions that sampled them.
+
+    spans: start and stop count from the first new token. stopped: ended by a stop token rather than by max_tokens.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    stopped: bool
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a hot reload cost: milliseconds without sampling, and the largest probe difference."""
+
+    pause_ms: float
+    probe_abs_max: float
+
+
+class EngineStopped(RuntimeError):
+    """The engine was closed, or what it runs on is gone: no request can succeed any more, so its process must end."""
+
+
+class ContextFull(ValueError):
+    """The prompt and what may be sampled after it are longer than the engine's sequences."""
+
+
+class SchemaRefused(ValueError):
+    """Answers cannot be held to this JSON schema: it is no schema the engine knows, or the vocabulary cannot spell it."""
+
+
+class Engine(Protocol):
+    """One model being sampled. Every engine is built by `Name(model=<folder>, seed=<int>, **its own options)`.
+
+    `version` changes exactly once per accepted `load`, before it returns; loads are made one at a time (a second one
+    waits). Errors of the model process reach every caller; none is swallowed.
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version that samples now."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt included. Known once the engine has started."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+
+    async def start(self) -> None:
+        """Load the model folder as version 0 and warm up."""
+
+    async def close(self) -> None:
+        """Stop; running requests are cancelled."""
+
+    async def prepare(self, json_schema: str) -> None:
+        """Make ready to hold answers to a schema, away from the event loop; `generate` does it too. Raises SchemaRefused."""
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
+    ) -> Completion:
+        """Sample one continuation. Cancelling the call frees the request.
+
+        images: what stands at the image tokens of the prompt, in order. ValueError where their number differs, or the
+        model or the engine takes none.
+        on_chunk: called in the caller's event loop with what was sampled since its last call, in order and before the
+        completion returns; together the chunks are the completion. What it raises is raised here.
+        """
+
+    async def load(self, policy: Policy) -> LoadReport:
+        """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving."""
+
+    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Logprob (temperature 1) of every token but the first under the policy that samples now; at image tokens stand
+        the made-up pictures of `infra.model.vision`, as they do in a policy's probe."""

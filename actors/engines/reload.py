@@ -1,0 +1,248 @@
+"""Keeps the engine on the newest policy: reads version events, fetches while the engine generates, swaps.
+
+    policies ─> PolicyFeed ─> fetch (thread) ─> evals of the held version end ─> engine.load ─> next
+                                  │ refused: once more from the anchor; then an event, and wait for a newer one
+
+Guarantees: what fails verification, or what the engine does not reproduce, never serves; the held version serves
+meanwhile; no version that an eval waits for is skipped; a reload waits for the evals of the held version, but at most
+`eval_hold_s`.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from actors.engines.engine import Engine, LoadReport
+from actors.rollout.scheduler import Scheduler
+from infra.log.log import Log, Message
+from infra.log.reading import follow
+from infra.observe.failpoint import reach
+from infra.observe.metrics import Metrics
+from infra.policies.channel import Stable
+from infra.policies.fetch import Follower
+from infra.policies.policy import Policy
+from infra.policies.policy_feed import PolicyFeed
+from infra.store.store import Store
+from schemas import PolicyEvent
+from schemas.errors import PolicyRefused, StoreError
+from schemas.fields import Channel
+from schemas.topics import POLICIES
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_MAX_SAMPLES = 4096
+
+
+class Holds(Protocol):
+    """How long a reload may wait."""
+
+    @property
+    def eval_hold_s(self) -> float:
+        """For evals of the version it would replace, seconds."""
+
+
+class Followed(Protocol):
+    """What a follower needs of the role it works for."""
+
+    @property
+    def log(self) -> Log:
+        """Where events are read and refusals told."""
+
+    @property
+    def engine(self) -> Engine:
+        """What is moved."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Where it counts."""
+
+    @property
+    def origin(self) -> str:
+        """Who speaks."""
+
+    @property
+    def config(self) -> Holds:
+        """Its bounds."""
+
+
+class ReloadTimes:
+    """The last reloads: how long sampling paused, and how long a version took from its event to serving, ms."""
+
+    def __init__(self) -> None:
+        self.pause_ms: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self.publish_to_serving_ms: deque[float] = deque(maxlen=_MAX_SAMPLES)
+
+    def gauges(self) -> dict[str, float]:
+        """Median and 95th percentile of both, absent before the first."""
+        named = (("reload_pause_ms", self.pause_ms), ("publish_to_serving_ms", self.publish_to_serving_ms))
+        filled = [(name, samples) for name, samples in named if samples]
+        return {f"{name}_p{share}": percentile(samples, share / 100) for name, samples in filled for share in (50, 95)}
+
+
+def percentile(samples: deque[float], share: float) -> float:
+    """The smallest sample that at least `share` of them do not exceed."""
+    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
+
+
+class PolicyFollower:
+    """Moves one engine along the versions of one policy.
+
+    channel: see PolicyFeed. loaded: called with the event of every version that serves.
+    """
+
+    def __init__(
+        self,
+        rig: Followed,
+        scheduler: Scheduler,
+        store: Store,
+        policy: str,
+        *,
+        channel: Channel = "candidate",
+        loaded: Callable[[PolicyEvent], None] = lambda event: None,
+    ) -> None:
+        self._rig = rig
+        self._desk = scheduler
+        self._store = store
+        self._policy = policy
+        self._channel: Channel = channel
+        self._loaded = loaded
+        self._feed = PolicyFeed(policy, channel=channel)
+        self._follower = Follower(store, policy)
+        self._published_ms: dict[int, int] = {}
+        self._since_ms = time.time() * 1000
+        self._refused: set[int] = set()
+        self._store_tries: dict[int, int] = {}
+        self._refusals: dict[int, int] = {}
+        self._changed = asyncio.Event()
+        self.caught_up = asyncio.Event()
+        self.times = ReloadTimes()
+
+    @property
+    def stable(self) -> Stable:
+        """What the channels serve, as far as it was read."""
+        return self._feed.stable
+
+    async def read(self) -> None:
+        """Follow `policies` from its beginning; nothing is loaded until what is there at the call was read."""
+        self.caught_up.clear()
+        self._feed = PolicyFeed(self._policy, channel=self._channel)
+        log, metrics = self._rig.log, self._rig.metrics
+        await follow(log, POLICIES, self._apply, metrics=metrics, caught_up=self.caught_up, changed=self._changed.set)
+
+    async def load(self) -> None:
+        """Bring the engine forward, one version after the other."""
+        await self._desk.settled.wait()
+        while True:
+            await self.caught_up.wait()
+            self._changed.clear()
+            event = self._next()
+            if event is None:
+                await self._changed.wait()
+                continue
+            await self.bring(event)
+
+    async def bring(self, event: PolicyEvent) -> None:
+        """Fetch the version of an event and swap to it, or say why not."""
+        policy = await self._fetch(event)
+        if policy is not None:
+            await self._let_evals_end()
+            await self._swap(policy, event)
+
+    def _apply(self, message: Message) -> None:
+        if isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
+            self._published_ms[message.value.version] = message.timestamp_ms
+            self._rig.metrics.gauge("policy_version_published").set(self._feed.newest)
+        self._rig.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
+
+    def _next(self) -> PolicyEvent | None:
+        held = self._rig.engine.version
+        self._feed.forget_below(held)
+        return self._feed.next(held, pinned=self._desk.waiting.versions(), refused=self._refused)
+
+    async def _fetch(self, event: PolicyEvent) -> Policy | None:
+        """The verified policy; None when it was refused, or when the store failed and it should be looked at again."""
+        try:
+            policy = await asyncio.to_thread(self._follower.fetch, event)
+        except PolicyRefused as error:
+            await self._refuse(event, error)
+            return None
+        except StoreError as error:
+            tries = self._store_tries.get(event.version, 0)
+            self._store_tries[event.version] = tries + 1
+            self._rig.metrics.counter("policy_fetch_failed").inc()
+            _log.warning("policy_fetch_failed version=%d try=%d error=%s", event.version, tries + 1, error)
+            await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+            return None
+        self._store_tries.pop(event.version, None)
+        return policy
+
+    async def _let_evals_end(self) -> None:
+        """Wait for the evals of the held version, within bounds."""
+        held = self._rig.engine.version
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._rig.config.eval_hold_s
+        while self._desk.awaits(held) and (left := deadline - clock()) > 0:
+            await self._desk.next_end(left)
+        if self._desk.awaits(held):
+            self._rig.metrics.counter("eval_hold_expired").inc()
+            _log.warning("eval_hold_expired version=%d", held)
+
+    async def _swap(self, policy: Policy, event: PolicyEvent) -> None:
+        self._desk.reloading = True
+        try:
+            reach("explore.before_swap")
+            report = await self._rig.engine.load(policy)
+        except PolicyRefused as error:
+            await self._refuse(event, error)
+            return
+        finally:
+            self._desk.reloading = False
+            self._desk.changed.set()
+        reach("explore.after_swap")
+        self._follower.confirm(policy)
+        self._loaded(event)
+        _log.info("serving version=%d token=%d", event.version, event.token)
+        self._record(policy.version, report)
+
+    def _record(self, version: int, report: LoadReport) -> None:
+        metrics = self._rig.metrics
+        metrics.counter("reloads").inc()
+        metrics.gauge("policy_version").set(version)
+        self.times.pause_ms.append(report.pause_ms)
+        metrics.histogram("reload_pause_s").observe(report.pause_ms / 1000)
+        published_ms = self._published_ms.pop(version, 0)
+        if published_ms >= self._since_ms:  # older ones waited for this process to begin
+            self.times.publish_to_serving_ms.append(max(0.0, time.time() * 1000 - published_ms))
+        for old in [known for known in self._published_ms if known < version]:
+            del self._published_ms[old]
+        _log.info("reloaded version=%d pause_ms=%.1f probe=%.2g", version, report.pause_ms, report.probe_abs_max)
+
+    async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
+        """Begin again from the anchor; what is refused even then is given up, and told."""
+        self._follower = Follower(self._store, self._policy)
+        self._rig.metrics.counter("policies_refused").inc()
+        _log.warning("policy_refused version=%d error=%s", event.version, error)
+        self._refusals[event.version] = self._refusals.get(event.version, 0) + 1
+        if self._refusals[event.version] < 2:
+            return
+        self._refused.add(event.version)
+        await _tell_refused(self._rig.log, event, str(error), self._rig.origin)
+
+
+async def _tell_refused(log: Log, event: PolicyEvent, reason: str, owner: str) -> None:
+    refused = PolicyEvent(
+        event="refused",
+        policy=event.policy,
+        version=event.version,
+        parent=event.parent,
+        token=event.token,
+        manifest=event.manifest,
+        reason=reason,
+        owner=owner,
+    )
+    await log.publish(POLICIES, refused)

@@ -1,0 +1,63 @@
+"""What a browser is handed to say something about one answer: signed, short-lived, good for nothing else. Pure.
+
+<payload>.<HMAC-SHA256 of the payload>, both base64url
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+
+import msgspec
+
+from actors.gateway.http.errors import ApiError
+
+MAX_LIFE_S = 30 * 24 * 3600
+
+
+class FeedbackToken(msgspec.Struct, frozen=True, array_like=True):
+    """What a token says. answer: the only one it is for. key: the key that asked for it; it dies with it.
+
+    Example: FeedbackToken("hr-a1b2.0-3-0", "abcdefghijklmnop", 1763715600.0)
+    """
+
+    answer: str
+    key: str
+    expires_s: float
+
+
+def sign(grant: FeedbackToken, secret: bytes) -> str:
+    """The token."""
+    payload = msgspec.json.encode(grant)
+    return f"{_text(payload)}.{_text(_mac(payload, secret))}"
+
+
+def read(token: str, secret: bytes, now_s: float) -> FeedbackToken:
+    """What a token grants. Raises ApiError for one that is forged, damaged or too old."""
+    payload, _, signature = token.partition(".")
+    try:
+        body, mac = _bytes(payload), _bytes(signature)
+    except (binascii.Error, ValueError) as error:
+        raise _refused("invalid_token", "the feedback token is not one of ours") from error
+    if not hmac.compare_digest(mac, _mac(body, secret)):
+        raise _refused("invalid_token", "the feedback token is not one of ours")
+    grant = msgspec.json.decode(body, type=FeedbackToken)
+    if now_s >= grant.expires_s:
+        raise _refused("expired_token", "the feedback token has expired")
+    return grant
+
+
+def _refused(code: str, message: str) -> ApiError:
+    return ApiError(401, message, code=code)
+
+
+def _mac(payload: bytes, secret: bytes) -> bytes:
+    return hmac.new(secret, b"feedback\x00" + payload, hashlib.sha256).digest()
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)

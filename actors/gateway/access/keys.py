@@ -1,0 +1,140 @@
+"""API keys: made once, kept as hashes in the object store, revoked by a marker beside them.
+
+    gateway/keys/<id>           who the key is for and what it may do; never changes
+    gateway/keys/<id>.revoked   it is over
+    gateway/secret              what browser tokens are signed with, and names in the log keyed
+
+Guarantees: a secret is shown when it is made and stored nowhere; a wrong one takes as long as a right one; one listing
+of the store tells every revocation, so they take effect within a reload; while the store is away, what was known holds.
+"""
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Collection
+from typing import Literal
+
+import msgspec
+
+from infra.store.seal import app_secret
+from infra.store.store import Store
+
+FOLDER = "gateway/keys/"
+REVOKED = ".revoked"
+PREFIX = "hr"
+Scope = Literal["serve", "feedback", "admin"]
+Train = Literal["yes", "no", "unset"]
+TRAINS: tuple[Train, ...] = ("yes", "no", "unset")
+SCOPES: tuple[Scope, ...] = ("serve", "feedback", "admin")
+_ID_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    """One key. sha256: of its secret. train: whether what it serves may be trained on. rpm, tpm: requests and tokens a
+    minute at each gateway, 0 for no limit. expires_s: seconds of the epoch, 0 for never.
+
+    Example: Key(id="abcdefghijklmnop", tenant="acme", scopes=("serve",), sha256="9f…", train="yes")
+    """
+
+    id: str
+    tenant: str
+    scopes: tuple[Scope, ...]
+    sha256: str
+    train: Train = "unset"
+    rpm: int = 0
+    tpm: int = 0
+    created_s: float = 0.0
+    expires_s: float = 0.0
+
+
+class Refused(Exception):
+    """A key that does not open. reason: missing, wrong, revoked or expired; for the metric, not for the client."""
+
+    def __init__(self, reason: Literal["missing", "wrong", "revoked", "expired"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class KeyBook:
+    """The keys as last read from the store. secret: nobody's until then. is_read: whether it ever was."""
+
+    def __init__(self, keys: Collection[Key] = (), revoked: Collection[str] = (), secret: bytes = b"") -> None:
+        self._keys = {key.id: key for key in keys}
+        self._revoked = set(revoked)
+        self.secret = secret or secrets.token_bytes(32)
+        self.is_read = False
+
+    def find(self, presented: str, now_s: float) -> Key:
+        """The key a client presents. Raises Refused."""
+        if not presented:
+            raise Refused("missing")
+        prefix, _, rest = presented.partition("-")
+        key_id, _, secret = rest.partition("-")
+        key = self._keys.get(key_id) if prefix == PREFIX else None
+        expected = key.sha256 if key is not None else "0" * 64
+        if not hmac.compare_digest(hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest(), expected):
+            raise Refused("wrong")
+        if key is None:
+            raise Refused("wrong")
+        return self.live(key.id, now_s)
+
+    def live(self, key_id: str, now_s: float) -> Key:
+        """The key of that id, if it still opens. Raises Refused."""
+        key = self._keys.get(key_id)
+        if key is None:
+            raise Refused("wrong")
+        if key_id in self._revoked:
+            raise Refused("revoked")
+        if key.expires_s and now_s >= key.expires_s:
+            raise Refused("expired")
+        return key
+
+    def refresh(self, store: Store) -> None:
+        """Read what is new in the store. Raises StoreError. Blocking."""
+        self.secret = app_secret(store)  # first: a key opens nothing before names are keyed as everywhere
+        names = [name.removeprefix(FOLDER) for name in store.keys(FOLDER)]
+        self._revoked = {name.removesuffix(REVOKED) for name in names if name.endswith(REVOKED)}
+        ids = {name for name in names if not name.endswith(REVOKED)}
+        for new in ids - self._keys.keys():
+            self._keys[new] = msgspec.json.decode(store.get(FOLDER + new), type=Key)
+        for gone in self._keys.keys() - ids:
+            del self._keys[gone]
+        self.is_read = True
+
+
+def create_key(
+    store: Store, *, tenant: str, scopes: tuple[Scope, ...], train: Train, rpm: int, tpm: int, lives_s: float = 0.0
+) -> tuple[Key, str]:
+    """A new key in the store, and the text a client presents: nobody can show it again. Raises StoreError."""
+    app_secret(store)  # there before anybody can be served
+    secret = secrets.token_urlsafe(32)
+    now_s = time.time()
+    key = Key(
+        id="".join(secrets.choice(_ID_LETTERS) for _ in range(16)),
+        tenant=tenant,
+        scopes=scopes,
+        sha256=hashlib.sha256(secret.encode()).hexdigest(),
+        train=train,
+        rpm=rpm,
+        tpm=tpm,
+        created_s=now_s,
+        expires_s=now_s + lives_s if lives_s else 0.0,
+    )
+    store.put(FOLDER + key.id, msgspec.json.encode(key))
+    return key, f"{PREFIX}-{key.id}-{secret}"
+
+
+def list_keys(store: Store) -> list[tuple[Key, bool]]:
+    """Every key, oldest first, and whether it was revoked. Raises StoreError."""
+    names = [name.removeprefix(FOLDER) for name in store.keys(FOLDER)]
+    keys = [msgspec.json.decode(store.get(FOLDER + name), type=Key) for name in names if not name.endswith(REVOKED)]
+    return [(key, key.id + REVOKED in names) for key in sorted(keys, key=lambda key: key.created_s)]
+
+
+def revoke_key(store: Store, key_id: str) -> bool:
+    """End a key; False where there is none of that id. Raises StoreError."""
+    if not key_id.isalpha() or not any(name == FOLDER + key_id for name in store.keys(FOLDER + key_id)):
+        return False
+    store.put(FOLDER + key_id + REVOKED, b"{}")
+    return True

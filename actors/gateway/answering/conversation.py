@@ -1,0 +1,235 @@
+"""Conversations as clients send them: what the chat template is given, and the plain text that is compared and kept.
+
+A tool call is text to the model, in its own format. Here that is Hermes' (Qwen and many others): a JSON object between
+`<tool_call>` and `</tool_call>`. Pure.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from actors.gateway.http.errors import bad
+from schemas import Message
+
+MAX_DEPTH = 64  # of JSON that a client sends within its messages and tools
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+Short = Annotated[str, Meta(max_length=512)]
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of a message's content; only text is taken."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
+
+
+class Called(msgspec.Struct, frozen=True):
+    """Function of a tool call. arguments: JSON, as text."""
+
+    name: Name
+    arguments: str = "{}"
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool call in an assistant's message."""
+
+    function: Called
+    id: Short = ""
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of a request; what a client got from us, it may send back as it is."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: Short | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    tool_call_id: Short | None = None
+    refusal: None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function the model may call. parameters: a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool of a request."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What is answered. chat: as the template takes it, None for a bare text. plain: the same as text, to compare and
+    to keep. tokens: a prompt that came as token ids."""
+
+    plain: tuple[Message, ...]
+    chat: tuple[Mapping[str, Any], ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tokens: tuple[int, ...] = ()
+
+
+def chat_prompt(
+    messages: Sequence[ChatMessage], tools: Sequence[Tool], choice: str | Mapping[str, Any] | None
+) -> tuple[Prompt, str]:
+    """The prompt, and the text its answer must begin with because of `tool_choice`. Raises ApiError."""
+    forced = _forced(tools, choice)
+    for index, tool in enumerate(tools):
+        if is_deep(tool.function.parameters):
+            where = f"tools[{index}].function.parameters"
+            raise bad(f"{where}: expected at most {MAX_DEPTH} levels of objects and lists", where)
+    given = tuple(msgspec.to_builtins(tool) for tool in tools) if choice != "none" else ()
+    for tool in given:
+        tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
+    chat = tuple(_for_template(message, index) for index, message in enumerate(messages))
+    plain = tuple(Message(role=message["role"], content=_plain(message)) for message in chat)
+    return Prompt(plain=plain, chat=chat, tools=given), forced
+
+
+def text_prompt(prompt: str | Sequence[int]) -> Prompt:
+    """A prompt without a conversation."""
+    if isinstance(prompt, str):
+        return Prompt(plain=(Message(role="user", content=prompt),))
+    return Prompt(plain=(), tokens=tuple(prompt))
+
+
+def read_calls(text: str) -> tuple[str, list[Called]]:
+    """Text and tool calls of an answer; what is no well-formed call stays text.
+
+    >>> read_calls('Look. <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
+    ('Look.', [Called(name='f', arguments='{"x": 1}')])
+    """
+    calls: list[Called] = []
+    said: list[str] = []
+    rest = text
+    while (begin := rest.find(OPEN)) >= 0 and (end := rest.find(CLOSE, begin)) >= 0:
+        call = _called(rest[begin + len(OPEN) : end])
+        said.append(rest[:begin] if call else rest[: end + len(CLOSE)])
+        calls += [call] if call else []
+        rest = rest[end + len(CLOSE) :]
+    said.append(rest)
+    return ("".join(said).strip() if calls else text), calls
+
+
+def is_deep(value: Any) -> bool:
+    """Whether a JSON value has more levels of objects and lists than MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+        ]
+        if not level:
+            return False
+    return True
+
+
+def written(content: str, calls: Sequence[Called]) -> str:
+    """A message with tool calls as plain text: one spelling of what can be sent in many."""
+    spelled = [f"{OPEN}\n{json.dumps(_spelled(call), sort_keys=True)}\n{CLOSE}" for call in calls]
+    return "\n".join([*([content] if content else []), *spelled])
+
+
+def _spelled(call: Called) -> dict[str, Any]:
+    return {"name": call.name, "arguments": _arguments(call.arguments)}
+
+
+def _checked(call: Called, where: str) -> dict[str, Any]:
+    """A call that a client sends back, as templates take it. Raises ApiError for what is no text."""
+    spelled = _spelled(call)
+    try:
+        msgspec.json.encode(spelled)
+    except UnicodeEncodeError as error:
+        where += ".function.arguments"
+        raise bad(f"{where}: got half a character (a lone surrogate), expected text", where) from error
+    return spelled
+
+
+def _arguments(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if is_deep(value) else value
+
+
+def _called(text: str) -> Called | None:
+    try:
+        value = json.loads(text)
+        arguments = value.get("arguments", {})
+        if is_deep(arguments):
+            return None
+        call = Called(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+        return msgspec.convert(msgspec.to_builtins(call), Called)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, msgspec.ValidationError):
+        return None
+
+
+def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": _text(message.content, index)}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise bad(f"messages[{index}].tool_calls: only an assistant calls tools", f"messages[{index}].tool_calls")
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": _checked(call.function, f"messages[{index}].tool_calls[{at}]"),
+            }
+            for at, call in enumerate(message.tool_calls)
+        ]
+    elif message.content is None:
+        raise bad(f"messages[{index}].content: missing, expected text", f"messages[{index}].content")
+    return found
+
+
+def _text(content: str | list[Part] | None, index: int) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for at, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            where = f"messages[{index}].content[{at}]"
+            raise bad(f"{where}: got type {part.type[:40]!r}, and only text is accepted", where, "field_not_accepted")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _plain(message: Mapping[str, Any]) -> str:
+    calls = [
+        Called(call["function"]["name"], json.dumps(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+    return written(message["content"], calls) if calls else str(message["content"])
+
+
+def _forced(tools: Sequence[Tool], choice: str | Mapping[str, Any] | None) -> str:
+    """What an answer with a forced tool call begins with: the name is given, the arguments are the model's."""
+    if choice in (None, "none", "auto"):
+        return ""
+    if not tools:
+        raise bad("tool_choice: needs tools", "tool_choice")
+    if choice == "required":
+        return f'{OPEN}\n{{"name": "'
+    assert isinstance(choice, Mapping)
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.get("type") != "function" or name not in [tool.function.name for tool in tools]:
+        raise bad("tool_choice: expected the name of one of the tools", "tool_choice")
+    return f'{OPEN}\n{{"name": "{name}", "arguments": '

@@ -1,0 +1,386 @@
+"""The gateway without HTTP: an ask in, answers out, and what is written of them handed to the outbox.
+
+    prompt ─> tokens ─> engine (one request per choice) ─> text ─> client
+                                 └──────── served ─> Recorder ─> Outbox        only with consent
+
+Guarantees: the client's answer waits for the engine and for nothing else; what was served is recorded with the very
+tokens, logprobs and versions, also where the client went away in the middle; without consent nothing is kept of it.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaRefused
+from actors.gateway.access.keys import Key, Train
+from actors.gateway.access.places import Place, Places, Rota, to_its_end
+from actors.gateway.access.users import Users
+from actors.gateway.answering.conversation import Called, read_calls, written
+from actors.gateway.answering.sample import Answer, Growing, OnText, sample, sample_whole
+from actors.gateway.answering.sessions import Sessions, held
+from actors.gateway.config import GatewayConfig
+from actors.gateway.http.errors import ApiError, bad, unavailable
+from actors.gateway.http.requests import ParsedRequest
+from actors.gateway.recording.outbox import Outbox, Outgoing
+from actors.gateway.recording.recent import Recent
+from actors.gateway.recording.record import Recorder, Served, Tokenizer, render
+from actors.gateway.recording.tallies import Asker, Tallies
+from actors.rollout.continuation import Turn
+from infra.observe.metrics import Metrics
+from schemas import Message
+from schemas.ids import answer_id, experience_id, request_group
+from schemas.names import keyed_session, keyed_subject
+from schemas.topics import EXPERIENCES
+
+_THREAD_CHARS = 4096  # a longer conversation takes milliseconds to tokenize
+CHARS_PER_TOKEN = (
+    16  # of a prompt at most, on the average: a longer one is refused before anything else is done with it
+)
+LONG_AT_ONCE = 2  # long prompts that are tokenized
+LONG_EACH = 16  # of one key that wait for it, or for a schema to be compiled
+MAX_SCHEMAS = 64
+Tokenized = tuple[list[int], list[int], int, list[int]]
+
+
+class Minter:
+    """Names of requests: (producer epoch, sequence).
+
+    The epoch is 63 random bits drawn at every start. It needs nobody: a gateway must serve while the log, which could
+    hand out numbers, is away; and a restart has an epoch of its own, so no sequence must survive it.
+    """
+
+    def __init__(self, epoch: int | None = None) -> None:
+        self.epoch = secrets.randbits(63) if epoch is None else epoch
+        self._next = 0
+
+    def take(self) -> int:
+        """The next sequence number."""
+        self._next += 1
+        return self._next - 1
+
+
+class InFlight(msgspec.Struct, kw_only=True):
+    """One request while it is served. place: for its answers. session: "" where the client
+    named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: whose key it is
+    sealed under, "" for nobody's. failed: by the engine.
+    """
+
+    place: Place
+    ask: ParsedRequest
+    key: Key
+    group: str
+    session: str
+    answer_ids: list[str]
+    rendered: list[int]
+    tokens: list[int]
+    prefix: list[int]
+    turn: int
+    sampling: Sampling
+    trial: int
+    subject: str
+    growing: list[Growing | None] = []
+    answers: list[Answer] = []
+    failed: bool = False
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    def said(self, index: int, tools: bool) -> tuple[str, list[Called]]:
+        """Text and tool calls of a choice that has ended."""
+        text = self.ask.force + self.answers[index].text
+        return read_calls(text) if tools else (text, [])
+
+
+class Gateway:
+    """Serves asks on one engine."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        recorder: Recorder,
+        outbox: Outbox,
+        metrics: Metrics,
+        *,
+        minter: Minter,
+        stop_tokens: tuple[int, ...],
+        trial: Callable[[], int],
+        secret: Callable[[], bytes],
+    ) -> None:
+        """trial: the version on trial, -1 for none. secret: what names in the log are keyed with."""
+        self.config = config
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.recorder = recorder
+        self.outbox = outbox
+        self.metrics = metrics
+        self.places = Places(config.limits.concurrency)
+        self._long = Rota(LONG_AT_ONCE, LONG_EACH)
+        self._schemas = Rota(1, LONG_EACH)
+        self._prepared_schemas = Recent(MAX_SCHEMAS)
+        self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
+        self.tallies = Tallies(config.refusals)
+        self._trial = trial
+        self._secret = secret
+        self._users = Users()
+        self.served = Recent()  # groups of the newest requests
+        self._minter = minter
+        self._stop_tokens = stop_tokens
+        self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
+
+    def is_long(self, ask: ParsedRequest) -> bool:
+        """Whether what comes before the first token takes long, so that a client may be gone by then."""
+        return bool(ask.json_schema) or ask.num_chars > _THREAD_CHARS
+
+    async def begin(self, ask: ParsedRequest, key: Key, session: str, place: Place, *, drawn: bool = True) -> InFlight:
+        """Everything before the first token. place: for its answers, its taker's to release. Raises ApiError.
+
+        drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
+        """
+        if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
+            raise bad("tools: this model's chat template knows no tools", "tools")
+        name = self.name_of(ask, key, session)
+        rendered, tokens, turn, prefix = await self._tokenized(ask, key, name if session else "")
+        group = request_group(name, self._minter.epoch, self._minter.take())
+        sampling = self._sampling(ask, tokens)
+        if ask.json_schema:
+            await self._prepared(ask.json_schema, key)
+        self.served.add(group)
+        return InFlight(
+            place=place,
+            ask=ask,
+            key=key,
+            group=group,
+            session=name if session else "",
+            answer_ids=[answer_id(experience_id(group, 0, index)) for index in range(ask.choices)],
+            rendered=rendered,
+            tokens=tokens,
+            prefix=prefix,
+            turn=turn,
+            sampling=sampling,
+            trial=self._trial() if drawn else -1,
+            subject=self._subject(ask, key, name if session else ""),
+        )
+
+    async def answer(self, turns: InFlight, watch: Callable[[int], OnText] | None = None) -> None:
+        """Sample all choices into `turns`. Cancelled, it keeps and records what there is. Raises ApiError.
+
+        watch: gives the listener of a choice.
+        """
+        ask = turns.ask
+        try:
+            turns.growing = [self._growing(turns, index, watch) for index in range(ask.choices)]
+            if ask.choices == 1:
+                turns.answers = [await self._choice(turns, 0)]
+            else:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._choice(turns, index)) for index in range(ask.choices)]
+                turns.answers = [task.result() for task in tasks]
+        except ExceptionGroup as errors:
+            raise self._failure(errors.exceptions[0], turns) from errors
+        except Exception as error:
+            raise self._failure(error, turns) from error
+        finally:
+            self.release(turns)
+            self._ended(turns)
+
+    @property
+    def trial(self) -> int:
+        """The version on trial, -1 for none, where this gateway takes part in trials."""
+        return self._trial()
+
+    def release(self, turns: InFlight) -> None:
+        """Give back its place; again is fine."""
+        turns.place.release()
+
+    def name_of(self, ask: ParsedRequest, key: Key, session: str) -> str:
+        """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
+
+        Requests of one name meet one side of a trial, and count as one person there.
+        """
+        named = session or (f"user\x00{ask.user}" if ask.user else secrets.token_hex(16))
+        return self._session_of(key, named)
+
+    def _session_of(self, key: Key, session: str) -> str:
+        """What a session of a key's tenant is called in ids."""
+        return keyed_session(self._secret(), key.tenant, session, key.train)
+
+    def may_record(self, train: Train) -> bool:
+        """Whether anything that a key made with this `--train` sends, or is answered, may be written."""
+        allowed = {"nothing": (), "consented": ("yes",), "all": ("yes", "unset")}[self.config.train_on]
+        return train in allowed
+
+    def _subject(self, ask: ParsedRequest, key: Key, session: str) -> str:
+        goes_on = any(message.role == "assistant" for message in ask.prompt.plain)
+        return self._users.subject(session, keyed_subject(self._secret(), key.tenant, ask.user), goes_on=goes_on)
+
+    async def _tokenized(self, ask: ParsedRequest, key: Key, session: str) -> Tokenized:
+        """The prompt as tokens. A long one leaves the event loop, and of these few are looked at at once. Raises ApiError."""
+        limit = self.config.limits.prompt_tokens * CHARS_PER_TOKEN
+        if ask.num_chars > limit:
+            message = f"messages: got {ask.num_chars} characters with the tools, expected at most {limit}"
+            raise bad(message, "messages", "context_length_exceeded")
+        if ask.num_chars <= _THREAD_CHARS:
+            return self._tokens(ask, session)
+        async with self._long.turn(key.id):
+            return await to_its_end(asyncio.to_thread(self._tokens, ask, session))
+
+    def _tokens(self, ask: ParsedRequest, session: str) -> Tokenized:
+        """Tokens of the prompt as the template writes it and as it goes on from earlier turns, how many these are, and those
+        that the answer must begin with. Raises ApiError.
+        """
+        rendered = self._rendered(ask)
+        tokens, turn = list(rendered), 0
+        if session:
+            tokens, turn = self.sessions.prompt(session, ask.prompt.plain, rendered, self.tokenizer)
+        prefix = self.tokenizer.encode(ask.force) if ask.force else []
+        return rendered, tokens + prefix, turn, prefix
+
+    def _rendered(self, ask: ParsedRequest) -> list[int]:
+        try:
+            rendered = render(ask.prompt, self.tokenizer)
+        except (ValueError, RecursionError) as error:
+            raise bad(f"messages: {error}", "messages") from error
+        if not rendered:
+            raise bad("prompt: has no tokens, expected at least one", "prompt")
+        if len(rendered) > self.config.limits.prompt_tokens:
+            raise bad(
+                f"messages: got {len(rendered)} tokens, expected at most {self.config.limits.prompt_tokens}",
+                "messages",
+                "context_length_exceeded",
+            )
+        return rendered
+
+    async def _prepared(self, json_schema: str, key: Key) -> None:
+        """Wait until the engine can hold answers to the schema: before the answer's first byte, so that it can be refused.
+
+        Keys take turns, so that nobody waits for more than one schema of each other key; one known lately goes first.
+        """
+        try:
+            if json_schema in self._prepared_schemas:
+                await self.engine.prepare(json_schema)
+            else:
+                async with self._schemas.turn(key.id):
+                    await to_its_end(self.engine.prepare(json_schema))
+            self._prepared_schemas.add(json_schema)
+        except SchemaRefused as error:
+            raise bad(f"response_format: {error}", "response_format", "unsupported_value") from error
+        except EngineStopped as error:
+            raise self._gone(error) from error
+
+    def _sampling(self, ask: ParsedRequest, tokens: Sequence[int]) -> Sampling:
+        room = self.engine.max_model_len - len(tokens)
+        wanted = ask.max_tokens or min(self.config.limits.max_tokens, max(room, 1))
+        if wanted > room:
+            raise bad(
+                f"This model's maximum context length is {self.engine.max_model_len} tokens; the request has "
+                f"{len(tokens)} and asks for {wanted} more",
+                "messages",
+                "context_length_exceeded",
+            )
+        return Sampling(
+            max_tokens=wanted,
+            temperature=ask.temperature,
+            stop=self._stop_tokens,
+            seed=ask.seed,
+            top_p=ask.top_p,
+            json_schema=ask.json_schema,
+        )
+
+    def _growing(self, turns: InFlight, index: int, watch: Callable[[int], OnText] | None) -> Growing | None:
+        if watch is None and not turns.ask.stops:
+            return None
+        tell = watch(index) if watch is not None else _unheard
+        return Growing(self.tokenizer.decode, turns.sampling, turns.ask.stops, tell)
+
+    def _choice(self, turns: InFlight, index: int) -> Coroutine[Any, Any, Answer]:
+        sampling, growing = turns.sampling, turns.growing[index]
+        if sampling.seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
+        if growing is None:
+            return sample_whole(self.engine, self.tokenizer.decode, turns.tokens, sampling)
+        return sample(self.engine, growing, turns.tokens, sampling)
+
+    def _failure(self, error: BaseException, turns: InFlight) -> Exception:
+        if isinstance(error, ApiError):
+            return error
+        turns.failed = not isinstance(error, ValueError)
+        if isinstance(error, EngineStopped):
+            return self._gone(error)
+        if isinstance(error, ValueError):
+            return bad(str(error))
+        return error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+    def _gone(self, error: EngineStopped) -> ApiError:
+        if not self.stopped.done():
+            self.stopped.set_result(error)
+        return unavailable("the engine has stopped; it is being started again")
+
+    def _ended(self, turns: InFlight) -> None:
+        """Remember and record, whole or not."""
+        if not turns.answers:
+            turns.answers = [growing.answer if growing is not None else Answer() for growing in turns.growing]
+        whole = bool(turns.answers) and all(answer.finish for answer in turns.answers)
+        metrics = self.metrics
+        metrics.counter("answers", end="whole" if whole else "broken off").inc(len(turns.answers))
+        metrics.counter("tokens").inc(turns.num_sampled)
+        self._tally(turns, whole)
+        if turns.session:
+            self._remember(turns, whole)
+        if not (self.may_record(turns.key.train) and turns.ask.store):
+            metrics.counter("not_recorded", reason="no consent").inc(len(turns.answers))
+            return
+        if turns.num_sampled:
+            self._record(turns)
+
+    def _tally(self, turns: InFlight, whole: bool) -> None:
+        """Count for the gate what the engine did; a client that went away says nothing of it."""
+        asker = Asker(turns.key.id, turns.session or turns.subject or turns.group)
+        if turns.failed:
+            self.tallies.failed(self.engine.version, turns.trial, turns.ask.choices, asker)
+        elif whole:
+            version = min(answer.starts[0][0] for answer in turns.answers)
+            self.tallies.answered(version, turns.trial, [answer.text for answer in turns.answers], asker)
+
+    def _remember(self, turns: InFlight, whole: bool) -> None:
+        answer = turns.answers[0] if turns.answers else Answer()
+        if not whole or answer.cut or len(turns.answers) > 1:
+            self.sessions.forget(turns.session)
+            return
+        content, calls = turns.said(0, bool(turns.ask.prompt.tools))
+        self.sessions.keep(
+            turns.session,
+            held(
+                [*turns.tokens, *answer.tokens],
+                Turn(turns.rendered, [*turns.prefix, *answer.tokens], turns.ask.force + answer.text, answer.stopped),
+                (*turns.ask.prompt.plain, Message(role="assistant", content=written(content, calls))),
+                turns.turn + 1,
+            ),
+        )
+
+    def _record(self, turns: InFlight) -> None:
+        served = Served(
+            group=turns.group,
+            tenant=turns.key.tenant,
+            subject=turns.subject,
+            prompt=turns.ask.prompt,
+            tokens=turns.tokens,
+            answers=turns.answers,
+            sampling=turns.sampling,
+            prefix=turns.ask.force,
+            turn=len(turns.ask.prompt.plain) if turns.session else -1,
+            carried=turns.turn,
+            trial=turns.trial,
+        )
+        num_bytes = 8 * (len(turns.tokens) + turns.num_sampled) + sum(len(one.content) for one in served.prompt.plain)
+        self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))
+
+
+def _unheard(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Nobody watches."""

@@ -1,0 +1,330 @@
+"""The gateway's HTTP: routes, bodies, keys and the OpenAI error object. What a request means is decided elsewhere.
+
+Guarantees: every refusal has a status, an error object and a counter; a body is never read beyond its bound nor waited
+for beyond its time; a client that goes away frees the engine.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from actors.gateway.access.authenticator import SCOPE_OF, Authenticator
+from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
+from actors.gateway.access.keys import Key
+from actors.gateway.access.places import Lasting, Place
+from actors.gateway.answering.serving import Gateway, InFlight
+from actors.gateway.canary import Canary
+from actors.gateway.config import GatewayLimits, Webhook
+from actors.gateway.http import responses
+from actors.gateway.http.errors import ApiError, bad
+from actors.gateway.http.requests import SESSION_HEADER, ParsedRequest, read_chat, read_text
+from actors.gateway.http.responses import Envelope
+from actors.gateway.http.stream import Telling
+from actors.gateway.recording.feedback_intake import (
+    PATH,
+    FeedbackIntake,
+    check_signature,
+    nth_answer,
+    read_feedback,
+    read_grant,
+)
+from infra.observe.metrics import Metrics
+from infra.roles.unless import unless
+from schemas.ids import group_of
+
+_log = logging.getLogger(__name__)
+
+TOKEN_HEADER = "x-feedback-token"
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Site:
+    """The routes over one gateway. models: names it goes by, the first its own. state: why it does not serve, "" where it
+    does. canary: who answers a share of the sessions.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        authenticator: Authenticator,
+        hearing: FeedbackIntake,
+        metrics: Metrics,
+        *,
+        models: Sequence[str],
+        webhooks: Sequence[Webhook],
+        state: Callable[[], str],
+        canary: Canary | None = None,
+    ) -> None:
+        self._canary = canary
+        self._gateway = gateway
+        self._door = authenticator
+        self._hearing = hearing
+        self._metrics = metrics
+        self._models = tuple(models)
+        self._webhooks = {webhook.path: webhook for webhook in webhooks}
+        self._state = state
+        self._limits: GatewayLimits = gateway.config.limits
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        served: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._text),
+            ("GET", "/v1/models", self._list_models),
+            ("GET", "/v1/models/{model:path}", self._show_model),
+            ("POST", PATH, self._feedback),
+            ("POST", f"{PATH}/tokens", self._grant),
+            ("GET", "/healthz", self._health),
+            ("GET", "/metrics", self._measure),
+            *(("POST", path, self._webhook) for path in self._webhooks),
+        ]
+        routes = [Route(path, self._guarded(path, handler), methods=[method]) for method, path, handler in served]
+        origins = list(self._gateway.config.cors_origins)
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["POST"], allow_headers=["*"])
+        handlers = {404: _no_route, 405: _no_route}
+        return Starlette(routes=routes, middleware=[cors] if origins else [], exception_handlers=handlers)
+
+    def _guarded(self, path: str, handler: Handler) -> Handler:
+        """The handler behind the authenticator; its errors become error objects and are counted."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                if path in SCOPE_OF and not (path == PATH and request.headers.get(TOKEN_HEADER)):
+                    request.state.key = self._door.enter(path, request.headers.get("authorization", ""))
+                response = await handler(request)
+            except ApiError as error:
+                self._metrics.counter("refused", route=path, reason=error.reason).inc()
+                response = _error(error)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            except Exception:
+                _log.exception("request_failed route=%s", path)  # names what broke, never what was said
+                response = _error(ApiError(500, "the server had an error while answering", kind="server_error"))
+            self._metrics.counter("requests", route=path, status=str(response.status_code)).inc()
+            return response
+
+        return handle
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, read_chat, chat=True)
+
+    async def _text(self, request: Request) -> Response:
+        return await self._answer(request, read_text, chat=False)
+
+    async def _answer(
+        self, request: Request, read: Callable[[bytes, GatewayLimits], ParsedRequest], *, chat: bool
+    ) -> Response:
+        key: Key = request.state.key
+        self._door.admit(key)
+        body = await self._body(request)
+        ask = read(body, self._limits)
+        if self._gateway.config.models and ask.model not in self._models:
+            raise ApiError(404, f"The model `{ask.model}` does not exist", param="model", code="model_not_found")
+        session = request.headers.get(SESSION_HEADER, "")
+        if len(session) > 512:
+            raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
+        place = self._gateway.places.take(ask.choices)
+        held = False
+        try:
+            response = await self._answered(request, body, ask, key, session, chat, place)
+            if held := isinstance(response, Lasting):
+                response.then(_releases(place))
+            return response
+        finally:
+            if not held:
+                place.release()
+
+    async def _answered(
+        self, request: Request, body: bytes, ask: ParsedRequest, key: Key, session: str, chat: bool, place: Place
+    ) -> Response:
+        drawn = self._canary is None or not self._canary.takes(
+            self._gateway.name_of(ask, key, session), self._gateway.trial, self._door.book.secret
+        )
+        if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
+            return told
+        beginning = self._gateway.begin(ask, key, session, place, drawn=drawn)
+        turns = await (_unless_gone(request, beginning) if self._gateway.is_long(ask) else beginning)
+        envelope = Envelope(
+            id=turns.answer_ids[0],
+            answers=turns.answer_ids,
+            model=ask.model,
+            chat=chat,
+            created=responses.now_s(),
+            fingerprint=f"v{self._gateway.engine.version}",
+        )
+        if ask.stream:
+            return Lasting(self._streamed(turns, envelope), _releases(place))
+        try:
+            await _unless_gone(request, self._gateway.answer(turns))
+        finally:
+            self._gateway.release(turns)
+            self._charge(key, turns)
+        return _json(self._whole(turns, envelope))
+
+    async def _from_canary(self, request: Request, body: bytes, ask: ParsedRequest, chat: bool) -> Response | None:
+        """What the canary answers, None where it does not. Raises ClientDisconnect."""
+        assert self._canary is not None
+        openings = ask.choices if chat else 0  # each begins with whose turn it is
+        work = self._canary.answer(request.url.path, request.headers, body, stream=ask.stream, openings=openings)
+        return await _unless_gone(request, work)
+
+    async def _streamed(self, turns: InFlight, envelope: Envelope) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(Telling(self._gateway, turns, envelope).events()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._gateway.release(turns)
+            self._charge(turns.key, turns)
+
+    def _charge(self, key: Key, turns: InFlight) -> None:
+        self._door.charge(key, len(turns.tokens) + turns.num_sampled)
+
+    def _whole(self, turns: InFlight, envelope: Envelope) -> bytes:
+        decode, ask = self._gateway.tokenizer.decode, turns.ask
+        choices = []
+        for index, answer in enumerate(turns.answers):
+            seen = len(answer.tokens) - answer.stopped
+            tokens, logprobs = answer.tokens[:seen], answer.logprobs[:seen]
+            if envelope.chat:
+                text, calls = turns.said(index, bool(ask.prompt.tools))
+                found = responses.chat_logprobs(ask, decode, tokens, logprobs)
+                choices.append(responses.chat_choice(envelope, index, text, calls, answer.finish, found))
+            else:
+                found = responses.text_logprobs(ask, decode, tokens, logprobs)
+                choices.append(responses.text_choice(envelope, index, answer.text, answer.finish, found))
+        return envelope.whole(choices, responses.usage(len(turns.tokens), turns.num_sampled))
+
+    async def _list_models(self, request: Request) -> Response:
+        return _json(msgspec.json.encode({"object": "list", "data": [self._model(name) for name in self._models]}))
+
+    async def _show_model(self, request: Request) -> Response:
+        name = str(request.path_params["model"])
+        if name not in self._models:
+            raise ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
+        return _json(msgspec.json.encode(self._model(name)))
+
+    def _model(self, name: str) -> responses.Object:
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "headrace",
+            "version": self._gateway.engine.version,
+        }
+
+    async def _feedback(self, request: Request) -> Response:
+        token = request.headers.get(TOKEN_HEADER, "")
+        if not token:
+            self._door.admit(request.state.key)
+        said = read_feedback(await self._body(request))
+        answer = nth_answer(said.answer_id, said.choice)
+        key: Key = self._door.granted(token, answer) if token else request.state.key
+        if token:
+            self._door.admit(key)
+        train = self._door.check_answer(key, answer)
+        identity, recorded = said.id or "", self._gateway.may_record(key.train) and self._gateway.may_record(train)
+        if recorded:
+            identity = await self._hearing.feedback(said, answer=answer, key=key, by_token=bool(token))
+        else:
+            self._metrics.counter("feedback_received", path=PATH, outcome="no consent").inc()
+        told = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": recorded}
+        if group_of(answer) not in self._gateway.served:  # another gateway's, of long ago, or never given
+            self._metrics.counter("feedback_not_known_here").inc()
+            told["note"] = "this answer is not known here (yet); what was said waits for it until its window ends"
+        return _json(msgspec.json.encode(told), status=202)
+
+    async def _grant(self, request: Request) -> Response:
+        key: Key = request.state.key
+        self._door.admit(key)
+        asked = read_grant(await self._body(request))
+        answer = nth_answer(asked.answer_id, asked.choice)
+        self._door.check_answer(key, answer)
+        expires_s = self._door.now_s() + min(asked.expires_in, MAX_LIFE_S)
+        token = sign(FeedbackToken(answer, key.id, expires_s), self._door.book.secret)
+        told = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": int(expires_s)}
+        return _json(msgspec.json.encode(told))
+
+    async def _webhook(self, request: Request) -> Response:
+        webhook = self._webhooks[request.url.path]
+        body = await self._body(request)
+        check_signature(webhook, request.headers, body, self._door.now_s())
+        if self._gateway.config.train_on == "nothing":
+            self._metrics.counter("feedback_received", path=webhook.path, outcome="no consent").inc()
+        else:
+            await self._hearing.webhook(webhook, body)
+        return _json(b"{}", status=202)
+
+    async def _health(self, request: Request) -> Response:
+        state = self._state()
+        channel = self._gateway.config.channel
+        told = {"status": state or "ok", "version": self._gateway.engine.version, "channel": channel}
+        return _json(msgspec.json.encode(told), status=503 if state else 200)
+
+    async def _measure(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, if it comes whole, in time and within its bound. Raises ApiError."""
+        limit = self._limits.body_bytes
+        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+        announced = request.headers.get("content-length", "0")
+        if not announced.isdigit() or int(announced) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                more = True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise too_large
+                    more = message.get("more_body", False)
+        except TimeoutError as error:
+            raise ApiError(408, f"the body took longer than {self._limits.body_s:g} s", code="timeout") from error
+        return bytes(body)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
+    return await unless(_disconnected(request), work, ClientDisconnect)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+def _releases(place: Place) -> Callable[[], Awaitable[None]]:
+    async def ended() -> None:
+        place.release()
+
+    return ended
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    message = f"Invalid URL ({request.method} {request.url.path[:200]})"
+    return _error(ApiError(status, message, code="unknown_url"))
+
+
+def _error(error: ApiError) -> Response:
+    return Response(error.body(), error.status, dict(error.headers), media_type="application/json")
+
+
+def _json(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")

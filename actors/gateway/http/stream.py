@@ -1,0 +1,101 @@
+"""A response in pieces: the events of a stream while its choices are sampled.
+
+Guarantees: every piece a client gets was sampled; the last events name the finish reasons, then the usage, then
+[DONE]; an engine that fails in the middle ends the stream with an error event. A tool call is told once it is whole.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from actors.gateway.answering.conversation import OPEN
+from actors.gateway.answering.sample import OnText
+from actors.gateway.answering.serving import Gateway, InFlight
+from actors.gateway.answering.text import StopStrings
+from actors.gateway.http import responses
+from actors.gateway.http.errors import ApiError
+from actors.gateway.http.responses import Envelope
+
+
+class Telling:
+    """Events of one streamed response."""
+
+    def __init__(self, gateway: Gateway, turns: InFlight, envelope: Envelope) -> None:
+        self._gateway = gateway
+        self._turns = turns
+        self._envelope = envelope
+        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._tools = bool(turns.ask.prompt.tools)
+        self._guards = [StopStrings((OPEN,) if self._tools else ()) for _ in range(turns.ask.choices)]
+        self._told = ["" for _ in range(turns.ask.choices)]
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Until the end; closing it ends the sampling."""
+        ask = self._turns.ask
+        task = asyncio.create_task(self._sample())
+        try:
+            if self._envelope.chat:
+                for index in range(ask.choices):
+                    opening = responses.chat_delta(index, {"role": "assistant", "content": ""})
+                    yield self._envelope.event([opening])
+            while (event := await self._events.get()) is not None:
+                yield event
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+            self._gateway.release(self._turns)
+
+    async def _sample(self) -> None:
+        try:
+            await self._gateway.answer(self._turns, watch=self._watch)
+            for index in range(self._turns.ask.choices):
+                self._finish(index)
+            if self._turns.ask.usage:
+                used = responses.usage(len(self._turns.tokens), self._turns.num_sampled)
+                self._events.put_nowait(self._envelope.event([], used))
+            self._events.put_nowait(responses.DONE)
+        except ApiError as error:
+            self._events.put_nowait(b"data: " + error.body() + b"\n\n")
+        except Exception as error:
+            hidden = ApiError(500, "the server had an error while answering", kind="server_error")
+            self._events.put_nowait(b"data: " + hidden.body() + b"\n\n")
+            raise error
+        finally:
+            self._events.put_nowait(None)
+
+    def _watch(self, index: int) -> OnText:
+        def tell(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            if self._turns.ask.force:
+                return  # the answer is a tool call, told when it is whole
+            said = self._guards[index].add(piece)
+            if said or (tokens and self._turns.ask.logprobs):
+                self._say(index, said, tokens, logprobs)
+
+        return tell
+
+    def _say(self, index: int, text: str, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
+        ask, decode = self._turns.ask, self._gateway.tokenizer.decode
+        self._told[index] += text
+        if self._envelope.chat:
+            found = responses.chat_logprobs(ask, decode, tokens, logprobs)
+            choice = responses.chat_delta(index, {"content": text}, logprobs=found)
+        else:
+            found = responses.text_logprobs(ask, decode, tokens, logprobs)
+            choice = responses.text_choice(self._envelope, index, text, None, found)
+        self._events.put_nowait(self._envelope.event([choice]))
+
+    def _finish(self, index: int) -> None:
+        finish = self._turns.answers[index].finish
+        if not self._envelope.chat:
+            choice = responses.text_choice(self._envelope, index, "", finish, None)
+            self._events.put_nowait(self._envelope.event([choice]))
+            return
+        text, calls = self._turns.said(index, self._tools)
+        if calls:
+            finish = "tool_calls"
+            deltas = responses.call_deltas(self._envelope, index, calls)
+            self._events.put_nowait(self._envelope.event([responses.chat_delta(index, deltas)]))
+        elif text[len(self._told[index]) :]:
+            self._say(index, text[len(self._told[index]) :])
+        last = responses.chat_delta(index, {}, finish) | {"answer_id": self._envelope.answers[index]}
+        self._events.put_nowait(self._envelope.event([last]))

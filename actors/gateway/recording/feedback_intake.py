@@ -1,0 +1,269 @@
+"""What people say about answers: /v1/feedback and webhooks, checked and handed to the outbox as they came.
+
+Guarantees: a client is told "accepted" once the log or the disk has it, redacted, with what people wrote sealed
+(`infra.store.seal`): of a webhook all of the body, where it names an answer (one that names none is counted); a forged
+webhook is refused before it is read, one that comes again is one record; nothing about an answer is written that its key
+may not have trained on, nor anything sealed for an answer that never was. What it means is a feedback source's business.
+
+Who says it is a pseudonym of the rater a key names; "key <id>" where it names none; "answer <id>" of a browser's token.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from actors.gateway.access.keys import TRAINS, Key, Train
+from actors.gateway.config import Webhook
+from actors.gateway.http.errors import ApiError, bad, unavailable
+from actors.gateway.recording.outbox import Outbox, Outgoing
+from actors.gateway.recording.recent import Recent
+from actors.gateway.recording.record import Recorder
+from infra.observe.metrics import Metrics
+from infra.store.seal import MAX_SESSIONS, Keys, seal_event, seal_text
+from schemas import Control, Received
+from schemas.ids import ANSWER_PREFIX, SESSION_LETTERS, group_of, session_of, sessions_in
+from schemas.names import consent_of, is_of, pseudonym, rater_of
+from schemas.topics import FEEDBACK
+
+PATH = "/v1/feedback"
+WRITTEN = ("label", "text", "correction")  # fields of /v1/feedback that hold what people wrote
+KEPT_S = 10.0
+CLOCK_S = 300.0  # a signed timestamp may be off by so much
+Short = Annotated[str, Meta(min_length=1, max_length=256)]
+Long = Annotated[str, Meta(min_length=1, max_length=100_000)]
+
+
+class FeedbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/feedback. choice: which answer of a response with several. value: 0 to 1, or thumbs as true, false.
+
+    correction: the answer as it should have been. retract: takes back what this rater said.
+    """
+
+    answer_id: Short
+    id: Short | None = None
+    choice: Annotated[int, Meta(ge=0, le=1024)] = 0
+    value: bool | Annotated[float, Meta(ge=0, le=1)] | None = None
+    label: Short | None = None
+    text: Long | None = None
+    correction: Long | None = None
+    retract: bool = False
+    kind: Literal["value", "label", "correction", "retraction"] | None = None
+    rater: Short | None = None
+
+
+class GrantRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/feedback/tokens. choice: as in feedback. expires_in: seconds."""
+
+    answer_id: Short
+    choice: Annotated[int, Meta(ge=0, le=1024)] = 0
+    expires_in: Annotated[int, Meta(ge=1)] = 3600
+
+
+def read_feedback(body: bytes) -> FeedbackRequest:
+    """The feedback in a body; exactly one thing is said. Raises ApiError."""
+    request: FeedbackRequest = _decoded(body, _feedback)
+    said = [name for name in ("value", "label", "correction") if getattr(request, name) is not None]
+    said += ["retraction"] if request.retract else []
+    if not said and request.text is not None and request.kind in (None, "label"):
+        said = ["label"]
+    if len(said) != 1:
+        raise bad("expected exactly one of value, label, correction, text and retract", "value")
+    if request.kind is not None and request.kind != said[0]:
+        raise bad(f"kind: got {request.kind!r} with a {said[0]}", "kind")
+    return msgspec.structs.replace(request, kind=said[0])
+
+
+def read_grant(body: bytes) -> GrantRequest:
+    """What a browser token is asked for. Raises ApiError."""
+    request: GrantRequest = _decoded(body, _grant)
+    return request
+
+
+def nth_answer(answer: str, choice: int) -> str:
+    """Id of the choice beside an answer: they are numbered one after the other. Raises ApiError.
+
+    >>> nth_answer("hr-a1b2.7-3-0", 2)
+    'hr-a1b2.7-5-0'
+    """
+    head, _, tail = answer.rpartition(".")
+    try:
+        epoch, sequence, part = tail.split("-")
+        return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+    except ValueError as error:
+        raise bad("answer_id: not the id of an answer", "answer_id") from error
+
+
+def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, now_s: float) -> None:
+    """Raises ApiError unless the body carries the webhook's HMAC-SHA256, in hexadecimal or base64.
+
+    With a timestamp header what is signed is timestamp + body, and old ones are refused: they may be replayed.
+    """
+    signed = body
+    if webhook.timestamp_header:
+        stamp = headers.get(webhook.timestamp_header, "")
+        if not abs(_seconds(stamp) - now_s) <= CLOCK_S:  # so said, a stamp that is not a number is refused too
+            raise ApiError(401, f"{webhook.timestamp_header}: not within {CLOCK_S:g} s of now", code="stale_signature")
+        signed = stamp.encode() + body
+    expected = hmac.new(webhook.secret, signed, hashlib.sha256).digest()
+    given = headers.get(webhook.header, "").removeprefix("sha256=").strip()
+    if not any(hmac.compare_digest(expected, one) for one in _digests(given)):
+        raise ApiError(401, f"{webhook.header}: not the signature of this body", code="invalid_signature")
+
+
+class FeedbackIntake:
+    """Takes feedback in. secret: what names are keyed with, b"" before it is known. may_record: whether what a key with this
+    `--train` was answered may be written about.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        outbox: Outbox,
+        metrics: Metrics,
+        keys: Keys,
+        *,
+        secret: Callable[[], bytes],
+        may_record: Callable[[Train], bool],
+    ) -> None:
+        self._keys = keys
+        self._recorder = recorder
+        self._outbox = outbox
+        self._metrics = metrics
+        self._secret = secret
+        self._may_record = may_record
+        self._taken = Recent()
+
+    async def feedback(self, request: FeedbackRequest, *, answer: str, key: Key, by_token: bool) -> str:
+        """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
+        secret, said_by = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
+        if request.rater and not by_token:
+            said_by = pseudonym(secret, "rater", key.tenant, request.rater)
+        # A browser's ids are its answer's alone, so none is taken that a server will use.
+        place = answer if by_token else ""
+        identity = secrets.token_hex(12)
+        if request.id:
+            identity = pseudonym(secret, "feedback", key.tenant, place, request.id)
+        table = msgspec.to_builtins(request) | {"rater": said_by, "id": identity}
+        given = {name: value for name, value in table.items() if value is not None}
+        said: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
+        del said["choice"]
+        # A custom pattern may take them for something else.
+        said |= {"answer_id": answer, "rater": said_by, "id": identity}
+        written = [name for name in WRITTEN if isinstance(said.get(name), str)]
+        if written and len(session_of(group_of(answer))) != SESSION_LETTERS:
+            raise bad("answer_id: an answer of the release before takes a value, not a text", "answer_id")
+        received = Received(
+            path=PATH, body=msgspec.json.encode(said), id=identity, ref=answer, tenant=key.tenant, rater=said_by
+        )
+        await self._hand_on(received, (lambda: self._sealed(said, written, answer)) if written else None)
+        return identity
+
+    async def webhook(self, webhook: Webhook, body: bytes) -> None:
+        """Hand on what a webhook sent. Raises ApiError."""
+        try:
+            value = msgspec.json.decode(body)
+            masked = msgspec.json.encode(await self._recorder.masked(value, len(body)))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise bad(f"the body is not valid JSON, or too deep: {error}") from error
+        if not self._secret():
+            raise unavailable("whose answers it names cannot be told yet: the object store is away; send it again")
+        identity = hmac.new(webhook.secret, b"event\x00" + body, hashlib.sha256).hexdigest()[:24]
+        if identity in self._taken:
+            self._metrics.counter("feedback_received", path=webhook.path, outcome="repeated").inc()
+            return
+        sessions, consented = self._named_in(webhook, msgspec.json.encode(value).decode())  # masked, an id may be gone
+        if not consented:
+            self._metrics.counter("feedback_received", path=webhook.path, outcome="no consent").inc()
+            return
+        if not sessions:
+            self._metrics.counter("feedback_unsealed", path=webhook.path).inc()
+        received = Received(path=webhook.path, body=masked, id=identity)
+        await self._hand_on(received, (lambda: seal_event(masked, self._keys, sessions)) if sessions else None)
+        self._taken.add(identity)
+
+    def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
+        """Sessions whose answers a webhook names, and whether all of them may be written about. Raises ApiError.
+
+        What looks like an answer's id and was never minted names nobody; whether one of an old log may be trained on is not
+        known, so it is taken.
+        """
+        found, consented = [], True
+        for session in sessions_in(text):
+            train = consent_of(session, self._secret(), TRAINS)
+            if train is None and len(session) == SESSION_LETTERS:
+                continue
+            if webhook.tenant and not is_of(session, webhook.tenant, self._secret()):
+                message = f"the body names an answer that tenant {webhook.tenant!r} was not given"
+                raise ApiError(403, message, kind="permission_error", code="other_tenant")
+            found.append(session)
+            consented = consented and (train is None or self._may_record(next(one for one in TRAINS if one == train)))
+        if len(found) > MAX_SESSIONS:
+            raise bad(f"the body names answers of {len(found)} sessions, expected at most {MAX_SESSIONS}: send several")
+        return found, consented
+
+    async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:
+        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and told so."""
+
+        async def prepare() -> Control:
+            if seal is None:
+                return received
+            return msgspec.structs.replace(received, body=await asyncio.to_thread(seal))
+
+        path = received.path
+        kept: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._outbox.offer(Outgoing(FEEDBACK, prepare, len(received.body), kept))
+        try:
+            async with asyncio.timeout(KEPT_S):
+                stored = await kept
+        except TimeoutError:
+            stored = False
+        self._metrics.counter("feedback_received", path=path, outcome="kept" if stored else "refused").inc()
+        if not stored:
+            raise unavailable("the feedback could not be kept; send it again")
+
+    def _sealed(self, said: dict[str, Any], written: Sequence[str], ref: str) -> bytes:
+        """The body with its texts sealed. Raises StoreError."""
+        answer = ref.removeprefix(ANSWER_PREFIX)
+        texts = {name: seal_text(said[name], self._keys, answer) for name in written}
+        return msgspec.json.encode({**said, **texts})
+
+
+_feedback = msgspec.json.Decoder(FeedbackRequest)
+_grant = msgspec.json.Decoder(GrantRequest)
+
+
+def _decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise bad(str(error)[:500], None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad(f"the body is not valid JSON: {error}") from error
+
+
+def _seconds(stamp: str) -> float:
+    """Seconds of the epoch in a header: a number, or ISO 8601; minus infinity for neither."""
+    with suppress(ValueError):
+        return float(stamp)
+    with suppress(ValueError):
+        return datetime.fromisoformat(stamp).timestamp()
+    return float("-inf")
+
+
+def _digests(text: str) -> list[bytes]:
+    found = []
+    with suppress(ValueError):
+        found.append(bytes.fromhex(text))
+    with suppress(binascii.Error, ValueError):
+        found.append(base64.b64decode(text, validate=True))
+    return found

@@ -1,0 +1,92 @@
+"""Keys that are made while the object store is away, kept beside the spool until it is back.
+
+    store away: of(subject) -> <folder>/<key id>, 0600 -> what is sealed under it goes to the spool
+    store back: deposit() -> keys/… in the store, file removed -> what waits is sent
+
+Guarantees: nothing sealed under a key leaves for the log before the store has the key, so whoever reads it can open it; who was
+forgotten meanwhile stays so: their key is put into the store destroyed. The folder is its owner's alone. More than MAX_HELD
+keys are not made: then what was to be sealed is dropped, counted as "no key". Somebody who was forgotten long before, and came
+back while the store was away, is taken for one of them.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infra.store.seal import KEY_BYTES, Key, Keys, new_key, place_of
+from infra.store.store import Store
+from schemas.errors import StoreError
+
+MAX_HELD = 65_536
+AWAY_S = 5.0  # a store that failed is not asked for so long: one that is silent would stop all that is written
+
+
+class HeldKeys(Keys):
+    """`Keys` that a store which is away does not stop. folder: of what it does not have yet; of one process."""
+
+    def __init__(self, store: Store, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(store, clock)
+        self._put: Callable[[str, bytes], None] = store.put
+        self._folder = folder
+        self._ask_again_s = float("-inf")
+        self._held: dict[str, Key] = {}  # by subject
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in sorted(folder.iterdir()):
+            secret = path.read_bytes()
+            if len(secret) == KEY_BYTES:
+                self._held[path.name.rpartition("-")[0]] = Key(path.name, secret)
+            else:  # killed in the middle of making it: nothing was sealed under it
+                path.unlink()
+
+    @property
+    def num_held(self) -> int:
+        """Keys that the store does not have yet."""
+        return len(self._held)
+
+    def of(self, subject: str) -> Key:
+        """As in `Keys`; while the store is away, a key that is held here. Raises StoreError where none can be."""
+        if self._clock() >= self._ask_again_s:
+            try:
+                return super().of(subject)
+            except StoreError:
+                self._ask_again_s = self._clock() + AWAY_S
+        return self._known_of(subject) or self._held.get(subject) or self._made(subject)
+
+    def find(self, key_id: str) -> Key:
+        """As in `Keys`."""
+        held = self._held.get(key_id.rpartition("-")[0])
+        return held if held is not None and held.key_id == key_id else super().find(key_id)
+
+    def deposit(self) -> None:
+        """Hand what is held over to the store. Raises StoreError where it is away still."""
+        for subject, key in tuple(self._held.items()):
+            path = self._folder / key.key_id
+            # As the store has them now: this one may lie there already, put by a deposit that was not confirmed.
+            forgotten = any(not self._store.get(place_of(one)) for one in self.named(subject))
+            self._put(place_of(key.key_id), b"" if forgotten else path.read_bytes())
+            del self._held[subject]
+            path.unlink()
+        self._ask_again_s = float("-inf")
+
+    def _known_of(self, subject: str) -> Key | None:
+        """The key that the subject had when the store was last there."""
+        with self._lock:
+            key, _ = self._known.get(self._current.get(subject, ""), (None, 0.0))
+        return None if key is None or key.fault else key
+
+    def _made(self, subject: str) -> Key:
+        if len(self._held) >= MAX_HELD:
+            raise StoreError(f"the store is away, and {MAX_HELD} keys wait for it")
+        key_id, secret = new_key(subject)
+        try:
+            descriptor = os.open(self._folder / key_id, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(secret)
+                file.flush()
+                os.fsync(descriptor)
+        except OSError as error:
+            (self._folder / key_id).unlink(missing_ok=True)
+            raise StoreError(f"the store is away, and a key cannot be kept here: {error.strerror}") from error
+        self._held[subject] = Key(key_id, secret)
+        return self._held[subject]

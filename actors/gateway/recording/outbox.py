@@ -1,0 +1,317 @@
+"""The outbox: what the gateway writes, on its way to the log, so that serving never waits for it.
+
+    offer ─> queue (memory, bounded) ─> writer ──broker answers──> log
+               │ full                      │ it does not                 ^
+               v                           v                             │ oldest first
+            shed, counted              spool (disk, bounded) ────────> drain, when it answers again
+                                           │ full: shed, counted
+
+Delivery: at least once from the queue on; a send that timed out may have been stored, and a kill forgets what of the oldest
+segment was sent: ids absorb it. What the broker confirmed is not sent again. Order: of what waits on disk, as it was offered,
+and nothing overtakes it; of the 32 that go out together, those that a broker took come before those it refused meanwhile. A
+record sealed under a key that the object store does not have yet waits on disk, too, and all behind it.
+Loss: what a kill finds in the memory queue (told to nobody as kept), and what is shed, with a reason and a counter. Answers
+go first: the event loop is given back before each record, of a batch and of what is drained.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from actors.gateway.recording.spool import Spool, SpoolFull
+from infra.log.bus import Position
+from infra.observe.metrics import Metrics
+from schemas import Block, Control, decode, encode
+from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge, StoreError
+from schemas.topics import EXPERIENCES, Topic, by_name
+
+_log = logging.getLogger(__name__)
+
+MAX_BATCH = 256
+DRAIN_BATCH = 32  # what is served meanwhile has most of the processor: between batches the drain waits for the broker
+FIRST_PAUSE_S = 0.2
+MAX_PAUSE_S = 5.0
+
+
+class RecordPublisher(Protocol):
+    """The part of `Log` that this needs."""
+
+    async def answers(self, topic: Topic) -> None:
+        """Return once the broker answers for the topic."""
+
+    async def publish(self, topic: Topic, record: Control | Block) -> Position:
+        """Store one record; returns once confirmed."""
+
+
+class HeldRecords(Protocol):
+    """Keys that records are sealed under and the object store does not have yet: `actors.gateway.recording.held`."""
+
+    @property
+    def num_held(self) -> int:
+        """How many."""
+
+    def deposit(self) -> None:
+        """Hand them over. Blocks; raises StoreError."""
+
+
+class Outgoing(msgspec.Struct):
+    """Something to write. prepare: makes the record, None where nothing is to be written. num_bytes: about its size.
+
+    kept: set to True once the log or the disk has it, to False where it was shed.
+    """
+
+    topic: Topic
+    prepare: Callable[[], Awaitable[Control | Block | None]]
+    num_bytes: int
+    kept: "asyncio.Future[bool] | None" = None
+
+
+class Spooled(msgspec.Struct, array_like=True, frozen=True):
+    """An entry of the spool: the topic's name and the record's frame."""
+
+    topic: str
+    frame: bytes
+
+
+class Outbox:
+    """One gateway's writer. queue_records, queue_bytes: what may wait in memory. send_s: slower brokers are away."""
+
+    def __init__(
+        self,
+        log: RecordPublisher,
+        spool: Spool,
+        metrics: Metrics,
+        *,
+        held: HeldRecords,
+        queue_records: int,
+        queue_bytes: int,
+        send_s: float,
+    ) -> None:
+        self._log = log
+        self._spool = spool
+        self._metrics = metrics
+        self._held = held
+        self._queue: deque[Outgoing] = deque()
+        self._queued_bytes = 0
+        self._in_hand = 0
+        self._queue_records = queue_records
+        self._queue_bytes = queue_bytes
+        self._send_s = send_s
+        self._offered = asyncio.Event()
+        self._disk = asyncio.Lock()
+        self._to_drain = asyncio.Event()
+        self._confirmed: set[int] = set()  # entries of the oldest segment, by their place in it
+        self.direct = False  # until the first drain has found a broker and nothing on disk
+        self._to_drain.set()
+        self._say_spooled()
+
+    def offer(self, outgoing: Outgoing) -> bool:
+        """Take something to write; False where it is shed. Never waits."""
+        too_many = len(self._queue) >= self._queue_records
+        if too_many or self._queued_bytes + outgoing.num_bytes > self._queue_bytes:
+            self._shed([outgoing], "queue full")
+            return False
+        self._queue.append(outgoing)
+        self._queued_bytes += outgoing.num_bytes
+        self._offered.set()
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        """Records in memory, in hand and on disk."""
+        return len(self._queue) + self._in_hand + len(self._spool)
+
+    async def write(self) -> None:
+        """Take from the queue until cancelled; what was taken is written first."""
+        while True:
+            await self._offered.wait()
+            writing = asyncio.create_task(self._write_batch())
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await writing
+                raise
+
+    async def drain(self) -> None:
+        """Send what is on disk, as soon as the broker answers, until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            await self._to_drain.wait()
+            if await self._drain_segment():
+                pause_s = FIRST_PAUSE_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def flush(self) -> None:
+        """At a stop: everything in memory goes to the log or to the disk."""
+        while self._queue:
+            await self._write_batch()
+
+    async def _write_batch(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
+        self._queued_bytes -= sum(one.num_bytes for one in batch)
+        self._in_hand = len(batch)
+        if not self._queue:
+            self._offered.clear()
+        self._metrics.gauge("outbox_queued").set(len(self._queue))
+        direct = self.direct
+        ready: list[tuple[Outgoing, Control | Block]] = []
+        sending: list[asyncio.Task[bool]] = []
+        async with asyncio.TaskGroup() as group:
+            for one in batch:
+                await asyncio.sleep(0)  # answers first: a batch at a stretch would keep them all waiting
+                record = await self._prepared(one)
+                if record is not None:
+                    ready.append((one, record))
+                    direct = direct and not self._held.num_held  # from here on all go by way of the disk
+                    if direct:
+                        sending.append(group.create_task(self._publish(one.topic, record)))
+        unsent = self._unsent(ready[: len(sending)], [task.result() for task in sending]) + ready[len(sending) :]
+        if unsent:
+            await self._to_disk(unsent)
+        self._in_hand = 0
+
+    async def _prepared(self, one: Outgoing) -> Control | Block | None:
+        try:
+            record = await one.prepare()
+        except Exception:  # a processor's or our own mistake: this record is lost, the others are not
+            _log.exception("outgoing_not_prepared topic=%s", one.topic.name)
+            self._shed([one], "not prepared")
+            return None
+        if record is None:
+            _tell(one, False)
+        return record
+
+    def _unsent(
+        self, ready: Sequence[tuple[Outgoing, Control | Block]], confirmed: Sequence[bool]
+    ) -> list[tuple[Outgoing, Control | Block]]:
+        """What the broker did not confirm; of the rest it is told that they are kept."""
+        for (one, _), sent in zip(ready, confirmed, strict=True):
+            if sent:
+                _tell(one, True)
+        return [pair for pair, sent in zip(ready, confirmed, strict=True) if not sent]
+
+    async def _publish(self, topic: Topic, record: Control | Block) -> bool:
+        """True where the record needs no more care: it is stored, or no log will ever take it."""
+        try:
+            async with asyncio.timeout(self._send_s):
+                await self._log.publish(topic, record)
+        except (BrokerUnavailable, StoreError, TimeoutError, OSError) as error:
+            _log.debug("outgoing_not_sent topic=%s error=%r", topic.name, error)
+            return False
+        except (RecordTooLarge, ValueError) as error:
+            self._metrics.counter("shed", reason="refused by the log").inc()
+            _log.warning("outgoing_refused topic=%s error=%s", topic.name, error)
+            return True
+        self._metrics.counter("written", topic=topic.name).inc()
+        return True
+
+    async def _answers(self) -> bool:
+        """Whether the broker is there. A record does not ask that: one that was given up may yet be sent."""
+        try:
+            async with asyncio.timeout(self._send_s):
+                await self._log.answers(EXPERIENCES)
+        except (BrokerUnavailable, TimeoutError, OSError) as error:
+            _log.debug("broker_still_away error=%r", error)
+            return False
+        return True
+
+    async def _deposited(self) -> bool:
+        """Whether the store has all keys that what waits was sealed under."""
+        self._metrics.gauge("keys_held").set(self._held.num_held)
+        try:
+            await asyncio.to_thread(self._held.deposit)
+        except (StoreError, OSError) as error:
+            _log.warning("keys_held count=%d error=%s", self._held.num_held, error)
+            return False
+        self._metrics.gauge("keys_held").set(self._held.num_held)
+        return True
+
+    async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
+        ones = [one for one, _ in unsent]
+        async with self._disk:
+            # Under the lock: a drain that finds the disk empty just now would say that all may go direct.
+            if self.direct:
+                self.direct = False
+                why = "store_away" if self._held.num_held else "broker_away"
+                _log.warning("%s records=%d go to the spool", why, len(unsent))
+            try:
+                await asyncio.to_thread(self._append, unsent)
+            except SpoolFull as error:
+                _log.warning("spool_full error=%s", error)
+                self._shed(ones, "spool full")
+            else:
+                self._metrics.counter("spooled").inc(len(ones))
+                for one in ones:
+                    _tell(one, True)
+        self._say_spooled()
+        self._to_drain.set()
+
+    def _append(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
+        self._spool.append([msgspec.msgpack.encode(Spooled(one.topic.name, encode(record))) for one, record in unsent])
+
+    async def _drain_segment(self) -> bool:
+        """Send the oldest segment; False where the broker does not answer."""
+        async with self._disk:
+            oldest = await asyncio.to_thread(self._spool.oldest)
+            if oldest is None:  # under the lock, so that nothing was spooled since
+                self.direct = True
+                self._to_drain.clear()
+                _log.info("spool_drained")
+                return True
+        number, payloads = oldest
+        begin = time.monotonic()
+        if not await self._answers() or not await self._deposited():
+            return False
+        left = [place for place in range(len(payloads)) if place not in self._confirmed]
+        for start in range(0, len(left), DRAIN_BATCH):
+            if not await self._send_spooled(payloads, left[start : start + DRAIN_BATCH]):
+                return False
+        async with self._disk:
+            await asyncio.to_thread(self._spool.remove, number)
+        self._confirmed.clear()
+        self._say_spooled()
+        _log.info("spool_segment_sent records=%d seconds=%.2f", len(payloads), time.monotonic() - begin)
+        return True
+
+    async def _send_spooled(self, payloads: Sequence[bytes], places: Sequence[int]) -> bool:
+        """Publish entries of the oldest segment; False where the broker did not confirm them all."""
+        async with asyncio.TaskGroup() as group:
+            for place in places:
+                await asyncio.sleep(0)  # answers first, here too
+                group.create_task(self._send_one(payloads[place], place))
+        return self._confirmed.issuperset(places)
+
+    async def _send_one(self, payload: bytes, place: int) -> None:
+        found = self._unpacked(payload)
+        if found is None or await self._publish(*found):
+            self._confirmed.add(place)
+
+    def _unpacked(self, payload: bytes) -> tuple[Topic, Control | Block] | None:
+        try:
+            entry = msgspec.msgpack.decode(payload, type=Spooled)
+            return by_name(entry.topic), decode(entry.frame)
+        except (BadFrame, msgspec.DecodeError, ValueError) as error:
+            self._metrics.counter("shed", reason="spool entry unreadable").inc()
+            _log.warning("spool_entry_unreadable error=%s", error)
+            return None
+
+    def _shed(self, ones: Sequence[Outgoing], reason: str) -> None:
+        self._metrics.counter("shed", reason=reason).inc(len(ones))
+        for one in ones:
+            _tell(one, False)
+
+    def _say_spooled(self) -> None:
+        self._metrics.gauge("spool_records").set(len(self._spool))
+        self._metrics.gauge("spool_bytes").set(self._spool.num_bytes)
+
+
+def _tell(one: Outgoing, kept: bool) -> None:
+    if one.kept is not None and not one.kept.done():
+        one.kept.set_result(kept)

@@ -1,0 +1,229 @@
+"""From a served request to what is written of it: experiences, redacted before anyone sees them.
+
+Guarantee: where redaction finds something, or a processor changes text, the tokens written are those of the changed
+text: token ids spell what they say as plainly as letters do. Such spans have no ratio. What is served to a named user is
+sealed under their key when it leaves here, so before queue, spool and log. Nothing is sent here.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from actors.engines.engine import Sampling
+from actors.gateway.answering.conversation import Prompt
+from actors.gateway.answering.sample import Answer
+from actors.gateway.config import RedactRules
+from infra.chain.chain import Context, Step, run_chain
+from infra.chain.redact import Redactor
+from infra.observe.metrics import Metrics
+from infra.store.seal import Keys, sealed
+from schemas import Block, Experience, Message, make_experience
+from schemas.errors import Sealed, StoreError
+from schemas.ids import experience_id
+
+_log = logging.getLogger(__name__)
+
+BROKEN_OFF = "broken off"  # by a client that went away, or an engine that failed
+# More take milliseconds, so they leave the event loop.
+THREAD_TOKENS = 1024
+THREAD_CHARS = 4096
+
+
+class Tokenizer(Protocol):
+    """The part of `infra.model.model` tokenizers that a gateway needs."""
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template knows tools."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone."""
+
+    def encode_request(
+        self, conversation: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]
+    ) -> list[int]:
+        """Ids of a conversation up to the answer."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids."""
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that was answered. tokens: of the prompt, as sampled from. prefix: text the answers begin with.
+
+    group: of this request. turn, carried, trial: as in an experience.
+    """
+
+    group: str
+    tenant: str
+    subject: str
+    prompt: Prompt
+    tokens: Sequence[int]
+    answers: Sequence[Answer]
+    sampling: Sampling
+    prefix: str = ""
+    turn: int = -1
+    carried: int = 0
+    trial: int = -1
+
+
+def render(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of a prompt. Raises ValueError where the template refuses it."""
+    if prompt.tokens:
+        return list(prompt.tokens)
+    if prompt.chat is None:
+        return tokenizer.encode(prompt.plain[0].content)
+    return tokenizer.encode_request([dict(one) for one in prompt.chat], [dict(one) for one in prompt.tools])
+
+
+class Recorder:
+    """Makes blocks of what was served. origin: this gateway. steps: custom processors. keys: of named users."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, rules: RedactRules, steps: Sequence[Step], metrics: Metrics, origin: str, keys: Keys
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self._redactor = Redactor(rules.kinds, rules.patterns)
+        self._steps = steps
+        self._metrics = metrics
+        self._origin = origin
+        self._keys = keys
+
+    async def block(self, served: Served) -> Block | None:
+        """What is to be written; None where all of it was dropped, with the reason counted."""
+        num_tokens = len(served.tokens) + sum(len(answer.tokens) for answer in served.answers)
+        num_chars = sum(len(one.content) for one in served.prompt.plain) + sum(len(one.text) for one in served.answers)
+        is_long = num_tokens > THREAD_TOKENS or num_chars > THREAD_CHARS or bool(served.prompt.tools)
+        kept = await asyncio.to_thread(self._all, served) if is_long else self._all(served)
+        if self._steps and kept:
+            outcome = await run_chain(self._steps, kept, Context())
+            for gone in outcome.dropped:
+                self._drop(gone.reason)
+            before = {one.id: one for one in kept}
+            kept = [self._respelled(one, before.get(one.id)) for one in outcome.kept]
+        block = await self._sealed(Block(tuple(kept)), served.subject) if kept else None
+        self._metrics.counter("recorded").inc(len(block.experiences) if block is not None else 0)
+        return block
+
+    async def _sealed(self, block: Block, subject: str) -> Block | None:
+        """The block as it may be written; None where it names a user and there is no key to be had."""
+        if not subject:
+            return block
+        try:
+            return await asyncio.to_thread(sealed, block, self._keys, subject)
+        except (StoreError, Sealed) as error:
+            _log.warning("not_sealed group=%s error=%s", block.group, error)
+            self._drop("no key", len(block.experiences))
+            return None
+
+    def _all(self, served: Served) -> list[Experience]:
+        kept: list[Experience] = []
+        for index, answer in enumerate(served.answers):
+            if not answer.tokens:
+                self._drop("nothing was sampled")
+                continue
+            experience = self._experience(served, answer, index)
+            redacted = self._redacted(served, experience) if self._rules.on else experience
+            if redacted is not None:
+                kept.append(redacted)
+        return kept
+
+    async def masked(self, value: object, num_chars: int) -> object:
+        """As `mask_json`; a long value leaves the event loop."""
+        return await asyncio.to_thread(self.mask_json, value) if num_chars > THREAD_CHARS else self.mask_json(value)
+
+    def mask_json(self, value: object) -> object:
+        """A JSON value from outside (feedback) as it may be written."""
+        return self._redactor.mask_json(value) if self._rules.on else value
+
+    def _experience(self, served: Served, answer: Answer, index: int) -> Experience:
+        start = len(served.tokens)
+        spans = tuple(
+            replace(span, start=start + span.start, stop=start + span.stop) for span in answer.spans(served.sampling)
+        )
+        plain = served.prompt.plain or (Message(role="user", content=self._tokenizer.decode(served.prompt.tokens)),)
+        return make_experience(
+            tokens=[*served.tokens, *answer.tokens],
+            logprobs=answer.logprobs,
+            messages=(*plain, Message(role="assistant", content=served.prefix + answer.text)),
+            id=experience_id(served.group, 0, index),
+            group=served.group,
+            episode=index,
+            group_size=len(served.answers),
+            end="terminal" if answer.finish == "stop" else "truncated",
+            lane="live",
+            origin=self._origin,
+            tenant=served.tenant,
+            subject=served.subject,
+            spans=spans,
+            turn=served.turn,
+            carried=served.carried,
+            trial=served.trial,
+            truncated="" if answer.finish == "stop" else answer.finish or BROKEN_OFF,
+        )
+
+    def _redacted(self, served: Served, experience: Experience) -> Experience | None:
+        """The experience as it may be written; None where the rules say that it may not."""
+        tools = self._redactor.mask_json([*served.prompt.tools])
+        texts = [self._redactor.mask(message.content) for message in experience.messages]
+        # All tokens are looked at as text too: an earlier turn or a stop string may say what no message says.
+        spelled = self._redactor.mask(self._tokenizer.decode(experience.tokens.tolist()))[1]
+        if not spelled and not any(found for _, found in texts) and tools == [*served.prompt.tools]:
+            return experience
+        if self._rules.action == "drop":
+            self._drop("personal data")
+            return None
+        self._metrics.counter("redacted").inc()
+        messages = tuple(
+            replace(message, content=text) for message, (text, _) in zip(experience.messages, texts, strict=True)
+        )
+        chat = None
+        if served.prompt.chat is not None:
+            chat = tuple(self._masked_message(message) for message in served.prompt.chat)
+        prompt = Prompt(plain=messages[:-1], chat=chat, tools=tuple(tools) if isinstance(tools, list) else ())
+        return self._spelled(experience, prompt, messages[-1].content, messages)
+
+    def _masked_message(self, message: object) -> dict[str, object]:
+        masked = self._redactor.mask_json(message)
+        assert isinstance(masked, dict)
+        return masked
+
+    def _respelled(self, after: Experience, before: Experience | None) -> Experience:
+        """What a processor left, with the tokens of the text it changed."""
+        unchanged = before is not None and after.messages == before.messages
+        if unchanged or (before is not None and after.tokens.tolist() != before.tokens.tolist()):
+            return after
+        if not after.messages or after.messages[-1].role != "assistant":
+            prompt, said = after.messages, ""
+        else:
+            prompt, said = after.messages[:-1], after.messages[-1].content
+        chat = tuple({"role": one.role, "content": one.content} for one in prompt)
+        return self._spelled(after, Prompt(plain=prompt, chat=chat), said, after.messages)
+
+    def _spelled(self, experience: Experience, prompt: Prompt, said: str, messages: tuple[Message, ...]) -> Experience:
+        """The experience with tokens of this text; an answer whose text did not change keeps its own."""
+        start = experience.num_prompt
+        own = experience.tokens[start:].tolist()
+        tokens = render(prompt, self._tokenizer)
+        if self._tokenizer.decode(own) == said and not self._redactor.mask(said)[1]:
+            answer, logprobs, moved = own, experience.logprobs.tolist(), len(tokens) - start
+            spans = [replace(s, start=s.start + moved, stop=s.stop + moved, ratio=False) for s in experience.spans]
+        else:
+            end = own[-1:] if not self._tokenizer.decode(own[-1:]) else []  # the token that ends a turn has no text
+            answer = [*self._tokenizer.encode(said), *end]
+            logprobs = [0.0] * len(answer)
+            whole = replace(experience.spans[-1], start=len(tokens), stop=len(tokens) + len(answer), ratio=False)
+            spans = [whole] if answer else []
+        return experience.with_bulk(tokens=[*tokens, *answer], logprobs=logprobs, messages=messages, spans=tuple(spans))
+
+    def _drop(self, reason: str, count: int = 1) -> None:
+        self._metrics.counter("not_recorded", reason=reason).inc(count)

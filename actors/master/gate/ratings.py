@@ -1,0 +1,232 @@
+"""What is known of how versions served: what people said of their answers, and how many failed or refused. Counts alone.
+
+People are counted, not ratings: of one person (a named rater, else a session) one word counts in a trial, and one on a
+day: what was said of the first answer of theirs that anybody rated. Whichever version gave it, so who is counted does not
+depend on the version. So nobody decides by saying much, and ratings that are alike because one person gave them count once.
+
+Guarantees: of one answer the newest revision counts, and what was taken back counts for nothing; a word that comes later
+than `mature` after its answer counts for nothing, good or bad, so that how fast people praise or complain decides nothing;
+a record that comes twice changes nothing; what gateways report only grows, so the largest report of each is what it served.
+A restart that counts the log anew counts alike. Bounded: the word on an answer that is older than `MAX_ANSWERS` others
+stands as it is; of each of `MAX_TRIALS` trials and `MAX_DAYS` days `MAX_VOICES` people are kept, chosen by a hash.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+
+import msgspec
+
+from actors.config import PeopleConfig
+from infra.settings.config import duration_s
+from schemas import Answered, Client, Closure, Progress, Rating
+from schemas.ids import session_of
+from schemas.names import is_person, tenant_in
+
+MAX_ANSWERS = 100_000
+MAX_TRIALS = 4
+MAX_DAYS = 10
+MAX_VOICES = 10_000
+LEAST_OF_TENANT = 5  # people that make a tenant one of several
+DAY_MS = 86_400_000
+
+Arm = tuple[int, int]  # the version that answered, and the version on trial when it was drawn (-1: none)
+
+
+class Tally(msgspec.Struct):
+    """What was served to somebody: answers, one of each session where gateways say so.
+
+    failed: the engine did not bring them to an end. refused: they began as a refusal.
+
+    Example: Tally(answers=9200, failed=2, refused=40)
+    """
+
+    answers: int = 0
+    failed: int = 0
+    refused: int = 0
+
+
+class Voice(msgspec.Struct):
+    """One person's word. group: the answer's. bad: whether it is a complaint, None where it was taken back."""
+
+    answered_ms: int
+    group: str
+    tenant: str
+    arm: Arm
+    bad: bool | None
+
+
+class Answer(msgspec.Struct):
+    """One answer. people: who spoke of it in time. said: bad and good words in time, bad and good ones that came late."""
+
+    arm: Arm
+    answered_ms: int
+    revision: int = -1
+    people: tuple[str, ...] = ()
+    said: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+
+class Voices:
+    """People of one trial or one day, by a hash the same ones in whatever order they come."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Voice] = {}
+        self._place = 2**64  # who lies below it is kept
+        self.said = [0, 0, 0, 0]
+
+    def __iter__(self) -> Iterator[Voice]:
+        return (voice for voice in self._known.values() if voice.bad is not None)
+
+    def speak(self, person: str, voice: Voice) -> None:
+        """What a person thinks of an answer as it stands; of their answers the first one counts."""
+        if place_of_person(person) >= self._place:
+            return
+        known = self._known.get(person)
+        if known is None and voice.bad is None:
+            return
+        if known is None or (voice.answered_ms, voice.group) <= (known.answered_ms, known.group):
+            self._known[person] = voice
+        while len(self._known) > MAX_VOICES:
+            self._place //= 2
+            self._known = {one: word for one, word in self._known.items() if place_of_person(one) < self._place}
+
+
+class Ratings:
+    """Counts what closures and gateways tell."""
+
+    def __init__(self, config: PeopleConfig | None = None) -> None:
+        self._config = config or PeopleConfig()
+        self.mature_ms = int(duration_s(self._config.mature or "0s") * 1000)
+        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._trials: dict[int, Voices] = {}
+        self._days: dict[int, Voices] = {}
+        self._served: dict[tuple[str, Arm], Answered] = {}
+
+    def closure(self, closure: Closure, at_ms: int) -> None:
+        """An answer of production was closed with what was said of it, or revised. at_ms: when that was logged."""
+        answer = self._answers.get(closure.group)
+        if answer is None:
+            if closure.lane != "live" or closure.revision or closure.version < 0:
+                return
+            answered_ms = closure.answered_ms if closure.answered_ms >= 0 else at_ms
+            answer = self._answers[closure.group] = Answer((closure.version, closure.trial), answered_ms)
+            if len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        if closure.revision > answer.revision:
+            answer.revision = closure.revision
+            self._change(closure.group, answer, ratings_of(closure, answer.answered_ms))
+
+    def progress(self, progress: Progress) -> None:
+        """A gateway told what it served."""
+        for told in progress.answered:
+            place = (progress.instance, (told.version, told.trial))
+            known = self._served.get(place)
+            if known is None or told.answers > known.answers:
+                self._served[place] = told
+
+    def of_trial(self, trial: int) -> Voices:
+        """People whose sessions were drawn while a version was on trial."""
+        return self._trials.get(trial) or Voices()
+
+    def of_days(self) -> dict[int, Voices]:
+        """People by day since the epoch."""
+        return self._days
+
+    def several(self) -> bool:
+        """Whether people of more than one tenant are heard."""
+        found: dict[str, set[str]] = {}
+        for voices in self._days.values():
+            for voice in voices:
+                people = found.setdefault(voice.tenant, set())
+                if len(people) < LEAST_OF_TENANT:
+                    people.add(voice.group)
+                if sum(len(one) >= LEAST_OF_TENANT for one in found.values()) > 1:
+                    return True
+        return False
+
+    def of_version(self, version: int) -> dict[str, Tally]:
+        """What a version served to each client, on trial or not."""
+        return self._sum(lambda arm: arm[0] == version)
+
+    def of_arm(self, version: int, trial: int) -> dict[str, Tally]:
+        """What a version served to each client while another (or itself) was on trial, of the sessions that were drawn."""
+        return self._sum(lambda arm: arm == (version, trial))
+
+    def forget(self, kept: set[int]) -> None:
+        """Nothing is compared with versions other than these any more, nor with what is newer than they are."""
+        newest = max(kept, default=-1)
+        for place in [place for place in self._served if place[1][0] not in kept and place[1][0] < newest]:
+            del self._served[place]
+
+    def _change(self, group: str, answer: Answer, ratings: tuple[Rating, ...]) -> None:
+        deadline_ms = answer.answered_ms + self.mature_ms
+        in_time = [one for one in ratings if one.time_ms <= deadline_ms]
+        late = {person_of(group, one) for one in ratings if one.time_ms > deadline_ms}
+        bad = {person_of(group, one): self._is_bad(one) for one in reversed(in_time)}
+        # What is replaced after its time stands as it stood; what is taken back is not there any more.
+        gone = [person for person in answer.people if person not in bad and person not in late]
+        answer.people = (*bad, *(person for person in answer.people if person in late and person not in bad))
+        for voices in self._places(answer):
+            for person, word in [*bad.items(), *((one, None) for one in gone)]:
+                voices.speak(person, Voice(answer.answered_ms, group, tenant_in(group), answer.arm, word))
+            said = self._said(ratings, deadline_ms)
+            voices.said = [all_ + new - old for all_, new, old in zip(voices.said, said, answer.said, strict=True)]
+        answer.said = self._said(ratings, deadline_ms)
+
+    def _said(self, ratings: tuple[Rating, ...], deadline_ms: int) -> tuple[int, int, int, int]:
+        found = [0, 0, 0, 0]
+        for one in ratings:
+            found[2 * (one.time_ms > deadline_ms) + (not self._is_bad(one))] += 1
+        return found[0], found[1], found[2], found[3]
+
+    def _is_bad(self, rating: Rating) -> bool:
+        return rating.value < self._config.bad_below_of.get(rating.source, self._config.bad_below)
+
+    def _places(self, answer: Answer) -> list[Voices]:
+        """The day and the trial it belongs to; the oldest of them are let go."""
+        found = [_newest(self._days, answer.answered_ms // DAY_MS, MAX_DAYS)]
+        if answer.arm[1] >= 0:
+            found.append(_newest(self._trials, answer.arm[1], MAX_TRIALS))
+        return [one for one in found if one is not None]
+
+    def _sum(self, wanted: Callable[[Arm], bool]) -> dict[str, Tally]:
+        found: dict[str, Tally] = {}
+        for (_, arm), told in self._served.items():
+            if not wanted(arm):
+                continue
+            whole = Client(client="", sessions=told.answers, failed=told.failed, refused=told.refused)
+            for one in told.clients or (whole,):
+                tally = found.setdefault(one.client, Tally())
+                tally.answers += one.sessions
+                tally.failed += one.failed
+                tally.refused += one.refused
+        return found
+
+
+def ratings_of(closure: Closure, answered_ms: int) -> tuple[Rating, ...]:
+    """What people said of an answer; in logs older than ratings what is credited to it stands for it."""
+    if closure.ratings is not None:
+        return closure.ratings
+    reward = closure.mean_reward
+    return () if reward is None else (Rating(source="", value=reward, time_ms=answered_ms),)
+
+
+def person_of(group: str, rating: Rating) -> str:
+    """Who gave a rating, as far as it is known: a rater of a tenant, else whoever sits behind the session."""
+    return f"{tenant_in(group)}/{rating.rater}" if is_person(rating.rater) else session_of(group) or group
+
+
+def place_of_person(person: str) -> int:
+    """Where a person lies below 2 ** 64."""
+    return int.from_bytes(blake2b(person.encode(), digest_size=8).digest(), "big")
+
+
+def _newest(known: dict[int, Voices], number: int, most: int) -> Voices | None:
+    """The one of that number among the `most` of the highest numbers, None where it is older than all of them."""
+    if number not in known:
+        if len(known) >= most and number < min(known):
+            return None
+        known[number] = Voices()
+        if len(known) > most:
+            del known[min(known)]
+    return known[number]

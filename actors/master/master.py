@@ -1,0 +1,184 @@
+"""The master: issues groups as fast as learning can take them, issues again what nobody finished, and asks for evals.
+
+    taskset ─────┐                            ┌──> tasks      groups, re-issues, eval tasks
+    progress ────┤ follow ─> Plan ─ changed ─>┤
+    policies ────┤  (state)                   ├──> evals      results
+    evals ───────┘                            └──> progress   report, every few seconds
+
+Waits for the log alone: each batch read wakes the one loop that decides. Delivery: what is issued is confirmed by the
+broker before the next decision; a restart recounts everything from the log, so nothing is issued twice under one
+attempt and no result is published twice. A second master takes the lease and the first one ends; what it still issues
+meanwhile are attempts of their own numbers, never the same ids with other content.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+
+from actors.config import MasterConfig
+from actors.master.plan import Plan
+from infra.log.blob_prune import prune_frames
+from infra.log.blobs import day_of
+from infra.log.log import Log, Message
+from infra.log.reading import follow, readable
+from infra.observe.metrics import Metrics
+from infra.roles.role import run_until
+from infra.settings.config import Floor, Pacing, duration_s
+from schemas import Block, Closure, Directive, Drawn, EvalResult, MasterState, PolicyEvent, Progress, Task
+from schemas.errors import BrokerUnavailable, OffsetOutOfRange, StoreError, UnknownMajor
+from schemas.fields import CANARY_MISSING
+from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS, TASKSET
+
+_log = logging.getLogger(__name__)
+
+PRUNE_EVERY_S = 3600.0
+
+
+async def run_master(
+    floor: Floor,
+    config: MasterConfig,
+    pacing: Pacing,
+    log: Log,
+    metrics: Metrics,
+    stop: asyncio.Event,
+    *,
+    finish: asyncio.Event | None = None,
+    instance: str = "",
+) -> None:
+    """Run until `stop` is set. Raises FencedOut when another master takes the lease.
+
+    `finish` ends issuing as the stop rule does: drain, last evals, then state "done"."""
+    instance = instance or f"master/{socket.gethostname()}/{os.getpid()}"
+    # First the lease, then the count: what the master before this one issued until then is counted.
+    lease = await log.publish(POLICIES, Directive(order="lease", owner=instance))
+    plan = Plan(config, pacing, policy=floor.policy.name, token=lease.offset)
+    await _recount(log, plan, metrics)
+    decide = _decide(log, plan, metrics, finish)
+    report = _report(log, plan, metrics, config.report_s, instance)
+    await run_until(stop, decide, report, _prune(log, metrics, int(duration_s(floor.keep.replay) * 1000)))
+
+
+async def _recount(log: Log, plan: Plan, metrics: Metrics) -> None:
+    """All that was ever issued."""
+    async for message in log.read_all(TASKS):
+        if readable(message, TASKS, metrics) and isinstance(message.value, Task) and message.value.issued is not None:
+            plan.issued(message.value.issued)
+            plan.tick(message.timestamp_ms)
+    _log.info("recounted next_sequence=%d", plan.admission.next_sequence)
+
+
+async def _decide(log: Log, plan: Plan, metrics: Metrics, finish: asyncio.Event | None) -> None:
+    """Read, wait until all of the past is read, then decide after every change."""
+    wake = asyncio.Event()
+    caught_up: list[asyncio.Event] = []
+
+    def apply(message: Message) -> None:
+        _apply(plan, metrics, message)
+
+    async with asyncio.TaskGroup() as followers:
+        for topic in (TASKSET, POLICIES, EVALS, PROGRESS):
+            caught_up.append(asyncio.Event())
+            loop = follow(log, topic, apply, metrics=metrics, caught_up=caught_up[-1], changed=wake.set)
+            followers.create_task(loop)
+        for event in caught_up:
+            await event.wait()
+        plan.caught_up()
+        while True:
+            if finish is not None and finish.is_set():
+                plan.finish()
+            await _act(log, plan, metrics)
+            await wake.wait()
+            wake.clear()
+
+
+def _apply(plan: Plan, metrics: Metrics, message: Message) -> None:
+    """Give one record to the plan."""
+    plan.tick(message.timestamp_ms)
+    record = message.value
+    if isinstance(record, Task):
+        plan.task(record)
+    elif isinstance(record, Closure):
+        plan.closure(record, message.timestamp_ms)
+        metrics.counter("closures", outcome=record.outcome, reason=record.reason).inc()
+    elif isinstance(record, Drawn):
+        metrics.counter("groups_drawn").inc(plan.drawn(record))
+    elif isinstance(record, Progress):
+        plan.progress(record, message.timestamp_ms)
+    elif isinstance(record, PolicyEvent):
+        plan.policy(record, message.offset, message.timestamp_ms)
+    elif isinstance(record, Directive):
+        plan.directive(record, message.offset)
+    elif isinstance(record, EvalResult):
+        plan.result(record)
+    elif isinstance(record, Block):
+        for experience in record.experiences:
+            plan.evals.scored(experience)
+            plan.gate.reply(experience)
+
+
+async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
+    """Publish what follows from what is known now."""
+    for result in plan.results():
+        await log.publish(EVALS, result)
+        metrics.counter("eval_results", suite=result.suite).inc()
+        metrics.gauge("accuracy", suite=result.suite).set(result.accuracy)
+        correct = f"{result.num_correct}/{result.num_tasks * result.num_samples}"
+        _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
+    for verdict in plan.gate.verdicts():
+        await log.publish(POLICIES, plan.gate.record(verdict))
+        metrics.counter("gate_verdicts", passed=str(verdict.passed).lower()).inc()
+        _log.info("gate version=%d passed=%s reason=%s", verdict.version, verdict.passed, verdict.reason)
+    for breach in plan.gate.breaches():
+        await log.publish(POLICIES, plan.gate.record(breach))
+        metrics.counter("guard_rollbacks").inc()
+        _log.warning("rolled_back version=%d to=%d reason=%s", breach.version, breach.before, breach.reason)
+    for kind, tasks in (("rollout", plan.rollouts()), ("reissue", plan.reissues()), ("eval", plan.eval_tasks())):
+        if tasks:
+            await log.publish_all(TASKS, tasks)
+            metrics.counter("issued", kind=kind).inc(len(tasks))
+
+
+async def _prune(log: Log, metrics: Metrics, keep_ms: int) -> None:
+    """Remove large frames that nothing claims any more, now and then; what fails is tried again the next time."""
+    while True:
+        await asyncio.sleep(PRUNE_EVERY_S)
+        try:
+            removed = await prune_frames(log, today=day_of(time.time()), keep_ms=keep_ms)
+            metrics.counter("frames_pruned").inc(removed)
+        except (BrokerUnavailable, StoreError, OffsetOutOfRange, UnknownMajor) as error:
+            metrics.counter("prunings_failed").inc()
+            _log.warning("frames_not_pruned error=%s", error)
+
+
+async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instance: str) -> None:
+    """Tell what is going on; the reports also keep the log's clock moving."""
+    while True:
+        admission = plan.admission
+        state = MasterState(state=plan.state, outstanding=len(admission.outstanding), drained_to=plan.drain_offset)
+        metrics.gauge("outstanding_groups").set(state.outstanding)
+        metrics.gauge("max_outstanding_groups").set(admission.limits.max_outstanding)
+        metrics.gauge("issued_groups").set(admission.next_sequence)
+        metrics.gauge("stable_version").set(plan.gate.stable.version)
+        metrics.gauge("trial_version").set(plan.gate.stable.trial)
+        if plan.look_for_canary():
+            _log.warning("canary_missing trial=%d", plan.gate.stable.trial)
+        metrics.gauge(CANARY_MISSING).set(plan.canary.missing_s)
+        metrics.gauge("tasks").set(len(plan.book.tasks))
+        metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
+        await log.publish(
+            PROGRESS,
+            Progress(
+                role="master",
+                instance=instance,
+                version=plan.feed.newest,
+                counters=metrics.counters(),
+                gauges=metrics.gauges(),
+                state=state.state,
+                life="ended" if state.state == "done" else "working",
+                master=state,
+                alarms=tuple(plan.gate.alarms()),
+            ),
+        )
+        await asyncio.sleep(every_s)

@@ -1,0 +1,343 @@
+"""The plan: all the master knows, and what it decides from it. State without clock, task or client.
+
+Inputs are records of the log in the order of their topics; decisions are the records to publish. Time is the log's:
+the newest log-append timestamp seen; for re-issues the time during which explorers were reporting, so that a fleet that
+is starting or gone makes nothing overdue; for the stop rule the time during which anything was reporting. Everything is
+recounted from the log at a restart, except how long groups have been waiting: that begins anew.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+
+from actors.config import MasterConfig
+from actors.master.admission import Admission, AdmissionLimits
+from actors.master.curriculum import choose
+from actors.master.evaluation import EvalBook, parse_eval_group
+from actors.master.gate.gate import Gate
+from actors.master.issue import evaluation, rollout, round_of
+from actors.master.taskbook import Pool, TaskBook
+from infra.policies.policy_feed import PolicyFeed
+from infra.roles.absence import Absence
+from infra.settings.config import Pacing, duration_s
+from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
+from schemas.errors import FencedOut
+from schemas.fields import MasterPhase
+from schemas.ids import task_of
+
+_log = logging.getLogger(__name__)
+
+_SILENT_MS = 15_000  # gateways report every few seconds: a longer silence is absence
+_MAX_GAP_MS = 5_000  # explorers report every few seconds: a longer silence is absence
+_SETTLED_MS = 3_000  # nothing new for so long: a taskset is loaded, a drained trainer is through
+
+_STUCK_MS = 10_000
+
+# Attempts of one group under one lease; far more than there is time for, so that no two masters ever number one alike.
+ATTEMPTS_PER_LEASE = 1000
+
+
+class Plan:
+    """What to issue, to issue again, to evaluate and to report as a result.
+
+    token: of this master's lease. Attempts are numbered from it, so a master that was overtaken and did not notice yet
+    issues other attempts than its successor, and collect keeps the first that completes.
+    """
+
+    def __init__(self, config: MasterConfig, pacing: Pacing, *, policy: str, token: int = 0) -> None:
+        self.config = config
+        self.pacing = pacing
+        self.token = token
+        self.drained_by = ""
+        self.paused = False
+        self.drain_offset = -1
+        self.book = TaskBook()
+        self.feed = PolicyFeed(policy)
+        self.evals = EvalBook(config.evals, policy=policy)
+        self.gate = Gate(config.gate, policy=policy, token=token)
+        self.admission = Admission(
+            AdmissionLimits(
+                groups_per_step=pacing.groups_per_step,
+                max_staleness=pacing.max_staleness,
+                steps_per_version=pacing.steps_per_version,
+                first_version=config.first_version,
+            )
+        )
+        self.clock_ms = 0
+        self.active_s = 0.0
+        self.running_ms = 0
+        self._explorer_ms: int | None = None
+        self._canary_ms: int | None = None
+        self.canary = Absence()
+        self._task_ms = 0
+        self._moved_ms = 0
+        self._begun_any = False
+        self._stopped_ms: int | None = None
+        self._reached = False
+        self._finish = False
+
+    # ---- what the log says
+
+    def tick(self, timestamp_ms: int) -> None:
+        """A record was appended at this time."""
+        if self._begun_any and self.clock_ms:
+            self.running_ms += max(0, min(timestamp_ms - self.clock_ms, _MAX_GAP_MS))
+        self.clock_ms = max(self.clock_ms, timestamp_ms)
+        if self._stopped_ms is None and self._ended:
+            self._stopped_ms = self.clock_ms
+
+    def caught_up(self) -> None:
+        """The log is read as it was at the start: what is outstanding begins to wait now."""
+        self.admission.wait_anew(self.active_s)
+        self.evals.wait_anew(self.active_s)
+
+    def task(self, task: Task) -> None:
+        """A record of `taskset`."""
+        self.book.add(task)
+        self._task_ms = self.clock_ms
+
+    def issued(self, issued: Issued) -> None:
+        """A record of `tasks`, ours or of an earlier life."""
+        if parse_eval_group(issued.group) is not None:
+            self.evals.issued(issued, self.active_s)
+            return
+        self.admission.issued(issued, self.active_s)
+        self.book.issued(task_of(issued.group), round_of(issued.group))
+        self._begun_any = True
+
+    def closure(self, closure: Closure, timestamp_ms: int | None = None) -> bool:
+        """A Closure of `progress`; True if it ended an outstanding group."""
+        self._moved_ms = self.clock_ms
+        if parse_eval_group(closure.group) is not None:
+            self.evals.closed(closure)
+            return False
+        self._begun_any = self._begun_any or closure.lane == "live"
+        self.gate.closure(closure, timestamp_ms)
+        if closure.mean_reward is not None and closure.revision == 0:
+            self.book.rewarded(closure.group, closure.mean_reward)
+        return self.admission.closed(closure)
+
+    def drawn(self, drawn: Drawn) -> int:
+        """A Drawn of `progress`; how many outstanding groups it ended."""
+        self._moved_ms = self.clock_ms
+        return self.admission.drawn(drawn)
+
+    def progress(self, progress: Progress, timestamp_ms: int) -> None:
+        """A report of a role."""
+        self.gate.progress(progress, timestamp_ms)
+        if progress.is_canary:
+            self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
+        if progress.role != "explore" or progress.life not in ("working", None):
+            return  # None, of an older explorer: a group that is issued again too early costs less than one that never is
+        if self._explorer_ms is not None:
+            self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
+        self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
+
+    def policy(self, event: PolicyEvent, offset: int, timestamp_ms: int | None = None) -> None:
+        """A record of `policies`."""
+        self.gate.event(event, timestamp_ms)
+        if self.feed.apply(event, offset):
+            self._moved_ms = self.clock_ms
+            self.feed.forget_below(self.feed.newest)
+
+    def look_for_canary(self) -> bool:
+        """Whether it is an alarm from now on that a version is on trial and nobody serves it; see `canary`."""
+        there = self._canary_ms is not None and self.clock_ms - self._canary_ms < _SILENT_MS
+        return self.canary.look(self.clock_ms / 1000, wanted=self.gate.stable.trial >= 0, there=there)
+
+    def result(self, result: EvalResult) -> None:
+        """An EvalResult of `evals`."""
+        self.evals.published(result)
+        self.gate.result(result)
+        stop = self.config.stop
+        if stop.suite and result.suite == stop.suite and result.accuracy >= stop.at:
+            self._reached = True
+
+    def directive(self, directive: Directive, offset: int) -> None:
+        """A word of an operator, or of another master; raises FencedOut for the lease of a later one."""
+        if directive.order == "lease":
+            if offset > self.token:
+                raise FencedOut(f"this master holds lease {self.token}, {directive.owner} took lease {offset}")
+        elif directive.order == "eval":
+            if directive.suite in self.evals.suites and directive.version >= 0:
+                self.evals.request(directive.suite, directive.version)
+            else:
+                _log.warning("eval_unknown suite=%s version=%d", directive.suite, directive.version)
+        elif directive.is_of_learning:
+            self.drained_by = (directive.owner or "somebody") if directive.order == "drain" else ""
+            self.paused = directive.order == "pause"
+            self.drain_offset = offset
+
+    def finish(self) -> None:
+        """Somebody asked for the end: as if the stop rule held."""
+        self._finish = True
+
+    # ---- what follows from it
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing new is issued: the run is over, or an operator drains or pauses it."""
+        return self._ended or bool(self.drained_by) or self.paused
+
+    @property
+    def _ended(self) -> bool:
+        stop = self.config.stop
+        return (
+            self._finish
+            or self._reached
+            or 0 < stop.versions <= self.feed.newest
+            or 0 < stop.groups <= self.admission.next_sequence
+            or (bool(stop.after) and self.running_ms >= duration_s(stop.after) * 1000)
+        )
+
+    @property
+    def state(self) -> MasterPhase:
+        """How far it is."""
+        if self.paused:
+            return "paused"
+        if not self.stopped:
+            return "issuing" if self._begun() else "warming up"
+        if not self._drained():
+            return "draining"
+        if not self._ended:
+            return "drained"
+        finals = [(suite.suite, self.feed.newest) for suite in self.config.evals]
+        return "done" if self.evals.done(finals) or self._given_up(2) else "evaluating"
+
+    def rollouts(self) -> list[Task]:
+        """New groups to issue now; they count as issued."""
+        pool = self.book.pool(self.config.split, measured=self.config.curriculum == "easy_to_hard")
+        if self.stopped or not self._begun() or not pool.tasks:
+            return []
+        room = self.admission.room
+        if self.config.stop.groups:
+            room = min(room, self.config.stop.groups - self.admission.next_sequence)
+        return [task for _ in range(room) if (task := self._rollout(pool)) is not None]
+
+    def reissues(self) -> list[Task]:
+        """Groups and eval tasks to issue again; they count as issued. One whose task is gone is skipped and logged."""
+        again: list[Task] = []
+        for name in self.admission.overdue(self.active_s, self.pacing.reissue_s):
+            group = self.admission.outstanding[name]
+            task = self.book.tasks.get(task_of(name))
+            if task is None:
+                _log.warning("reissue_without_task group=%s", name)
+                continue
+            again.append(
+                rollout(
+                    task,
+                    self.config,
+                    round=round_of(name),
+                    attempt=max(group.attempt + 1, self._first_attempt),
+                    sequence=group.sequence,
+                    # The version that is there must do: waiting for one nobody may publish could stop everything.
+                    min_version=min(self.feed.newest, self.admission.min_version(ahead=self.admission.ahead(name))),
+                )
+            )
+        return self._count([*again, *self._eval_reissues()])
+
+    def eval_tasks(self) -> list[Task]:
+        """Eval tasks to issue now, of whole requests; they count as issued."""
+        if not self.stopped:
+            lead, first = self.config.eval_lead, self.config.first_version
+            due = self.evals.due(newest=self.feed.newest, first_version=first, lead=lead)
+        else:
+            due = self.evals.due_at(self.feed.newest) if self._ended and self._drained() else []
+        for suite, version in due:
+            self.evals.request(suite, version)
+        tasks: list[Task] = []
+        for request in self.evals.incomplete():
+            suite_tasks = self._suite_tasks(request.suite)
+            missing = [index for index in range(len(suite_tasks)) if index not in request.attempts]
+            tasks += [self._eval(request.suite, request.version, index, self._first_attempt) for index in missing]
+            if suite_tasks:
+                self.evals.complete(request.suite, request.version, len(suite_tasks), _digest(suite_tasks))
+        return self._count(tasks)
+
+    def results(self) -> list[EvalResult]:
+        """Results to publish now; they count as published."""
+        results = self.evals.ready()
+        for result in results:
+            self.result(result)
+        return results
+
+    @property
+    def _first_attempt(self) -> int:
+        return self.token * ATTEMPTS_PER_LEASE
+
+    def _begun(self) -> bool:
+        return self.feed.newest >= self.config.first_version
+
+    def _drained(self) -> bool:
+        """Nothing is outstanding and nothing moves. At the end of a run also less than a step, or when it took too long."""
+        quiet_ms = self.clock_ms - self._moved_ms
+        num_outstanding = len(self.admission.outstanding)
+        # The stop itself counts as a move: the trainer has to hear of it before it trains less than a whole step.
+        if min(quiet_ms, self.clock_ms - (self._stopped_ms or 0)) >= _SETTLED_MS and num_outstanding == 0:
+            return True
+        return self._ended and (
+            (quiet_ms >= _STUCK_MS and num_outstanding < self.pacing.groups_per_step) or self._given_up(1)
+        )
+
+    def _given_up(self, factor: int) -> bool:
+        limit_ms = duration_s(self.config.drain) * 1000 * factor
+        return self._stopped_ms is not None and self.clock_ms - self._stopped_ms >= limit_ms
+
+    def _rollout(self, pool: Pool) -> Task | None:
+        sequence = self.admission.next_sequence
+        index = choose(
+            self.config.curriculum,
+            priorities=pool.priorities,
+            success=lambda index: self.book.success(pool.tasks[index].id),
+            seed=self.config.seed,
+            sequence=sequence,
+            ramp_groups=self.config.ramp_groups,
+            floor=self.config.floor,
+            cap=self.config.cap,
+        )
+        if index is None:
+            return None
+        task = pool.tasks[index]
+        issued = rollout(
+            task,
+            self.config,
+            round=self.book.next_round(task.id),
+            attempt=self._first_attempt,
+            sequence=sequence,
+            min_version=self.admission.min_version(),
+        )
+        return self._count([issued])[0]
+
+    def _eval(self, suite: str, version: int, index: int, attempt: int) -> Task:
+        task = self._suite_tasks(suite)[index]
+        return evaluation(
+            task, self.config, suite=self.evals.suites[suite], version=version, index=index, attempt=attempt
+        )
+
+    def _eval_reissues(self) -> list[Task]:
+        overdue = self.evals.overdue(self.active_s, self.pacing.reissue_s, newest=self.feed.newest)
+        return [
+            self._eval(request.suite, request.version, index, max(request.attempts[index] + 1, self._first_attempt))
+            for request, indexes in overdue
+            for index in indexes
+            if index < len(self._suite_tasks(request.suite))
+        ]
+
+    def _suite_tasks(self, suite: str) -> list[Task]:
+        """Tasks of a suite: as many as are wanted, or all there are once no more arrive; none before that."""
+        wanted = self.evals.suites[suite].tasks
+        tasks = self.book.of_split(suite)
+        if len(tasks) < wanted and self.clock_ms - self._task_ms < _SETTLED_MS:
+            return []
+        return tasks[:wanted]
+
+    def _count(self, tasks: list[Task]) -> list[Task]:
+        for task in tasks:
+            assert task.issued is not None
+            self.issued(task.issued)
+        return tasks
+
+
+def _digest(tasks: Sequence[Task]) -> str:
+    """Which tasks these are, in their order."""
+    return hashlib.blake2b("\x00".join(task.id for task in tasks).encode(), digest_size=8).hexdigest()

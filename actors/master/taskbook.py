@@ -1,0 +1,79 @@
+"""The task book: the tasks there are, how often each was issued, how well it goes. State without clock or client."""
+
+import msgspec
+
+from actors.master.curriculum import running_sum, smoothed
+from schemas import Task
+from schemas.ids import task_of
+
+MIDDLE_DIFFICULTY = 0.5
+_RESORT = 64  # success rates between two orders by what was measured, at least
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """Tasks of a split from easy to hard, and their priorities as `curriculum.choose` draws from them."""
+
+    tasks: list[Task]
+    priorities: list[float]
+
+
+class TaskBook:
+    """Tasks by id and by split, with the next round and the success rate of each."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, Task] = {}
+        self._rounds: dict[str, int] = {}
+        self._success: dict[str, float] = {}
+        self._ordered: dict[str, list[Task]] = {}
+        self._pools: dict[str, Pool] = {}
+        self._num_rated = 0
+
+    def add(self, task: Task) -> None:
+        """A task was added to the taskset, or replaced there by one of the same id."""
+        known = self.tasks.get(task.id)
+        self.tasks[task.id] = task
+        for split in {task.split, task.split if known is None else known.split}:
+            self._ordered.pop(split, None)
+            self._pools.pop(split, None)
+
+    def of_split(self, split: str) -> list[Task]:
+        """Tasks of a split from easy to hard (difficulty, then id), so that the order they came in does not matter."""
+        if split not in self._ordered:
+            tasks = [task for task in self.tasks.values() if task.split == split]
+            self._ordered[split] = sorted(tasks, key=lambda task: self._difficulty(task, measured=False))
+        return self._ordered[split]
+
+    def pool(self, split: str, *, measured: bool = False) -> Pool:
+        """What the curriculum draws from. measured: tasks without a difficulty of their own stand by their success
+        rates, put in order anew now and then."""
+        if measured and self._num_rated >= max(_RESORT, len(self.tasks) // 10):
+            self._num_rated = 0
+            self._pools.pop(split, None)
+        if split not in self._pools:
+            tasks = sorted(self.of_split(split), key=lambda task: self._difficulty(task, measured=measured))
+            self._pools[split] = Pool(tasks, running_sum(task.priority for task in tasks))
+        return self._pools[split]
+
+    def issued(self, task: str, round: int) -> None:
+        """Round `round` of a task was issued."""
+        self._rounds[task] = max(self._rounds.get(task, 0), round + 1)
+
+    def next_round(self, task: str) -> int:
+        """The round that was never issued."""
+        return self._rounds.get(task, 0)
+
+    def rewarded(self, group: str, mean_reward: float) -> None:
+        """A group of a task ended with this mean reward."""
+        task = task_of(group)
+        if task in self._rounds:
+            self._success[task] = smoothed(self._success.get(task), mean_reward)
+            self._num_rated += 1
+
+    def success(self, task: str) -> float | None:
+        """Success rate of a task, None before its first group ended."""
+        return self._success.get(task)
+
+    def _difficulty(self, task: Task, *, measured: bool) -> tuple[float, str]:
+        rate = self._success.get(task.id) if measured else None
+        own = MIDDLE_DIFFICULTY if rate is None else 1.0 - rate
+        return (own if task.difficulty is None else task.difficulty, task.id)

@@ -1,0 +1,136 @@
+"""Any service as an environment: reset and step as JSON over HTTP.
+
+    POST <url>/reset  {"episode": "<32 hex digits>", "seed": 7, "task": {…}}           ─> {"observation": "…"}
+    POST <url>/step   {"episode": "…", "turn": 0, "action": "…"}                       ─> {"observation": "…", "reward":
+    POST <url>/close  {"episode": "…"}  (where `closes` is set)                            0.5, "end": "terminal"}
+
+Every field of an answer may be left out. The episode's name is ours, so a reset may safely be sent twice: it is retried.
+A step is sent twice only where the connection was refused before anything was sent, or where the service says that it
+knows a turn again by its number (`step_twice`). Answers are bounded in size; redirects are not followed.
+"""
+
+import asyncio
+import os
+import uuid
+from typing import Any
+
+import httpx
+import msgspec
+
+from actors.rollout.environment import EnvironmentEnd, Outcome
+from schemas import Task
+from schemas.errors import ConfigError
+
+MAX_ANSWER_BYTES = 1024 * 1024
+FIRST_BACKOFF_S = 0.2
+BUSY = (429, 502, 503, 504)  # nothing was done: the service, or something before it, is full or restarting
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    observation: str = ""
+    reward: float | None = None
+    end: EnvironmentEnd | None = None
+
+
+class HttpEnvironment:
+    """url: where the service listens. timeout_s: of one request. retries: of a request that may be sent twice.
+
+    token_env: environment variable that holds a bearer token; it is sent, and never logged. step_twice: the service
+    answers a turn it has seen with what it answered then. closes: it wants to be told when an episode is over.
+
+    Example: HttpEnvironment(url="http://shop-simulator:8080", timeout_s=20)
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        timeout_s: float = 10.0,
+        retries: int = 2,
+        token_env: str = "",
+        step_twice: bool = False,
+        closes: bool = False,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
+        if token_env and token_env not in os.environ:
+            raise ConfigError(f"token_env: the environment has no {token_env}, which should hold the token")
+        self._url = url.rstrip("/")
+        self._retries = retries
+        self._step_twice = step_twice
+        self._closes = closes
+        self._timeout_s = timeout_s
+        self._token = os.environ[token_env] if token_env else ""
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
+        self._episode = ""
+        self._turn = 0
+
+    async def reset(self, task: Task, *, seed: int) -> Outcome:
+        """Begin an episode under a fresh name."""
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        self._client = httpx.AsyncClient(timeout=self._timeout_s, headers=headers, transport=self._transport)
+        self._episode, self._turn = uuid.uuid4().hex, 0
+        body = {"episode": self._episode, "seed": seed, "task": msgspec.to_builtins(task)}
+        return await self._ask("reset", body, twice=True)
+
+    async def step(self, action: str) -> Outcome:
+        """Send one action."""
+        body = {"episode": self._episode, "turn": self._turn, "action": action}
+        self._turn += 1
+        return await self._ask("step", body, twice=self._step_twice)
+
+    async def close(self) -> None:
+        """Tell the service, where it wants to be told, and let the connection go."""
+        if self._client is None:
+            return
+        try:
+            if self._closes:
+                await self._ask("close", {"episode": self._episode}, twice=False)
+        finally:
+            await self._client.aclose()
+
+    async def _ask(self, what: str, body: dict[str, Any], *, twice: bool) -> Outcome:
+        backoff_s = FIRST_BACKOFF_S
+        for left in range(self._retries, -1, -1):
+            try:
+                return await self._once(what, body)
+            except _Refused as error:
+                if not left or not (twice or error.unsent):
+                    raise RuntimeError(str(error)) from error
+            await asyncio.sleep(backoff_s)
+            backoff_s *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _once(self, what: str, body: dict[str, Any]) -> Outcome:
+        assert self._client is not None, "reset comes first"
+        where = f"{self._url}/{what}"
+        try:
+            async with self._client.stream("POST", where, json=body) as response:
+                content = b""
+                async for chunk in response.aiter_bytes():
+                    content += chunk
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise RuntimeError(f"{where}: answered over {MAX_ANSWER_BYTES} bytes")
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise _Refused(f"{where}: cannot be reached: {error}", unsent=True) from error
+        except httpx.TransportError as error:
+            raise _Refused(f"{where}: {type(error).__name__}: {error}") from error
+        if response.status_code in BUSY:
+            raise _Refused(f"{where}: answered {response.status_code}")
+        if response.status_code != 200:
+            raise RuntimeError(f"{where}: answered {response.status_code}, expected 200: {content[:200]!r}")
+        try:
+            answer = msgspec.json.decode(content, type=_Answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RuntimeError(f"{where}: {error}; expected observation, reward and end as JSON") from error
+        return Outcome(observation=answer.observation, reward=answer.reward, end=answer.end)
+
+
+class _Refused(Exception):
+    """A request that may be tried again. unsent: certainly not even seen by the service."""
+
+    def __init__(self, message: str, *, unsent: bool = False) -> None:
+        super().__init__(message)
+        self.unsent = unsent

@@ -1,0 +1,201 @@
+"""The explorer: takes issued tasks, runs their episodes on one engine, publishes what was sampled, follows the policy.
+
+    tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, verified (stubs), progress (closures)
+             (commits)    ^ ended, reloaded          │ generate
+    policies ──> PolicyFollower ───── load ──────> engine
+
+Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt, and
+what dies with this process is issued again by the master, as another attempt. Nothing is started whose commit was
+refused.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+
+from actors.config import ExploreConfig
+from actors.engines.engine import Engine
+from actors.engines.reload import PolicyFollower
+from actors.rollout.rollout import RolloutRuntime, pass_over, run_group
+from actors.rollout.scheduler import Scheduler
+from actors.rollout.session import CachedTokenizer, Tokenizer
+from actors.rollout.workflow import Workflows
+from infra.log.bus import CommitRefused, Partition, Reader
+from infra.log.log import Log, Message
+from infra.observe.failpoint import reach
+from infra.observe.metrics import Metrics
+from infra.roles.role import run_until
+from infra.settings.config import Floor
+from infra.store.images import ImageReader
+from infra.store.store import Store
+from schemas import Progress, Task
+from schemas.fields import VERSION_PASSED, Life
+from schemas.topics import PROGRESS, TASKS
+
+_log = logging.getLogger(__name__)
+
+GROUP = "explore"
+_POLL_S = 0.5
+_SETTLE_S = 5.0  # of waiting for a share of the partitions; there may be none for this explorer
+
+
+async def run_explorer(
+    floor: Floor,
+    config: ExploreConfig,
+    *,
+    log: Log,
+    store: Store,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    stop_tokens: tuple[int, ...],
+    metrics: Metrics,
+    stop: asyncio.Event,
+    instance: str = "",
+) -> None:
+    """Start the engine and serve until `stop` is set; running groups then get `drain_s` to finish."""
+    instance = instance or f"explore/{os.getpid()}"
+    runtime = RolloutRuntime(
+        log=log,
+        engine=engine,
+        tokenizer=CachedTokenizer(tokenizer),
+        workflows=Workflows(config.workflow, config.options, config.workflows),
+        config=config,
+        metrics=metrics,
+        stop=stop_tokens,
+        origin=instance,
+        images=ImageReader(store),
+    )
+    scheduler = Scheduler(max_episodes=config.episodes_in_flight)
+    await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading", life="starting"))
+    await engine.start()
+    try:
+        follower = PolicyFollower(runtime, scheduler, store, floor.policy.name)
+        reader = await log.subscribed(TASKS, group=GROUP)
+        halt = asyncio.Event()
+        await run_until(
+            halt,
+            _take_tasks(reader, runtime, scheduler, stop),
+            _dispatch(runtime, scheduler),
+            follower.read(),
+            follower.load(),
+            _report(runtime, scheduler, follower, instance),
+            _drain(scheduler, config.drain_s, stop, halt),
+        )
+        await log.publish(PROGRESS, _progress(runtime, instance, "stopped", "ended"))
+    finally:
+        await engine.close()
+
+
+async def _take_tasks(reader: Reader, runtime: RolloutRuntime, scheduler: Scheduler, stop: asyncio.Event) -> None:
+    """Commit, then hand over. Nothing is read while too much waits."""
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    ends = await runtime.log.bus.end_offsets(runtime.log.name(TASKS))
+    try:
+        while not stop.is_set():
+            if len(scheduler.waiting) >= runtime.config.max_held:
+                await scheduler.next_start()
+                continue
+            messages = await runtime.log.read(reader, timeout_s=_POLL_S if scheduler.settled.is_set() else 0.1)
+            for message in await _committed(messages, reader):
+                await _accept(message, runtime, scheduler)
+            scheduler.changed.set()
+            if not scheduler.settled.is_set():
+                mine = reader.positions()
+                read = bool(mine) and all(mine[partition] >= ends[partition] for partition in mine)
+                if read or clock() - started > _SETTLE_S:
+                    scheduler.settled.set()
+    finally:
+        await reader.close()
+
+
+async def _committed(messages: Sequence[Message], reader: Reader) -> list[Message]:
+    """Commit what was read and return it, without the partitions that are another explorer's by now: it gets those."""
+    batches: dict[Partition, list[Message]] = {}
+    for message in messages:
+        batches.setdefault(Partition(message.record.topic, message.partition), []).append(message)
+    kept: list[Message] = []
+    for partition, batch in batches.items():
+        try:
+            reach("explore.before_commit")
+            await reader.commit({partition: batch[-1].offset + 1})
+            reach("explore.after_commit")
+            kept += batch
+        except CommitRefused as error:
+            _log.info("commit_refused tasks=%d error=%s", len(batch), error)
+    return kept
+
+
+async def _accept(message: Message, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
+    """Put a task on the scheduler; what is none goes to the dead letters."""
+    task = message.value
+    if not isinstance(task, Task) or task.issued is None:
+        reason = "bad frame" if message.error is not None else "not an issued task"
+        runtime.metrics.counter("dead_letters", reason=reason).inc()
+        await runtime.log.dead_letter(message, stage=GROUP, reason=reason)
+    elif not scheduler.waiting.add(task):
+        runtime.metrics.counter("duplicate_tasks").inc()
+
+
+async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
+    """Start whatever may start, after every change."""
+    async with asyncio.TaskGroup() as group:
+        while True:
+            scheduler.changed.clear()
+            version = runtime.engine.version
+            if passed := scheduler.pass_over(version):
+                runtime.metrics.counter("evals_passed").inc(len(passed))
+                await pass_over(passed, VERSION_PASSED, runtime.log)
+            while (task := scheduler.take(runtime.engine.version)) is not None:
+                group.create_task(_run(task, runtime, scheduler))
+            await scheduler.changed.wait()
+
+
+async def _run(task: Task, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
+    try:
+        await run_group(task, runtime)
+    finally:
+        scheduler.end(task)
+
+
+async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt: asyncio.Event) -> None:
+    """At a stop let running groups finish, within bounds, then halt everything."""
+    await stop.wait()
+    scheduler.closed = True
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + drain_s
+    while scheduler.num_groups and (left := deadline - clock()) > 0:
+        await scheduler.next_end(left)
+    if scheduler.num_groups:
+        _log.warning("drain_expired groups=%d", scheduler.num_groups)
+    halt.set()
+
+
+async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower, instance: str) -> None:
+    """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group."""
+    metrics = runtime.metrics
+    while True:
+        if busy_s := scheduler.busy_s():
+            metrics.gauge("tokens_per_s").set(metrics.counters().get("tokens", 0.0) / busy_s)
+        metrics.gauge("idle_share").set(scheduler.idle_share())
+        metrics.gauge("episodes_in_flight").set(scheduler.num_episodes)
+        metrics.gauge("tasks_waiting").set(len(scheduler.waiting))
+        for name, value in follower.times.gauges().items():
+            metrics.gauge(name).set(value)
+        metrics.gauge("policy_version").set(runtime.engine.version)
+        await runtime.log.publish(PROGRESS, _progress(runtime, instance, "serving", "working"))
+        await asyncio.sleep(runtime.config.report_s)
+
+
+def _progress(runtime: RolloutRuntime, instance: str, state: str, life: Life) -> Progress:
+    """All that was counted so far."""
+    return Progress(
+        role="explore",
+        instance=instance,
+        version=runtime.engine.version,
+        counters=runtime.metrics.counters(),
+        gauges=runtime.metrics.gauges(),
+        state=state,
+        life=life,
+    )

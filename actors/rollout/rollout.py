@@ -1,0 +1,178 @@
+"""Runs one issued task: its episodes at once, each published as soon as it is worth a block.
+
+Guarantees: every episode ends as an experience, or, where nothing was sampled, as a stub that lets its group complete
+(for an eval, a closure), and so does a task whose workflow no setting names; one episode's failure is its own; a
+straggler holds back finished ones for at most `linger_s`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from actors.config import ExploreConfig
+from actors.engines.engine import Engine, EngineStopped, Sampling
+from actors.rollout.session import Session, Tokenizer
+from actors.rollout.waiting import issued_of
+from actors.rollout.workflow import Workflow, Workflows
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.settings.plugin import describe
+from infra.store.images import ImageReader
+from schemas import Block, Closure, Experience, Issued, Score, Stub, Task
+from schemas.errors import BadImage, ConfigError
+from schemas.experience import MAX_MEMBERS
+from schemas.ids import experience_id
+from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
+
+_log = logging.getLogger(__name__)
+
+FAILED = "episode failed"
+REFUSED = "unknown workflow"
+STAGE = "explore"
+_MAX_FAILURE_CHARS = 500
+
+
+class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rollout of an explorer uses. stop: token ids that end a turn. origin: who made the experiences.
+    images: reads what tasks show.
+    """
+
+    log: Log
+    engine: Engine
+    tokenizer: Tokenizer
+    workflows: Workflows
+    config: ExploreConfig
+    metrics: Metrics
+    stop: tuple[int, ...]
+    origin: str
+    images: ImageReader | None = None
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    """One episode: what it recorded, or why there is nothing."""
+
+    episode: int
+    experiences: list[Experience]
+    failure: str = ""
+
+
+async def run_group(task: Task, runtime: RolloutRuntime) -> None:
+    """Run all episodes of the task and publish them; raises only what the log raises."""
+    issued = issued_of(task)
+    try:
+        workflow = runtime.workflows.get(task.workflow)
+    except ConfigError as error:
+        _log.warning("task_refused group=%s error=%s", issued.group, error)
+        runtime.metrics.counter("tasks_refused", reason=REFUSED).inc()
+        ended = [_Ended(episode, [], str(error)) for episode in range(issued.num_episodes)]
+        await _publish(ended, issued, runtime, REFUSED)
+        return
+    sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=runtime.stop)
+    async with asyncio.TaskGroup() as group:
+        pending = {
+            group.create_task(_run_episode(task, episode, workflow, sampling, runtime))
+            for episode in range(issued.num_episodes)
+        }
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=runtime.config.linger_s)
+            if done:
+                await _publish([ended.result() for ended in done], issued, runtime)
+    runtime.metrics.counter("groups").inc()
+
+
+async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
+    """Tell the master that these evals get no answer here."""
+    closures = [_closure(issued_of(task), reason) for task in tasks]
+    await log.publish_all(PROGRESS, closures)
+
+
+async def _run_episode(
+    task: Task, episode: int, workflow: Workflow, sampling: Sampling, runtime: RolloutRuntime
+) -> _Ended:
+    session = Session(runtime.engine, runtime.tokenizer, sampling, runtime.images)
+    scores: tuple[Score, ...] = ()
+    failure = ""
+    try:
+        async with asyncio.timeout(runtime.config.episode_timeout_s):
+            scores = tuple(await workflow(task, session))
+    except EngineStopped:  # no episode can succeed any more: this process ends, the master issues its groups again
+        raise
+    except TimeoutError:
+        failure = f"not finished after {runtime.config.episode_timeout_s:g} s"
+    except BadImage as error:
+        runtime.metrics.counter("bad_images", reason=error.reason).inc()
+        failure = describe(error)[:_MAX_FAILURE_CHARS]
+    except Exception as error:  # whatever a workflow raises is this episode's failure, recorded as data
+        failure = describe(error)[:_MAX_FAILURE_CHARS]
+    if failure:
+        runtime.metrics.counter("requests_failed").inc()
+        _log.warning("episode_failed group=%s episode=%d failure=%s", issued_of(task).group, episode, failure)
+    if not session.num_sampled:
+        return _Ended(episode, [], failure or "nothing was sampled")
+    return _Ended(episode, _experiences(session, task, episode, failure, scores, runtime.origin), failure)
+
+
+def _experiences(
+    session: Session, task: Task, episode: int, failure: str, scores: tuple[Score, ...], origin: str
+) -> list[Experience]:
+    issued = issued_of(task)
+    return session.experiences(
+        group=issued.group,
+        attempt=issued.attempt,
+        episode=episode,
+        failure=failure,
+        group_size=issued.num_episodes,
+        sequence=issued.sequence,
+        suite=issued.suite,
+        origin=origin,
+        scores=() if failure else scores,
+        task=task.id,
+        answer=task.answer,
+        held_out=bool(issued.suite),
+        meta=task.meta,
+    )
+
+
+async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRuntime, reason: str = FAILED) -> None:
+    """Blocks of what was recorded, stubs (or an eval's closure) for what was not."""
+    ended = sorted(ended, key=lambda episode: episode.episode)
+    experiences = [experience for episode in ended for experience in episode.experiences]
+    empty = [episode for episode in ended if not episode.experiences]
+    for start in range(0, len(experiences), MAX_MEMBERS):
+        await runtime.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
+    if empty and issued.suite:
+        await runtime.log.publish(PROGRESS, _closure(issued, reason))
+    elif empty:
+        await runtime.log.publish_all(VERIFIED, [_stub(episode.episode, issued, reason) for episode in empty])
+    metrics = runtime.metrics
+    metrics.counter("episodes").inc(len(ended))
+    metrics.counter("experiences").inc(len(experiences))
+    for experience in experiences:
+        if experience.last:
+            metrics.counter("episode_ends", end=experience.end).inc()
+        if experience.part_reason:
+            metrics.counter("episodes_split", reason=experience.part_reason).inc()
+    metrics.counter("tokens").inc(sum(experience.num_sampled for experience in experiences))
+    if empty:
+        metrics.counter("stubs", reason=reason).inc(len(empty))
+
+
+def _stub(episode: int, issued: Issued, reason: str) -> Stub:
+    return Stub(
+        id=experience_id(issued.group, issued.attempt, episode),
+        group=issued.group,
+        episode=episode,
+        group_size=issued.num_episodes,
+        attempt=issued.attempt,
+        sequence=issued.sequence,
+        reason=reason,
+        stage=STAGE,
+    )
+
+
+def _closure(issued: Issued, reason: str) -> Closure:
+    return Closure(
+        group=issued.group, outcome="dropped", reason=reason, attempt=issued.attempt, sequence=issued.sequence
+    )

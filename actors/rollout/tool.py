@@ -1,0 +1,156 @@
+"""Tools: functions a policy may call by name with JSON arguments, and how a call of one is guarded.
+
+A tool is named by `use`: a function (plain ones run in a thread) whose keyword-only or positional parameters are
+annotated; its docstring tells the policy what it does. Its JSON schema follows from the annotations, or is what the
+object says itself in `parameters`.
+
+Guarantee: whatever the policy writes and whatever a tool does, a call ends as text for the policy within its timeout.
+"""
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jsonschema
+import msgspec
+
+from infra.chain.calls import Failure, Trouble, as_tasks, in_thread
+from infra.settings.plugin import load
+from schemas.errors import ConfigError
+
+Schema = Mapping[str, Any]
+
+MAX_OUTPUT_CHARS = 8_000
+MAX_ARGUMENT_CHARS = 100_000
+_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """One tool. parameters: JSON schema of the arguments, an object. trouble: what hangs.
+
+    Example: Tool(name="lookup", description="Find an order.", parameters={"type": "object"}, function=lookup)
+    """
+
+    name: str
+    description: str
+    parameters: Schema
+    function: Callable[..., Any]
+    trouble: Trouble = msgspec.field(default_factory=Trouble)
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy asked for. fault: why it is no call, "" for one that is.
+
+    Example: Call(name="lookup", arguments={"order": 17})
+    """
+
+    name: str = ""
+    arguments: Mapping[str, Any] = {}
+    fault: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a call came to. failed: the text says what was wrong."""
+
+    text: str
+    failed: bool = False
+
+
+def load_tool(use: str, options: Mapping[str, object]) -> Tool:
+    """The tool `use` names; raises ConfigError for a function whose arguments cannot be described."""
+    function = load(use, options, "tool")
+    if not callable(function):
+        raise ConfigError(f"tool: {use} is of type {type(function).__name__}, expected a function")
+    bare = getattr(function, "func", function)
+    name = str(getattr(function, "name", getattr(bare, "__name__", type(bare).__name__)))
+    if not _NAME.match(name):
+        raise ConfigError(f"tool: {use}: got the name {name!r}, expected letters, digits, - and _")
+    parameters = getattr(function, "parameters", None)
+    if parameters is None:
+        parameters = schema_of(function, use)
+    try:
+        jsonschema.Draft202012Validator.check_schema(dict(parameters))
+    except jsonschema.SchemaError as error:
+        raise ConfigError(f"tool: {use}: its parameters are no JSON schema: {error.message}") from error
+    description = inspect.getdoc(bare if inspect.isroutine(bare) else type(bare)) or ""
+    return Tool(name=name, description=description, parameters=parameters, function=function)
+
+
+def schema_of(function: Callable[..., Any], use: str) -> dict[str, Any]:
+    """JSON schema of a function's arguments, from its annotations. Options that are bound already are left out."""
+    bare = getattr(function, "func", function)
+    bound = getattr(function, "keywords", {})
+    called = bare if inspect.isroutine(bare) else type(bare).__call__
+    hints = typing.get_type_hints(called, include_extras=True)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, parameter in inspect.signature(bare).parameters.items():
+        if name in bound:
+            continue
+        if name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"tool: {use}: parameter {name}: expected an annotation, since the policy must be told")
+        try:
+            properties[name] = msgspec.json.schema(hints[name])
+        except TypeError as error:
+            raise ConfigError(f"tool: {use}: parameter {name}: {error}") from error
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def read_call(text: str) -> Call:
+    """A call as the policy wrote it, {"name": …, "arguments": {…}}; what is none says why."""
+    if len(text) > MAX_ARGUMENT_CHARS:
+        return Call(fault=f"got {len(text)} characters, expected at most {MAX_ARGUMENT_CHARS}")
+    try:
+        decoded = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Call(fault=f"not JSON: {error}")
+    if not isinstance(decoded, dict) or not isinstance(decoded.get("name"), str):
+        return Call(fault='expected {"name": "…", "arguments": {…}}')
+    arguments = decoded.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return Call(name=decoded["name"], fault="arguments: expected an object")
+    return Call(name=decoded["name"], arguments=arguments)
+
+
+async def answer(call: Call, tools: Sequence[Tool], *, timeout_s: float) -> Answer:
+    """Check the call against the tool's schema, run it, and say what came of it."""
+    if call.fault:
+        return Answer(f"error: {call.fault}", failed=True)
+    tool = next((known for known in tools if known.name == call.name), None)
+    if tool is None:
+        names = ", ".join(known.name for known in tools)
+        return Answer(f"error: there is no tool {call.name!r}; expected one of {names}", failed=True)
+    fault = jsonschema.exceptions.best_match(
+        jsonschema.Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments))
+    )
+    if fault is not None:
+        where = "".join(f".{step}" for step in fault.absolute_path)
+        return Answer(f"error: arguments{where}: {fault.message}", failed=True)
+
+    def run(arguments: object) -> Any:
+        return tool.function(**typing.cast(Mapping[str, Any], arguments))
+
+    bare = getattr(tool.function, "func", tool.function)
+    if inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__):
+        (result,) = await as_tasks(run, [call.arguments], {}, timeout_s, tool.trouble)
+    else:
+        (result,) = await in_thread(run, [call.arguments], {}, timeout_s, tool.trouble)
+    if isinstance(result, Failure):
+        return Answer(f"error: {tool.name} {result.kind}: {result.detail}", failed=True)
+    return Answer(_text(result))
+
+
+def _text(result: object) -> str:
+    """What a tool returned, as the policy reads it, cut to a length that leaves room for more turns."""
+    if not isinstance(result, str):
+        try:
+            result = msgspec.json.encode(result).decode()
+        except (TypeError, msgspec.MsgspecError):
+            result = repr(result)
+    cut = len(result) - MAX_OUTPUT_CHARS
+    return result if cut <= 0 else f"{result[:MAX_OUTPUT_CHARS]}\n… and {cut} more characters"

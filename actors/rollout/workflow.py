@@ -1,0 +1,47 @@
+"""The workflow: how one episode of a task is run against the policy, and how a configured one is found.
+
+Guarantee: a task imports nothing. It names a workflow of the operator's settings, or CONVERSE; anything else is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+from actors.config import CONVERSE
+from actors.rollout.session import Session
+from infra.settings.config import Use
+from infra.settings.plugin import load
+from schemas import Score, Task
+from schemas.errors import ConfigError
+
+SHOWN_CHARS = 80
+
+
+class Workflow(Protocol):
+    """One run of a task. Options are keyword-only parameters."""
+
+    async def __call__(self, task: Task, session: Session) -> Sequence[Score]:
+        """Talk to `session` until the episode is over; returns rewards of an environment, if there is one.
+
+        What it raises fails this episode alone: what was sampled until then is kept, and the error is recorded.
+        """
+
+
+class Workflows:
+    """Workflows by the name a task gives; tasks that name none take the configured one. All are loaded at the start."""
+
+    def __init__(self, default: str, options: Mapping[str, object], named: Mapping[str, Use] | None = None) -> None:
+        """Raises ConfigError for one that is not there, or whose options do not fit."""
+        self._loaded = {"": cast(Workflow, load(default, options, "explore.workflow"))}
+        for name, plugin in (named or {}).items():
+            self._loaded[name] = cast(Workflow, load(plugin.use, plugin.options, f"explore.workflows.{name}"))
+        self._loaded.setdefault(default, self._loaded[""])
+        if CONVERSE not in self._loaded:  # the one that ships and runs without options: tasks may name it everywhere
+            self._loaded[CONVERSE] = cast(Workflow, load(CONVERSE, {}, "workflow"))
+
+    def get(self, name: str) -> Workflow:
+        """The workflow a task names; raises ConfigError for one that the settings do not name."""
+        if name not in self._loaded:
+            raise ConfigError(
+                f"task.workflow: got {name[:SHOWN_CHARS]!r}, which is no name in [explore.workflows]; a task imports nothing"
+            )
+        return self._loaded[name]

@@ -1,0 +1,116 @@
+"""tools: the policy may call functions before it answers.
+
+    task, tools ─> [session.reply] ─> calls? ─yes─> all at once ─> their answers ─> again, at most `max_rounds` times
+                                        └─no──> that was the answer
+
+Calls and answers are written as Hermes and Qwen models do: <tool_call>{"name": …, "arguments": {…}}</tool_call>, several
+in one turn run concurrently, and each gets a <tool_response> in their order. The tools are described in the system
+message, so that any chat template will do. A call that is wrong or fails is told to the policy, which may do better; it
+never ends the episode. Ends: terminal with the answer, truncated where rounds or context were used up.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+
+from actors.engines.engine import ContextFull
+from actors.rollout.session import Session
+from actors.rollout.tool import Answer, Tool, answer, load_tool, read_call
+from infra.settings.config import Positive, Seconds, Section, Use, decode
+from schemas import Message, Score, Task
+from schemas.errors import ConfigError
+
+SYSTEM = """\
+You may call functions to answer. Their signatures are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+For each call return a JSON object with the function's name and its arguments:
+<tool_call>
+{"name": "…", "arguments": {…}}
+</tool_call>
+When you know the answer, give it without calling anything."""
+CALLS = "tool_calls"
+FAILED_CALLS = "tool_errors"
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolsOptions(Section, frozen=True):
+    """tools: what may be called. max_rounds: turns with calls. max_calls: in one turn; more are refused.
+
+    timeout_s: of one call. system: {tools} becomes the signatures. answers: role of the messages with the responses.
+
+    Example: ToolsOptions(tools=(Use(use="support:lookup"),), max_rounds=4)
+    """
+
+    tools: tuple[Use, ...]
+    max_rounds: Positive = 8
+    max_calls: Positive = 16
+    timeout_s: Seconds = 30.0
+    system: str = SYSTEM
+    answers: str = "user"
+
+
+class Tools:
+    """Takes the fields of ToolsOptions. How many calls were made, and failed, is noted in `notes`."""
+
+    def __init__(self, **options: object) -> None:
+        self._options = decode(options, ToolsOptions, "tools")
+        self._tools = [load_tool(tool.use, tool.options) for tool in self._options.tools]
+        names = [tool.name for tool in self._tools]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"tools: got the names {', '.join(names)}, expected each once")
+        self._system = Message(role="system", content=self._options.system.replace("{tools}", described(self._tools)))
+
+    async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
+        """Run one episode."""
+        conversation = (self._system, *task.messages)
+        made = failed = 0
+        for turn in range(self._options.max_rounds + 1):
+            try:
+                reply = await session.reply(conversation)
+            except ContextFull:
+                if not session.num_sampled:
+                    raise
+                session.finish("truncated", "context is full")
+                break
+            calls = _CALL.findall(reply.content)
+            if not calls:
+                break
+            if turn == self._options.max_rounds:
+                session.finish("truncated", "max_rounds")
+                break
+            answers = await self._answers(calls)
+            made += len(answers)
+            failed += sum(one.failed for one in answers)
+            text = "\n".join(f"<tool_response>\n{one.text}\n</tool_response>" for one in answers)
+            conversation = (*conversation, reply, Message(role=self._options.answers, content=text))
+        session.note("tool_calls", made)
+        session.note("tool_errors", failed)
+        return ()
+
+    async def _answers(self, calls: Sequence[str]) -> list[Answer]:
+        """Of all calls of one turn, run at once."""
+        most, timeout_s = self._options.max_calls, self._options.timeout_s
+        asked = [answer(read_call(text), self._tools, timeout_s=timeout_s) for text in calls[:most]]
+        answers = list(await asyncio.gather(*asked))
+        refused = Answer(f"error: not called: at most {most} calls in one turn", failed=True)
+        return answers + [refused] * (len(calls) - len(asked))
+
+
+def described(tools: Sequence[Tool]) -> str:
+    """The signatures, one JSON object a line, as OpenAI's API writes them."""
+    return "\n".join(
+        json.dumps(
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": dict(tool.parameters),
+                },
+            }
+        )
+        for tool in tools
+    )

@@ -1,0 +1,166 @@
+"""What users write: processors, feedback sources and scores, and how they say what they decide.
+
+A processor is pure and versioned: time comes from the record, seeds from its id, memory from what it declares. The
+decorators only mark a function (or an options-as-fields struct with `__call__`) with its version; wiring is
+configuration.
+
+Three keyword-only parameters are not options, the chain fills them in: `memory` (a `Memory`, for a processor that
+declares its size), `time_ms` (log-append time of the record) and `record_offset` (its offset, the same again on a
+redelivery).
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+Kind = Literal["processor", "score", "feedback"]
+MARK_ATTRIBUTE = "__headrace_mark__"
+Value = str | int | float | bool | list[int | float | str] | None
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """Returned by a processor to drop an experience. reason: a short constant phrase; it becomes a metric label.
+
+    Example: Drop("too short")
+    """
+
+    reason: str
+    detail: str = ""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a score may return instead of a plain number.
+
+    value: None leaves the score absent. reason: why, a short constant phrase that becomes a metric label. model: what
+    answered. cost_usd: what it cost.
+
+    Example: Verdict(value=0.8, model="judge-1", cost_usd=0.0004)
+    """
+
+    value: float | None = None
+    reason: str = ""
+    model: str = ""
+    cost_usd: float | None = None
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """What a decorator declared. memory: entries remembered per partition, 0 for none. inline: see `processor`.
+
+    Example: Mark(kind="processor", version=1, memory=4096, inline=True)
+    """
+
+    kind: Kind
+    version: int
+    memory: int = 0
+    inline: bool = False
+
+
+class Memory:
+    """What one processor remembers on one partition: a bounded mapping that forgets the oldest insertion first.
+
+    Guarantee: two memories that saw the same writes in the same order are equal, byte for byte in `to_bytes`.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"limit: got {limit}, expected 1 or more")
+        self.limit = limit
+        self.revision = 0
+        self._entries: dict[str, Value] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def get(self, key: str, default: Value = None) -> Value:
+        """What was remembered under `key`."""
+        return self._entries.get(key, default)
+
+    def set(self, key: str, value: Value = True) -> None:
+        """Remember; a known key keeps its age. `revision` grows with every call, so a saver knows what changed."""
+        self.revision += 1
+        self._entries[key] = value
+        if len(self._entries) > self.limit:
+            del self._entries[next(iter(self._entries))]
+
+    def discard(self, key: str) -> None:
+        """Forget one key, if it is remembered."""
+        if self._entries.pop(key, None) is not None:
+            self.revision += 1
+
+    def to_bytes(self) -> bytes:
+        """All entries, oldest first, as msgpack."""
+        return msgspec.msgpack.encode(list(self._entries.items()))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, limit: int) -> "Memory":
+        """The memory `to_bytes` wrote; entries over `limit` are forgotten, oldest first. Raises msgspec.DecodeError."""
+        entries = msgspec.msgpack.decode(data, type=list[tuple[str, Value]])
+        memory = cls(limit)
+        memory._entries = dict(entries[-limit:])
+        return memory
+
+
+def processor(*, version: int, memory: int = 0, inline: bool = False) -> Callable[[Marked], Marked]:
+    """Mark a function (Experience, *, options) -> Experience | list[Experience] | Drop as a processor.
+
+    A first parameter named `group` instead of `experience` makes it a group processor (stage collect): it takes the
+    tuple of a group's experiences and returns one as long, with Drop in place of a dropped member; anything it makes
+    follows behind. What a processor makes has an id and a group of its own (`schemas.ids.synthetic_group`). A first parameter
+    named `batch` (stage batch) is all that one optimizer step would train on, and as much comes back.
+
+    Raise `version` whenever its decisions change: it is stamped on every experience it saw.
+    memory: how many entries it remembers per partition; they come as the keyword-only parameter `memory`.
+    inline: a promise that it returns within microseconds. Without it each call runs in a thread and is given up after
+    its timeout; a hanging inline function stops its worker. A processor with memory always runs inline, in log order.
+    """
+    return _marked(Mark(kind="processor", version=version, memory=memory, inline=inline or memory > 0))
+
+
+def feedback(*, version: int) -> Callable[[Marked], Marked]:
+    """Mark a function (dict) -> Feedback | None as a feedback source's reading of one event; None ignores the event."""
+    return _marked(Mark(kind="feedback", version=version))
+
+
+def score(*, version: int, inline: bool = False) -> Callable[[Marked], Marked]:
+    """Mark a function (Experience, *, options) -> float | Verdict | None as a score; None: it has no verdict. May be async.
+
+    inline: as in `processor`.
+    """
+    return _marked(Mark(kind="score", version=version, inline=inline))
+
+
+def mark_of(function: Callable[..., Any]) -> Mark:
+    """What the decorator declared; raises ValueError for a function that was never marked."""
+    bare = function.func if isinstance(function, functools.partial) else function
+    mark = getattr(bare, MARK_ATTRIBUTE, None)
+    if not isinstance(mark, Mark):
+        name = getattr(bare, "__qualname__", type(bare).__qualname__)
+        raise ValueError(f"{name} is not marked: expected @processor, @score or @feedback with a version")
+    return mark
+
+
+def version_of(function: Callable[..., Any]) -> int:
+    """The declared version; raises ValueError for a function that was never marked."""
+    return mark_of(function).version
+
+
+def _marked(mark: Mark) -> Callable[[Marked], Marked]:
+    if mark.version < 1:
+        raise ValueError(f"version: got {mark.version}, expected 1 or more")
+    if mark.memory < 0:
+        raise ValueError(f"memory: got {mark.memory}, expected 0 or more entries")
+
+    def attach(function: Marked) -> Marked:
+        setattr(function, MARK_ATTRIBUTE, mark)
+        return function
+
+    return attach

@@ -1,0 +1,79 @@
+"""Measures the draw by priority: 1,000 groups from a buffer of 100,000 experiences, in groups of 16 and all alone.
+
+What is timed is all between the buffer and the list of what to train on; decoding that is timed apart. The blocks are of
+one content under names of their own, their priorities spread from 0 to 1. Milliseconds are of this process's CPU time: one
+core, whatever else the machine does.
+"""
+
+import statistics
+import time
+
+import msgspec
+import numpy as np
+
+from schemas import Block, Message, Span, encode, make_experience
+from schemas.ids import experience_id
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.draw import unfit
+from trainer.config import LaneConfig
+from trainer.loop.waiting import drawn_from
+
+NUM_EXPERIENCES = 100_000
+NUM_DRAWN = 1_000
+LANE = LaneConfig(draw="priority", max_uses=1_000_000)
+
+
+def run(*, num_experiences: int = NUM_EXPERIENCES, num_drawn: int = NUM_DRAWN, rounds: int = 20) -> dict[str, float]:
+    """A draw, and decoding what it drew, by the size of the groups."""
+    figures: dict[str, float] = {"experiences": num_experiences, "groups_drawn": num_drawn}
+    for name, size in (("groups_of_16", 16), ("alone", 1)):
+        buffer = filled(num_experiences // size, size)
+        times_ms = []
+        for seed in range(rounds):
+            started_s = time.process_time()
+            candidates = buffer.candidates("live")
+            assert not unfit(candidates, ratio=True, pairs=False)
+            draw = drawn_from(candidates, LANE, num_experiences=num_drawn * size, seed=seed)
+            times_ms.append((time.process_time() - started_s) * 1000)
+        assert len(draw.taken) == num_drawn
+        started_s = time.process_time()
+        buffer.look_at(draw.taken)
+        figures |= {
+            f"{name}_draw_ms_p50": statistics.median(times_ms),
+            f"{name}_draw_ms_max": max(times_ms),
+            f"{name}_decode_ms": (time.process_time() - started_s) * 1000,
+        }
+    return figures
+
+
+def filled(num_groups: int, size: int) -> Buffer:
+    """A buffer of the lane "live" with so many groups of `size`."""
+    buffer = Buffer({"live": LANE.max_uses})
+    one = group_of(size)
+    frame = encode(one)
+    for offset, priority in enumerate(np.random.default_rng(0).random(num_groups).tolist()):
+        members = tuple(
+            msgspec.structs.replace(member, group=f"live-{offset}.0", priority=priority) for member in one.experiences
+        )
+        assert buffer.add(offset, frame, Block(members)) == ""
+    return buffer
+
+
+def group_of(size: int) -> Block:
+    """One group of answers of 100 tokens."""
+    return Block(
+        tuple(
+            make_experience(
+                tokens=range(1, 141),
+                logprobs=[-0.5] * 100,
+                messages=(Message(role="user", content="How far?"), Message(role="assistant", content="240 km")),
+                id=experience_id("live.0", 0, episode),
+                group="live.0",
+                episode=episode,
+                group_size=size,
+                lane="live",
+                spans=(Span(40, 140, 3),),
+            )
+            for episode in range(size)
+        )
+    )

@@ -1,0 +1,196 @@
+"""`headrace bench …`: runs one benchmark and prints its figures beside what was aimed at."""
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from infra.cli.terminal import Screen
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infra.cli.bench.gate import Figures as GateFigures
+
+BENCHES = {
+    "codec": "infra.cli.bench.codec",
+    "delta": "infra.cli.bench.delta",
+    "draw": "infra.cli.bench.draw",
+    "feedback": "infra.cli.bench.feedback",
+    "gateway": "infra.cli.bench.gateway",
+    "held": "infra.cli.bench.held",
+    "reload": "infra.cli.bench.reload",
+    "reprocess": "infra.cli.bench.reprocess",
+    "sandbox": "infra.cli.bench.sandbox",
+    "trace": "infra.cli.bench.trace",
+}
+# Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
+TARGETS: dict[str, dict[str, tuple[float, float]]] = {
+    "delta": {"full_over_delta": (90.0, float("inf")), "bit_exact": (1.0, 1.0)},
+    "draw": {"groups_of_16_draw_ms_p50": (0.0, 10.0), "alone_draw_ms_p50": (0.0, 10.0)},
+    "reprocess": {"verify_different": (0.0, 0.0), "collect_different": (0.0, 0.0)},
+    "feedback": {"joins_per_s": (2_000.0, float("inf")), "rebuild_s": (0.0, 30.0)},
+    "gateway": {
+        "overhead_ms_p50": (float("-inf"), 3.0),
+        "overhead_ms_p99": (float("-inf"), 15.0),
+        "answers_per_s": (500.0, float("inf")),
+    },
+    "held": {
+        f"{name}_held_ms": (0.0, 50.0) for name in ("prompt", "control_tokens", "redact_letters", "redact_digits")
+    },
+    "reload": {
+        "pause_ms_p50": (0.0, 80.0),
+        "pause_ms_p95": (0.0, 200.0),
+        "requests_failed": (0.0, 0.0),
+        "front_mb_per_version": (float("-inf"), 0.1),
+        "core_mb_per_version": (float("-inf"), 0.1),
+    },
+    "offpolicy": {
+        "dppo_lag_8_points_lost": (float("-inf"), 3.0),
+        "decoupled_lag_8_points_lost": (float("-inf"), 3.0),
+    },
+    "mix": {
+        **{f"sft_seed_{seed}_best": (0.0, 10.0) for seed in range(3)},
+        **{f"grpo_seed_{seed}_best": (0.0, 0.0) for seed in range(3)},
+        **{f"mix_seed_{seed}_last": (80.0, float("inf")) for seed in range(3)},
+    },
+    "outage": {
+        "p99_away_over_before": (0.0, 1.1),
+        "p99_back_over_before": (0.0, 1.1),
+        "failed": (0.0, 0.0),
+        "lost": (0.0, 0.0),
+        "stored_twice": (0.0, 0.0),
+    },
+    "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
+    "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
+}
+
+
+def run_bench(name: str, as_json: bool) -> int:
+    """Run `infra/cli/bench/<name>.py` and print its figures; targets are shown, never asserted."""
+    module = importlib.import_module(BENCHES[name])
+    figures = module.run()
+    if as_json:
+        print(json.dumps(figures))
+    elif name == "codec":
+        Screen().print(shapes_table(name, module.rows(figures)))
+    else:
+        Screen().print(figures_table(name, figures))
+    return 0
+
+
+def run_offpolicy(out: Path, steps: int, seeds: int, lags: str, losses: str, as_json: bool) -> int:
+    """Run `infra/cli/bench/offpolicy.py` as asked. Raises ConfigError for lags that are no numbers."""
+    from infra.cli.bench.offpolicy import Plan, run
+
+    try:
+        wanted = tuple(int(lag) for lag in lags.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--lags: got {lags!r}, expected whole numbers by commas, as in 0,2,8") from error
+    plan = Plan(losses=tuple(losses.split(",")), lags=wanted, seeds=tuple(range(seeds)), steps=steps)
+    console = Screen(stderr=True)
+    figures = run(plan, out=out, say=console.print)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Screen().print(figures_table("offpolicy", figures))
+    return 0
+
+
+def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
+    """Run `infra/cli/bench/outage.py` as asked."""
+    from infra.cli.bench.outage import run
+
+    figures = run(minutes, per_s=per_s)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Screen().print(figures_table("outage", figures))
+    return 0
+
+
+def run_mix(out: Path, seeds: int, steps: int, as_json: bool) -> int:
+    """Run `infra/cli/bench/mix.py` as asked."""
+    from infra.cli.bench.mix import Plan, run
+
+    console = Screen(stderr=True)
+    figures = run(Plan(seeds=tuple(range(seeds)), steps=steps), out=out, say=console.print)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Screen().print(figures_table("mix", figures))
+    return 0
+
+
+def run_gate(paths: int, as_json: bool) -> int:
+    """Run `infra/cli/bench/gate.py` on so many paths a row."""
+    from infra.cli.bench.gate import run
+
+    found = run(paths)
+    if as_json:
+        print(json.dumps([msgspec.to_builtins(one) for one in found]))
+    else:
+        Screen(width=150).print(gate_table(found))
+    return 0
+
+
+def gate_table(found: "Sequence[GateFigures]") -> Table:
+    """One row a line, green where its promise is kept and red where it is not."""
+    table = Table("test", "what differs", title="bench gate: turned away, taken back or held")
+    for name in ("paths", "found", "", "let through", "restless", "ratings"):
+        table.add_column(name, justify="right")
+    for one in found:
+        style = {True: "green", False: "red", None: None}[one.kept]
+        wanted = "" if one.kept is None else "at least 80 %" if one.worse else "at most 1 %"
+        share = Text(f"{one.failed:.1%} ± {one.error:.1%}", style=style or "")
+        cells = (f"{one.passed:.0%}", f"{one.restless:.0%}", number(round(one.ratings)) if one.ratings else "")
+        table.add_row(one.test, one.name, str(one.paths), share, wanted, *cells)
+    return table
+
+
+def shapes_table(name: str, rows: list[tuple[str, ...]]) -> Table:
+    """Figures of several cases side by side, the first row their names; figures with a target stand out."""
+    (_, *cases), *others = rows
+    table = Table(title=f"bench {name}")
+    table.add_column("figure")
+    for case in cases:
+        table.add_column(case, justify="right")
+    for row in others:
+        table.add_row(*row, style="bold" if "target" in row[0] else None)
+    return table
+
+
+def figures_table(name: str, figures: dict[str, float]) -> Table:
+    """One figure a line, with its target if it has one."""
+    table = Table("figure", title=f"bench {name}")
+    table.add_column("value", justify="right")
+    table.add_column("target", justify="right")
+    targets = TARGETS.get(name, {})
+    for figure, value in figures.items():
+        if figure not in targets:
+            table.add_row(figure, number(value), "")
+            continue
+        low, high = targets[figure]
+        met = low <= value <= high
+        table.add_row(figure, number(value), Text(words(low, high), style="green" if met else "red"), style="bold")
+    return table
+
+
+def words(low: float, high: float) -> str:
+    """A range as a person says it.
+
+    >>> words(90.0, float("inf"))
+    'at least 90'
+    """
+    if low == high:
+        return number(low)
+    return f"at least {number(low)}" if high == float("inf") else f"at most {number(high)}"
+
+
+def number(value: float) -> str:
+    """Whole from 100 on, else three digits that count."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

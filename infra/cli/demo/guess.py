@@ -1,0 +1,97 @@
+"""The demo's task guess: several turns with an environment, learned from its rewards alone."""
+
+from infra.cli.demo.char_model import TURNS_TEMPLATE, Size, Vocabulary
+from infra.cli.demo.demo_task import DemoTask
+
+SETTINGS = """\
+[pacing]
+groups_per_step = 16             # G: fresh groups in every optimizer step
+max_staleness = 2                # η: no trained token is older than so many versions
+steps_per_version = 1            # k
+straggler_s = 5.0
+reissue_s = 20.0
+
+[engine]
+{engine}
+
+[explore]
+episodes_in_flight = 1024
+linger_s = 0.2
+workflow = "actors.rollout.workflows.interact:Interact"
+
+[explore.options]
+max_turns = 5
+
+[explore.options.environment]
+use = "actors.rollout.environments.guess:Guess"
+
+[explore.options.environment.options]
+high = 16
+turns = 5                        # bisection finds any of up to 31 numbers in as many
+higher = ">"
+lower = "<"
+invalid = "?"
+shaped = 0.9                     # a guess is worth what it rules out; the best play stays the best
+
+[master]
+num_episodes = 16
+max_tokens = 3                   # of a turn: a number and the end token
+temperature = 1.0
+first_version = 1                # rollouts begin after the supervised warm-up
+seed = {seed}
+evals = [
+    {{ suite = "all-numbers", every = 10, tasks = 16, score = "environment" }},
+]
+
+[master.stop]
+suite = "all-numbers"
+at = {stop_at}
+after = "{minutes}m"
+
+[tasks.dedupe]                   # every game asks the same; the number behind it makes the task
+by = "task"
+
+[reward]                         # what the environment gave turn by turn, added up
+blend = {{ environment = 1.0 }}
+require = ["environment"]
+
+[collect]
+deadline_s = 30.0
+{processors}
+[trainer]
+learning_rate = 1e-3
+betas = [0.9, 0.98]
+gradient_clip = 1.0
+checkpoint_every = 20
+
+[trainer.lanes]                  # the player is no example to follow: its moves are for the warm-up alone
+usual = {{ loss = "dppo", weight = {usual} }}
+expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
+
+[trainer.warmup]                 # a player that hears what it is told and wastes two guesses of three
+lane = "expert"
+stop_at = 1.0
+min_steps = 200                  # a player at random has no accuracy to look at
+max_steps = 200
+min_experiences = 2000
+learning_rate = 2e-3
+batch = 64
+"""
+
+GUESS = DemoTask(
+    name="guess",
+    minutes=10.0,
+    about="guess a number from 1 to 16 in five turns",
+    write="actors.tasksets.guess:write_guess",
+    vocabulary=Vocabulary(
+        words=(*(f"{number:02d}" for number in range(100)), *"<>?-"),
+        pattern=r"\d\d|[\s\S]",
+        chat_template=TURNS_TEMPLATE,
+    ),
+    size=Size(hidden=64, layers=2),
+    settings=SETTINGS,
+    suite="all-numbers",
+    measure="numbers found, greedy",
+    stop_at=0.93,
+    lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
+)

@@ -1,0 +1,85 @@
+"""The demo's headrace.toml: the same settings a real run would have, for a model of 0.9 M parameters on two cores."""
+
+from pathlib import Path
+
+import msgspec
+
+from infra.cli.demo.arithmetic import ARITHMETIC
+from infra.cli.demo.demo_task import DemoTask
+from infra.cli.demo.guess import GUESS
+from infra.cli.demo.shapes import SHAPES
+from infra.cli.demo.traffic import TRAFFIC
+from schemas.errors import ConfigError
+
+TASKS = {task.name: task for task in (ARITHMETIC, GUESS, SHAPES, TRAFFIC)}
+ENGINES = {
+    "vllm": 'use = "actors.engines.vllm.engine:VllmEngine"\n'
+    'options = { dtype = "float32", max_model_len = 64, max_num_seqs = 256 }',
+    "torch": 'use = "actors.engines.torch:TorchEngine"\noptions = { max_sequences = 256 }',
+}
+SETTLE_S = 20.0  # after the users have gone: the last feedback windows close
+SHUFFLE = """
+[[processor]]                    # the control: advantages permuted within each group
+use = "streams.processors.control:shuffle_advantages"
+stage = "collect"
+after = "advantage"
+"""
+TEMPLATE = """\
+# Written by `headrace demo`. Edit it and run `headrace up`, or remove the folder to begin anew.
+app = "demo"
+
+[kafka]                          # no bootstrap_servers: an embedded broker, its data in ./kafka
+partitions = 2
+
+[store]
+url = "store"
+
+[policy]
+model = "model"
+
+"""
+
+
+class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `headrace demo` was asked for."""
+
+    directory: Path
+    task: str = "arithmetic"
+    minutes: float = 4.0
+    seed: int = 0
+    engine: str = "vllm"
+    control: str = "none"
+    quiet: bool = False
+    stop_at: float | None = None
+
+    @property
+    def traffic(self) -> bool:
+        """Whether users of a gateway ask, instead of explorers."""
+        return self.task == TRAFFIC.name
+
+
+def task_of(name: str) -> DemoTask:
+    """The task that was asked for. Raises ConfigError for one there is not."""
+    if name not in TASKS:
+        raise ConfigError(f"--task: got {name!r}, expected one of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def demo_toml(options: DemoOptions) -> str:
+    """The settings file. Raises ConfigError for a task, an engine or a control there is not."""
+    task = task_of(options.task)
+    if options.engine not in task.engines:
+        raise ConfigError(f"--engine: got {options.engine!r}, expected one of {', '.join(task.engines)}")
+    if options.control not in task.lanes:
+        raise ConfigError(f"--control: got {options.control!r}, expected one of {', '.join(task.lanes)}")
+    usual, expert = task.lanes[options.control]
+    return TEMPLATE + task.settings.format(
+        engine=ENGINES[options.engine],
+        seed=options.seed,
+        minutes=f"{options.minutes:g}",
+        after_users=f"{60 * options.minutes + SETTLE_S:g}",
+        stop_at=task.stop_at if options.stop_at is None else options.stop_at,
+        processors=SHUFFLE if options.control == "shuffled" else "",
+        usual=usual,
+        expert=expert,
+    )

@@ -1,0 +1,75 @@
+"""Removes frames that were too large for the log once no kept record claims them: the `[keep]` of claim checks.
+
+Guarantee: a frame that a kept record claims stays, however old it is, and so does one that is used again while this runs.
+Why: who sends a frame deposits it under the day of the sending (`blobs.deposit`), so no record that is still to come
+claims a frame of a day gone by, but for a copy of one that is there: a dead letter, or its second chance. Dead letters are
+read before and after everything else, so that a copy made meanwhile is found where it came from or where it went.
+Nothing is removed before the whole log was read; a run that is broken off has removed only what nobody claims.
+
+Images lie under their hash alone, named by tasks that are kept for ever, and are not touched.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from infra.log.blobs import PREFIX, day_of_key, is_claim, read_claim
+from infra.log.log import Log
+from schemas import DeadLetter
+from schemas.errors import BadFrame
+from schemas.topics import ALL, DEAD_LETTERS, Topic
+
+LEEWAY_DAYS = 2  # clocks that disagree, and a sender that stands still between deposit and record
+
+logger = logging.getLogger(__name__)
+
+
+async def prune_frames(log: Log, *, today: int, keep_ms: int) -> int:
+    """Remove frames deposited longer than keep_ms ago that nothing claims; how many went.
+
+    today: see `blobs.day_of`. Raises StoreError, BrokerUnavailable, UnknownMajor.
+    """
+    store = log.store
+    if store is None:
+        return 0
+    before = today - -(-keep_ms // 86_400_000) - LEEWAY_DAYS
+    keys = await asyncio.to_thread(lambda: list(store.keys(PREFIX)))
+    old = [key for key in keys if (day := day_of_key(key)) is not None and day < before]
+    if not old:
+        return 0
+    claimed = await claimed_keys(log)
+    doomed = [key for key in old if key not in claimed]
+    for key in doomed:
+        await asyncio.to_thread(store.delete, key)
+    logger.info("frames_pruned removed=%d still_claimed=%d", len(doomed), len(old) - len(doomed))
+    return len(doomed)
+
+
+async def claimed_keys(log: Log) -> set[str]:
+    """Keys that the records of the log claim, as it stands when each topic is come to."""
+    holding = [topic for topic in ALL if "Block" in topic.holds]
+    keys: set[str] = set()
+    for topic in (DEAD_LETTERS, *holding, DEAD_LETTERS):
+        async for value in _claims(log, topic):
+            try:
+                keys.add(read_claim(value).key)
+            except BadFrame:
+                continue  # it claims nothing that anybody could redeem
+    return keys
+
+
+async def _claims(log: Log, topic: Topic) -> AsyncGenerator[bytes, None]:
+    """Claims among the raw values of a topic, and among what its dead letters hold."""
+    ends = await log.bus.end_offsets(log.name(topic))
+    reader = await log.assigned(topic, "beginning")
+    try:
+        while any(reader.positions().get(at, 0) < end for at, end in ends.items()):
+            for record in await reader.get_many(timeout_s=1.0):
+                if is_claim(record.value):
+                    yield record.value
+                elif topic is DEAD_LETTERS:
+                    letter = log.decode(record).value
+                    if isinstance(letter, DeadLetter) and is_claim(letter.value):
+                        yield letter.value
+    finally:
+        await reader.close()

@@ -1,0 +1,97 @@
+"""Claim check: frames too large for the log lie in the object store under their hash; the record says where.
+
+    claim    magic "HC" · format u8 · msgpack [key, sha256, size]
+
+Guarantee: what is read back is what was written (size and sha256 are verified), and a claim reaches no key but
+`blobs/<day>-<its hash>`, or without the day, as it was once. The day is that of the deposit: what is sent again later
+is another object, so that an old one can be removed (`blob_prune.py`) while its content is being sent again.
+Blocking, as the store is: call from a thread.
+"""
+
+import hashlib
+import re
+import time
+
+import msgspec
+
+from infra.observe.failpoint import reach
+from infra.store.store import Store
+from schemas.errors import BadFrame, NotInStore, UnknownMajor
+from schemas.wire.frame import MAX_TOTAL_BYTES
+
+MAGIC = b"HC"
+FORMAT = 1
+PREFIX = "blobs/"
+_KEY = re.compile(r"blobs/(?:(\d{6})-)?([0-9a-f]{64})")
+
+
+class Claim(msgspec.Struct, array_like=True, frozen=True):
+    """Where a frame lies. Example: Claim("blobs/020413-9f...", "9f...", 1048577)."""
+
+    key: str
+    sha256: str
+    size: int
+
+
+def is_claim(value: bytes) -> bool:
+    """Whether a record's value is a claim instead of a frame."""
+    return value[:2] == MAGIC
+
+
+def day_of(seconds: float) -> int:
+    """Day of a moment, counted from the epoch as its seconds are."""
+    return int(seconds // 86_400)
+
+
+def day_of_key(key: str) -> int | None:
+    """When the frame under a key was deposited; None for images and for frames of before there were days."""
+    match = _KEY.fullmatch(key)
+    return int(match[1]) if match and match[1] else None
+
+
+def deposit(store: Store, frame: bytes, *, day: int | None = None) -> bytes:
+    """Store a frame; returns the value of the record that claims it. Within a day the same frame has the same key.
+
+    day: of the sending, by default today.
+    """
+    sha256 = hashlib.sha256(frame).hexdigest()
+    day = day_of(time.time()) if day is None else day
+    claim = Claim(f"{PREFIX}{day:06d}-{sha256}", sha256, len(frame))
+    reach("blobs.before_upload")
+    store.put(claim.key, frame)
+    reach("blobs.after_upload")
+    return MAGIC + bytes([FORMAT]) + msgspec.msgpack.encode(claim)
+
+
+def read_claim(value: bytes) -> Claim:
+    """What a claim says; raises BadFrame, UnknownMajor."""
+    if len(value) > 3 and value[2] > FORMAT:
+        raise UnknownMajor(f"claim of format {value[2]}; this reader knows {FORMAT}: upgrade readers first")
+    try:
+        claim = msgspec.msgpack.decode(value[3:], type=Claim)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadFrame(f"claim: {error}") from error
+    match = _KEY.fullmatch(claim.key)
+    if match is None or match[2] != claim.sha256 or not 0 <= claim.size <= MAX_TOTAL_BYTES:
+        raise BadFrame(
+            f"claim: got key {claim.key!r} of {claim.size} bytes, expected {PREFIX}<day>-<sha256>, at most 128 MiB"
+        )
+    return claim
+
+
+def redeem(store: Store, value: bytes) -> bytes:
+    """The frame a claim stands for.
+
+    Raises BadFrame where it is gone or altered (trying again cannot help), StoreError where the store failed (it can).
+    """
+    claim = read_claim(value)
+    try:
+        size = store.size(claim.key)
+        frame = store.get(claim.key) if size == claim.size else b""
+    except NotInStore as error:
+        raise BadFrame(f"claim: {claim.key} is not in the store") from error
+    except ValueError as error:  # a key no store can hold
+        raise BadFrame(f"claim: {error}") from error
+    if size != claim.size or hashlib.sha256(frame).hexdigest() != claim.sha256:
+        raise BadFrame(f"claim: {claim.key} has {size} bytes or another hash, expected {claim.size} bytes as hashed")
+    return frame

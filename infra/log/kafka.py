@@ -1,0 +1,384 @@
+"""The log on Kafka, through aiokafka.
+
+Delivery: acks=all, not idempotent (one refused record would fail all that follow), so a retry may store a record twice
+and ids absorb it. Order: per partition, for sends that wait for each other. A broker that restarts is waited for, with
+backoff; after `deadline_s` without it BrokerUnavailable names the address.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from aiokafka import AIOKafkaClient, AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.errors import (
+    CommitFailedError,
+    KafkaError,
+    MessageSizeTooLargeError,
+    OffsetOutOfRangeError,
+    TopicAlreadyExistsError,
+    for_code,
+)
+
+from infra.log.access import PLAINTEXT, Access, client_options, refusal
+from infra.log.bus import Headers, Partition, Position, Reader, check_size
+from infra.log.kafka_reader import KafkaReader, may_pass, stop
+from infra.log.memory import changed_count
+from infra.log.partitioner import partition_for
+from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
+from schemas.topics import MAX_RECORD_BYTES
+
+LINGER_MS = 5
+BATCH_BYTES = 1024 * 1024
+# More at once only make aiokafka wake each of them for every batch that leaves.
+MAX_IN_FLIGHT = 1024
+REQUEST_TIMEOUT_MS = 20_000
+RETRY_BACKOFF_MS = 200
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+SESSION_TIMEOUT_MS = 10_000
+HEARTBEAT_MS = 2_000
+MAX_POLL_INTERVAL_MS = 600_000
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class _TryAgain(Exception):
+    """What a moment's waiting mends, though aiokafka does not say so."""
+
+
+async def answers(bootstrap_servers: str, *, timeout_s: float, access: Access = PLAINTEXT) -> bool:
+    """Whether a broker that takes records answers a metadata request. Raises ConfigError where it refuses this client."""
+    timeout_ms = int(timeout_s * 1000)
+    client = AIOKafkaClient(
+        bootstrap_servers=bootstrap_servers, request_timeout_ms=timeout_ms, **client_options(access)
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.bootstrap()
+            return bool(client.cluster.brokers())
+    except (KafkaError, OSError) as error:
+        logger.debug("kafka.no_answer address=%s error=%r", bootstrap_servers, error)
+        if access is not PLAINTEXT and (refused := await refusal(bootstrap_servers, access, timeout_ms)):
+            raise refused from error
+        return False
+    finally:
+        await client.close()
+
+
+class KafkaBus:
+    """A Bus on a Kafka cluster: one producer, one admin connection, one connection per reader (two in a group).
+
+    bootstrap_servers: `host:port`, comma-separated. deadline_s: how long a broker may be away before BrokerUnavailable.
+    access: how it proves who it is; a broker that refuses it is a ConfigError at the start. Belongs to the event loop in
+    which it was started.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        *,
+        deadline_s: float = 60.0,
+        client_id: str = "headrace",
+        linger_ms: int = LINGER_MS,
+        access: Access = PLAINTEXT,
+    ) -> None:
+        self.bootstrap_servers = bootstrap_servers
+        self.deadline_s = deadline_s
+        self._client_id = client_id
+        self._linger_ms = linger_ms
+        self._access = access
+        self._producer: AIOKafkaProducer | None = None
+        self._admin: AIOKafkaAdminClient | None = None
+        self._offsets: AIOKafkaConsumer | None = None
+        self._opening = asyncio.Lock()
+        self._counts: dict[str, int] = {}
+        self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def start(self) -> None:
+        """See Bus."""
+        await self._retried("connect", self._connect)
+
+    async def close(self) -> None:
+        """See Bus."""
+        for client in (self._producer, self._offsets, self._admin):
+            if client is not None:
+                await stop(client)
+        self._producer = self._offsets = self._admin = None
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
+    ) -> Position:
+        """See Bus."""
+        check_size(topic, key, value, headers)
+        count = self._counts.get(topic) or len(await self.partitions(topic))
+        index = partition_for(key, count) if partition is None else partition
+        if not 0 <= index < count:
+            raise ValueError(f"topic {topic}: got partition {index}, expected 0 to {count - 1}")
+        producer = self._producer
+        assert producer is not None, "start() comes first"
+
+        async def attempt() -> Position:
+            async with self._in_flight:
+                stored = await producer.send_and_wait(topic, value, key=key, partition=index, headers=list(headers))
+            return Position(topic, index, stored.offset, stored.timestamp)
+
+        try:
+            return await self._retried(f"send to {topic}", attempt)
+        except MessageSizeTooLargeError as error:
+            raise RecordTooLarge(
+                f"record for {topic}: {len(value)} bytes are more than the broker takes; expected max.message.bytes = "
+                f"{MAX_RECORD_BYTES} on the topic"
+            ) from error
+
+    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+        """See Bus."""
+        for topic in {partition.topic for partition in starts}:
+            count = len(await self.partitions(topic))
+            if wrong := [p.index for p in starts if p.topic == topic and not 0 <= p.index < count]:
+                raise ValueError(f"topic {topic}: got partitions {wrong}, expected 0 to {count - 1}")
+        consumer = await self._started(lambda: self._consumer(group))
+        # Nothing awaits between the two, so no fetch begins anywhere else.
+        consumer.assign([_kafka(partition) for partition in starts])
+        for partition, offset in starts.items():
+            consumer.seek(_kafka(partition), offset)
+        return KafkaReader(self, consumer, group=group, subscribed=False)
+
+    async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:
+        """See Bus."""
+        for topic in topics:
+            await self.commit_beginnings(group, topic)
+        consumer = await self._started(lambda: self._consumer(group))
+        # Only now: a consumer that starts with topics waits for its first assignment, and a group waits for the members
+        # that were killed, one session timeout after the other. That is no broker that is away.
+        consumer.subscribe(topics)
+        return KafkaReader(self, consumer, group=group, subscribed=True)
+
+    async def partitions(self, topic: str) -> tuple[int, ...]:
+        """See Bus."""
+        if topic not in self._counts:
+            self._counts = {name: len(leaders) for name, leaders in (await self._topics()).items()}
+        if topic not in self._counts:
+            raise ValueError(f"no topic {topic!r} at {self.bootstrap_servers}")
+        return tuple(range(self._counts[topic]))
+
+    async def beginning_offsets(self, topic: str) -> dict[Partition, int]:
+        """See Bus."""
+        return await self._edges(topic, lambda consumer, partitions: consumer.beginning_offsets(partitions))
+
+    async def end_offsets(self, topic: str) -> dict[Partition, int]:
+        """See Bus."""
+        return await self._edges(topic, lambda consumer, partitions: consumer.end_offsets(partitions))
+
+    async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
+        """See Bus."""
+
+        async def ask(consumer: AIOKafkaConsumer, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
+            found = await consumer.offsets_for_times(dict.fromkeys(partitions, timestamp_ms))
+            return {partition: at.offset for partition, at in found.items() if at is not None and at.offset >= 0}
+
+        return await self.end_offsets(topic) | await self._edges(topic, ask)
+
+    async def committed(self, group: str, topic: str) -> dict[Partition, int]:
+        """See Bus."""
+        partitions = [TopicPartition(topic, index) for index in await self.partitions(topic)]
+
+        async def attempt() -> dict[Partition, int]:
+            found = await self._admin_client().list_consumer_group_offsets(group, partitions=partitions)
+            if len(found) < len(partitions):
+                # aiokafka drops the group's own error (loading, after a restart): no answer is not "nothing committed".
+                raise _TryAgain(f"group {group}: the coordinator is not ready")
+            return {_ours(partition): stored.offset for partition, stored in found.items() if stored.offset >= 0}
+
+        return await self._retried(f"committed offsets of {group}", attempt)
+
+    async def commit_beginnings(self, group: str, topic: str) -> None:
+        """See Bus."""
+
+        async def attempt() -> None:
+            committed = await self.committed(group, topic)
+            beginnings = await self.beginning_offsets(topic)
+            missing = {
+                _kafka(partition): offset for partition, offset in beginnings.items() if partition not in committed
+            }
+            if missing:
+                consumer = await self._started(lambda: self._consumer(group))
+                try:
+                    consumer.assign(list(missing))
+                    await consumer.commit(missing)
+                except CommitFailedError as error:
+                    # Refused because the group has members: they did the same before they joined, so look again.
+                    raise _TryAgain(f"group {group} has members") from error
+                finally:
+                    await stop(consumer)
+
+        await self._retried(f"first commit of {group}", attempt)
+
+    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
+        """See Bus. On a cluster, replication is the broker's default.replication.factor."""
+
+        async def attempt() -> bool:
+            if (leaders := (await self._topics()).get(topic)) is not None:
+                if len(leaders) != partitions:
+                    raise changed_count(topic, len(leaders), partitions)
+                return False
+            new = NewTopic(topic, partitions, -1, replica_assignments={}, topic_configs=dict(config))
+            response = await self._admin_client().create_topics([new], timeout_ms=REQUEST_TIMEOUT_MS)
+            for name, code, *message in response.topic_errors:
+                error = for_code(code)
+                if code and (error.retriable or error is TopicAlreadyExistsError):
+                    raise _TryAgain(f"topic {name}: {error.__name__}")
+                if code:
+                    raise ConfigError(
+                        f"topic {name} was refused by {self.bootstrap_servers}: {error.__name__} {message}"
+                    )
+            return True
+
+        created = await self._retried(f"create topic {topic}", attempt)
+        await self._retried(f"leaders of {topic}", lambda: self._led(topic))
+        self._counts[topic] = partitions
+        return created
+
+    async def delete_records(self, partition: Partition, before: int) -> None:
+        """See Bus."""
+        request = {_kafka(partition): RecordsToDelete(before)}
+        try:
+            await self._retried(
+                f"delete records of {partition.topic}", lambda: self._admin_client().delete_records(request)
+            )
+        except OffsetOutOfRangeError as error:
+            raise OffsetOutOfRange(f"{partition}: cannot delete below {before}, which is past its end") from error
+
+    # -- connections ----------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        common = {
+            "bootstrap_servers": self.bootstrap_servers,
+            "client_id": self._client_id,
+            "request_timeout_ms": REQUEST_TIMEOUT_MS,
+            "retry_backoff_ms": RETRY_BACKOFF_MS,
+            **client_options(self._access),
+        }
+        if self._admin is None:
+            self._admin = await self._admitted(AIOKafkaAdminClient(**common))
+        if self._producer is None:
+            self._producer = await _start(
+                AIOKafkaProducer(
+                    **common,
+                    acks="all",
+                    enable_idempotence=False,
+                    linger_ms=self._linger_ms,
+                    max_batch_size=BATCH_BYTES,
+                    max_request_size=MAX_RECORD_BYTES,
+                )
+            )
+
+    async def _admitted(self, client: AIOKafkaAdminClient) -> AIOKafkaAdminClient:
+        """The first client, started. Raises ConfigError where the brokers are there and do not let it in."""
+        try:
+            return await _start(client)
+        except (KafkaError, OSError) as error:
+            if self._access is not PLAINTEXT and (
+                refused := await refusal(self.bootstrap_servers, self._access, REQUEST_TIMEOUT_MS)
+            ):
+                raise refused from error
+            raise
+
+    def _consumer(self, group: str | None) -> AIOKafkaConsumer:
+        return AIOKafkaConsumer(
+            bootstrap_servers=self.bootstrap_servers,
+            client_id=self._client_id,
+            group_id=group,
+            auto_offset_reset="none",
+            enable_auto_commit=False,
+            request_timeout_ms=REQUEST_TIMEOUT_MS,
+            retry_backoff_ms=RETRY_BACKOFF_MS,
+            max_partition_fetch_bytes=MAX_RECORD_BYTES,
+            session_timeout_ms=SESSION_TIMEOUT_MS,
+            heartbeat_interval_ms=HEARTBEAT_MS,
+            max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
+            **client_options(self._access),
+        )
+
+    async def _started(self, make: Callable[[], AIOKafkaConsumer]) -> AIOKafkaConsumer:
+        return await self._retried("start a reader", lambda: _start(make()))
+
+    def _admin_client(self) -> AIOKafkaAdminClient:
+        assert self._admin is not None, "start() comes first"
+        return self._admin
+
+    # -- questions to the cluster ---------------------------------------------------------------------------------
+
+    async def _topics(self) -> dict[str, list[int]]:
+        """All topics: the leader of each partition. Asking for all never creates one."""
+        described = await self._retried("list topics", lambda: self._admin_client().describe_topics())
+        return {
+            topic["topic"]: [partition["leader"] for partition in topic["partitions"]]
+            for topic in described
+            if topic["partitions"]
+        }
+
+    async def _led(self, topic: str) -> None:
+        leaders = (await self._topics()).get(topic, [-1])
+        if min(leaders) < 0:
+            raise _TryAgain(f"topic {topic} has no leader yet")
+
+    async def _edges(
+        self,
+        topic: str,
+        ask: Callable[[AIOKafkaConsumer, list[TopicPartition]], Awaitable[dict[TopicPartition, int]]],
+    ) -> dict[Partition, int]:
+        async with self._opening:  # else the first calls at once would each open a consumer, and all but one leak
+            if self._offsets is None:
+                self._offsets = await self._started(lambda: self._consumer(None))
+        consumer, partitions = self._offsets, [TopicPartition(topic, index) for index in await self.partitions(topic)]
+        offsets = await self._retried(f"offsets of {topic}", lambda: ask(consumer, partitions))
+        return {_ours(partition): offset for partition, offset in offsets.items()}
+
+    async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat what fails for want of a broker, with backoff, until the deadline; other errors pass."""
+        backoff_s = FIRST_BACKOFF_S
+        last: Exception | None = None
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                while True:
+                    try:
+                        return await attempt()
+                    except (KafkaError, OSError, _TryAgain) as error:
+                        if not may_pass(error):
+                            raise
+                        if backoff_s == MAX_BACKOFF_S or last is None:
+                            level = logging.INFO if last is None else logging.WARNING
+                            logger.log(level, "kafka.retry what=%s at=%s error=%r", what, self.bootstrap_servers, error)
+                        last = error
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        except TimeoutError:
+            raise self.unavailable(what, last) from last
+
+    def unavailable(self, what: str, last: Exception | None) -> BrokerUnavailable:
+        """The error that names the address."""
+        return BrokerUnavailable(
+            f"Kafka at {self.bootstrap_servers} is not reachable: {what} did not succeed within {self.deadline_s:g} s"
+            + (f" ({last!r})" if last else "")
+        )
+
+
+async def _start(client: T) -> T:
+    """Start an aiokafka client; whatever it opened is closed again if that fails."""
+    try:
+        await client.start()  # type: ignore[attr-defined]
+    except BaseException:
+        await stop(client)
+        raise
+    return client
+
+
+def _kafka(partition: Partition) -> TopicPartition:
+    return TopicPartition(partition.topic, partition.index)
+
+
+def _ours(partition: TopicPartition) -> Partition:
+    return Partition(partition.topic, partition.partition)

@@ -1,0 +1,203 @@
+"""Reads Kafka: explicit positions only (`auto_offset_reset=none`), so that trimmed offsets are loud."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import (
+    CommitFailedError,
+    IllegalStateError,
+    KafkaError,
+    KafkaTimeoutError,
+    NoOffsetForPartitionError,
+    OffsetOutOfRangeError,
+)
+
+from infra.log.bus import CommitRefused, Partition, Record
+from schemas.errors import OffsetOutOfRange
+
+if TYPE_CHECKING:
+    from infra.log.kafka import KafkaBus
+
+# aiokafka waits for a broker for ever and says nothing, so a silent reader asks whether it is there.
+PROBE_AFTER_S = 5.0
+CLOSE_S = 5.0
+# Reads that empty the buffer are this far apart: each one is a request to the broker, and they cost more than they carry.
+MIN_INTERVAL_S = 0.01
+
+logger = logging.getLogger(__name__)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same call may succeed once the broker is well again.
+
+    aiokafka does not mark its own timeout so: a broker that keeps silent past a request answers the next one.
+    """
+    return not isinstance(error, KafkaError) or error.retriable or isinstance(error, KafkaTimeoutError)
+
+
+async def stop(client: AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient) -> None:
+    """End an aiokafka client within CLOSE_S, whatever state it is in; never raises."""
+    await asyncio.sleep(0)  # one that has just started would choke on tasks of its own that have not begun
+    if await _ends(client.close() if isinstance(client, AIOKafkaAdminClient) else client.stop()):
+        return
+    # A consumer whose fetch is waiting for a lost broker lets that fetch's CancelledError out and stops halfway.
+    for part in (getattr(client, "_fetcher", None), getattr(client, "_client", None), getattr(client, "client", None)):
+        if part is not None:
+            await _ends(part.close())
+
+
+async def _ends(closing: Coroutine[object, object, None]) -> bool:
+    """Whether `closing` returned in time; its errors, cancellation included, stay its own."""
+    task = asyncio.create_task(closing)
+    await asyncio.wait([task], timeout=CLOSE_S)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CLOSE_S)
+    if task.done() and not task.cancelled() and task.exception() is None:
+        return True
+    logger.info("kafka.close.forced error=%r", None if task.cancelled() or not task.done() else task.exception())
+    return False
+
+
+class KafkaReader:
+    """A Reader of KafkaBus. A broker's restart is a pause; an absence longer than the bus's deadline is an error."""
+
+    def __init__(self, bus: "KafkaBus", consumer: AIOKafkaConsumer, *, group: str | None, subscribed: bool) -> None:
+        self._bus = bus
+        self._consumer = consumer
+        self._group = group
+        self._subscribed = subscribed
+        self._heard_s = self._probed_s = self._next_s = time.monotonic()
+
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
+        """See Reader."""
+        if timeout_s > 0 and (early_s := self._next_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(early_s, timeout_s))
+        try:
+            # aiokafka waits out a rebalance however long it takes, hence a timeout of our own.
+            async with asyncio.timeout(timeout_s + 1.0):
+                found = await self._consumer.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
+        except TimeoutError:
+            found = {}
+        except OffsetOutOfRangeError as error:
+            raise await self._out_of_range(error.args[0]) from error
+        except NoOffsetForPartitionError as error:
+            await self._first_commit(error.args[0])
+            return []
+        except KafkaError as error:
+            if not may_pass(error):
+                raise
+            logger.warning("kafka.read address=%s error=%r", self._bus.bootstrap_servers, error)
+            await asyncio.sleep(min(timeout_s, 0.2))
+            found = {}
+        if not found:
+            await self._still_there()
+            return []
+        self._heard_s = time.monotonic()
+        records = [_record(record) for records in found.values() for record in records]
+        if len(records) < max_records:
+            self._next_s = self._heard_s + MIN_INTERVAL_S
+        return records
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """See Reader."""
+        try:
+            self._consumer.seek(TopicPartition(partition.topic, partition.index), offset)
+        except IllegalStateError as error:
+            raise ValueError(f"not assigned to this reader: {partition}") from error
+
+    def positions(self) -> dict[Partition, int]:
+        """See Reader."""
+        # Consumer.position() waits for what is not known yet; the state behind it does not.
+        subscription = self._consumer._subscription.subscription
+        assignment = subscription.assignment if subscription is not None else None
+        if assignment is None:
+            return {}
+        states = {partition: assignment.state_value(partition) for partition in assignment.tps}
+        return {
+            Partition(partition.topic, partition.partition): state.position
+            for partition, state in states.items()
+            if state.has_valid_position
+        }
+
+    async def commit(self, offsets: Mapping[Partition, int]) -> None:
+        """See Reader."""
+        if self._group is None:
+            raise ValueError("this reader has no group to commit for")
+        if not offsets:
+            return
+        wanted = {TopicPartition(partition.topic, partition.index): offset for partition, offset in offsets.items()}
+        try:
+            async with asyncio.timeout(self._bus.deadline_s):
+                await self._consumer.commit(wanted)
+        except TimeoutError as error:
+            raise self._bus.unavailable(f"commit for {self._group}", error) from error
+        except IllegalStateError as error:
+            if not self._subscribed:
+                raise ValueError(f"not assigned to this reader: {error}") from error
+            raise CommitRefused(f"group {self._group}: {error}") from error
+        except CommitFailedError as error:
+            raise CommitRefused(f"group {self._group}: {error}") from error
+        except KafkaTimeoutError as error:
+            raise self._bus.unavailable(f"commit for {self._group}", error) from error
+
+    async def close(self) -> None:
+        """See Reader."""
+        await stop(self._consumer)
+
+    async def _out_of_range(self, offsets: Mapping[TopicPartition, int]) -> OffsetOutOfRange:
+        ((partition, offset),) = offsets.items()
+        kept = Partition(partition.topic, partition.partition)
+        begin = (await self._bus.beginning_offsets(partition.topic))[kept]
+        end = (await self._bus.end_offsets(partition.topic))[kept]
+        return OffsetOutOfRange(
+            f"{partition.topic}/{partition.partition}: offset {offset} is not kept, expected {begin} to {end}"
+        )
+
+    async def _first_commit(self, partition: TopicPartition) -> None:
+        """Start a partition without a commit where its group committed after all, else at its beginning."""
+        assert self._group is not None
+        ours = Partition(partition.topic, partition.partition)
+        # aiokafka also reports "none" where the coordinator only was not ready: ask again before believing it.
+        offset = (await self._bus.committed(self._group, partition.topic)).get(ours)
+        first = offset is None
+        if offset is None:
+            offset = (await self._bus.beginning_offsets(partition.topic))[ours]
+        if partition in self._consumer.assignment():
+            self._consumer.seek(partition, offset)
+            if first:
+                await self.commit({ours: offset})
+
+    async def _still_there(self) -> None:
+        """Raise BrokerUnavailable when neither records nor answers have come for the deadline."""
+        fetching = self._consumer._fetcher.error_future
+        if fetching.done():
+            fetching.result()  # the task that fetches has died: say why instead of reading nothing for ever
+        now_s = time.monotonic()
+        if now_s - max(self._heard_s, self._probed_s) < PROBE_AFTER_S:
+            return
+        self._probed_s = now_s
+        try:
+            async with asyncio.timeout(PROBE_AFTER_S):
+                await self._consumer.topics()
+            self._heard_s = time.monotonic()
+        except (KafkaError, OSError) as error:
+            if time.monotonic() - self._heard_s > self._bus.deadline_s:
+                raise self._bus.unavailable("read", error) from error
+
+
+def _record(record: ConsumerRecord) -> Record:
+    return Record(
+        record.topic,
+        record.partition,
+        record.offset,
+        record.timestamp,
+        record.key or b"",
+        record.value or b"",
+        tuple(record.headers),
+    )

@@ -1,0 +1,325 @@
+"""The log with records instead of bytes: encodes, names topics and keys, and answers for what cannot be decoded.
+
+Delivery: `publish` returns after the broker's confirmation. Loss: a record that does not decode reaches the caller as
+`Message.error` (BadFrame) with its bytes, never as silence; a record of a newer major raises UnknownMajor and stops the
+reader. Whatever `read` raises, the reader stands before the records of that call again. Privacy: a block whose members
+name a key is sealed before it is sent or stored (see `infra.store.seal`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
+
+from infra.log.blobs import deposit, is_claim, redeem
+from infra.log.bus import Bus, Headers, Partition, Position, Reader, Record
+from infra.observe.failpoint import reach, send_point
+from infra.store.seal import Keys
+from infra.store.store import Store
+from schemas import Block, Control, DeadLetter, Feedback, Received, Task, Tick, decode, encode, kafka_headers
+from schemas.errors import BadFrame, ConfigError, StoreError
+from schemas.ids import group_of, partition_key
+from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, Topic, topic_config, topic_name
+from schemas.wire.frame import is_sealed
+
+DEAD_LETTER_BYTES = 64 * 1024
+# Above this many tokens encoding takes milliseconds, so it leaves the event loop.
+THREAD_TOKENS = 65_536
+STORE_ATTEMPTS = 4
+MAX_IN_FLIGHT = 512
+
+logger = logging.getLogger(__name__)
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A stored record with what it holds: exactly one of `value` and `error` is set."""
+
+    record: Record
+    value: Control | Block | None = None
+    error: BadFrame | None = None
+
+    @property
+    def partition(self) -> int:
+        """Partition index."""
+        return self.record.partition
+
+    @property
+    def offset(self) -> int:
+        """Offset in the partition."""
+        return self.record.offset
+
+    @property
+    def timestamp_ms(self) -> int:
+        """The broker's clock when it stored the record."""
+        return self.record.timestamp_ms
+
+    @property
+    def key(self) -> bytes:
+        """The record's key."""
+        return self.record.key
+
+
+class Log:
+    """One app's log. `store` takes frames over MAX_FRAME_BYTES; without it they are sent whole, if they fit.
+
+    It holds the keys of sealed blocks, too: without it these stay shut, and none is written. clock: seconds, for how old what
+    is known of a key may be.
+    """
+
+    def __init__(
+        self, bus: Bus, app: str, *, store: Store | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.bus = bus
+        self.app = app
+        self.store = store
+        self.keys = Keys(store, clock) if store is not None else None
+        self.find_seal = self.keys.find if self.keys is not None else None
+
+    def name(self, topic: Topic) -> str:
+        """The topic's name in the broker."""
+        return topic_name(self.app, topic)
+
+    async def publish(
+        self,
+        topic: Topic,
+        record: Control | Block,
+        *,
+        key: str | None = None,
+        partition: int | None = None,
+        headers: Headers = (),
+    ) -> Position:
+        """Store one record; returns once confirmed. The key is the record's own unless given; headers: more of them.
+
+        Raises ValueError for a record the topic does not hold, RecordTooLarge, BrokerUnavailable, StoreError.
+        """
+        if type(record).__name__ not in topic.holds:
+            raise ValueError(f"{topic.name} holds {', '.join(topic.holds)}; got {type(record).__name__}")
+        if isinstance(record, Block) and self.store is None and record.experiences[0].key_id:
+            raise ValueError(f"group {record.group}: key_id: names a key, and this log has no store to hold keys")
+        if isinstance(record, Block) and _is_slow_to_encode(record):
+            value = await asyncio.to_thread(encode, record, self.find_seal)
+        else:
+            value = encode(record)
+        if isinstance(record, Block) and len(value) > MAX_FRAME_BYTES and self.store is not None:
+            value = await asyncio.to_thread(deposit, self.store, value)
+        if partition is None and isinstance(record, Tick):
+            partition = record.partition
+        kind = type(record).__name__
+        reach(send_point(topic.name, kind, "before"))
+        position = await self.bus.send(
+            self.name(topic),
+            value,
+            key=key_of(topic, record) if key is None else key.encode(),
+            headers=(*kafka_headers(record), *headers),
+            partition=partition,
+        )
+        reach(send_point(topic.name, kind, "after"))
+        return position
+
+    async def answers(self, topic: Topic) -> None:
+        """Return once the broker answers for the topic; nothing is stored. Raises BrokerUnavailable."""
+        await self.bus.end_offsets(self.name(topic))
+
+    async def publish_all(self, topic: Topic, records: Iterable[Control | Block]) -> list[Position]:
+        """Store many records, a bounded number of them at once; order between them is not kept."""
+        turn = asyncio.Semaphore(MAX_IN_FLIGHT)
+        tasks: list[asyncio.Task[Position]] = []
+
+        async def publish(record: Control | Block) -> Position:
+            try:
+                return await self.publish(topic, record)
+            finally:
+                turn.release()
+
+        async with asyncio.TaskGroup() as group:
+            for record in records:
+                await turn.acquire()
+                tasks.append(group.create_task(publish(record)))
+        return [task.result() for task in tasks]
+
+    async def read(self, reader: Reader, *, timeout_s: float, max_records: int = 500) -> list[Message]:
+        """Records ready now or within timeout_s, decoded, claim checks resolved.
+
+        Raises UnknownMajor, OffsetOutOfRange, BrokerUnavailable, StoreError.
+        """
+        records = await reader.get_many(timeout_s=timeout_s, max_records=max_records)
+        try:
+            return [
+                self.decode(record) if not asks_store(record) else await self._resolve(record) for record in records
+            ]
+        except BaseException:
+            _rewind(reader, records)
+            raise
+
+    def decode(self, record: Record) -> Message:
+        """What a record holds; raises UnknownMajor and, where it `asks_store` (which blocks), StoreError."""
+        try:
+            value = record.value
+            if is_claim(value):
+                if self.store is None:
+                    raise BadFrame("claim: the frame lies in the object store, and this reader has none")
+                value = redeem(self.store, value)
+            return Message(record, value=decode(value, self.find_seal))
+        except BadFrame as error:
+            return Message(record, error=error)
+
+    async def dead_letter(self, source: Message | Record, *, stage: str, reason: str, error: str = "") -> Position:
+        """Put a record that cannot be processed, with where it lay and why, into dead-letters.
+
+        reason: a short constant phrase. error: the message that names the field; by default that of the decoder.
+        """
+        record = source.record if isinstance(source, Message) else source
+        if not error and isinstance(source, Message) and source.error is not None:
+            error = str(source.error)
+        letter = DeadLetter(
+            topic=record.topic.removeprefix(f"{self.app}."),
+            partition=record.partition,
+            offset=record.offset,
+            stage=stage,
+            reason=reason,
+            error=error,
+            value=record.value[:DEAD_LETTER_BYTES],
+            key=record.key,
+        )
+        logger.warning("dead_letter topic=%s offset=%d stage=%s reason=%s", letter.topic, letter.offset, stage, reason)
+        return await self.publish(DEAD_LETTERS, letter)
+
+    async def assigned(
+        self,
+        topic: Topic,
+        starts: Mapping[int, int] | Literal["beginning", "end"],
+        *,
+        group: str | None = None,
+    ) -> Reader:
+        """A reader of the partitions in `starts` (index to offset), or of all of them from one end."""
+        name = self.name(topic)
+        group = self.group(group) if group is not None else None
+        if starts == "beginning":
+            return await self.bus.assigned(await self.bus.beginning_offsets(name), group=group)
+        if starts == "end":
+            return await self.bus.assigned(await self.bus.end_offsets(name), group=group)
+        assert not isinstance(starts, str)
+        return await self.bus.assigned(
+            {Partition(name, index): offset for index, offset in starts.items()}, group=group
+        )
+
+    async def subscribed(self, topic: Topic, *, group: str) -> Reader:
+        """A reader that shares the topic with its group, from committed offsets; `group` is a name within the app."""
+        return await self.bus.subscribed([self.name(topic)], group=self.group(group))
+
+    def group(self, name: str) -> str:
+        """Full name of a consumer group of this app."""
+        return f"{self.app}.{name}"
+
+    async def read_all(self, topic: Topic, *, until_end: bool = True) -> AsyncGenerator[Message, None]:
+        """All kept records, in partition order; ends at what was the end when called, or with until_end=False never."""
+        ends = await self.bus.end_offsets(self.name(topic))
+        reader = await self.assigned(topic, "beginning")
+        try:
+            while not until_end or any(reader.positions().get(at, 0) < end for at, end in ends.items()):
+                for message in await self.read(reader, timeout_s=1.0):
+                    if not until_end or message.offset < ends[Partition(self.name(topic), message.partition)]:
+                        yield message
+        finally:
+            await reader.close()
+
+    async def read_between(
+        self, topic: Topic, partition: int, start: int, stop: int, *, max_records: int = 500
+    ) -> AsyncGenerator[Message, None]:
+        """Records of one partition from `start` up to `stop`; raises OffsetOutOfRange where retention took the first."""
+        if start >= stop:
+            return
+        at = Partition(self.name(topic), partition)
+        reader = await self.assigned(topic, {partition: start})
+        try:
+            while reader.positions().get(at, start) < stop:
+                for message in await self.read(reader, timeout_s=1.0, max_records=max_records):
+                    if message.offset < stop:
+                        yield message
+        finally:
+            await reader.close()
+
+    async def require_topics(self) -> None:
+        """Raises ConfigError naming the first topic of the app that is not there."""
+        for topic in ALL:
+            try:
+                await self.bus.partitions(self.name(topic))
+            except ValueError as error:
+                raise ConfigError(f"app: {error}; `headrace check --create` creates the topics") from error
+
+    async def create_topics(self, *, partitions: int, keep_ms: int) -> list[str]:
+        """Create the topics that are missing; returns their names. ConfigError where a partition count has changed, once all
+        that can be created are.
+        """
+        created, refused = [], []
+        for topic in ALL:
+            try:
+                if await self.bus.create_topic(
+                    self.name(topic), topic.partitions or partitions, topic_config(topic, keep_ms)
+                ):
+                    created.append(self.name(topic))
+            except ConfigError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
+        return created
+
+    async def _resolve(self, record: Record) -> Message:
+        """`decode` in a thread; a store that fails is asked again a few times."""
+        for attempt in range(1, STORE_ATTEMPTS):
+            try:
+                return await asyncio.to_thread(self.decode, record)
+            except StoreError as error:
+                logger.warning("blob.retry topic=%s offset=%d error=%s", record.topic, record.offset, error)
+                await asyncio.sleep(0.1 * 4**attempt)
+        return await asyncio.to_thread(self.decode, record)
+
+
+def asks_store(record: Record) -> bool:
+    """Whether to decode a record is to ask the object store: for the frame, or for the key of sealed sections."""
+    return is_claim(record.value) or is_sealed(record.value)
+
+
+def _is_slow_to_encode(block: Block) -> bool:
+    """Takes milliseconds, or may ask the object store for a key; so it leaves the event loop."""
+    return bool(block.experiences[0].key_id) or sum(one.num_tokens for one in block.experiences) > THREAD_TOKENS
+
+
+def key_of(topic: Topic, record: Control | Block) -> bytes:
+    """The key of a record in a topic: what must stay in order with it. One-partition topics need none to be right."""
+    if isinstance(record, DeadLetter):
+        return record.key
+    if isinstance(record, Tick):
+        return str(record.partition).encode()
+    if isinstance(record, Feedback):
+        return partition_key(group_of(record.ref)).encode()
+    if isinstance(record, Received):
+        return (
+            partition_key(group_of(record.ref)) if record.ref else record.path
+        ).encode()  # a webhook's events stay in order
+    if isinstance(record, Task) and topic.key == "group":
+        if record.issued is None:
+            raise ValueError(f"task {record.id}: {topic.name} holds issued tasks, and this one is not")
+        return record.issued.group.encode()
+    if isinstance(record, Task):
+        return record.id.encode()
+    if (group := getattr(record, "group", None)) is not None:
+        return partition_key(str(group)).encode()
+    for name in ("run", "policy", "instance"):
+        if (key := getattr(record, name, None)) is not None:
+            return str(key).encode()
+    return topic.key.encode()
+
+
+def _rewind(reader: Reader, records: Sequence[Record]) -> None:
+    """Stand before `records` again, in every partition that is still the reader's."""
+    first: dict[Partition, int] = {}
+    for record in records:
+        first.setdefault(Partition(record.topic, record.partition), record.offset)
+    for partition, offset in first.items():
+        with suppress(ValueError):
+            reader.seek(partition, offset)

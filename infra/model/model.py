@@ -1,0 +1,309 @@
+"""Models and tokenizers from a folder: safetensors and JSON only, nothing is fetched, no code in the folder is run.
+
+Guarantees: what computes is chosen here, never by a folder's config.json; the control tokens of a conversation are those that
+its chat template writes, whatever its messages and tools say (see `infra.model.controls`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.model.controls import FREE_CHARS, Controls
+from infra.model.vision import Vision, load_vision, takes_pictures
+from infra.policies.tensors import Tensor, from_torch, load_tensors, to_torch
+from schemas.errors import ConfigError
+from schemas.records import Message
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Tokenizer:
+    """Text to token ids and back, with the model's chat template."""
+
+    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], vision: Vision | None = None) -> None:
+        self._tokenizer = tokenizer
+        # Asked itself: what transformers puts around it takes longer than it does, and alters it, so that threads clash.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
+        self._eos_ids = eos_ids
+        self._vision = vision
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a response; the first is the tokenizer's own."""
+        return self._eos_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids the tokenizer knows; the model may have more."""
+        return len(self._tokenizer)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text: `decode` leaves them out."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset((*self._tokenizer.all_special_ids, *(token for token, one in added if one.special)))
+
+    @property
+    def wrapped(self) -> Any:
+        """What transformers made of the folder, for a library that asks for that."""
+        return self._tokenizer
+
+    def prepare(self) -> None:
+        """Be ready for strange text from the first on (see `infra.model.controls`): it takes as long as loading did."""
+        self._controls.prepare()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone, nothing put before or after it."""
+        return self._controls.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
+        num_tokens = len(self._tokenizer)  # asked once: the tokenizer counts them anew each time
+        known = [int(token) for token in ids if 0 <= token < num_tokens]
+        if len(known) > FREE_CHARS:
+            text: str = self._backend.decode_batch([known], skip_special_tokens=True)[0]  # lets other threads run
+        else:
+            text = self._backend.decode(known, skip_special_tokens=True)
+        return text
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the conversation up to where the assistant's next answer begins, each image as all of its places.
+
+        Raises ValueError for images that the model does not take, or that the template does not write.
+        """
+        conversation = [{"role": message.role, "content": _content(message)} for message in messages]
+        ids = self._controls.encode_rendered(conversation, self._applied)
+        num_images = sum(len(message.images) for message in messages)
+        if self._vision is not None:
+            return self._vision.expand(ids, num_images)
+        if num_images:
+            raise ValueError(f"messages: got {num_images} images, expected none: the model reads text alone")
+        return ids
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template says anything about tools."""
+        return "tools" in str(self._tokenizer.chat_template)
+
+    def encode_request(
+        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of a conversation as a client wrote it: messages and tools are dictionaries, as templates take them.
+
+        Raises ValueError where the template refuses it (roles in an order it does not know).
+        """
+        from jinja2.exceptions import TemplateError
+
+        def render(given: Any) -> str:
+            return self._applied(given[0], tools=given[1] or None)
+
+        try:
+            return self._controls.encode_rendered(
+                [[dict(one) for one in conversation], [dict(one) for one in tools]], render
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+    def _applied(self, conversation: Any, tools: Any = None) -> str:
+        """The conversation as the chat template writes it."""
+        text: str = self._tokenizer.apply_chat_template(
+            conversation, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model folder (or of a model already in the local Hugging Face cache). Raises ConfigError."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("tokenizer", folder, "tokenizer.json", error) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(f"tokenizer: {folder}: got a {type(tokenizer).__name__}, expected one with a tokenizer.json")
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"tokenizer: {folder} has no chat template; put a chat_template.jinja into the folder")
+    return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder))
+
+
+def save_settings(model: str, folder: Path) -> None:
+    """Configuration and tokenizer of a model in the local Hugging Face cache, as files of `folder`. Raises ConfigError."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        for kind in (AutoConfig, AutoTokenizer):
+            kind.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("model", model, "config.json and tokenizer.json", error) from error
+
+
+def context_tokens(folder: str | Path) -> int:
+    """Tokens of the longest sequence a model takes, 0 where its configuration does not say. Raises ConfigError."""
+    try:
+        config = _own_kernels(folder)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("model", folder, "config.json", error) from error
+    return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
+
+
+def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Module":
+    """The causal language model of a folder, with its vision tower if it has one, on the CPU, in evaluation mode.
+
+    dtype: see DTYPES. Raises ConfigError.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForImageTextToText if takes_pictures(folder) else AutoModelForCausalLM
+    try:
+        with no_progress_bars():
+            model = kind.from_pretrained(
+                str(folder),
+                config=_own_kernels(folder),
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+    except (OSError, ValueError) as error:
+        raise _not_loadable("model", folder, "config.json and *.safetensors", error) from error
+    module: torch.nn.Module = model.eval()
+    return module
+
+
+def _own_kernels(folder: str | Path) -> Any:
+    """A folder's configuration without what it says of kernels: a name there may be that of a repository with code.
+
+    Which attention computes is then what transformers takes by itself. Raises OSError, ValueError.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    left = [config]
+    while left:
+        one = left.pop()
+        one._attn_implementation = None
+        one._experts_implementation = None
+        left += [inner for inner in vars(one).values() if isinstance(inner, PretrainedConfig)]
+    return config
+
+
+class Classifier:
+    """A sequence classifier on the CPU."""
+
+    def __init__(self, module: "torch.nn.Module") -> None:
+        self.module = module
+
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """One number per class for one sequence."""
+        import torch
+
+        with torch.inference_mode():
+            logits = self.module(input_ids=torch.tensor([list(tokens)])).logits[0]
+        return [float(value) for value in logits]
+
+
+def build_classifier(folder: str | Path) -> Classifier:
+    """The sequence classifier that a folder's config.json describes, with weights yet to be loaded. Raises ConfigError."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model = AutoModelForSequenceClassification.from_config(_own_kernels(folder), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("classifier", folder, "config.json of a sequence classifier", error) from error
+    return Classifier(model.float().eval())
+
+
+def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:
+    """A copy of every parameter and saved buffer, by the model's own names; tied weights appear under each name."""
+    return {name: from_torch(value) for name, value in module.state_dict().items()}
+
+
+def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:
+    """Copy tensors into a model in place, converting to its dtype; nothing changes unless all of them fit.
+
+    partial: names of the model may be absent. ValueError names what does not fit.
+    """
+    import torch
+
+    state = module.state_dict()
+    if unknown := sorted(set(tensors) - set(state)):
+        raise ValueError(f"tensors: the model has no {unknown[0]} ({len(unknown)} unknown names)")
+    if not partial and (missing := sorted(set(state) - set(tensors))):
+        raise ValueError(f"tensors: {missing[0]} is missing ({len(missing)} of {len(state)} names)")
+    for name, tensor in tensors.items():
+        if tuple(state[name].shape) != tensor.shape:
+            raise ValueError(f"tensors: {name}: got shape {tensor.shape}, expected {tuple(state[name].shape)}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            state[name].copy_(to_torch(tensor))
+
+
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors in a model folder's safetensors files, as they are, without torch. Raises ConfigError.
+
+    Where the folder ties its embeddings, the output matrix appears under its own name too, as in `model_tensors`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= load_tensors(path.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"model: {path}: {error}") from error
+    if not tensors:
+        raise ConfigError(f"model: {folder} holds no *.safetensors file")
+    embeddings = tensors.get("model.embed_tokens.weight")
+    if embeddings is not None and "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = embeddings
+    return tensors
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing on a terminal that belongs to the command."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+def _content(message: Message) -> object:
+    """A message's content as chat templates take it: text alone, or parts, the images first."""
+    if not message.images:
+        return message.content
+    return [*({"type": "image"} for _ in message.images), {"type": "text", "text": message.content}]
+
+
+def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    ids = [] if own is None else [own]
+    try:
+        ends = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:  # a model folder need not have one
+        ends = None
+    ids += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if not ids:
+        raise ConfigError(f"tokenizer: {folder} names no end-of-sequence token; set eos_token in tokenizer_config.json")
+    return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def _not_loadable(what: str, folder: str | Path, expected: str, error: Exception) -> ConfigError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}")

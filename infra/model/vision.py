@@ -1,0 +1,181 @@
+"""How a vision-language model takes pictures: where they stand among the tokens, and what it computes of them.
+
+Of the LLaVA family (`model_type` "llava"): every picture is brought to one size by the model's own image processor, and
+stands in the tokens as `num_places` copies of one id, which the vision tower's features replace. The explorer's engine
+and the trainer read pictures through this module alone, so that both compute the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from infra.store.images import Pixels
+
+FAMILIES = ("llava",)
+Prepared = npt.NDArray[np.float32]  # [3, height, width], or several, as the vision tower takes them
+
+
+class NoModel(ConfigError):
+    """There is no model in the folder."""
+
+
+class Vision:
+    """Of one model. token: the id that stands for a part of a picture. num_places: how many of it make a picture.
+
+    patch: pixels a side of what the vision tower makes one feature of.
+    """
+
+    def __init__(self, token: int, num_places: int, patch: int, processor: Any) -> None:
+        self.token = token
+        self.num_places = num_places
+        self.patch = patch
+        self._processor = processor
+
+    def prepare(self, image: "Pixels") -> Prepared:
+        """A picture as the vision tower takes it, [3, height, width]."""
+        prepared = self._processor(images=[image], return_tensors="np")["pixel_values"][0]
+        return np.ascontiguousarray(prepared, np.float32)
+
+    def check(self, tokens: Sequence[int], num_images: int) -> None:
+        """Raise ValueError for a prompt whose image tokens are not those of `num_images` pictures."""
+        if (found := list(tokens).count(self.token)) != num_images * self.num_places:
+            raise ValueError(
+                f"prompt: got {found} image tokens for {num_images} images, expected {num_images * self.num_places}"
+            )
+
+    def expand(self, ids: Sequence[int], num_images: int) -> list[int]:
+        """Ids with every picture's one id repeated to its places. Raises ValueError unless there are `num_images`."""
+        if (found := list(ids).count(self.token)) != num_images:
+            raise ValueError(
+                f"messages: the chat template writes {found} image tokens for {num_images} images; expected one for "
+                "each, and none in a text"
+            )
+        return [token for one in ids for token in ([one] * self.num_places if one == self.token else [one])]
+
+    def places(self, tokens: Sequence[int] | npt.NDArray[Any], num_images: int) -> npt.NDArray[np.int64]:
+        """Where in a sequence its pictures stand, [num_images * num_places].
+
+        These are the first such ids: one that the policy sampled itself is a token like any other. Raises ValueError
+        where they are too few, or a picture is torn.
+        """
+        found = np.flatnonzero(np.asarray(tokens) == self.token)[: num_images * self.num_places]
+        runs = found.reshape(-1, self.num_places) if len(found) == num_images * self.num_places else None
+        if runs is None or (np.diff(runs, axis=1) != 1).any():
+            raise ValueError(
+                f"tokens: got {len(found)} of image token {self.token}, expected {num_images} runs of {self.num_places}"
+            )
+        return found.astype(np.int64)
+
+    def probe(self, tokens: Sequence[int]) -> tuple[npt.NDArray[np.int64], Prepared]:
+        """Places and pictures of a sequence that is scored without its images: made-up pictures, so that a probe of a
+        policy covers the vision tower too."""
+        found = np.flatnonzero(np.asarray(tokens) == self.token)
+        whole: list[int] = []
+        start = 0
+        while start + self.num_places <= len(found):
+            run = found[start : start + self.num_places]
+            torn = bool((np.diff(run) != 1).any())
+            whole += [] if torn else run.tolist()
+            start += 1 if torn else self.num_places
+        num_images = len(whole) // self.num_places
+        places = np.array(whole, np.int64)
+        pictures = [self.prepare(probe_picture(index)) for index in range(num_images)]
+        return places, np.stack(pictures) if pictures else np.zeros((0, 3, 0, 0), np.float32)
+
+
+def probe_picture(index: int, side: int = 32) -> "Pixels":
+    """A picture without meaning, the same everywhere: slopes of colour that differ by index."""
+    across = np.arange(side * side * 3, dtype=np.uint64).reshape(side, side, 3)
+    return (across * np.uint64(7 + 2 * index) % np.uint64(251)).astype(np.uint8)
+
+
+def takes_pictures(folder: str | Path) -> bool:
+    """Whether the model of a folder takes pictures. Raises NoModel, and ConfigError for a family there is not code for."""
+    return _seeing_config(folder) is not None
+
+
+def load_vision(folder: str | Path) -> Vision | None:
+    """How the model of a folder takes pictures; None for one of text alone.
+
+    Raises as `takes_pictures`, and ConfigError where the image processor is missing.
+    """
+    config = _seeing_config(folder)
+    if config is None:
+        return None
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unreadable(folder, "preprocessor_config.json", error)) from error
+    patch = int(config.vision_config.patch_size)
+    return Vision(int(config.image_token_id), int(config.image_seq_length), patch, processor)
+
+
+def _seeing_config(folder: str | Path) -> Any:
+    """The configuration of a model that takes pictures, None for one of text alone."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise NoModel(_unreadable(folder, "config.json", error)) from error
+    if getattr(config, "vision_config", None) is None:
+        return None
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model: {folder} is of type {config.model_type!r} and takes pictures; expected one of {', '.join(FAMILIES)}"
+        )
+    return config
+
+
+def vision_if_any(folder: str | Path) -> Vision | None:
+    """`load_vision`, and None where no model is: whatever needs one says so itself."""
+    try:
+        return load_vision(folder)
+    except NoModel:
+        return None
+
+
+def model_inputs(
+    module: Any, tokens_BT: "torch.Tensor", places: npt.NDArray[np.int64] | None, pictures: Prepared | None
+) -> Mapping[str, "torch.Tensor"]:
+    """What the model's forward takes: the tokens, or, where there are pictures, what these and the tokens become.
+
+    places [I * num_places]: indexes into B*T, picture after picture. pictures [I, 3, H, W]. Gradients reach the tower.
+    """
+    if places is None or pictures is None or not len(pictures):
+        return {"input_ids": tokens_BT}
+    import torch
+
+    embedded_BTD = module.get_input_embeddings()(tokens_BT)
+    device, dtype = embedded_BTD.device, embedded_BTD.dtype
+    shown = torch.from_numpy(pictures).to(device, dtype)
+    seen = torch.cat(tuple(module.get_image_features(shown).pooler_output))
+    if len(seen) != len(places):
+        raise ValueError(f"pictures: the vision tower gives {len(seen)} features, expected {len(places)}")
+    at = torch.from_numpy(places).to(device)
+    flat = embedded_BTD.flatten(0, 1).index_put((at,), seen.to(dtype))
+    return {"inputs_embeds": flat.view_as(embedded_BTD)}
+
+
+def probe_inputs(module: Any, vision: Vision | None, tokens_1T: "torch.Tensor") -> Mapping[str, "torch.Tensor"]:
+    """What the forward of one sequence without its images takes: see `Vision.probe`."""
+    if vision is None:
+        return {"input_ids": tokens_1T}
+    return model_inputs(module, tokens_1T, *vision.probe(tokens_1T[0].tolist()))
+
+
+def _unreadable(folder: str | Path, file: str, error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"model: cannot be loaded from {folder}, expected a local folder with {file}: {first_line}"

@@ -1,0 +1,154 @@
+"""What a published version consists of: every tensor with the hash of its state, and the ways to obtain them.
+
+    policies/<policy>/<token>/manifests/<version>.json      one per version, written last, named by the event's sha256
+    policies/<policy>/<token>/anchors/<version>/<sha>.safetensors
+    policies/<policy>/<token>/deltas/<base>-<version>/<sha>.delta
+
+A manifest names its objects and the manifest of each base by sha256, so that the event vouches for everything below it.
+Shards are named by content and never change.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from infra.policies.policy import Probe
+from infra.policies.tensors import Tensor
+
+FORMAT = 1
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One stored object."""
+
+    key: str
+    sha256: str
+    num_bytes: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Where a changed tensor's encoded difference lies: bytes offset to offset + num_bytes of one shard."""
+
+    tensor: str
+    encoder: str
+    shard: int
+    offset: int
+    num_bytes: int
+
+
+class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to obtain the version: full tensors (anchor), or what changed since `base` (delta).
+
+    base_manifest, base_sha256: of the version it applies to. parts: of a delta; a tensor without one is unchanged.
+    num_changed: values that differ from the base.
+    """
+
+    kind: Literal["anchor", "delta"]
+    shards: tuple[Shard, ...]
+    base: int = -1
+    base_manifest: str = ""
+    base_sha256: str = ""
+    parts: tuple[Part, ...] = ()
+    num_changed: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its objects."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor of the version. xxh3: xxh3-128 of its data, hexadecimal."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A version. anchor: the newest anchor it can be rebuilt from. chain_bytes: of the deltas since then, one by one.
+
+    Example: Manifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
+                      tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(WeightSource(kind="delta", …),))
+    """
+
+    policy: str
+    token: int
+    version: int
+    parent: int
+    step: int
+    anchor: int
+    chain_bytes: int
+    tensors: tuple[TensorEntry, ...]
+    sources: tuple[WeightSource, ...]
+    probe: Probe | None = None
+    format: int = FORMAT
+
+    def source(self, kind: Literal["anchor", "delta"], base: int = -1) -> WeightSource | None:
+        """The source of that kind and base, if there is one."""
+        return next((source for source in self.sources if (source.kind, source.base) == (kind, base)), None)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """As JSON, the same bytes for the same manifest."""
+    return msgspec.json.encode(manifest)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """ValueError says what does not hold."""
+    try:
+        version = msgspec.json.decode(data, type=_Format).format
+        if version != FORMAT:
+            raise ValueError(f"manifest: got format {version}, expected {FORMAT}: upgrade headrace here first")
+        return msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"manifest: not valid: {error}") from error
+
+
+class _Format(msgspec.Struct):
+    format: int = FORMAT
+
+
+def folder_of(policy: str, token: int) -> str:
+    """Where everything lies that one trainer lease publishes."""
+    return f"policies/{policy}/{token}"
+
+
+def manifest_key(policy: str, token: int, version: int) -> str:
+    """Where the manifest of a version lies."""
+    return f"{folder_of(policy, token)}/manifests/{version}.json"
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """xxh3-128 of the data."""
+    return xxhash.xxh3_128_hexdigest(tensor.data)
+
+
+def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
+    """The manifest's list of tensors, by name."""
+    return tuple(
+        TensorEntry(name, tensor.dtype, tensor.shape, hash_tensor(tensor)) for name, tensor in sorted(tensors.items())
+    )
+
+
+def first_difference(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...], *, values: bool) -> str | None:
+    """What first differs between two lists of tensors (names, dtypes, shapes; values), in words; None if nothing."""
+    have = {entry.name: entry for entry in got}
+    for entry in expected:
+        own = have.pop(entry.name, None)
+        if own is None:
+            return f"{entry.name} is missing"
+        if (own.dtype, own.shape) != (entry.dtype, entry.shape):
+            return f"{entry.name} is {own.dtype}{list(own.shape)}, expected {entry.dtype}{list(entry.shape)}"
+        if values and own.xxh3 != entry.xxh3:
+            return f"{entry.name} has other values"
+    return f"{min(have)} is not expected" if have else None
+
+
+def sha256_hex(data: bytes | memoryview) -> str:
+    """sha256, hexadecimal."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,26 @@
+"""A verified policy in memory, as the weight follower hands it to an engine."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from infra.policies.tensors import Tensor
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Token sequences with the trainer's logprob (temperature 1, float32) of every token but the first.
+
+    Example: Probe(sequences=((1, 22, 30),), logprobs=((-0.7, -2.1),))
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy ready to be loaded: every tensor by name, the names that differ from what was held, and its probe."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    touched: frozenset[str]
+    probe: Probe | None = None

@@ -1,0 +1,63 @@
+"""The policies there are, as read from the log, and which one an engine should load next. Pure.
+
+Guarantees: a trainer that lost its lease publishes nothing (fencing); an engine goes forward only, unless it follows the
+stable channel, which may be pinned or rolled back; the version an evaluation waits for is not skipped while it is known.
+"""
+
+from collections.abc import Collection
+
+from infra.policies.channel import Stable, moved
+from schemas import PolicyEvent
+from schemas.fields import Channel
+
+_CARRIES_WEIGHTS = ("published", "rolled_back")
+
+
+class PolicyFeed:
+    """Version events of one policy in log order. channel: once the stable channel has a version, what a channel serves is
+    wanted and nothing else; of the candidate channel everything.
+    """
+
+    def __init__(self, policy: str, *, channel: Channel = "candidate") -> None:
+        self._policy = policy
+        self._channel: Channel = channel
+        self.stable = Stable()
+        self._token = -1
+        self.events: dict[int, PolicyEvent] = {}
+        self.newest = 0
+
+    def apply(self, event: PolicyEvent, offset: int) -> bool:
+        """Take the next event; True if it announces weights to load. `offset`: where it lies in `policies`."""
+        if event.policy != self._policy:
+            return False
+        self.stable = moved(self.stable, event, self._policy)
+        if event.event == "lease":
+            self._token = max(self._token, offset)
+            return False
+        if event.event == "orphaned":
+            if event.token >= self._token:
+                self.events.pop(event.version, None)
+            return False
+        if event.event not in _CARRIES_WEIGHTS or not event.manifest or event.token < self._token:
+            return False
+        self.events[event.version] = event
+        self.newest = max(self.newest, event.version)
+        return True
+
+    def forget_below(self, version: int) -> None:
+        """Drop events an engine that holds `version` can no longer want; the stable channel may want any again."""
+        if self._channel != "candidate":
+            return
+        for old in [known for known in self.events if known < version]:
+            del self.events[old]
+
+    def next(self, held: int, *, pinned: Collection[int], refused: Collection[int]) -> PolicyEvent | None:
+        """The event to load after `held`: the oldest an evaluation waits for, else the newest; None for none."""
+        wanted = self.stable.served(self._channel)
+        if wanted >= 0:
+            return None if wanted == held or wanted in refused else self.events.get(wanted)
+        ahead = [version for version in self.events if version > held and version not in refused]
+        if not ahead:
+            return None
+        awaited = [version for version in ahead if version in pinned]
+        return self.events[min(awaited, default=max(ahead))]

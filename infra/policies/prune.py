@@ -1,0 +1,42 @@
+"""Removes old versions of a policy from the store, never one that a kept version is rebuilt from.
+
+Manifests go before the objects they name, so that a version that is going is absent rather than broken.
+"""
+
+import re
+
+from infra.store.store import Store
+
+_MANIFEST = re.compile(r"(\d+)/manifests/(\d+)\.json")
+_OBJECT = re.compile(r"(\d+)/(?:anchors|deltas)/(?:\d+-)?(\d+)/")
+
+
+def prune(store: Store, policy: str, *, oldest: int) -> int:
+    """Remove every version older than the anchor that `oldest` is rebuilt from; how many objects went.
+
+    A follower that holds a removed version goes on from the next anchor.
+    """
+    folder = f"policies/{policy}/"
+    keys = [key.removeprefix(folder) for key in store.keys(folder)]
+    manifests = {key: _token_version(_MANIFEST.fullmatch(key)) for key in keys if _MANIFEST.fullmatch(key)}
+    objects = {key: _token_version(_OBJECT.match(key)) for key in keys if _OBJECT.match(key)}
+    published = set(manifests.values())
+    anchors = {place for key, place in objects.items() if "/anchors/" in key and place in published}
+    kept = [(version, token) for token, version in anchors if version <= oldest]
+    if not kept:
+        return 0
+    version, token = max(kept)
+    doomed = [
+        key
+        for places in (manifests, objects)
+        for key, place in places.items()
+        if place[0] <= token and place[1] < version
+    ]
+    for key in doomed:
+        store.delete(folder + key)
+    return len(doomed)
+
+
+def _token_version(match: re.Match[str] | None) -> tuple[int, int]:
+    assert match is not None
+    return int(match[1]), int(match[2])

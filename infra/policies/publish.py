@@ -1,0 +1,299 @@
+"""Publishes a version to the store: shards, then the manifest; the caller then sends the event.
+
+A version is visible only complete: nothing names it before its manifest, and its manifest is the last object written.
+Publishing the same (token, version) again returns the same event; with other content it is refused. Every first version
+of a lease is an anchor, then every 25th, and each whose deltas would weigh more than half an anchor.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from infra.observe.failpoint import reach
+from infra.policies.delta import Encoded, encode_tensor
+from infra.policies.fetch import read_anchor, read_manifest
+from infra.policies.manifest import (
+    Manifest,
+    Part,
+    Shard,
+    TensorEntry,
+    WeightSource,
+    encode_manifest,
+    entries_of,
+    first_difference,
+    folder_of,
+    manifest_key,
+    sha256_hex,
+)
+from infra.policies.policy import Probe
+from infra.policies.tensors import ITEM_BYTES, Tensor, bits, is_finite, save_tensors
+from infra.store.store import Store, check_key
+from schemas.errors import NotInStore, PolicyRefused
+from schemas.records import PolicyEvent
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 512 * 1024 * 1024
+CONSOLIDATE_EVERY = 5  # a late joiner applies at most four single deltas and one consolidated one
+DENSE_SHARE = 0.6  # of 32-bit values changed: such a delta weighs more than half an anchor however it is encoded
+SAMPLE_VALUES = 1024
+
+
+class Previous(msgspec.Struct, frozen=True):
+    """The parent as published: the delta's base."""
+
+    manifest: Manifest
+    key: str
+    sha256: str
+    tensors: Mapping[str, Tensor]
+
+
+def publish(
+    store: Store,
+    *,
+    policy: str,
+    token: int,
+    version: int,
+    parent: int,
+    tensors: Mapping[str, Tensor],
+    previous: Mapping[str, Tensor] | None,
+    probe: Probe | None,
+    step: int,
+    anchor_every: int = 25,
+    shard_bytes: int = SHARD_BYTES,
+) -> PolicyEvent:
+    """Store `version` and return the event to send. Blocking: run it in a thread.
+
+    previous: the tensors of `parent`; None makes an anchor. Raises PolicyRefused where a tensor is not finite or the
+    version exists with other content, StoreError, and ValueError where `previous` is not what was published.
+    """
+    check_key(folder_of(policy, token))
+    if "/" in policy or not tensors:
+        raise ValueError(f"publish: got policy {policy!r} with {len(tensors)} tensors, expected a name without '/'")
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise PolicyRefused(f"version {version} of {policy}: {name} holds values that are not finite")
+    entries = entries_of(tensors)
+    if (existing := _existing(store, policy, token, version, entries)) is not None:
+        return existing
+    base = _previous(store, policy, token, parent, previous, entries)
+    target = _Target(store, folder_of(policy, token), version, shard_bytes)
+    sources = _store_sources(target, tensors, entries, base, anchor_every)
+    has_anchor = any(source.kind == "anchor" for source in sources)
+    manifest = Manifest(
+        policy=policy,
+        token=token,
+        version=version,
+        parent=parent,
+        step=step,
+        anchor=version if has_anchor or base is None else base.manifest.anchor,
+        chain_bytes=0 if has_anchor or base is None else base.manifest.chain_bytes + sources[0].num_bytes,
+        tensors=entries,
+        sources=sources,
+        probe=probe,
+    )
+    data = encode_manifest(manifest)
+    reach("weights.before_manifest")
+    store.put(manifest_key(policy, token, version), data)
+    reach("weights.after_manifest")
+    return _event(manifest, sha256_hex(data))
+
+
+class _Target(msgspec.Struct, frozen=True):
+    """Where the objects of one version go."""
+
+    store: Store
+    folder: str
+    version: int
+    shard_bytes: int
+
+
+def _existing(
+    store: Store, policy: str, token: int, version: int, entries: tuple[TensorEntry, ...]
+) -> PolicyEvent | None:
+    """The event of this version where it was published before with this content."""
+    try:
+        manifest, digest = read_manifest(store, manifest_key(policy, token, version))
+    except NotInStore:
+        return None
+    if difference := first_difference(entries, manifest.tensors, values=True):
+        raise PolicyRefused(f"version {version} of {policy} is published already, under token {token}: {difference}")
+    return _event(manifest, digest)
+
+
+def _previous(
+    store: Store,
+    policy: str,
+    token: int,
+    parent: int,
+    tensors: Mapping[str, Tensor] | None,
+    entries: tuple[TensorEntry, ...],
+) -> Previous | None:
+    """The base of a delta; None where there is none, as at the first version of a lease."""
+    if tensors is None or parent < 0:
+        return None
+    key = manifest_key(policy, token, parent)
+    try:
+        manifest, digest = read_manifest(store, key)
+    except NotInStore:
+        return None
+    except PolicyRefused as error:
+        log.warning("parent not readable, publishing an anchor: %s", error)
+        return None
+    if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
+        raise ValueError(f"previous: not version {parent} as published: {difference}")
+    if difference := first_difference(entries, manifest.tensors, values=False):
+        raise ValueError(f"tensors: not those of version {parent}: {difference}")
+    return Previous(manifest, key, digest, tensors)
+
+
+def _encode(
+    old: Mapping[str, Tensor],
+    published: tuple[TensorEntry, ...],
+    new: Mapping[str, Tensor],
+    entries: tuple[TensorEntry, ...],
+) -> dict[str, Encoded] | None:
+    """What differs between two versions, by name; None where a delta cannot be worth it."""
+    hashes = {entry.name: entry.xxh3 for entry in published}
+    names = [entry.name for entry in entries if entry.xxh3 != hashes[entry.name]]
+    if _dense(old, new, names):
+        return None
+    return {name: encode_tensor(old[name], new[name]) for name in names}
+
+
+def _dense(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: list[str]) -> bool:
+    """Whether most bytes are in wide values that changed, from a sample of each tensor."""
+    changed_bytes = 0.0
+    for name in names:
+        before, after = bits(old[name]), bits(new[name])
+        if before.itemsize < 4:
+            continue
+        stride = -(-before.size // SAMPLE_VALUES)
+        changed_bytes += float(np.mean(before[::stride] != after[::stride])) * new[name].num_bytes
+    return changed_bytes > DENSE_SHARE * sum(tensor.num_bytes for tensor in new.values())
+
+
+def _store_sources(
+    target: _Target,
+    tensors: Mapping[str, Tensor],
+    entries: tuple[TensorEntry, ...],
+    base: Previous | None,
+    anchor_every: int,
+) -> tuple[WeightSource, ...]:
+    """Put the shards of a version; the ways that lead to it, the delta from its parent first."""
+    if base is None:
+        return (_store_anchor(target, tensors),)
+    encoded = _encode(base.tensors, base.manifest.tensors, tensors, entries)
+    half_bytes = sum(tensor.num_bytes for tensor in tensors.values()) // 2
+    delta_bytes = half_bytes + 1 if encoded is None else sum(len(one.payload) for one in encoded.values())
+    if encoded is None or delta_bytes > half_bytes:
+        return (_store_anchor(target, tensors),)
+    delta = _store_delta(target, encoded, base.manifest.version, base.key, base.sha256)
+    age = target.version - base.manifest.anchor
+    if age >= anchor_every or base.manifest.chain_bytes + delta_bytes > half_bytes:
+        return (delta, _store_anchor(target, tensors))
+    if age % CONSOLIDATE_EVERY or base.manifest.version == base.manifest.anchor:
+        return (delta,)
+    return (delta, _consolidate(target, tensors, entries, base.manifest.anchor))
+
+
+def _consolidate(
+    target: _Target, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], anchor: int
+) -> WeightSource:
+    """A delta straight from the last anchor, for late joiners to walk a short chain; an anchor if it is damaged."""
+    key = f"{target.folder}/manifests/{anchor}.json"
+    try:
+        manifest, digest = read_manifest(target.store, key)
+        old = read_anchor(target.store, manifest)
+    except (PolicyRefused, NotInStore) as error:
+        log.warning("anchor not readable, publishing a new one: %s", error)
+        return _store_anchor(target, tensors)
+    encoded = _encode(old, manifest.tensors, tensors, entries)
+    return _store_anchor(target, tensors) if encoded is None else _store_delta(target, encoded, anchor, key, digest)
+
+
+def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> WeightSource:
+    shards = []
+    for names in split_runs({name: tensors[name].num_bytes for name in sorted(tensors)}, target.shard_bytes):
+        data = save_tensors({name: tensors[name] for name in names})
+        shards.append(_store_shard(target, f"anchors/{target.version}", "safetensors", data))
+    return WeightSource(kind="anchor", shards=tuple(shards))
+
+
+def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key: str, sha256: str) -> WeightSource:
+    shards: list[Shard] = []
+    parts: list[Part] = []
+    for names in split_runs({name: len(one.payload) for name, one in encoded.items()}, target.shard_bytes):
+        offset = 0
+        for name in names:
+            one = encoded[name]
+            parts.append(Part(name, one.encoder, len(shards), offset, len(one.payload)))
+            offset += len(one.payload)
+        data = b"".join(encoded[name].payload for name in names)
+        shards.append(_store_shard(target, f"deltas/{base}-{target.version}", "delta", data))
+    return WeightSource(
+        kind="delta",
+        shards=tuple(shards),
+        base=base,
+        base_manifest=key,
+        base_sha256=sha256,
+        parts=tuple(parts),
+        num_changed=sum(one.changed for one in encoded.values()),
+    )
+
+
+def _store_shard(target: _Target, folder: str, suffix: Literal["safetensors", "delta"], data: bytes) -> Shard:
+    digest = sha256_hex(data)
+    key = f"{target.folder}/{folder}/{digest[:32]}.{suffix}"
+    reach("weights.before_shard")
+    target.store.put(key, data)
+    reach("weights.after_shard")
+    return Shard(key, digest, len(data))
+
+
+def split_runs(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names in order, in runs of at most `limit` bytes (or one name)."""
+    run: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if run and total + size > limit:
+            yield run
+            run, total = [], 0
+        run.append(name)
+        total += size
+    if run:
+        yield run
+
+
+def _event(manifest: Manifest, digest: str) -> PolicyEvent:
+    """The same event for the same manifest.
+
+    stats: bytes a follower of the parent has to read, bytes of all tensors, 1 where there is an anchor, and the share
+    of values that changed where that was counted.
+    """
+    delta = manifest.source("delta", manifest.parent)
+    source = delta or manifest.sources[0]
+    num_values = {entry.name: math.prod(entry.shape) for entry in manifest.tensors}
+    full_bytes = sum(num_values[entry.name] * ITEM_BYTES[entry.dtype] for entry in manifest.tensors)
+    stats = {
+        "bytes": float(source.num_bytes),
+        "full_bytes": float(full_bytes),
+        "anchor": float(manifest.anchor == manifest.version),
+    }
+    if delta is not None:
+        stats["changed_share"] = delta.num_changed / max(sum(num_values.values()), 1)
+    return PolicyEvent(
+        event="published",
+        policy=manifest.policy,
+        version=manifest.version,
+        parent=manifest.parent,
+        token=manifest.token,
+        manifest=manifest_key(manifest.policy, manifest.token, manifest.version),
+        manifest_sha256=digest,
+        step=manifest.step,
+        stats=stats,
+    )

@@ -1,0 +1,154 @@
+"""Whether a log and a store belong together.
+
+A log is known by the first record of `policies`, which is kept for ever: its bytes and when the broker stored it. The first
+trainer of an app writes that into the store, under `identity/`. Guarantee: a role that asks here before it begins never
+works with a store that belongs to another log, with a log that lost its data, or with a store that lost its own; it ends
+with one line that says which, and what helps.
+"""
+
+import asyncio
+import datetime
+import hashlib
+import logging
+from typing import Literal
+
+import msgspec
+
+from infra.log.log import Log
+from infra.settings.config import Floor
+from infra.store.store import Store
+from schemas import PolicyEvent
+from schemas.errors import ConfigError, NotInStore
+from schemas.topics import POLICIES
+
+READS = 3
+
+logger = logging.getLogger(__name__)
+
+Verdict = Literal["new", "unclaimed", "fits", "log lost", "other log", "store lost"]
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """A log, by its beginning. digest: BLAKE2b-128 in hex. Example: Begun("9f…", time_ms=1763715600000)"""
+
+    digest: str
+    time_ms: int
+
+    def __str__(self) -> str:
+        began = datetime.datetime.fromtimestamp(self.time_ms / 1000, datetime.UTC)
+        return f"{self.digest[:8]} (begun {began:%Y-%m-%d %H:%M} UTC)"
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What the store holds. sum: of the rest, since a store may give other bytes than it was given."""
+
+    log: Begun
+    sum: str
+
+    @classmethod
+    def of(cls, log: Begun) -> "Named":
+        """With its sum."""
+        return cls(log, hashlib.blake2b(msgspec.json.encode(log), digest_size=16).hexdigest())
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """What was found. here: the log, None where it is empty. named: what the store says. missing: an object of the store.
+
+    new: both are empty. unclaimed: the store names no log, and nothing speaks against this one.
+    """
+
+    verdict: Verdict
+    here: Begun | None = None
+    named: Begun | None = None
+    missing: str = ""
+
+
+async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
+    """Compare them. Raises BrokerUnavailable, StoreError."""
+    here = await beginning_of(log)
+    named = await asyncio.to_thread(_named, store, floor.app)
+    if named is not None:
+        return Fit("log lost" if here is None else "fits" if here == named else "other log", here, named)
+    if here is None:
+        first = await asyncio.to_thread(lambda: next(iter(store.keys(f"checkpoints/{floor.run or floor.app}/")), ""))
+        return Fit("log lost" if first else "new")
+    newest = ""
+    async for message in log.read_all(POLICIES):
+        event = message.value
+        if isinstance(event, PolicyEvent) and event.event == "published" and event.policy == floor.policy.name:
+            newest = event.manifest
+    missing = newest if newest and not await asyncio.to_thread(_has, store, newest) else ""
+    return Fit("store lost" if missing else "unclaimed", here, missing=missing)
+
+
+async def require_fit(log: Log, store: Store, floor: Floor) -> None:
+    """Raise ConfigError where log and store do not belong together."""
+    fit = await fit_of(log, store, floor)
+    if told := fault(fit, floor.app, repr(store)):
+        raise ConfigError(told)
+
+
+def fault(fit: Fit, app: str, store: str) -> str:
+    """What does not fit and what helps, in a line; "" where all does."""
+    helps = "put back what is missing or name what belongs together in [kafka] and [store]; `headrace recover` goes on without"
+    named = f"the log {fit.named}" if fit.named is not None else "another log"
+    if fit.verdict == "log lost":
+        return f'{store} belongs to {named}, and the log of app "{app}" is empty: {helps}'
+    if fit.verdict == "other log":
+        return f'{store} belongs to {named}, and the log of app "{app}" is {fit.here}: {helps}'
+    if fit.verdict == "store lost":
+        return f'the log of app "{app}" names {fit.missing}, which is not in {store}: {helps}'
+    return ""
+
+
+async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> None:
+    """Write into the store which log it belongs to, if nothing is written there. anew: in any case."""
+    here = await beginning_of(log)
+    if here is not None and (anew or await asyncio.to_thread(_named, store, floor.app) is None):
+        await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode(Named.of(here)))
+
+
+async def beginning_of(log: Log) -> Begun | None:
+    """The log by its first record of `policies`, None for one that is empty or not there."""
+    name = log.name(POLICIES)
+    try:
+        await log.bus.partitions(name)
+    except ValueError:
+        return None
+    starts, ends = await log.bus.beginning_offsets(name), await log.bus.end_offsets(name)
+    if max(ends.values()) <= min(starts.values()):
+        return None
+    reader = await log.bus.assigned(starts)
+    try:
+        while True:
+            for record in await reader.get_many(timeout_s=1.0, max_records=1):
+                digest = hashlib.blake2b(b"%d:" % record.timestamp_ms + record.value, digest_size=16)
+                return Begun(digest.hexdigest(), record.timestamp_ms)
+    finally:
+        await reader.close()
+
+
+def _named(store: Store, app: str) -> Begun | None:
+    """What the store says; None where it says nothing, or nothing whole however often it is read."""
+    for _ in range(READS):
+        try:
+            named = msgspec.json.decode(store.get(_key(app)), type=Named)
+        except NotInStore:
+            return None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        if named == Named.of(named.log):
+            return named.log
+    logger.warning("identity_broken store=%r key=%s: it will be written again", store, _key(app))
+    return None
+
+
+def _has(store: Store, key: str) -> bool:
+    try:
+        return store.size(key) >= 0
+    except NotInStore:
+        return False
+
+
+def _key(app: str) -> str:
+    return f"identity/{app}.json"

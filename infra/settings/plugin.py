@@ -1,0 +1,158 @@
+"""Plugins: `use = "module:name"` plus options becomes the thing itself, with its options checked and bound.
+
+Guarantee: a missing module or name, an unknown option and a wrong type are one ConfigError each; whatever is raised inside
+the plugin's own module, SystemExit too, is one with its cause. Only Ctrl-C passes.
+Names come from an operator's settings or flags. What came with data is looked at first: see `trainer.replay.shipped`.
+"""
+
+import difflib
+import functools
+import importlib
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from infra.settings.config import decode
+from schemas.errors import ConfigError
+
+# Keyword-only parameters that are no options: the chain fills them in.
+RESERVED_PARAMETERS = frozenset({"memory", "time_ms", "record_offset"})
+# Settings and archives of the first release name what ships by these: they are found where it is today.
+MOVED = {f"actors.{kind}.": f"actors.rollout.{kind}." for kind in ("agents", "environments", "tools", "workflows")}
+
+
+def add_plugin_folders(folder: Path, plugins: Iterable[str]) -> None:
+    """Append the configured folders to sys.path; raises ConfigError for one that is not there."""
+    for name in plugins:
+        path = (folder / name).resolve()
+        if not path.is_dir():
+            raise ConfigError(f'plugins: got "{name}", expected a folder (looked at {path})')
+        if str(path) not in sys.path:
+            sys.path.append(str(path))
+
+
+def today(use: str) -> str:
+    """The name by which a plugin that headrace ships is found today; others stay as they are.
+
+    Example: today("actors.environments.guess:Guess") == "actors.rollout.environments.guess:Guess"
+    """
+    for old, new in MOVED.items():
+        if use.startswith(old):
+            return new + use.removeprefix(old)
+    return use
+
+
+def find(use: str, where: str = "use") -> object:
+    """The object `module:name` names, as it is. Raises ConfigError."""
+    module_name, colon, name = today(use).partition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(f'{where}: got "{use}", expected "module:name"')
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            hint = "is its folder in `plugins`, or its package installed?"
+            raise ConfigError(f'{where}: no module "{error.name}" ({use}); {hint}') from error
+        raise ConfigError(f'{where}: {use} needs the module "{error.name}", which is not installed') from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{where}: importing {use} raised {describe(error)}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f'{where}: module "{module_name}" has no "{name}"{_nearest(name, dir(module))}')
+    return typing.cast(object, getattr(module, name))
+
+
+def load(use: str, options: Mapping[str, Any], where: str = "use") -> Any:
+    """What `use` names with its options: a function with them bound, an instance of a class, or a plain object.
+
+    Options are keyword-only parameters of a function, fields of a msgspec struct, or parameters of a class; where they
+    are annotated their types are checked. Raises ConfigError starting with `where`.
+    """
+    found = find(use, where)
+    try:
+        if isinstance(found, type):
+            return _instance(found, options, where)
+        if callable(found):
+            return _bound(found, options, where)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{where}: {use} with options {dict(options)} raised {describe(error)}") from error
+    if options:
+        raise ConfigError(f"{where}: {use} takes no options: it is of type {type(found).__name__}")
+    return found
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+def option_defaults(function: object) -> dict[str, Any]:
+    """All options of a loaded plugin with the values they have: what `headrace check` prints."""
+    if isinstance(function, msgspec.Struct):
+        return {name: getattr(function, name) for name in function.__struct_fields__}
+    if not callable(function):
+        return {}
+    bare = function.func if isinstance(function, functools.partial) else function
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    return {name: bound.get(name, parameter.default) for name, parameter in _options_of(bare).items()}
+
+
+def _options_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in RESERVED_PARAMETERS
+    }
+
+
+def _instance(found: type, options: Mapping[str, Any], where: str) -> object:
+    if issubclass(found, msgspec.Struct):
+        return decode(dict(options), found, f"{where}.options")
+    parameters = inspect.signature(found).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        _check_names(options, parameters, where)
+    return found(**options)
+
+
+def _bound(found: Callable[..., object], options: Mapping[str, Any], where: str) -> Callable[..., object]:
+    known = _options_of(found)
+    _check_names(options, known, where)
+    for name, parameter in known.items():
+        if name not in options and parameter.default is inspect.Parameter.empty:
+            raise ConfigError(f"{where}.options.{name}: missing, {found.__qualname__} needs it")
+    if not options:
+        return found
+    hints = _type_hints(found)
+    values = {
+        name: decode(value, hints[name], f"{where}.options.{name}") if name in hints else value
+        for name, value in options.items()
+    }
+    return functools.partial(found, **values)
+
+
+def _type_hints(found: Callable[..., object]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(found, include_extras=True)
+    except (NameError, TypeError):  # names only a type checker sees: such options go unchecked
+        return {}
+
+
+def _check_names(options: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    names = list(known)
+    for name in options:
+        if name not in names:
+            expected = _nearest(name, names) or f"; expected one of {', '.join(names)}" if names else "; it takes none"
+            raise ConfigError(f"{where}.options.{name}: unknown option{expected}")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, [known for known in names if not known.startswith("__")], n=1, cutoff=0.5)
+    return f', did you mean "{near[0]}"?' if near else ""

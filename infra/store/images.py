@@ -1,0 +1,141 @@
+"""Images that a record names: bytes in the object store under their hash, read back as pixels within bounds.
+
+Guarantees: what is read is what was named (size and hash are verified); nothing is decompressed before its number of
+pixels is known to be within `MAX_PIXELS`; whatever is wrong with an image is one BadImage with a short reason. Only the
+decoders of `FORMATS` ever see the bytes. Blocking, as the store is: call from a thread.
+"""
+
+import hashlib
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infra.log.blobs import PREFIX
+from infra.store.store import Store
+from schemas import Image, Message
+from schemas.errors import BadImage, NotInStore
+
+MAX_IMAGE_BYTES = 16 * 1024 * 1024
+MAX_PIXELS = 16 * 1024 * 1024
+FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
+
+MISSING = "missing"
+ALTERED = "altered"
+TOO_LARGE = "too large"
+TOO_MANY_PIXELS = "too many pixels"
+UNKNOWN_TYPE = "unknown media type"
+NOT_AN_IMAGE = "not an image"
+
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3], red, green, blue
+Array = npt.NDArray[Any]
+
+
+def as_they_are(pixels: Pixels) -> Pixels:
+    """The pixels."""
+    return pixels
+
+
+def images_of(messages: Sequence[Message]) -> tuple[Image, ...]:
+    """All images of a conversation, in the order in which they are shown."""
+    return tuple(image for message in messages for image in message.images)
+
+
+def image_named(data: bytes, media_type: str = "image/png") -> Image:
+    """How a message names these bytes."""
+    return Image(sha256=hashlib.sha256(data).hexdigest(), size=len(data), media_type=media_type)
+
+
+def deposit_image(store: Store, image: Image, data: bytes) -> None:
+    """Put the bytes of an image where readers look for them. Raises BadImage for what no reader would take."""
+    decode_image(image, data)
+    store.put(PREFIX + image.sha256, data)
+
+
+def decode_image(image: Image, data: bytes) -> Pixels:
+    """The pixels of an image whose bytes these are said to be. Raises BadImage."""
+    from PIL import Image as Pillow
+
+    check_size(image)
+    if len(data) != image.size or hashlib.sha256(data).hexdigest() != image.sha256:
+        raise BadImage(ALTERED, f"{image.sha256}: got {len(data)} bytes or another hash, expected {image.size} bytes")
+    try:
+        with Pillow.open(io.BytesIO(data), formats=[FORMATS[image.media_type]]) as picture:
+            width, height = picture.size  # of the header alone: nothing is decompressed yet
+            if width * height > MAX_PIXELS:
+                raise _too_many(image, f"{width} x {height}")
+            return np.asarray(picture.convert("RGB"))
+    except BadImage:
+        raise
+    except Pillow.DecompressionBombError as error:  # raised by the header, before ours
+        raise _too_many(image, str(error)) from error
+    except Exception as error:  # a decoder of foreign bytes raises whatever it likes, SyntaxError and struct.error too
+        raise BadImage(NOT_AN_IMAGE, f"{image.sha256}: no {image.media_type}: {error}") from error
+
+
+def check_size(image: Image) -> None:
+    """Raise BadImage for an image that is not worth fetching."""
+    if image.media_type not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise BadImage(UNKNOWN_TYPE, f"{image.sha256}: got {image.media_type!r}, expected one of {known}")
+    if image.size > MAX_IMAGE_BYTES:
+        raise BadImage(TOO_LARGE, f"{image.sha256}: got {image.size} bytes, expected at most {MAX_IMAGE_BYTES}")
+
+
+class ImageReader:
+    """Images in a store as arrays, the last ones kept: the episodes of a group look at the same. Threads may share it.
+
+    prepare: makes of the pixels what is wanted; by default nothing else. max_kept_bytes: of arrays.
+    """
+
+    def __init__(
+        self, store: Store, *, prepare: Callable[[Pixels], Array] = as_they_are, max_kept_bytes: int = 64 * 1024 * 1024
+    ) -> None:
+        self._store = store
+        self._prepare = prepare
+        self._max_kept_bytes = max_kept_bytes
+        self._kept_bytes = 0
+        self._kept: OrderedDict[Image, Array] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, image: Image) -> Array:
+        """A read-only array. Raises BadImage where trying again cannot help, StoreError where the store failed."""
+        with self._lock:
+            if image in self._kept:
+                self._kept.move_to_end(image)
+                return self._kept[image]
+        check_size(image)
+        key = PREFIX + image.sha256
+        try:
+            size = self._store.size(key)
+            data = self._store.get(key) if size == image.size else b""
+        except NotInStore as error:
+            raise BadImage(MISSING, f"{key} is not in the store") from error
+        if size != image.size:
+            raise BadImage(ALTERED, f"{key}: got {size} bytes, expected {image.size}")
+        array = self._prepare(decode_image(image, data))
+        array.flags.writeable = False
+        self._keep(image, array)
+        return array
+
+    def read_all(self, images: Sequence[Image]) -> tuple[Array, ...]:
+        """Arrays of several."""
+        return tuple(self.read(image) for image in images)
+
+    def _keep(self, image: Image, array: Array) -> None:
+        with self._lock:
+            if image in self._kept:
+                return
+            self._kept[image] = array
+            self._kept_bytes += array.nbytes
+            while self._kept_bytes > self._max_kept_bytes and len(self._kept) > 1:
+                _, oldest = self._kept.popitem(last=False)
+                self._kept_bytes -= oldest.nbytes
+
+
+def _too_many(image: Image, got: str) -> BadImage:
+    return BadImage(TOO_MANY_PIXELS, f"{image.sha256}: got {got}, expected at most {MAX_PIXELS} pixels")

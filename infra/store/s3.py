@@ -1,0 +1,187 @@
+"""S3, MinIO and whatever else speaks S3, as object store.
+
+Atomic and durable by S3's own promises: an object is visible once its put (or multipart completion) is acknowledged.
+Settings come from the environment, so that no file of a run holds a secret:
+
+    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN     credentials
+    HEADRACE_S3_ENDPOINT or AWS_ENDPOINT_URL                        http(s)://host[:port]; without it: Amazon S3
+    AWS_REGION or AWS_DEFAULT_REGION                                without it: asked for, or us-east-1 at an endpoint
+    AWS_CA_BUNDLE or SSL_CERT_FILE                                  certificates to trust
+
+Secrets appear in no error and no repr.
+"""
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from infra.store.store import check_key, check_prefix
+from schemas.errors import ConfigError, NotInStore, StoreError
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 60.0
+NUM_RETRIES = 3
+PART_BYTES = 64 * 1024 * 1024
+
+# The same call can never succeed until somebody changes a setting.
+_FINAL_CODES = frozenset({
+    "AccessDenied", "AuthorizationHeaderMalformed", "InvalidAccessKeyId", "InvalidBucketName", "NoSuchBucket",
+    "SignatureDoesNotMatch",
+})  # fmt: skip
+
+T = TypeVar("T")
+
+
+def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.environ) -> "S3Store":
+    """The store of a bucket (below `prefix`) with settings from the environment. Raises ConfigError."""
+    endpoint = environment.get("HEADRACE_S3_ENDPOINT") or environment.get("AWS_ENDPOINT_URL") or ""
+    access_key = environment.get("AWS_ACCESS_KEY_ID", "")
+    secret_key = environment.get("AWS_SECRET_ACCESS_KEY", "")
+    if not access_key or not secret_key:
+        raise ConfigError(
+            f"store s3://{bucket}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+        )
+    return S3Store(
+        bucket,
+        prefix=prefix,
+        endpoint=endpoint or "https://s3.amazonaws.com",
+        access_key=access_key,
+        secret_key=secret_key,
+        session_token=environment.get("AWS_SESSION_TOKEN") or None,
+        region=environment.get("AWS_REGION")
+        or environment.get("AWS_DEFAULT_REGION")
+        or ("us-east-1" if endpoint else None),
+        ca_file=environment.get("AWS_CA_BUNDLE") or environment.get("SSL_CERT_FILE") or None,
+    )
+
+
+class S3Store:
+    """Objects of one bucket below one prefix. The bucket must exist."""
+
+    def __init__(
+        self,
+        bucket: str,
+        *,
+        endpoint: str,
+        access_key: str,
+        secret_key: str,
+        prefix: str = "",
+        session_token: str | None = None,
+        region: str | None = None,
+        ca_file: str | None = None,
+        num_retries: int = NUM_RETRIES,
+    ) -> None:
+        import certifi
+        import minio
+        import urllib3
+
+        parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or "@" in parts.netloc:
+            raise ConfigError("S3 endpoint: expected http(s)://host[:port], set in HEADRACE_S3_ENDPOINT")
+        self._bucket = bucket
+        self._prefix = f"{check_key(prefix)}/" if prefix else ""
+        self._endpoint = f"{parts.scheme}://{parts.netloc}"
+        self._secrets = tuple(secret for secret in (secret_key, session_token) if secret)
+        pool = urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
+            retries=urllib3.Retry(total=num_retries, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
+            cert_reqs="CERT_REQUIRED",
+            ca_certs=ca_file or certifi.where(),
+        )
+        try:
+            self._client: Any = minio.Minio(
+                parts.netloc,
+                access_key=access_key,
+                secret_key=secret_key,
+                session_token=session_token,
+                secure=parts.scheme == "https",
+                region=region,
+                http_client=pool,
+            )
+        except ValueError as error:
+            raise ConfigError(f"S3 endpoint {self._endpoint}: {self._clean(error)}") from None
+
+    def __repr__(self) -> str:
+        return f"S3Store(s3://{self._bucket}/{self._prefix} at {self._endpoint})"
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store an object, replacing any other. Raises StoreError."""
+        name = self._name(key)
+        self._call(
+            "put",
+            key,
+            lambda: self._client.put_object(self._bucket, name, io.BytesIO(data), len(data), part_size=PART_BYTES),
+        )
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises NotInStore, StoreError."""
+        name = self._name(key)
+        return self._call("get", key, lambda: self._read(name))
+
+    def size(self, key: str) -> int:
+        """Bytes of the object. Raises NotInStore, StoreError."""
+        name = self._name(key)
+        return int(self._call("size", key, lambda: self._client.stat_object(self._bucket, name).size))
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """All keys that begin with `prefix`, sorted. Raises StoreError."""
+        name = self._prefix + check_prefix(prefix)
+
+        def names() -> list[str]:
+            return [item.object_name for item in self._client.list_objects(self._bucket, prefix=name, recursive=True)]
+
+        yield from sorted(name.removeprefix(self._prefix) for name in self._call("keys", prefix, names))
+
+    def delete(self, key: str) -> None:
+        """Remove an object; absent is fine. Raises StoreError."""
+        name = self._name(key)
+        self._call("delete", key, lambda: self._client.remove_object(self._bucket, name))
+
+    def make_bucket(self) -> None:
+        """Create the bucket; one that is there is fine. Raises StoreError."""
+
+        def make() -> None:
+            if not self._client.bucket_exists(self._bucket):
+                self._client.make_bucket(self._bucket)
+
+        self._call("make bucket", self._bucket, make)
+
+    def _name(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _read(self, name: str) -> bytes:
+        response = self._client.get_object(self._bucket, name)
+        try:
+            data: bytes = response.read()
+            return data
+        finally:
+            response.close()
+            response.release_conn()
+
+    def _call(self, verb: str, key: str, action: Callable[[], T]) -> T:
+        """Run one request. The errors it raises carry no cause: a library's own could quote a header."""
+        from minio.error import MinioException, S3Error
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return action()
+        except S3Error as error:
+            failure = self._failure(verb, key, error.code or "", self._clean(error.message or error.code))
+        except (MinioException, HTTPError, OSError, ValueError) as error:
+            failure = StoreError(f"{verb} {key!r} in {self!r}: {type(error).__name__}: {self._clean(error)}")
+        raise failure
+
+    def _failure(self, verb: str, key: str, code: str, message: str) -> StoreError:
+        if code in ("NoSuchKey", "NoSuchObject", "ResourceNotFound"):
+            return NotInStore(f"{verb} {key!r}: not in {self!r}")
+        failure = StoreError(f"{verb} {key!r} in {self!r}: {code}: {message}")
+        failure.retriable = code not in _FINAL_CODES
+        return failure
+
+    def _clean(self, error: object) -> str:
+        text = str(error)
+        for secret in self._secrets:
+            text = text.replace(secret, "[secret]")
+        return text

@@ -1,0 +1,220 @@
+"""Block: 1 to 64 experiences of one group in one Kafka record, their shared prompt stored once; and its bytes.
+
+Guarantee: sections that came in a frame leave as the same bytes while the members use at least half of them, so that a
+stage that edits headers neither decompresses nor compresses. Decoding checks the header whole; bulk is checked on first
+use (or by `validate`). What this module writes, it can read. Sections that came sealed never leave unsealed.
+
+    body     header · section_len u32 x k · sections
+    header   msgpack [columns, experiences, ranges]; ranges hold, per experience and column, start and stop of each run
+             of items whose concatenation is the experience's
+    sections tokens u32 LE · logprobs f32 LE of sampled tokens · text: each run a msgpack list of messages · any others;
+             in a sealed block each as the key of all its members sealed it
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta as Bounds
+from msgspec import structs
+
+from schemas.errors import BadFrame
+from schemas.experience import (
+    MAX_MEMBERS,
+    Experience,
+    Experiences,
+    checked_num_sampled,
+    encode_headers,
+    encoder,
+    with_field,
+)
+from schemas.wire.build import build
+from schemas.wire.bulk import Bulk
+from schemas.wire.marks import with_fields_of_marks
+from schemas.wire.sections import (
+    LOGPROBS,
+    MAX_SECTION_BYTES,
+    MAX_SECTIONS,
+    WIDTHS,
+    Column,
+    FindSeal,
+    Ranges,
+    Seal,
+    Sections,
+)
+
+
+class Block(msgspec.Struct, frozen=True):
+    """1 to 64 experiences of one group; ValueError otherwise.
+
+    Example: Block((make_experience(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16,
+                                    spans=(Span(start=3, stop=5, version=12),), tokens=[37, 45, 61, 280, 2],
+                                    logprobs=[-0.25, -0.5], messages=(Message(role="user", content="37+45="),
+                                    Message(role="assistant", content="280"))),))
+    """
+
+    experiences: tuple[Experience, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.experiences) <= MAX_MEMBERS:
+            raise ValueError(f"block of {len(self.experiences)} experiences, expected 1 to {MAX_MEMBERS}")
+        group = self.experiences[0].group
+        for experience in self.experiences:
+            if experience.group != group:
+                raise ValueError(f"block of groups {group} and {experience.group}, expected one group")
+
+    @property
+    def group(self) -> str:
+        """The group of all members."""
+        return self.experiences[0].group
+
+    def validate(self) -> None:
+        """Decodes and checks the bulk of every member; raises BadFrame naming the first bad experience and field."""
+        for experience in self.experiences:
+            experience.check_bulk()
+
+
+class _Header(msgspec.Struct, array_like=True, frozen=True):
+    columns: Annotated[tuple[Column, ...], Bounds(max_length=MAX_SECTIONS)]
+    experiences: Experiences
+    ranges: Annotated[
+        tuple[Annotated[tuple[Ranges, ...], Bounds(max_length=MAX_SECTIONS)], ...], Bounds(max_length=MAX_MEMBERS)
+    ]
+
+
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+
+_LENGTHS = [struct.Struct(f"<{count}I") for count in range(MAX_SECTIONS + 1)]
+
+
+def decode_block(
+    header: bytes | memoryview,
+    tail: memoryview,
+    *,
+    sealed: bool = False,
+    find: FindSeal | None = None,
+    marked: bool = False,
+) -> Block:
+    """A block from its header and what follows it; raises BadFrame, and what `find` raises. marked: see `marks`."""
+    try:
+        decoded = _header_decoder.decode(header)
+    except msgspec.ValidationError as error:
+        raise BadFrame(f"header: {with_field(str(error), '[1]')}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise BadFrame(f"header: {error}") from error
+    columns, experiences = decoded.columns, decoded.experiences
+    if marked:
+        experiences = tuple([with_fields_of_marks(experience) for experience in experiences])
+    key_id = _only_key(experiences) if sealed else ""
+    if sealed and not key_id:
+        raise BadFrame("header: a sealed block whose members do not name one key, expected one key_id")
+    seal = find(key_id) if key_id and find is not None else None
+    sections = Sections(columns, _bodies(columns, tail), tail, len(experiences), key_id, seal)
+    if [len(ranges) for ranges in decoded.ranges] != [len(columns)] * len(experiences):
+        raise BadFrame(f"header: expected ranges of {len(experiences)} experiences in {len(columns)} sections")
+    try:
+        for position, experience in enumerate(experiences):
+            lengths = (experience.num_tokens, checked_num_sampled(experience))
+            structs.force_setattr(experience, "bulk", Bulk(sections, decoded.ranges[position], lengths, experience.id))
+        return Block(experiences)
+    except ValueError as error:
+        raise BadFrame(f"header: {error}") from error
+
+
+def _bodies(columns: tuple[Column, ...], tail: memoryview) -> tuple[memoryview, ...]:
+    """Compressed sections, cut by the lengths before them; nothing may be left over."""
+    table = _LENGTHS[len(columns)]
+    if len(tail) < table.size:
+        raise BadFrame(f"sections: got {len(tail)} bytes, expected {len(columns)} lengths")
+    lengths = table.unpack_from(tail)
+    position = table.size
+    if sum(lengths) != len(tail) - position:
+        raise BadFrame(f"sections: got {len(tail) - position} bytes, expected {sum(lengths)} as announced")
+    widths = {column.name: column.width for column in columns}
+    if len(widths) != len(columns) or list(widths)[: len(WIDTHS)] != list(WIDTHS):
+        raise BadFrame(f"sections: got {list(widths)}, expected {list(WIDTHS)} and others, each once")
+    bodies = []
+    for column, length in zip(columns, lengths, strict=True):
+        if column.width * column.items > MAX_SECTION_BYTES or column.width != WIDTHS.get(column.name, column.width):
+            raise BadFrame(
+                f"section {column.name}: got {column.items} items of {column.width} bytes, expected at most"
+                f" {MAX_SECTION_BYTES} bytes in all, and the width of its name"
+            )
+        bodies.append(tail[position : position + length])
+        position += length
+    return tuple(bodies)
+
+
+def encode_block(block: Block, find: FindSeal | None = None) -> tuple[bytes, bytes | memoryview, bool]:
+    """Header bytes, the section lengths and bodies, and whether these are sealed.
+
+    They are where `find` is given and the members name a key, and wherever a member came sealed. Raises ValueError for
+    what could not be read back, Sealed where the key is gone, and what `find` raises.
+    """
+    experiences = encode_headers(block.experiences)
+    bulks = [experience.held() for experience in block.experiences]
+    sections = _shared(bulks)
+    key_id = _key_to_seal_under(block, bulks, find)
+    if sections is not None:
+        columns = sections.columns
+        ranges: Sequence[Sequence[Ranges]] = [bulk.ranges for bulk in bulks]
+        if sections.sealed_under == key_id:
+            tail: bytes | memoryview = sections.tail
+            return _header(columns, experiences, ranges), tail, bool(key_id)
+        bodies = [bytes(body) for body in sections.bodies]
+    else:
+        columns, ranges, bodies = build(block.experiences, bulks)
+    if key_id:
+        seal = _seal_of(key_id, bulks, find)
+        bodies = [seal.close(column.name, body) for column, body in zip(columns, bodies, strict=True)]
+    tail = b"".join((_LENGTHS[len(columns)].pack(*[len(body) for body in bodies]), *bodies))
+    return _header(columns, experiences, ranges), tail, bool(key_id)
+
+
+def _header(columns: tuple[Column, ...], experiences: bytes, ranges: Sequence[Sequence[Ranges]]) -> bytes:
+    """An array of three, of which the middle one is encoded already."""
+    return b"".join((b"\x93", encoder.encode(columns), experiences, encoder.encode(ranges)))
+
+
+def _only_key(experiences: Sequence[Experience]) -> str:
+    """The key that all members name, "" where they do not agree."""
+    named = {experience.key_id for experience in experiences}
+    return named.pop() if len(named) == 1 else ""
+
+
+def _key_to_seal_under(block: Block, bulks: Sequence[Bulk], find: FindSeal | None) -> str:
+    """The key the sections are to be sealed under, "" for none; ValueError where a member would be without its own."""
+    came_under = {bulk.sections.sealed_under for bulk in bulks if bulk.sections is not None} - {""}
+    if not came_under and (find is None or not any(experience.key_id for experience in block.experiences)):
+        return ""
+    key_id = _only_key(block.experiences)
+    if not key_id or came_under - {key_id}:
+        named = sorted({experience.key_id for experience in block.experiences} | came_under)
+        raise ValueError(f"group {block.group}: key_id: got {named}, expected one key of all members in a sealed block")
+    return key_id
+
+
+def _seal_of(key_id: str, bulks: Sequence[Bulk], find: FindSeal | None) -> Seal:
+    """The key itself: found, or the one that a member was opened with."""
+    if find is not None:
+        return find(key_id)
+    for bulk in bulks:
+        if bulk.sections is not None and bulk.sections.seal is not None:
+            return bulk.sections.seal
+    raise ValueError(f"key_id: {key_id} is to be sealed under, and this writer looks for no keys")
+
+
+def _shared(bulks: Sequence[Bulk]) -> Sections | None:
+    """The sections all members lie in, if they still use at least half of what is in them."""
+    sections = bulks[0].sections
+    if sections is None:
+        return None
+    for bulk in bulks:
+        if bulk.sections is not sections:
+            return None
+    if len(bulks) < sections.num_members:
+        used = sum(bulk.lengths[LOGPROBS] for bulk in bulks)
+        if 2 * used < sections.columns[LOGPROBS].items:
+            return None
+    return sections

@@ -1,0 +1,43 @@
+"""Teacher logprobs: a section of a block beside its own, one float per sampled token; older readers carry it along."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.errors import BadFrame
+from schemas.experience import Experience
+from schemas.wire.bulk import Logprobs, logprobs_fault
+
+SECTION = "teacher_logprobs"
+WIDTH = 4
+
+
+def teacher_logprobs(experience: Experience) -> Logprobs | None:
+    """What the teacher gives each sampled token, float32 [num_sampled], or None where nobody asked it. Raises BadFrame."""
+    found = experience.held().extra_sections().get(SECTION)
+    if found is None or not found[1]:
+        return None
+    width, data = found
+    if width != WIDTH or len(data) != WIDTH * experience.num_sampled:
+        raise BadFrame(
+            f"experience {experience.id}: {SECTION}: got {len(data)} bytes in items of {width}, expected"
+            f" {experience.num_sampled} of {WIDTH}"
+        )
+    logprobs = np.frombuffer(data, "<f4")
+    if (fault := logprobs_fault(logprobs)) is not None:
+        raise BadFrame(f"experience {experience.id}: {SECTION}: {fault}")
+    return logprobs
+
+
+def with_teacher_logprobs(experience: Experience, logprobs: Sequence[float] | npt.NDArray[np.float32]) -> Experience:
+    """The same experience with the teacher's logprobs of its sampled tokens. Raises ValueError for what does not fit."""
+    values = np.asarray(logprobs, "<f4")
+    if values.shape != (experience.num_sampled,):
+        raise ValueError(f"experience {experience.id}: got {values.shape} logprobs, expected {experience.num_sampled}")
+    if (fault := logprobs_fault(values)) is not None:
+        raise ValueError(f"experience {experience.id}: {SECTION}: {fault}")
+    carried = dict(experience.held().extra_sections())
+    made = experience.with_bulk()
+    made.held().extras = {**carried, SECTION: (WIDTH, values.tobytes())}
+    return made

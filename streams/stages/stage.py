@@ -1,0 +1,205 @@
+"""What the stages share: records handed out by Faust, records to be published, and how a worker ends when it must.
+
+Guarantees: an output is published once the broker has confirmed it, or the process ends before the input is
+acknowledged; bytes that cannot be read become a dead letter.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
+from typing import NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from infra.chain.faults import STEP_FAULTS
+from infra.log.bus import Record
+from infra.log.log import Log, asks_store
+from infra.log.log import Message as LogMessage
+from infra.observe.metrics import Metrics
+from schemas import Block, Control, DeadLetter, UnknownMajor
+from schemas.errors import BrokerUnavailable, HeadraceError
+from schemas.topics import DEAD_LETTERS, Topic
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+EXIT_OPERATOR = 2  # as for a mistake in the settings: somebody has to do something
+EXIT_UNKNOWN_MAJOR = 65  # EX_DATAERR
+EXIT_BROKER = 69  # EX_UNAVAILABLE
+EXIT_BUG = 70  # EX_SOFTWARE
+MAX_LETTER_BYTES = 64 * 1024
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
+
+
+class Delivery(Protocol):
+    """One record, and what may be done about it exactly once. generation: grows with every rebalance."""
+
+    record: Record
+    generation: int
+
+    def acknowledge(self) -> None:
+        """Let the group's offset move past the record."""
+
+    def abandon(self) -> None:
+        """Neither done nor waited for any more: it will be delivered again."""
+
+
+class Output(msgspec.Struct, frozen=True):
+    """A record to be published; the key follows from the record.
+
+    Example: Output(VERIFIED, Stub(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, reason="short"))
+    """
+
+    topic: Topic
+    record: Block | Control
+
+
+class Handled(msgspec.Struct):
+    """What a stateless stage made of one record. first, then: published in this order. dropped: reason to count.
+    absent, cost_usd: see `infra.chain.chain.Outcome`. failed: of the drops, those by a step's own fault, by its stamp.
+
+    Example: Handled(first=(Output(...),), dropped={"too short": 2})
+    """
+
+    first: tuple[Output, ...] = ()
+    then: tuple[Output, ...] = ()
+    dropped: dict[str, int] = {}
+    num_in: int = 0
+    num_out: int = 0
+    absent: dict[tuple[str, str], int] = {}
+    cost_usd: dict[str, float] = {}
+    failed: dict[str, int] = {}
+
+
+def exit_at_once(message: str, code: int) -> NoReturn:
+    """End the operating system's process, without another line of it being run."""
+    print(message, file=sys.stderr, flush=True)
+    logging.shutdown()
+    os._exit(code)
+
+
+# How the process of the running context ends: where one interpreter plays many processes, each has its own end.
+process_exit: ContextVar[Callable[[str, int], NoReturn]] = ContextVar("process_exit", default=exit_at_once)
+
+
+def end_process(message: str, code: int) -> NoReturn:
+    """Say why and stop at once: nothing that is not acknowledged yet will be."""
+    logger.critical("%s", message)
+    process_exit.get()(message, code)
+
+
+async def read(log: Log, record: Record, give_up_s: float) -> LogMessage:
+    """The record decoded; a store that fails is asked again until give_up_s. Raises StoreError.
+
+    A newer major ends the process, since parking a rolling upgrade's traffic would be worse.
+    """
+    try:
+        if not asks_store(record):
+            return log.decode(record)
+        return await confirmed(lambda: asyncio.to_thread(log.decode, record), "claim check or key", give_up_s)
+    except UnknownMajor as error:
+        where = f"{record.topic}/{record.partition} offset {record.offset}"
+        end_process(f"upgrade readers first: {where}: {error}", EXIT_UNKNOWN_MAJOR)
+
+
+def letter(message: LogMessage, stage: str, reason: str, error: str) -> Output:
+    """A dead letter for a record that could not be processed."""
+    record = message.record
+    return Output(
+        DEAD_LETTERS,
+        DeadLetter(
+            topic=record.topic.partition(".")[2],
+            partition=record.partition,
+            offset=record.offset,
+            stage=stage,
+            reason=reason,
+            error=error,
+            value=record.value[:MAX_LETTER_BYTES],
+            key=record.key,
+        ),
+    )
+
+
+async def confirmed(attempt: Callable[[], Awaitable[Result]], what: str, give_up_s: float) -> Result:
+    """Run `attempt`, again with backoff while its error is retriable; the last error is raised after give_up_s."""
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + give_up_s
+    backoff_s = FIRST_BACKOFF_S
+    while True:
+        try:
+            return await attempt()
+        except HeadraceError as error:
+            if not error.retriable or clock() + backoff_s > give_up_at:
+                raise
+            logger.warning("stage_retry what=%s error=%s", what, error)
+        await asyncio.sleep(backoff_s)
+        backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+
+async def publish_all(log: Log, outputs: Iterable[Output], give_up_s: float) -> None:
+    """Publish concurrently; returns once all are confirmed."""
+    pending = list(outputs)
+    if len(pending) == 1:
+        await _publish(log, pending[0], give_up_s)
+    elif pending:
+        async with asyncio.TaskGroup() as tasks:
+            for output in pending:
+                tasks.create_task(_publish(log, output, give_up_s))
+
+
+async def _publish(log: Log, output: Output, give_up_s: float) -> None:
+    await confirmed(lambda: log.publish(output.topic, output.record), output.topic.name, give_up_s)
+
+
+def end_for(error: BaseException, doing: str) -> NoReturn:
+    """End the process for an error that nothing can be done about here, before anything is acknowledged."""
+    for cause in causes(error):
+        if isinstance(cause, BrokerUnavailable):
+            end_process(str(cause), EXIT_BROKER)
+    logger.error("stage_failed doing=%s", doing, exc_info=error)
+    end_process(f"{doing}: {type(error).__name__}: {error}; stopped before the acknowledgement", EXIT_BUG)
+
+
+def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
+    """End the process after Faust has ended. What a restart would only meet again ends it with the way out, for good."""
+    told = f"{type(error).__name__}: {error}"
+    if type(error).__name__ == "OffsetOutOfRangeError":
+        way_out = f"`headrace skip {stage}` goes on at the oldest records that are kept, and says what is lost"
+        end_process(f"{stage}: records were deleted before they were read ({told}); {way_out}", EXIT_OPERATOR)
+    end_process(f"{stage}: Faust stopped: {told}", EXIT_BUG)
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The errors in a group, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [cause for inner in error.exceptions for cause in causes(inner)]
+    return [error]
+
+
+def count(metrics: Metrics, stage: str, handled: Handled) -> None:
+    """Add what was handled to the role's counters."""
+    metrics.counter("experiences_in", stage=stage).inc(handled.num_in)
+    metrics.counter("experiences_out", stage=stage).inc(handled.num_out)
+    for reason, number in handled.dropped.items():
+        metrics.counter("dropped", reason=reason).inc(number)
+    count_failed(metrics, stage, handled.failed)
+    for (score, reason), number in handled.absent.items():
+        metrics.counter("scores_absent", score=score, reason=reason).inc(number)
+    for score, cost_usd in handled.cost_usd.items():
+        metrics.counter("scores_cost_usd", score=score).inc(cost_usd)
+
+
+def faults_of(gone: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """Drops (reason, stamp of the step) that are the step's own fault: stamp to count."""
+    return dict(Counter(stamp for reason, stamp in gone if reason in STEP_FAULTS))
+
+
+def count_failed(metrics: Metrics, stage: str, failed: Mapping[str, int]) -> None:
+    """Add what steps failed at to the role's counters; `headrace status` raises an alarm where it is too much."""
+    for stamp, number in failed.items():
+        metrics.counter("step_failed", stage=stage, step=stamp).inc(number)

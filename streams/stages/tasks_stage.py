@@ -1,0 +1,100 @@
+"""Stage tasks: `taskset.raw` to `taskset`, through the chain of tasks.
+
+Guarantees: every task of a readable record is in `taskset` or dead-lettered with its reason; the same task comes out under
+the same id, so a redelivery changes nothing. What the steps remember (which questions there were) is taken from
+`taskset` before the first record, after a restart and after a rebalance alike; two workers that hold different partitions
+do not see each other's newest tasks.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from infra.chain.chain import Context, Step, call_step, extras_of, new_memories
+from infra.chain.processor import Memory
+from infra.chain.task_chain import run_task_chain, task_fault
+from infra.chain.turn import Turn
+from infra.log.log import Log
+from infra.log.log import Message as LogMessage
+from schemas import Task
+from schemas.topics import TASKSET
+from streams.stages.stage import Handled, Output, faults_of, letter
+
+STAGE = "tasks"
+BAD_TASK = "bad task"
+
+
+class TaskStage:
+    """The chain of tasks with its memories, one set for all partitions: the same question may lie in any of them.
+
+    log: where `taskset` is read from; None remembers nothing of it.
+    """
+
+    def __init__(self, steps: Sequence[Step], log: Log | None = None) -> None:
+        self._steps = steps
+        self._log = log
+        self._memories: dict[str, Memory] | None = None
+        self._remembering = asyncio.Lock()
+
+    def forget(self) -> None:
+        """Another worker may have had the partitions in between: read `taskset` anew."""
+        self._memories = None
+
+    @property
+    def reach(self) -> int:
+        """Nothing is read back from `taskset.raw`: what came of it says more."""
+        return 0
+
+    async def recall(self, message: LogMessage) -> None:
+        """Never asked for: see `reach`."""
+
+    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
+        """One record of `taskset.raw`."""
+        task = message.value
+        if message.error is not None or not isinstance(task, Task):
+            reason = "bad frame" if message.error is not None else "unexpected record"
+            error = str(message.error or f"got {type(task).__name__}, expected a task")
+            return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1})
+        if fault := task_fault(task):
+            return Handled(then=(letter(message, STAGE, BAD_TASK, fault),), dropped={BAD_TASK: 1}, num_in=1)
+        context = Context(
+            time_ms=message.record.timestamp_ms,
+            record_offset=message.record.offset,
+            memories=await self._remembered(),
+            turn=turn,
+        )
+        outcome = await run_task_chain(self._steps, task, context)
+        dropped: dict[str, int] = {}
+        for gone in outcome.dropped:
+            dropped[gone.reason] = dropped.get(gone.reason, 0) + 1
+        return Handled(
+            first=tuple(Output(TASKSET, kept) for kept in outcome.kept),
+            then=tuple(letter(message, STAGE, gone.reason, gone.detail) for gone in outcome.dropped),
+            dropped=dropped,
+            num_in=1,
+            num_out=len(outcome.kept),
+            failed=faults_of((gone.reason, gone.processor) for gone in outcome.dropped),
+        )
+
+    def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
+        """What is left of a record that could not be handled or published."""
+        return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1}, num_in=1)
+
+    async def _remembered(self) -> dict[str, Memory]:
+        """The memories, filled from what came out of this stage before."""
+        async with self._remembering:
+            if self._memories is None:
+                memories = new_memories(self._steps)
+                if self._log is not None and memories:
+                    async for message in self._log.read_all(TASKSET):
+                        if isinstance(message.value, Task):
+                            await self._recall(message.value, memories)
+                self._memories = memories
+            return self._memories
+
+    async def _recall(self, task: Task, memories: dict[str, Memory]) -> None:
+        context = Context(memories=memories)
+        for step in self._steps:
+            if step.memory:
+                await call_step(step, [msgspec.structs.replace(task, issued=None)], extras_of(step, context))

@@ -1,0 +1,148 @@
+"""Stage verify: a block of experiences goes through the chain; what is kept goes on as a block, what is not as stubs.
+
+Guarantees: every experience of a readable block is either in the block that goes on or has a stub with its reason, so
+its group can complete (a duplicate has none: its original stands there); eval answers go to `evals`, scored, and are
+never dropped.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from infra.chain.chain import ChainResult, Context, Dropped, Step, new_memories, run_chain
+from infra.chain.processor import Memory
+from infra.chain.turn import Turn
+from infra.chain.verdict import Recorded
+from infra.log.log import Message as LogMessage
+from schemas import Block, Experience, Stub
+from schemas.topics import EVALS, VERIFIED
+from streams.processors.dedupe import DUPLICATE, dedupe_key
+from streams.stages.stage import Handled, Output, faults_of, letter
+
+STAGE = "verify"
+DEDUPE = "dedupe"
+REDELIVERED = "redelivered"  # Kafka header of a dead letter's second chance
+
+
+class Verifier:
+    """The chain of verify with its memories, one set per input partition."""
+
+    def __init__(self, steps: Sequence[Step], recorded: Recorded | None = None) -> None:
+        """recorded: scores of outside verdicts that need not be asked for again."""
+        self._steps = steps
+        self._recorded = recorded
+        # Scores and filters behind the last step that remembers change no memory.
+        self._remembering = steps[: max((index + 1 for index, step in enumerate(steps) if step.memory), default=0)]
+        self._memories: dict[tuple[str, int], dict[str, Memory]] = {}
+
+    @property
+    def reach(self) -> int:
+        """Experiences of a partition that what is remembered goes back, 0 for none."""
+        return max((step.memory for step in self._steps), default=0)
+
+    def forget(self) -> None:
+        """Another worker may have had the partitions in between: remember nothing of them."""
+        self._memories.clear()
+
+    async def recall(self, message: LogMessage) -> None:
+        """Remember a record that was handled before: the same steps, and nothing comes of it."""
+        if isinstance(message.value, Block):
+            await self._run(self._remembering, message, message.value.experiences, None)
+
+    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
+        """One record of `experiences` or `experts`."""
+        if message.error is not None:
+            return Handled(then=(letter(message, STAGE, "bad frame", str(message.error)),), dropped={"bad frame": 1})
+        block = message.value
+        if not isinstance(block, Block):
+            error = f"got {type(block).__name__}, expected a block of experiences"
+            return Handled(then=(letter(message, STAGE, "unexpected record", error),), dropped={"unexpected record": 1})
+        outcome = await self._run(self._steps, message, block.experiences, turn)
+        return handled_from(block.experiences, outcome)
+
+    def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
+        """What is left of a record that could not be handled or published: a dead letter, and stubs for its members."""
+        members = message.value.experiences if isinstance(message.value, Block) else ()
+        gone = [Dropped(member, reason, error) for member in members]
+        stubs = tuple(Output(VERIFIED, stub_of(drop)) for drop in gone if not drop.experience.suite)
+        return Handled(
+            then=(*stubs, letter(message, STAGE, reason, error)),
+            dropped={reason: max(1, len(members))},
+            num_in=len(members),
+        )
+
+    async def _run(
+        self, steps: Sequence[Step], message: LogMessage, experiences: Sequence[Experience], turn: Turn | None
+    ) -> ChainResult:
+        where = (message.record.topic, message.record.partition)
+        memories = self._memories.get(where)
+        if memories is None:
+            memories = self._memories[where] = new_memories(self._steps)
+        if DEDUPE in memories and any(name == REDELIVERED for name, _ in message.record.headers):
+            for experience in experiences:
+                memories[DEDUPE].discard(dedupe_key(experience))
+        context = Context(
+            time_ms=message.record.timestamp_ms,
+            record_offset=message.record.offset,
+            memories=memories,
+            turn=turn,
+            recorded=self._recorded,
+        )
+        return await run_chain(steps, experiences, context)
+
+
+def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Handled:
+    """Outputs and counts of one block that went through the chain."""
+    evals = [experience for experience in outcome.kept if experience.suite]
+    evals += [failed_eval(drop) for drop in outcome.dropped if drop.experience.suite]
+    kept = [experience for experience in outcome.kept if not experience.suite]
+    gone = [drop for drop in outcome.dropped if not drop.experience.suite]
+    first = [Output(VERIFIED, block) for block in blocks_by_group(kept)]
+    first += [Output(EVALS, block) for block in blocks_by_group(evals)]
+    dropped: dict[str, int] = {}
+    for drop in outcome.dropped:
+        dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
+    return Handled(
+        first=tuple(first),
+        # A duplicate has no stub: its original holds its place in the group.
+        then=tuple(Output(VERIFIED, stub_of(drop)) for drop in gone if drop.reason != DUPLICATE),
+        dropped=dropped,
+        num_in=len(experiences),
+        num_out=len(kept) + len(evals),
+        absent=outcome.absent,
+        cost_usd=outcome.cost_usd,
+        failed=faults_of((drop.reason, drop.processor) for drop in outcome.dropped),
+    )
+
+
+def blocks_by_group(experiences: Sequence[Experience]) -> list[Block]:
+    """One block per group, in order of first appearance."""
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(experience.group, []).append(experience)
+    return [Block(experiences=tuple(members)) for members in groups.values()]
+
+
+def stub_of(drop: Dropped) -> Stub:
+    """The header-only stand-in of a dropped experience."""
+    experience = drop.experience
+    return Stub(
+        id=experience.id,
+        group=experience.group,
+        episode=experience.episode,
+        group_size=experience.group_size,
+        reason=drop.reason,
+        attempt=experience.attempt,
+        part=experience.part,
+        last=experience.last,
+        lane=experience.lane,
+        sequence=experience.sequence,
+        stage=STAGE,
+        processor=drop.processor,
+        revision=experience.revision,
+    )
+
+
+def failed_eval(drop: Dropped) -> Experience:
+    """An eval answer that the chain dropped, still to be counted as wrong."""
+    return msgspec.structs.replace(drop.experience, scores=(), failure=drop.reason)

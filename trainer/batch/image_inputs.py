@@ -1,0 +1,68 @@
+"""The pictures of what is trained: read back from the store by the references that experiences keep.
+
+Guarantees: a group with a picture that cannot be shown is dropped before the journal, with a reason, told and counted; what
+is in the journal is packed with the same pixels every time, or the step raises.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from infra.model.vision import Vision, vision_if_any
+from infra.store.images import ImageReader, images_of
+from infra.store.store import Store
+from schemas import Block, Experience
+from schemas.errors import BadFrame, BadImage
+from trainer.batch.batch import TrainItem
+from trainer.batch.pictures import Pictures
+from trainer.buffer.draw import Candidate
+
+BAD_IMAGE = "bad image"
+
+
+class ImageInputs:
+    """How one model's pictures are found. Blocking: call from a thread."""
+
+    def __init__(self, vision: Vision, store: Store) -> None:
+        self.vision = vision
+        self._reader = ImageReader(store, prepare=vision.prepare)
+
+    def pictures(self, experience: Experience) -> Pictures | None:
+        """What stands at the image tokens of an experience. Raises BadImage, StoreError."""
+        images = images_of(experience.messages)
+        if not images:
+            return None
+        try:
+            places = self.vision.places(experience.tokens, len(images))
+        except ValueError as error:
+            raise BadImage(BAD_IMAGE, f"{experience.id}: {error}") from error
+        pixels = self._reader.read_all(images)
+        return Pictures(names=tuple(one.sha256 for one in images), places_P=places, pixels=pixels)
+
+    def shown(self, items: Sequence[TrainItem]) -> list[TrainItem]:
+        """The items with their pictures. Raises BadFrame naming what cannot be shown."""
+        try:
+            return [msgspec.structs.replace(one, pictures=self.pictures(one.experience)) for one in items]
+        except BadImage as error:
+            raise BadFrame(f"a journaled batch needs it: {error}") from error
+
+    def unreadable(self, taken: Sequence[Candidate], blocks: Sequence[Block]) -> list[Candidate]:
+        """Groups that cannot be shown. Raises StoreError."""
+        return [one for one, block in zip(taken, blocks, strict=True) if not self._can_show(block)]
+
+    def _can_show(self, block: Block) -> bool:
+        try:
+            for one in block.experiences:
+                self.pictures(one)
+        except BadImage:
+            return False
+        return True
+
+
+def open_sight(folder: str, store: Store) -> ImageInputs | None:
+    """For the model of a folder; None where it reads text alone, or where no model is: a learner that needs one says so.
+
+    Raises ConfigError for a model that takes pictures in a way there is not code for.
+    """
+    vision = vision_if_any(folder)
+    return None if vision is None else ImageInputs(vision, store)

@@ -1,0 +1,23 @@
+"""What the learner is given for a journaled batch: a function of the batch, its experiences and the settings alone."""
+
+from collections.abc import Sequence
+
+from infra.settings.config import Pacing
+from schemas import Batch
+from trainer.batch.batch import PackedBatch, TrainItem, pack
+from trainer.config import TrainerConfig
+from trainer.loop.schedule import learning_rate_at
+
+
+def step_inputs(
+    config: TrainerConfig, pacing: Pacing, batch: Batch, items: Sequence[TrainItem], steps_done: int
+) -> tuple[PackedBatch, float]:
+    """The packed items and the learning rate. steps_done: since the warm-up, below 0 within it."""
+    packed = pack(
+        items,
+        max_tokens=config.max_tokens_per_microbatch,
+        version=batch.version,
+        exact=steps_done % pacing.steps_per_version == 0,
+        bootstrap=config.critic is not None and config.critic.truncated == "bootstrap",
+    )
+    return packed, learning_rate_at(config, batch.phase, steps_done)

@@ -1,0 +1,192 @@
+"""The buffer in memory: compressed blocks by offset, their headers as candidates, decoded again only when drawn.
+
+Guarantees: a group is trained at most `max_uses` times of its lane, counted by (group, lane) across restarts, and as often
+again for each time it was sent to be retrained; a second delivery of a block changes nothing; a revision replaces a copy
+that still waits and leaves what was trained as it is, a withdrawal removes the copy.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from schemas import Block, Lane, decode
+from schemas.errors import BadFrame
+from schemas.experience import MAX_TOKENS
+from schemas.pairs import pair_fault, pair_side
+from schemas.wire.sections import FindSeal
+from schemas.withdrawal import WITHDRAWN, is_withdrawal
+from trainer.buffer.draw import Candidate
+from trainer.buffer.uses import Uses, keys_of, use_key
+
+
+class Buffer:
+    """Groups that may still be trained. One consumer; not thread-safe.
+
+    uses: of what was trained, over the kept horizon. max_uses: per lane. find_seal: keys of sealed blocks. max_tokens: of
+    a sequence, 0 for no limit.
+    """
+
+    def __init__(
+        self,
+        max_uses: Mapping[Lane, int],
+        uses: Uses | None = None,
+        find_seal: FindSeal | None = None,
+        max_tokens: int = 0,
+    ) -> None:
+        self._max_uses = dict(max_uses)
+        self.uses = Uses() if uses is None else uses.copy()
+        self._find_seal = find_seal
+        self._max_tokens = max_tokens or MAX_TOKENS
+        self._frames: dict[int, bytes] = {}
+        self._candidates: dict[Lane, dict[int, Candidate]] = {lane: {} for lane in max_uses}
+        self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
+        self._validation: dict[int, tuple[bytes, Block]] = {}
+        self.duplicates = 0
+        self._used_up: dict[Lane, int] = {}
+
+    def add(self, offset: int, frame: bytes, block: Block, digest: bytes = b"") -> str:
+        """Take in one block; returns "" or the reason it was not kept. digest: of its record, for the journal."""
+        first = block.experiences[0]
+        if first.lost:
+            return first.lost
+        if first.lane not in self._max_uses:
+            return "lane not trained"
+        if any(one.lane != first.lane for one in block.experiences):
+            return "block mixes lanes"
+        if any(one.num_tokens > self._max_tokens for one in block.experiences):
+            return "longer than the context"
+        if is_withdrawal(first):
+            held = self._held.get((block.group, first.lane))
+            if held is not None and self._candidates[first.lane][held].revision < first.revision:
+                self.discard(held, first.lane)
+            return WITHDRAWN
+        if fault := pair_fault(block.experiences):
+            return fault
+        if first.held_out:
+            if first.sequence >= 0:  # the master waits to hear of it, and nobody looks at it here
+                return "held out"
+            self._validation[offset] = (frame, block)
+            return ""
+        used = self.uses.of_group(block.group, first.revision, first.retrained, first.lane, offset)
+        if used >= self._max_uses[first.lane]:
+            self.duplicates += 1
+            self._count_used_up(first.lane, len(block.experiences))
+            return "already trained"
+        held = self._held.get((block.group, first.lane))
+        if held is not None:
+            if self._candidates[first.lane][held].revision >= first.revision:
+                self.duplicates += held != offset
+                return "" if held == offset else "duplicate"
+            self.discard(held, first.lane)
+        self._frames[offset] = frame
+        self._held[block.group, first.lane] = offset
+        self._candidates[first.lane][offset] = candidate_of(offset, block, used, digest)
+        return ""
+
+    def candidates(self, lane: Lane) -> list[Candidate]:
+        """What may be drawn from a lane, in order of arrival."""
+        return list(self._candidates.get(lane, {}).values())
+
+    def holds(self, one: Candidate) -> bool:
+        """Whether a group may still be drawn; a newer revision takes its place."""
+        return one.offset in self._candidates.get(one.lane, {})
+
+    def look_at(self, candidates: Iterable[Candidate]) -> list[Block]:
+        """Decode groups without using them."""
+        blocks = []
+        for one in candidates:
+            block = decode(self._frames[one.offset], self._find_seal)
+            if not isinstance(block, Block):
+                raise BadFrame(f"buffer offset {one.offset}: got {type(block).__name__}, expected Block")
+            blocks.append(block)
+        return blocks
+
+    def lost(self, candidates: Iterable[Candidate]) -> list[tuple[Candidate, str]]:
+        """Those that can no longer be opened, with the reason. Blocks where a key has to be looked up."""
+        if self._find_seal is None:
+            return []
+        return [(one, fault) for one in candidates if one.key_id and (fault := self._find_seal(one.key_id).fault)]
+
+    def take(self, drawn: Sequence[Candidate]) -> list[Block]:
+        """Decode the drawn groups and count their use; a group with uses left stays."""
+        blocks = self.look_at(drawn)
+        for one in drawn:
+            self.count_use(one)
+        return blocks
+
+    def count_use(self, one: Candidate) -> None:
+        """One more use of a group, drawn now or re-executed from the journal, which may tell of another revision."""
+        self.uses.add(use_key(one.group, one.retrained, one.lane), one.offset)
+        offset = self._held.get((one.group, one.lane))
+        if offset is None or (held := self._candidates[one.lane][offset]).retrained != one.retrained:
+            return
+        if held.uses + 1 >= self._max_uses[one.lane]:
+            self.discard(offset, one.lane)
+            self._count_used_up(one.lane, held.num_experiences)
+        else:
+            self._candidates[one.lane][offset] = msgspec.structs.replace(held, uses=held.uses + 1)
+
+    def forget_uses(self, below: int) -> int:
+        """Let go of the uses of groups that were last delivered below an offset and are not held; how many went."""
+        held = [one for lane in self._candidates.values() for one in lane.values() if one.uses]
+        keys = {key for one in held for key in keys_of(one.group, one.revision, one.retrained, one.lane)}
+        return self.uses.forget_below(below, keys)
+
+    def discard(self, offset: int, lane: Lane) -> None:
+        """Forget a group that will not be drawn."""
+        gone = self._candidates[lane].pop(offset)
+        self._frames.pop(offset)
+        self._held.pop((gone.group, lane))
+
+    def references(self) -> list[int]:
+        """Offsets of everything held, ascending: what a resume must read again."""
+        return sorted({*self._frames, *self._validation})
+
+    def validation(self) -> list[Block]:
+        """Blocks that are never trained, in log order."""
+        return [block for _, (_, block) in sorted(self._validation.items())]
+
+    def num_groups(self, lane: Lane) -> int:
+        """Groups held in a lane."""
+        return len(self._candidates.get(lane, {}))
+
+    def num_experiences(self, lane: Lane) -> int:
+        """Experiences held in a lane."""
+        return sum(one.num_experiences for one in self._candidates.get(lane, {}).values())
+
+    def num_heard(self, lane: Lane) -> int:
+        """Experiences held in a lane, and those that were and have no use left."""
+        return self.num_experiences(lane) + self._used_up.get(lane, 0)
+
+    def num_bytes(self) -> int:
+        """Compressed bytes held."""
+        return sum(map(len, self._frames.values()))
+
+    def _count_used_up(self, lane: Lane, count: int) -> None:
+        self._used_up[lane] = self._used_up.get(lane, 0) + count
+
+
+def candidate_of(offset: int, block: Block, uses: int, digest: bytes = b"") -> Candidate:
+    """A block's header as the draw sees it."""
+    first = block.experiences[0]
+    spans = [span for one in block.experiences for span in one.spans]
+    return Candidate(
+        group=block.group,
+        lane=first.lane,
+        offset=offset,
+        num_experiences=len(block.experiences),
+        sequence=first.sequence,
+        revision=first.revision,
+        retrained=first.retrained,
+        num_tokens=sum(span.stop - span.start for span in spans),
+        tenant=first.tenant,
+        subject=first.subject,
+        has_signal=any(one.advantage != 0.0 for one in block.experiences),
+        min_version=min((span.version for span in spans), default=-1),
+        priority=max(one.priority for one in block.experiences),
+        uses=uses,
+        has_ratio=bool(spans) and all(span.ratio for span in spans),
+        digest=digest,
+        is_pair=bool(pair_side(first)),
+        key_id=first.key_id if first.is_sealed else "",
+    )

@@ -1,0 +1,118 @@
+"""The draw by priority: whole groups without replacement, the higher their priority the sooner. Pure.
+
+Guarantees: what is drawn follows from the candidates' order, their priorities and the seed; a weight is in the candidate,
+so that the journal holds it.
+
+Priority sampling (Duffield, Lund and Thorup, J. ACM 54(6), 2007): with u even in (0, 1] a group's key is p / u, the groups
+with the largest keys are drawn, and given the keys of all others a group is drawn with chance min(1, p / τ), τ being the
+largest key at which they leave it no room. Summed with the weights 1 / chance, whatever is drawn gives the pool's sum
+without bias, at any share of the pool. Divided by the pool's size, in what the lane's mean counts, and multiplied by what
+was drawn, as the loss divides by that again, these are the weights of `correction` 1: a step's weighted mean is, in
+expectation, the mean of what waits; a single step's weights need not sum to what was drawn, so its scale varies too.
+
+That is another mean than the one over all that ever came. Where every group leaves after its only use, what waits is
+what was passed over before: its mean leans to low priorities, and those weights would turn priority into its opposite. There
+each group is trained once whatever its priority, which only says when, so that weights of 1 (`correction` 0) give the mean
+of all that came, as long as all of it is drawn in the end. No weight gives both: a group drawn surely at once would need
+weight 1 for the one and its share of the pool for the other.
+
+Variance: a share FAIR of every chance is an even draw's (defensive mixing: Hesterberg, Technometrics 37(2), 1995), so that
+whatever the priorities, groups of low priority still differ and weights stay around 1 / FAIR at most: in a draw of 40 groups
+of equal length hardly one is above twice that. There is no other cap; it would bring the bias back.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from trainer.buffer.draw import Candidate, Draw
+from trainer.buffer.draw_share import NO_LIMITS, Filled, Party, ShareLimits, fill, first, is_open, stratum
+
+FAIR = 0.1
+
+
+def draw_by_priority(
+    candidates: Sequence[Candidate],
+    *,
+    num_experiences: int,
+    max_uses: int,
+    seed: int,
+    correction: float = 1.0,
+    by_tokens: bool = False,
+    limits: ShareLimits = NO_LIMITS,
+) -> Draw:
+    """Whole groups worth at least `num_experiences`. Takes what there is when there is less; waits when there is nothing.
+
+    correction: exponent β of the weights (Schaul et al., arXiv 1511.05952, section 3.4), 0 for weights of 1. by_tokens: the
+    lane's mean is over sampled tokens, else over experiences.
+    """
+    usable = [one for one in candidates if one.uses < max_uses]
+    if not usable:
+        return Draw(wait=True)
+    num = len(usable)
+    priority_N = blended(np.fromiter((one.priority for one in usable), np.float64, num))
+    key_N = priority_N / (1.0 - np.random.default_rng(seed).random(num))
+    order_N = np.argsort(-key_N)
+    ordered = (usable[at] for at in order_N.tolist())
+    filled = (
+        first(ordered, num_experiences) if is_open(usable, limits) else fill(list(ordered), num_experiences, limits)
+    )
+    place_K = np.array(filled.taken)
+    weight_N, taken_N = np.ones(num), np.zeros(num, bool)
+    taken_N[place_K] = True
+    if correction > 0:
+        size_N = np.fromiter((one.num_experiences for one in usable), np.int64, num)
+        unit_N = np.fromiter((one.num_tokens for one in usable), np.int64, num) if by_tokens else size_N
+        for pool in _pools(usable, order_N, filled):
+            at, drawn = order_N[pool], taken_N[pool]
+            wanted = num_experiences if len(pool) == num else _reached(size_N[at[drawn]])
+            inverse = inverse_chances(key_N[at], priority_N[at], size_N[at], wanted)[drawn]
+            scale = unit_N[at[drawn]].sum() / max(1, unit_N[at].sum())
+            weight_N[pool[drawn]] = (inverse * scale) ** correction
+    taken = [
+        msgspec.structs.replace(usable[at], weight=weight)
+        for at, weight in zip(order_N[place_K].tolist(), weight_N[place_K].tolist(), strict=True)
+    ]
+    return Draw(taken=tuple(taken), held_back=filled.held_back)
+
+
+def _pools(usable: Sequence[Candidate], order_N: np.ndarray, filled: Filled) -> list[np.ndarray]:
+    """Places in the order, by whom they are drawn among."""
+    if not filled.full:
+        return [np.arange(len(order_N))]
+    pools: dict[Party, list[int]] = {}
+    for place, at in enumerate(order_N.tolist()):
+        pools.setdefault(stratum(usable[at], filled.full), []).append(place)
+    return [np.array(pool) for pool in pools.values()]
+
+
+def blended(priority_N: np.ndarray) -> np.ndarray:
+    """What chances go by: priorities with a share FAIR of their mean, so that the highest of them cannot take all."""
+    positive_N = np.maximum(priority_N, 0.0)
+    mean = positive_N.mean()
+    return (1 - FAIR) * positive_N + FAIR * mean if mean > 0 else np.ones_like(positive_N)
+
+
+def inverse_chances(
+    key_RN: np.ndarray, priority_RN: np.ndarray, size_RN: np.ndarray, num_experiences: int
+) -> np.ndarray:
+    """1 / chance that a drawn group had to be drawn, given the keys of all others. All [..., N], by falling key.
+
+    A group is drawn while the sizes of those before it sum to less than `num_experiences`; so it would have been down to
+    the key at which the others alone reach that sum.
+    """
+    until_RN = np.cumsum(np.broadcast_to(size_RN, key_RN.shape), axis=-1)
+    inverse_RN = np.ones(key_RN.shape)
+    num_N = key_RN.shape[-1]
+    for size in np.unique(size_RN):
+        place_R1 = (until_RN < num_experiences + size).sum(axis=-1, keepdims=True)
+        threshold_R1 = np.take_along_axis(key_RN, np.minimum(place_R1, num_N - 1), axis=-1)
+        threshold_R1 = np.where(place_R1 < num_N, threshold_R1, 0.0)
+        inverse_RN = np.where(size_RN == size, np.maximum(1.0, threshold_R1 / priority_RN), inverse_RN)
+    return inverse_RN
+
+
+def _reached(size_N: np.ndarray) -> int:
+    """A number of experiences that these groups reach, and all but the last do not."""
+    return int(size_N.sum() - size_N[-1] + 1) if len(size_N) else 0

@@ -1,0 +1,170 @@
+"""What the trainer hears while it works: buffered groups, closures, and leases that end its own.
+
+    buffer ────> Intake.buffer (candidates)  ─┐
+    progress ──> Intake.closed (issue order)  ├─ `changed` wakes the loop in train.py
+    policies ──> FencedOut, Intake.paused,    ─┘
+                 Intake.must_forget
+
+Loss: a record of `buffer` that cannot be read or trained is dropped with a reason that the audit finds; the rest goes on.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from infra.log.bus import Reader
+from infra.log.log import Log, Message
+from infra.observe.metrics import Metrics
+from infra.store.seal import FRESH_S
+from schemas import Block, Closure, Directive, PolicyEvent, Progress, topics
+from schemas.errors import FencedOut
+from trainer.buffer.blocks import digest_of, frame_of
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.draw import missing
+from trainer.journal.journal import Lease
+
+logger = logging.getLogger(__name__)
+
+TellDropped = Callable[[dict[str, str]], Awaitable[None]]
+REPEATS = frozenset({"already trained", "duplicate"})  # what they repeat is accounted for
+
+
+class Intake:
+    """The trainer's ears. buffer_next, progress_next: offsets a restart reads on from. floor: oldest issue number that may
+    still be missed. clock: seconds, of the event loop.
+    """
+
+    def __init__(
+        self, buffer: Buffer, *, buffer_next: int, progress_next: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock = clock
+        self.buffer = buffer
+        self.buffer_next = buffer_next
+        self.progress_next = progress_next
+        self.changed = asyncio.Event()
+        self.floor = 0
+        self.draining = False
+        self.paused = False
+        self.forget_at_s = math.inf  # when every lookup of a key tells that it was destroyed
+        self.outstanding_groups = 0
+        self.arrived_s = clock()  # of the newest block
+        self._arrived: set[int] = set()
+        self._closed: set[int] = set()
+
+    @property
+    def must_forget(self) -> bool:
+        """Whether somebody was forgotten, and what is held of them is still to be let go."""
+        return self.clock() >= self.forget_at_s
+
+    def absent(self) -> list[int]:
+        """Issue numbers that neither arrived nor were closed, below the newest arrival."""
+        return missing(sorted(self._arrived), self._closed, self.floor)
+
+    def settle(self, sequences: list[int]) -> None:
+        """Everything up to the newest of these has been drawn or given up; what lies below is no longer waited for."""
+        absent = self.absent()
+        top = max(sequences, default=-1)
+        self.floor = max(self.floor, min([number for number in absent if number <= top], default=top + 1))
+        self._arrived = {number for number in self._arrived if number >= self.floor}
+        self._closed = {number for number in self._closed if number >= self.floor}
+
+    def take_block(self, message: Message, block: Block) -> str:
+        """Keep one block of `buffer`; returns "" or why not."""
+        self.arrived_s = self.clock()
+        return self.keep(message.offset, frame_of(message, block), block, digest_of(message))
+
+    def keep(self, offset: int, frame: bytes, block: Block, digest: bytes) -> str:
+        """`take_block` for what an earlier process may have read."""
+        reason = self.buffer.add(offset, frame, block, digest)
+        sequence = block.experiences[0].sequence
+        if sequence >= self.floor:
+            self._arrived.add(sequence)
+        return reason
+
+    def take_report(self, report: Progress) -> None:
+        """The master says whether more groups will come, and how many are still on their way or waiting here."""
+        if report.master is not None:
+            self.draining = report.master.issues_no_more
+            self.outstanding_groups = report.master.outstanding
+
+    def take_directive(self, directive: Directive) -> None:
+        """An operator says whether to learn, where the newest word holds, or that somebody is forgotten."""
+        if directive.order == "forget":
+            self.forget_at_s = self.clock() + FRESH_S
+        if directive.is_of_learning:
+            self.paused = directive.order == "pause"
+            self.changed.set()
+
+    def take_closure(self, closure: Closure) -> None:
+        """Remember that a group will never reach the buffer."""
+        if closure.outcome == "dropped" and closure.sequence >= self.floor:
+            self._closed.add(closure.sequence)
+
+
+async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped) -> None:
+    """Read `buffer` for ever, in offset order."""
+    reader = await log.assigned(topics.BUFFER, {0: intake.buffer_next})
+    try:
+        while True:
+            for message in await log.read(reader, timeout_s=1.0):
+                await take_in(log, intake, metrics, tell_dropped, message)
+                intake.buffer_next = message.offset + 1  # a checkpoint may come any time: what it passes has been told
+                intake.changed.set()
+    finally:
+        await reader.close()
+
+
+async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped, message: Message) -> None:
+    """One record of `buffer`: kept, known already, or dropped with a reason that the audit finds."""
+    if isinstance(message.value, Block):
+        reason, group = intake.take_block(message, message.value), message.value.group
+    else:
+        reason, group = "bad frame", dict(message.record.headers).get("group", b"").decode(errors="replace")
+        await log.dead_letter(message, stage="train", reason=reason)
+    if not reason:
+        return
+    metrics.counter("buffer_refused", reason=reason).inc()
+    if reason not in REPEATS and group:
+        logger.warning("buffer record refused offset=%d group=%s reason=%s", message.offset, group, reason)
+        await tell_dropped({group: reason})
+
+
+async def follow_progress(log: Log, intake: Intake) -> None:
+    """Read closures for ever; they only decide what is worth waiting for."""
+    reader = await log.assigned(topics.PROGRESS, {0: intake.progress_next})
+    try:
+        while True:
+            for message in await log.read(reader, timeout_s=1.0):
+                intake.progress_next = message.offset + 1
+                if isinstance(message.value, Closure):
+                    intake.take_closure(message.value)
+                    intake.changed.set()
+                elif isinstance(message.value, Progress):
+                    intake.take_report(message.value)
+    finally:
+        await reader.close()
+
+
+async def hear_directives(log: Log, intake: Intake) -> None:
+    """What operators said before this trainer began."""
+    async for message in log.read_all(topics.POLICIES):
+        if isinstance(message.value, Directive):
+            intake.take_directive(message.value)
+    intake.forget_at_s = math.inf  # what is lost by now is dropped when it is drawn
+
+
+async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:
+    """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
+    while True:
+        for message in await log.read(reader, timeout_s=1.0):
+            event = message.value
+            if isinstance(event, Directive):
+                intake.take_directive(event)
+            if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
+                continue
+            if message.offset > lease.token:
+                raise FencedOut(
+                    f"run {lease.run!r}: token {lease.token} is held here, {event.owner} took {message.offset}"
+                )

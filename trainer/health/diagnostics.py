@@ -1,0 +1,151 @@
+"""What a step says about its own health, and when that is an alarm: pure numpy over the step's sampled tokens.
+
+All values are token-weighted and per lane, named `<lane>/<name>`:
+
+    tokens · entropy                  sampled tokens; -mean log π_θ of them (an estimate, exact only on-policy)
+    entropy_exact · kl_reference      over the vocabulary; estimate of KL(π_θ‖π_ref); where the lane has such a term
+    ess                               ESS/B of the importance weights w = π_θ/μ
+    weight_mean · weight_max          of w
+    clip_positive · clip_negative     share of tokens with A>0, A<0 that the loss clipped or masked
+    k1 · k3 · chi2                    estimates of KL(μ‖π_θ), twice, and of χ²(π_θ‖μ)
+    staleness_mean · _p95 · _max      policy versions between sampling and training
+    mixed_versions                    share of sequences that more than one version sampled
+    mismatch_tokens · mismatch_abs_max · mismatch_k3   engine against trainer on tokens of the very version trained
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from trainer.batch.batch import LANES
+from trainer.losses.offpolicy import chi_square, effective_share, k1, k3
+
+# name: (lowest, highest) healthy value
+THRESHOLDS: Mapping[str, tuple[float, float]] = {
+    "ess": (0.3, np.inf),
+    "weight_mean": (0.5, 2.0),
+    "weight_max": (-np.inf, 20.0),
+    "clip_positive": (-np.inf, 0.1),
+    "clip_negative": (-np.inf, 0.1),
+    "chi2": (-np.inf, 1.0),
+    "mismatch_k3": (-np.inf, 0.01),
+}
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What one forward saw of N sampled tokens; all [N].
+
+    clipped: what the loss silenced. version: of the behaviour policy. exact: the trainer's weights were those of the
+    policy version itself, so a token of staleness 0 compares engine with trainer. lane: index into LANES. kl, entropy:
+    what the lane's penalty measured, NaN where it has none.
+    """
+
+    logprob: np.ndarray
+    behaviour: np.ndarray
+    advantage: np.ndarray
+    staleness: np.ndarray
+    version: np.ndarray
+    ratio: np.ndarray
+    clipped: np.ndarray
+    exact: np.ndarray
+    lane: np.ndarray
+    sequence: np.ndarray
+    kl: np.ndarray
+    entropy: np.ndarray
+
+
+class Alarm(msgspec.Struct, frozen=True):
+    """A value outside its healthy range.
+
+    Example: Alarm(name="usual/ess", value=0.12, low=0.3, high=inf)
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        expected = f"at least {self.low:g}" if self.value < self.low else f"at most {self.high:g}"
+        return f"{self.name}: got {self.value:.4g}, expected {expected}"
+
+
+def join(parts: Sequence[Observed]) -> Observed:
+    """Several forwards as one."""
+    names = Observed.__struct_fields__
+    return Observed(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
+
+
+def select(observed: Observed, chosen: np.ndarray) -> Observed:
+    """The tokens where `chosen`, [N] bool, holds."""
+    return Observed(**{name: getattr(observed, name)[chosen] for name in Observed.__struct_fields__})
+
+
+def diagnose(observed: Observed) -> dict[str, float]:
+    """All values of a step, `<lane>/<name>`; those of the ratios only where a lane has any."""
+    values: dict[str, float] = {}
+    for index in np.unique(observed.lane):
+        of_lane = select(observed, observed.lane == index)
+        found = {"tokens": float(len(of_lane.logprob)), "entropy": -float(of_lane.logprob.mean())}
+        for name, measured in (("kl_reference", of_lane.kl), ("entropy_exact", of_lane.entropy)):
+            if not np.isnan(measured).all():
+                found[name] = float(measured.mean())
+        with_ratio = select(of_lane, of_lane.ratio)
+        if len(with_ratio.logprob):
+            found |= _weights(with_ratio) | _staleness(with_ratio) | _mismatch(with_ratio)
+        values |= {f"{LANES[index]}/{name}": value for name, value in found.items()}
+    return values
+
+
+def alarms(values: Mapping[str, float]) -> tuple[Alarm, ...]:
+    """The values outside their range; one that is not a number is outside any."""
+    found = []
+    for name, value in values.items():
+        low, high = THRESHOLDS.get(name.rpartition("/")[2], (-np.inf, np.inf))
+        if not low <= value <= high:
+            found.append(Alarm(name, value, float(low), float(high)))
+    return tuple(found)
+
+
+def _weights(one: Observed) -> dict[str, float]:
+    log_weight = one.logprob.astype(np.float64) - one.behaviour
+    weight = np.exp(log_weight)
+    found = {
+        "ess": effective_share(weight),
+        "weight_mean": float(weight.mean()),
+        "weight_max": float(weight.max()),
+        "k1": float(k1(log_weight).mean()),
+        "k3": float(k3(log_weight).mean()),
+        "chi2": chi_square(weight),
+    }
+    for name, of_sign in (("clip_positive", one.advantage > 0), ("clip_negative", one.advantage < 0)):
+        if of_sign.any():
+            found[name] = float(one.clipped[of_sign].mean())
+    return found
+
+
+def _staleness(one: Observed) -> dict[str, float]:
+    newest = np.full(int(one.sequence.max()) + 1, np.iinfo(np.int64).min)
+    oldest = np.full_like(newest, np.iinfo(np.int64).max)
+    np.maximum.at(newest, one.sequence, one.version)
+    np.minimum.at(oldest, one.sequence, one.version)
+    present = np.unique(one.sequence)
+    return {
+        "staleness_mean": float(one.staleness.mean()),
+        "staleness_p95": float(np.quantile(one.staleness, 0.95, method="inverted_cdf")),
+        "staleness_max": float(one.staleness.max()),
+        "mixed_versions": float((newest[present] != oldest[present]).mean()),
+    }
+
+
+def _mismatch(one: Observed) -> dict[str, float]:
+    fresh = one.exact & (one.staleness == 0)
+    if not fresh.any():
+        return {"mismatch_tokens": 0.0}
+    log_weight = one.logprob[fresh].astype(np.float64) - one.behaviour[fresh]
+    return {
+        "mismatch_tokens": float(fresh.sum()),
+        "mismatch_abs_max": float(np.abs(log_weight).max()),
+        "mismatch_k3": float(k3(log_weight).mean()),
+    }

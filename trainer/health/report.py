@@ -1,0 +1,116 @@
+"""What the trainer tells about itself: metrics, and a Progress record every few seconds.
+
+Counters only grow within one process; whoever sums them over restarts adds instances up.
+"""
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from schemas import Progress, topics
+from schemas.fields import Life
+from trainer.batch.batch import TrainItem
+from trainer.health.board import Board
+from trainer.learners.learner import StepStats
+
+PERIOD_S = 1.0
+
+
+class TrainerReport:
+    """Counts steps, tokens, waits and staleness. Not thread-safe: the event loop alone writes it."""
+
+    def __init__(self, metrics: Metrics, owner: str = "", board: Board | None = None) -> None:
+        self.metrics = metrics
+        self.owner = owner or f"train/{os.getpid()}"
+        self.gauges: dict[str, float] = {}
+        self.state = "starting"
+        self.life: Life = "starting"
+        self.worth_showing: dict[str, float] = {}  # of the newest step, for whoever looks at the version that follows
+        self.board = board
+
+    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter."""
+        self.metrics.counter(name, **labels).inc(amount)
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge; values that are not finite are left out."""
+        if math.isfinite(value):
+            self.metrics.gauge(name).set(value)
+            self.gauges[name] = value
+
+    def step(self, step: int, items: list[TrainItem], stats: StepStats, version: int, step_s: float) -> None:
+        """One finished optimizer step."""
+        self.add("steps")
+        self.add("step_seconds", step_s)
+        self.add("experiences_trained", len(items))
+        for name, value in stats.values.items():
+            self.set(name, value)
+        self.set("loss", stats.loss)
+        self.set("grad_norm", stats.grad_norm)
+        self.worth_showing = {"loss": stats.loss} if math.isfinite(stats.loss) else {}
+        if stats.reward is not None:
+            self.set("reward_mean", stats.reward)
+            self.worth_showing["reward_mean"] = stats.reward
+        for age, tokens in staleness_tokens(items, version).items():
+            self.add("staleness_tokens", tokens, versions=str(age))
+        for name in ("mismatch_abs_max", "mismatch_k3"):
+            value = stats.values.get(f"usual/{name}", math.nan)
+            if math.isfinite(value):
+                self.set(f"{name}_run", max(self.gauges.get(f"{name}_run", 0.0), value))
+        if self.board is not None:
+            self.board.step(step, self.gauges)
+
+
+def staleness_tokens(items: list[TrainItem], version: int) -> Mapping[int, int]:
+    """Sampled tokens of the usual lane by how many versions old they are when trained."""
+    ages: dict[int, int] = {}
+    for one in items:
+        if one.item.lane != "usual":
+            continue
+        for span in one.experience.spans:
+            age = version - span.version
+            ages[age] = ages.get(age, 0) + span.stop - span.start
+    return ages
+
+
+async def report_progress(log: Log, report: TrainerReport, version: Callable[[], int]) -> None:
+    """Publish a Progress record every PERIOD_S."""
+    while True:
+        await publish_progress(log, report, version())
+        await asyncio.sleep(PERIOD_S)
+
+
+async def publish_progress(log: Log, report: TrainerReport, version: int) -> None:
+    """Publish what was counted so far."""
+    progress = Progress(
+        role="train",
+        instance=report.owner,
+        version=version,
+        counters=report.metrics.counters(),
+        gauges=report.metrics.gauges(),
+        state=report.state,
+        life=report.life,
+    )
+    await log.publish(topics.PROGRESS, progress)
+
+
+class Stopwatch:
+    """Adds the seconds inside a `with` to a counter."""
+
+    def __init__(self, report: TrainerReport, name: str) -> None:
+        self._report = report
+        self._name = name
+        self._start = 0.0
+        self.elapsed_s = 0.0
+
+    def __enter__(self) -> "Stopwatch":
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.elapsed_s = time.monotonic() - self._start
+        self._report.add(self._name, self.elapsed_s)

@@ -1,0 +1,268 @@
+"""Checkpoints: everything a trainer needs to go on as if it had never stopped.
+
+Guarantees: the manifest is written last and names the hash of the state, so a torn checkpoint is never taken; the newest
+that verifies is used and a broken one is reported and passed over; no two trainers write to the same place. Only
+safetensors and JSON.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from infra.observe.failpoint import reach
+from infra.policies.tensors import Tensor, load_tensors, save_tensors
+from infra.store.store import Store
+from schemas.errors import NotInStore
+from trainer.buffer.uses import KEY_BYTES, Known, Uses
+from trainer.health.guard import GuardState
+
+logger = logging.getLogger(__name__)
+
+POLICY = "model/"
+USES_KEYS = "buffer/uses_keys"
+USES_COUNTS = "buffer/uses_counts"
+USES_OFFSETS = "buffer/uses_offsets"  # earlier releases wrote none
+REFERENCES = "buffer/references"
+_PART = re.compile(r"(?:adam/\w+/)?(reference|critic)/")
+
+
+class CheckpointPlace(NamedTuple):
+    """One checkpoint of a run: after which step, by which trainer. Of two after the same step the later trainer's is newer."""
+
+    step: int
+    token: int
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the trainer stands in the log after `step`.
+
+    step: last executed, -1 before the first. version: last published. first_train_step: -1 during the warm-up.
+    buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen. guard: of the
+    steps so far. settled: issue numbers below it are not waited for after a restart.
+    """
+
+    step: int = -1
+    version: int = 0
+    first_train_step: int = -1
+    warmed_up: bool = False
+    buffer_next: int = 0
+    journal_next: int = 0
+    journal_token: int = -1
+    progress_next: int = 0
+    config_hash: str = ""
+    guard: GuardState = GuardState()
+    settled: int = 0
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A verified checkpoint. references: offsets of undrawn buffer blocks. uses: of what was trained."""
+
+    position: Position
+    learner: Mapping[str, Tensor]
+    uses: Uses
+    references: tuple[int, ...]
+
+    @property
+    def oldest_offset(self) -> int:
+        """Oldest offset of `buffer` that going on from here can ask for; uses are counted by key and need none."""
+        return min(self.references, default=self.position.buffer_next)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a checkpoint valid: the position, and size and sha256 of its state object.
+
+    learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 where there is none.
+    oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `parts_of`; None where
+    neither was written down.
+    """
+
+    position: Position
+    state: str
+    size: int
+    sha256: str
+    token: int = 0
+    learner_sha256: str = ""
+    made_with: dict[str, str] = {}
+    time_ms: int = 0
+    oldest_offset: int = 0
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts: tuple[str, ...] | None = None
+
+    @property
+    def place(self) -> CheckpointPlace:
+        """Where it lies."""
+        return CheckpointPlace(self.position.step, self.token)
+
+
+def part_of(name: str) -> str:
+    """What a tensor of a learner's state belongs to besides the policy: a reference or a critic; "" for the policy itself.
+
+    >>> part_of("adam/exp_avg/critic/head.bias"), part_of("model/lm_head.weight")
+    ('critic', '')
+    """
+    found = _PART.match(name)
+    return found[1] if found else ""
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    """What a learner's state holds besides the policy."""
+    return {part_of(name) for name in names} - {""}
+
+
+def state_sha256(state: Mapping[str, Tensor]) -> str:
+    """Of names, dtypes, shapes and bytes in order of the names: equal exactly where the states are."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        one = state[name]
+        digest.update(msgspec.msgpack.encode((name, one.dtype, one.shape, one.num_bytes)))
+        digest.update(one.data)
+    return digest.hexdigest()
+
+
+def save(
+    store: Store,
+    run: str,
+    checkpoint: Checkpoint,
+    *,
+    token: int = 0,
+    learner_sha256: str = "",
+    made_with: Mapping[str, str] = {},
+    time_ms: int = 0,
+) -> Manifest:
+    """Write one checkpoint, manifest last. Blocking."""
+    tensors = dict(checkpoint.learner)
+    tensors |= _uses_tensors(checkpoint.uses)
+    references = np.asarray(checkpoint.references, dtype="<i8")
+    tensors[REFERENCES] = Tensor("I64", references.shape, references.tobytes())
+    body = save_tensors(tensors)
+    place = CheckpointPlace(checkpoint.position.step, token)
+    manifest = Manifest(
+        position=checkpoint.position,
+        state=f"{_folder(run, place)}/state.safetensors",
+        size=len(body),
+        sha256=hashlib.sha256(body).hexdigest(),
+        token=token,
+        learner_sha256=learner_sha256 or state_sha256(checkpoint.learner),
+        made_with=dict(made_with),
+        time_ms=time_ms,
+        oldest_offset=checkpoint.oldest_offset,
+        shapes={
+            name.removeprefix(POLICY): one.shape for name, one in checkpoint.learner.items() if name.startswith(POLICY)
+        },
+        parts=tuple(sorted(parts_of(checkpoint.learner))),
+    )
+    reach("checkpoint.before_state")
+    store.put(manifest.state, body)
+    reach("checkpoint.before_manifest")
+    store.put(_manifest_key(run, place), msgspec.json.encode(manifest))
+    reach("checkpoint.after_manifest")
+    return manifest
+
+
+def load_newest(store: Store, run: str, *, before: CheckpointPlace | None = None) -> Checkpoint | None:
+    """The newest checkpoint (older than `before`) that verifies, or None where there is none.
+
+    Raises StoreError where the store fails: only what is known to be broken is passed over.
+    """
+    for place in sorted(places(store, run), reverse=True):
+        if before is None or place < before:
+            try:
+                return load(store, run, place)
+            except (NotInStore, ValueError, msgspec.MsgspecError) as error:
+                logger.warning("checkpoint passed over run=%s step=%d error=%s", run, place.step, error)
+    return None
+
+
+def load(store: Store, run: str, place: CheckpointPlace) -> Checkpoint:
+    """One checkpoint, verified. Raises StoreError or ValueError saying what differs."""
+    manifest = load_manifest(store, run, place)
+    body = store.get(manifest.state)
+    if len(body) != manifest.size or hashlib.sha256(body).hexdigest() != manifest.sha256:
+        raise ValueError(f"{manifest.state}: its bytes are not those the manifest names")
+    tensors = load_tensors(body)
+    uses = _take_uses(tensors, manifest.position)
+    references = np.frombuffer(tensors.pop(REFERENCES).data, dtype="<i8").tolist()
+    return Checkpoint(position=manifest.position, learner=tensors, uses=uses, references=tuple(references))
+
+
+def _uses_tensors(uses: Uses) -> dict[str, Tensor]:
+    keys = b"".join(key for key, _ in uses)
+    counts = np.fromiter((known.count for _, known in uses), dtype="<u4", count=len(uses))
+    offsets = np.fromiter((known.offset for _, known in uses), dtype="<i8", count=len(uses))
+    return {
+        USES_KEYS: Tensor("U8", (len(uses), KEY_BYTES), keys),
+        USES_COUNTS: Tensor("U32", counts.shape, counts.tobytes()),
+        USES_OFFSETS: Tensor("I64", offsets.shape, offsets.tobytes()),
+    }
+
+
+def _take_uses(tensors: dict[str, Tensor], position: Position) -> Uses:
+    """The uses among the tensors of a state, taken out; those without an offset count as delivered just now."""
+    keys = bytes(tensors.pop(USES_KEYS).data)
+    counts = np.frombuffer(tensors.pop(USES_COUNTS).data, dtype="<u4").tolist()
+    offsets = [position.buffer_next] * len(counts)
+    if USES_OFFSETS in tensors:
+        offsets = np.frombuffer(tensors.pop(USES_OFFSETS).data, dtype="<i8").tolist()
+    uses = Uses()
+    for at, (count, offset) in enumerate(zip(counts, offsets, strict=True)):
+        uses.put(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], Known(count, offset))
+    return uses
+
+
+def load_manifest(store: Store, run: str, place: CheckpointPlace) -> Manifest:
+    """What one checkpoint says of itself. Raises StoreError or ValueError."""
+    key = _manifest_key(run, place)
+    try:
+        return msgspec.json.decode(store.get(key), type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def manifests(store: Store, run: str) -> list[Manifest]:
+    """Those that can be read, oldest first."""
+    found = []
+    for place in places(store, run):
+        try:
+            found.append(load_manifest(store, run, place))
+        except (NotInStore, ValueError) as error:
+            logger.warning("checkpoint passed over run=%s step=%d error=%s", run, place.step, error)
+    return found
+
+
+def places(store: Store, run: str) -> list[CheckpointPlace]:
+    """Checkpoints that have a manifest, ascending; whether they verify is another question."""
+    found = []
+    for key in store.keys(f"checkpoints/{run}/"):
+        folder, _, name = key.removeprefix(f"checkpoints/{run}/").rpartition("/")
+        number, _, token = folder.partition("-")
+        if name == "manifest.json" and number.isdigit() and token.isdigit():
+            found.append(CheckpointPlace(int(number) - 1, int(token)))
+    return sorted(found)
+
+
+def objects(store: Store, run: str, place: CheckpointPlace) -> list[str]:
+    """Keys of all that one checkpoint consists of."""
+    return list(store.keys(f"{_folder(run, place)}/"))
+
+
+def remove(store: Store, run: str, doomed: Iterable[CheckpointPlace]) -> None:
+    """Remove checkpoints, manifest first, so that one that is going is absent rather than broken."""
+    for place in doomed:
+        reach("checkpoint.before_prune")
+        store.delete(_manifest_key(run, place))
+        reach("checkpoint.amid_prune")
+        for key in objects(store, run, place):
+            store.delete(key)
+
+
+def _folder(run: str, place: CheckpointPlace) -> str:
+    return f"checkpoints/{run}/{place.step + 1:012d}-{place.token}"
+
+
+def _manifest_key(run: str, place: CheckpointPlace) -> str:
+    return f"{_folder(run, place)}/manifest.json"

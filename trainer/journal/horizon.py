@@ -1,0 +1,56 @@
+"""What of a run stays: which checkpoints, and from where on `buffer`. Pure; times are log-append times.
+
+Kept are the newest few for resuming, the first of each of SLOTS equal spans of the horizon for replaying from about any
+time in it, and the newest one that is older than the horizon, so that all inside it can be replayed.
+"""
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from trainer.journal.checkpoint import CheckpointPlace, Manifest
+
+SLOTS = 8
+
+
+class Mark(msgspec.Struct, frozen=True, order=True):
+    """A checkpoint and when it was made. Example: Mark(place=CheckpointPlace(40, 17), time_ms=1763715600000)."""
+
+    place: CheckpointPlace
+    time_ms: int
+
+
+def kept(marks: Iterable[Mark], *, newest: int, keep_ms: int) -> set[CheckpointPlace]:
+    """Those that stay: never more than newest + SLOTS + 2, of which the newest `newest` always.
+
+    Spans begin at multiples of their length since the epoch, so that the first of a span stays the first as time goes on.
+    """
+    if newest < 3:
+        raise ValueError(f"newest: got {newest}, expected at least 3 checkpoints")
+    ordered = sorted(marks)
+    if not ordered:
+        return set()
+    begins_ms = ordered[-1].time_ms - keep_ms
+    slot_ms = max(1, -(-keep_ms // SLOTS))
+    stay = {one.place for one in ordered[-newest:]}
+    first: dict[int, CheckpointPlace] = {}
+    base = ordered[0]
+    for one in ordered:
+        if one.time_ms <= begins_ms:
+            base = one
+        else:
+            first.setdefault(one.time_ms // slot_ms, one.place)
+    return stay | set(first.values()) | {base.place}
+
+
+def trim_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace]) -> int:
+    """Offset of `buffer` below which no checkpoint that stays needs anything; 0 where there is none."""
+    return min((one.oldest_offset for one in manifests if one.place in stay), default=0)
+
+
+def uses_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace]) -> int:
+    """Offset of `buffer` below which everything was delivered before the horizon, so that nothing brings it again.
+
+    Collect knows an answer no longer than the horizon, and what a restart reads again is either held or lies above.
+    """
+    return min((one.position.buffer_next for one in manifests if one.place in stay), default=0)

@@ -1,0 +1,84 @@
+"""Going on from a checkpoint whose log is lost: a new journal, whose first record is that checkpoint.
+
+Guarantees: the tokens and version numbers of the new journal are above all that the store knows, so that nothing of before
+is taken for newer and no version gets a second content; killed at any point, the same call does it again.
+"""
+
+import asyncio
+
+import msgspec
+
+from infra.log.log import Log
+from infra.roles.identity import claim
+from infra.settings.config import Floor
+from infra.store.store import Store
+from schemas import PolicyEvent, Saved, topics
+from trainer.buffer.uses import Uses
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint, CheckpointPlace
+from trainer.journal.journal import Lease, take_lease
+
+READ = (topics.BUFFER, topics.PROGRESS)
+
+
+async def begin_anew(log: Log, store: Store, floor: Floor, found: Checkpoint, *, owner: str) -> Checkpoint:
+    """The checkpoint as the first of this log; the older ones, which no log fits any more, are removed."""
+    run, policy = floor.run or floor.app, floor.policy.name
+    token, version = await asyncio.to_thread(highest, store, run, policy)
+    filler = PolicyEvent(event="lease", policy=policy, owner=owner, reason="tokens up to here were given out before")
+    end = max((await log.bus.end_offsets(log.name(topics.POLICIES))).values())
+    await log.publish_all(topics.POLICIES, [filler] * max(0, token + 1 - end))
+    lease = await take_lease(log, policy=policy, run=run, owner=owner)
+    state = await _written(log, store, lease, found, max(version, found.position.version) + 1)
+    await claim(log, store, floor, anew=True)
+    here = CheckpointPlace(state.position.step, lease.token)
+    old = [one for one in await asyncio.to_thread(checkpoint.places, store, run) if one != here]
+    await asyncio.to_thread(checkpoint.remove, store, run, old)
+    return state
+
+
+def highest(store: Store, run: str, policy: str) -> tuple[int, int]:
+    """The highest token and the highest version that the store knows, -1 for none. Blocking."""
+    tokens = [place.token for place in checkpoint.places(store, run)]
+    versions = []
+    for key in store.keys(f"policies/{policy}/"):
+        token, _, rest = key.removeprefix(f"policies/{policy}/").partition("/")
+        name = rest.removeprefix("manifests/").removesuffix(".json")
+        tokens += [int(token)] if token.isdigit() else []
+        versions += [int(name)] if name.isdigit() else []
+    return max(tokens, default=-1), max(versions, default=-1)
+
+
+async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, version: int) -> Checkpoint:
+    sha256 = checkpoint.state_sha256(found.learner)
+    told = Saved(
+        run=lease.run,
+        token=lease.token,
+        step=found.position.step,
+        version=version,
+        sha256=sha256,
+        phase="train" if found.position.warmed_up else "warmup",
+    )
+    at = await log.publish(topics.BATCHES, told)
+    begins = {topic: min((await log.bus.beginning_offsets(log.name(topic))).values()) for topic in READ}
+    position = msgspec.structs.replace(
+        found.position,
+        version=version,
+        buffer_next=begins[topics.BUFFER],
+        progress_next=begins[topics.PROGRESS],
+        journal_next=at.offset + 1,
+        journal_token=lease.token,
+        settled=0,
+    )
+    # Groups are numbered from 0 again: what was trained under such a name is another one.
+    state = msgspec.structs.replace(found, position=position, uses=Uses(), references=())
+    await asyncio.to_thread(
+        checkpoint.save,
+        store,
+        lease.run,
+        state,
+        token=lease.token,
+        learner_sha256=sha256,
+        time_ms=at.timestamp_ms,
+    )
+    return state

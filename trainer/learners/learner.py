@@ -1,0 +1,101 @@
+"""The learner: holds the model and the optimizer, turns one packed batch into one optimizer step.
+
+Guarantees (one contract, every learner): a step whose loss or gradient is not finite changes nothing and says so;
+`save` then `restore` continues to the same bits on one CPU process; `tensors` are exactly what the forward uses.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Literal, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from infra.policies.policy import Probe
+from infra.policies.tensors import Tensor
+from infra.settings.plugin import load
+from trainer.batch.batch import PackedBatch
+from trainer.config import TrainerConfig
+
+Phase = Literal["warmup", "train"]
+
+# Learners that ship, and the options of each that settings which came with data may set: no path, no address.
+LEARNERS: Mapping[str, tuple[str, ...]] = {
+    "trainer.learners.torch:TorchLearner": ("device",),
+    "trainer.learners.deepspeed:DeepSpeedLearner": ("stage", "offload"),
+    "trainer.learners.scripted:ScriptedLearner": ("fail_at", "device", "drift"),
+}
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did. finite False: nothing was changed. values: those of `trainer.health.diagnostics`, by name.
+
+    loss: of the whole step (the mean over its minibatches where there are several). grad_norm: before clipping, the
+    largest.
+    reward: mean of what it trained on, which the loop fills in; None where nothing has one.
+    """
+
+    finite: bool
+    loss: float
+    grad_norm: float
+    values: Mapping[str, float]
+    reward: float | None = None
+
+
+class Learner(Protocol):
+    """One trainable policy. Not thread-safe; calls block for as long as they compute."""
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Start a fresh optimizer. In "warmup" every lane weighs 1; a new learner is in "train"."""
+
+    def step(
+        self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
+    ) -> StepStats:
+        """Forward, backward and one optimizer step (m minibatch steps where a loss asks for them).
+
+        seed: of everything random in the step. max_grad_norm: before clipping; a larger one is as one that is not finite,
+        except where a learner knows it only afterwards and says so in `grad_norm`. ValueError for an empty batch, a lane
+        without an objective, or tokens without an importance ratio under a loss that forms one: nothing is changed then
+        either.
+        """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """A copy of the policy in its published dtype, by the model's own names."""
+
+    def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
+        """Logprobs of `sequences` under `tensors()`."""
+
+    def greedy_accuracy(self, batch: PackedBatch) -> float:
+        """Share of sequences whose every sampled token is the argmax (one teacher-forced forward)."""
+
+    def log_distances(self, batch: PackedBatch) -> np.ndarray:
+        """Σ |log π_θ - log μ| over the tokens of each sequence that have a ratio, [num_sequences] float64."""
+
+    def numerics(self) -> dict[str, str]:
+        """What the bits of a step depend on besides its batch, by name; "device" is cpu or not."""
+
+    def save(self) -> dict[str, Tensor]:
+        """Weights, optimizer state and phase: everything `restore` needs."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `save`; ValueError names what does not fit, and nothing is changed then."""
+
+    def close(self) -> None:
+        """Let go of what it holds, other ranks among it; nothing is called afterwards."""
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A learner of several processes. Rank 0 is called; the others follow it."""
+
+    rank: int
+
+    def follow(self) -> None:
+        """Do what rank 0 says until it closes. Blocks."""
+
+
+def open_learner(config: TrainerConfig, model: str) -> Learner:
+    """The configured learner on a model folder. Raises ConfigError."""
+    options = {"model": model, "config": config, **config.learner.options}
+    learner: Learner = load(config.learner.use, options, "trainer.learner")
+    return learner

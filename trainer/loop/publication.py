@@ -1,0 +1,134 @@
+"""Publishing policies: weights to the store, then the event; a version number never has two contents.
+
+Order: shards, manifest, event. After a restart the executed steps are compared with what was published: equal content is
+not published again, different content takes the next free number and the old one is marked orphaned.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from infra.log.log import Log
+from infra.policies.manifest import decode_manifest, entries_of, first_difference
+from infra.policies.policy import Probe
+from infra.policies.prune import prune as prune_weights
+from infra.policies.publish import publish as publish_weights
+from infra.policies.tensors import Tensor
+from infra.store.store import Store
+from schemas import PolicyEvent, topics
+from trainer.journal.journal import Lease
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = 64  # of a sequence that a loaded policy is checked with
+
+
+class WeightPublisher:
+    """One trainer's way to the `policies` topic. events: what was published before, by version. times_ms: when."""
+
+    def __init__(
+        self,
+        log: Log,
+        store: Store,
+        lease: Lease,
+        policy: str,
+        events: Mapping[int, PolicyEvent],
+        times_ms: Mapping[int, int] | None = None,
+    ) -> None:
+        self._log = log
+        self._store = store
+        self._lease = lease
+        self._policy = policy
+        self._events = dict(events)
+        self._times_ms = dict(times_ms or {})
+        self._previous: Mapping[str, Tensor] | None = None
+
+    def has(self, version: int) -> bool:
+        """Whether `version` was published."""
+        return version in self._events and self._events[version].event == "published"
+
+    async def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        probe: Probe | None,
+        *,
+        parent: int,
+        step: int,
+        stats: Mapping[str, float],
+    ) -> int:
+        """Make `tensors` version `version`, or the next free one; returns the number it got."""
+        old = self._events.get(version)
+        if old is not None:
+            if old.event == "published":
+                if await asyncio.to_thread(same_content, self._store, old, tensors):
+                    self._previous = None
+                    return version
+                await self._orphan(version)
+            version = max(self._events) + 1
+        event = await asyncio.to_thread(
+            publish_weights,
+            self._store,
+            policy=self._policy,
+            token=self._lease.token,
+            version=version,
+            parent=parent,
+            tensors=tensors,
+            previous=self._previous,
+            probe=probe,
+            step=step,
+        )
+        event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
+        position = await self._log.publish(topics.POLICIES, event)
+        self._previous = tensors
+        self._events[version] = event
+        self._times_ms[version] = position.timestamp_ms
+        return version
+
+    async def _orphan(self, version: int) -> None:
+        orphan = PolicyEvent(
+            event="orphaned", policy=self._policy, version=version, token=self._lease.token, reason="executed anew"
+        )
+        await self._log.publish(topics.POLICIES, orphan)
+        logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
+
+    def prune(self, keep_ms: int, needed: int) -> int:
+        """Remove from the store what was replaced longer than keep_ms ago; how many objects went. Blocking.
+
+        needed: oldest version that a resume may compare with.
+        """
+        newest_ms = max(self._times_ms.values(), default=0)
+        old = [version for version, time_ms in self._times_ms.items() if time_ms < newest_ms - keep_ms]
+        return prune_weights(self._store, self._policy, oldest=min(max(old), needed)) if old else 0
+
+
+def same_content(store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the published version holds exactly these tensors, by the hashes of its manifest."""
+    manifest = decode_manifest(store.get(event.manifest))
+    return first_difference(entries_of(tensors), manifest.tensors, values=True) is None
+
+
+def published(events: Sequence[tuple[int, PolicyEvent]], policy: str) -> dict[int, PolicyEvent]:
+    """Version → its event, of (offset, event) in order: fenced publications do not count, an orphaned number stays taken."""
+    token = -1
+    found: dict[int, PolicyEvent] = {}
+    for offset, event in events:
+        if event.policy != policy:
+            continue
+        if event.event == "lease":
+            token = max(token, offset)
+        elif event.event == "published" and event.token >= token:
+            found.setdefault(event.version, event)
+        elif event.event == "orphaned" and event.version in found and event.token >= token:
+            found[event.version] = msgspec.structs.replace(found[event.version], event="orphaned")
+    return found
+
+
+def probe_sequences(
+    sequences: Sequence[Sequence[int]], *, most: int = 4, longest: int = PROBE_TOKENS
+) -> tuple[tuple[int, ...], ...]:
+    """A few token sequences to check a loaded policy with, cut to what is cheap to score."""
+    kept = [tuple(one[:longest]) for one in sequences if len(one) >= 2]
+    return tuple(dict.fromkeys(kept))[:most]

@@ -1,0 +1,137 @@
+"""What one trainer process holds between steps; everything durable of it is in `position` and the checkpoint."""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+import msgspec
+
+from infra.chain.chain import Step
+from infra.log.log import Log
+from infra.policies.policy import Probe
+from infra.settings.config import Floor
+from infra.settings.plugin import option_defaults
+from infra.store.store import Store
+from schemas import Lane
+from schemas.journal import Entry
+from trainer.batch.image_inputs import ImageInputs
+from trainer.buffer.intake import Intake
+from trainer.config import TrainerConfig
+from trainer.health.report import Stopwatch, TrainerReport
+from trainer.journal.checkpoint import Position
+from trainer.journal.journal import Lease, append
+from trainer.learners.learner import Learner
+from trainer.loop.publication import WeightPublisher
+from trainer.losses.loss import Objective, open_objectives
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass(kw_only=True)
+class Learning:
+    """A learner and where it stands: all that executing a journaled step takes, and nothing that could write.
+
+    position: after what was executed last.
+    """
+
+    floor: Floor
+    config: TrainerConfig
+    learner: Learner
+    report: TrainerReport
+    position: Position
+    # What a model that takes pictures needs besides the log; None for text alone.
+    sight: ImageInputs | None = None
+    probe_sequences: tuple[tuple[int, ...], ...] = ()
+    # One thread for the learner: its CPU kernels keep their thread settings, and the event loop keeps reading.
+    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="learner"))
+
+    def advance(self, **changes: object) -> None:
+        """Move the position."""
+        self.position = msgspec.structs.replace(self.position, **changes)
+
+    async def in_thread(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Run a blocking call of the learner or the store without stopping the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, lambda: function(*args, **kwargs))
+
+    async def begin_training(self) -> None:
+        """The end of the warm-up: a fresh optimizer, and every lane under its own objective."""
+        await self.in_thread(self.learner.begin_phase, "train")
+        self.advance(warmed_up=True, first_train_step=self.position.step + 1)
+
+
+class Unread(msgspec.Struct, frozen=True):
+    """Where the journal is read from to find what is still to be executed again, and the highest fence before it."""
+
+    journal_next: int
+    journal_token: int
+
+
+@dataclass(kw_only=True)
+class Run(Learning):
+    """One trainer. position changes only after what it says is confirmed. saved_step: of the newest own checkpoint;
+    trimmed: offset of `buffer` below which this process has removed everything. published_probe: of the version this
+    process published last. chain: what a drawn batch passes.
+    """
+
+    log: Log
+    store: Store
+    lease: Lease
+    publisher: WeightPublisher
+    intake: Intake
+    seed: int
+    chain: tuple[Step, ...] = ()
+    objectives: dict[Lane, Objective] = field(init=False)
+    given_up: dict[int, float] = field(default_factory=dict)
+    published_probe: Probe | None = None
+    saved_step: int = -2
+    # While journaled steps are executed again, position.journal_next is past them all already: what is appended lies
+    # there. A checkpoint of that time must still send a restart back to them.
+    unread: Unread | None = None
+    trimmed: int = 0
+    published_s: float = -math.inf  # by the clock of the intake
+
+    def __post_init__(self) -> None:
+        self.objectives = open_objectives(self.config.lanes)
+
+    @property
+    def name(self) -> str:
+        """The run's name: one lineage of policies."""
+        return self.lease.run
+
+    def settle(self, sequences: list[int]) -> None:
+        """Groups of these issue numbers are being trained: what was issued before them is waited for no longer."""
+        self.intake.settle(sequences)
+        self.advance(settled=max([self.position.settled, *(number + 1 for number in sequences)]))
+
+    async def journal(self, record: Entry) -> int:
+        """Write one record to the journal; returns its log-append time. Raises FencedOut where it does not count."""
+        with Stopwatch(self.report, "journal_seconds"):
+            at = await append(self.log, self.lease, record, expected=self.position.journal_next)
+        self.advance(journal_next=at.offset + 1)
+        return at.timestamp_ms
+
+    def publication_due(self) -> bool:
+        """True when the steps since the warm-up make a whole number of versions."""
+        done = self.position.step + 1 - self.position.first_train_step
+        return done > 0 and done % self.floor.pacing.steps_per_version == 0
+
+    def checkpoint_due(self) -> bool:
+        """True when a publication is due that takes a checkpoint with it."""
+        done = self.position.step + 1 - self.position.first_train_step
+        return (
+            self.publication_due() and done % (self.floor.pacing.steps_per_version * self.config.checkpoint_every) == 0
+        )
+
+
+def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ()) -> str:
+    """Of the settings that shape a step, so that the journal shows where they changed."""
+    steps = [[step.stamp, repr(option_defaults(step.function))] for step in chain]
+    shaping = {"trainer": msgspec.to_builtins(config), "pacing": msgspec.to_builtins(floor.pacing), "batch": steps}
+    return hashlib.sha256(msgspec.json.encode(shaping, order="deterministic")).hexdigest()[:16]

@@ -1,0 +1,250 @@
+"""One optimizer step, from a draw to a published policy; and the same step again from the journal.
+
+Order, always: journal (confirmed) → Drawn → optimizer → checkpoint when due → publication when due.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from infra.observe.failpoint import reach
+from infra.policies.tensors import Tensor
+from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
+from trainer.batch.assemble import Stamp, assemble, step_seed
+from trainer.batch.batch import TrainItem
+from trainer.batch.batch_chain import PACED, apply_chain
+from trainer.batch.inputs import step_inputs
+from trainer.buffer.draw import Candidate, Draw
+from trainer.health.diagnostics import alarms
+from trainer.health.guard import (
+    ANY_FINITE,
+    GuardState,
+    collapses,
+    judge,
+    norm_limit,
+    passed,
+    refused,
+    rolled_back,
+    unhealthy,
+)
+from trainer.health.report import Stopwatch
+from trainer.journal import checkpoint
+from trainer.journal.fit import restore_learner
+from trainer.learners.learner import StepStats
+from trainer.loop.publication import PROBE_TOKENS, probe_sequences
+from trainer.loop.saving import write_checkpoint
+from trainer.loop.state import Learning, Run, config_hash
+
+logger = logging.getLogger(__name__)
+
+
+async def train_step(run: Run, draw: Draw) -> None:
+    """Journal a draw and train on it."""
+    batch, items = await journal_draw(run, draw, phase="train")
+    run.settle([one.sequence for one in draw.taken if one.sequence >= 0])
+    limit = norm_limit(run.position.guard, run.config.guard)
+    stats = await execute(run, batch, items, max_grad_norm=limit)
+    await settle_verdict(run, batch, stats)
+
+
+async def journal_draw(run: Run, draw: Draw, *, phase: Literal["warmup", "train"]) -> tuple[Batch, list[TrainItem]]:
+    """Count the uses, write the journal record, then tell the master."""
+    step = run.position.step + 1
+    stamp = Stamp(
+        run=run.name,
+        token=run.lease.token,
+        step=step,
+        version=run.position.version,
+        phase=phase,
+        seed=step_seed(run.seed, step),
+        config_hash=config_hash(run.config, run.floor, run.chain),
+    )
+    drawn: list[tuple[Candidate, Block]] = list(zip(draw.taken, run.intake.buffer.take(draw.taken), strict=True))
+    batch, items = assemble(stamp, drawn, draw.dropped)
+    if phase == "train":
+        paced = run.config.lanes.get(PACED)
+        batch, items = await apply_chain(run.chain, batch, items, alone=paced is None or paced.optional)
+        for reason in batch.dropped_because:
+            run.report.add("dropped", reason=reason)
+    await run.journal(batch)
+    await tell_drawn(run, batch)
+    return batch, items
+
+
+async def tell_drawn(run: Run, batch: Batch) -> None:
+    """Tell the master which groups a journaled batch ends; told again after a restart, it counts once."""
+    used = (*batch.items, *batch.dropped)
+    groups = tuple(dict.fromkeys(ids.group_of(item.id) for item in used if item.lane == "usual"))
+    if groups:
+        told = Drawn(token=run.lease.token, step=batch.step, version=batch.version, groups=groups)
+        await run.log.publish(topics.PROGRESS, told)
+
+
+async def execute(
+    run: Learning, batch: Batch, items: Sequence[TrainItem], *, max_grad_norm: float = ANY_FINITE
+) -> StepStats:
+    """The optimizer step of a journaled batch (none where the batch chain left nothing); the position moves past it.
+
+    Resume and replay come through here too. max_grad_norm: a step with a larger one changes nothing; what the journal
+    calls trained is not asked again.
+    """
+    if not items:
+        run.advance(step=batch.step)
+        return StepStats(finite=True, loss=math.nan, grad_norm=math.nan, values={})
+    steps_done = batch.step - run.position.first_train_step
+    given = await shown(run, items)
+    packed, learning_rate = step_inputs(run.config, run.floor.pacing, batch, given, steps_done)
+    with Stopwatch(run.report, "learner_seconds") as watch:
+        reach("learner.before_step")
+        stats = await run.in_thread(
+            run.learner.step, packed, learning_rate=learning_rate, seed=batch.seed, max_grad_norm=max_grad_norm
+        )
+    reach("learner.after_step")
+    run.advance(step=batch.step)
+    stats = msgspec.structs.replace(stats, reward=mean_reward(items))
+    run.report.step(batch.step, list(items), stats, batch.version, watch.elapsed_s)
+    sampled = [one.experience.tokens.tolist() for one in items[:4]]
+    longest = PROBE_TOKENS + (run.sight.vision.num_places if run.sight is not None else 0)
+    run.probe_sequences = probe_sequences(sampled, longest=longest) or run.probe_sequences
+    return stats
+
+
+async def shown(run: Learning, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
+    """The items with what they show, where the model takes pictures. Raises BadFrame naming one that cannot be shown."""
+    return items if run.sight is None else await run.in_thread(run.sight.shown, items)
+
+
+async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
+    """Let the guard decide, then write and publish what is due."""
+    before, entropy, reward = run.position.guard, *condition(stats)
+    raised = (*alarms(stats.values), *collapses(before, run.config.guard, entropy=entropy, reward=reward))
+    for alarm in raised:
+        run.report.add("alarms", alarm=alarm.name)
+    verdict, reason = judge(
+        before,
+        finite=stats.finite,
+        alarms=tuple(alarm.name for alarm in raised),
+        halting=frozenset(run.config.halt_on),
+        max_skips=run.config.max_skips,
+        grad_norm=stats.grad_norm,
+        limit=norm_limit(before, run.config.guard),
+    )
+    if verdict == "rollback":
+        # An alarm is about the weights that met the batch: a checkpoint of exactly these is no way back.
+        newest = batch.step - 1 if reason.startswith("alarm") else batch.step
+        await roll_back(run, batch, reason, newest=newest)
+        return
+    run.advance(guard=after(run, batch, stats) if verdict == "go" else refused(before))
+    if verdict == "skip":
+        logger.warning("step skipped step=%d reason=%s", batch.step, reason)
+        run.report.add("steps_skipped")
+        await run.journal(Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason))
+    if batch.phase == "train" and run.publication_due():
+        tensors = await run.in_thread(run.learner.tensors)
+        if reason := await fault(run, tensors):
+            await roll_back(run, batch, reason, newest=batch.step)
+        else:
+            await write_and_publish_due(run, tensors)
+
+
+def condition(stats: StepStats) -> tuple[float | None, float | None]:
+    """Entropy and mean reward of the step just done, None where it has none."""
+    return stats.values.get("usual/entropy"), stats.reward
+
+
+def mean_reward(items: Sequence[TrainItem]) -> float | None:
+    """Mean over the experiences that have a reward."""
+    rewards = [one.experience.reward for one in items if one.experience.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
+    """What the guard remembers after a step that changed the weights. The warm-up is no measure for what follows it."""
+    if batch.phase == "warmup":
+        return GuardState()
+    entropy, reward = condition(stats)
+    before, config = run.position.guard, run.config.guard
+    return passed(before, config, grad_norm=stats.grad_norm, entropy=entropy, reward=reward)
+
+
+async def fault(run: Run, tensors: Mapping[str, Tensor]) -> str:
+    """Why the weights must not be published, "" for nothing: looked at before the checkpoint that would keep them."""
+    before = run.published_probe if run.config.guard.probe_shift else None
+    now = await run.in_thread(run.learner.probe, before.sequences) if before is not None else None
+    return unhealthy(tensors, before, now, run.config.guard)
+
+
+async def write_and_publish_due(run: Run, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach.
+
+    tensors: see `publish_now`.
+    """
+    if not run.publication_due():
+        return
+    version = run.position.version + 1
+    if run.checkpoint_due():
+        await write_checkpoint(run, version)
+    await publish_now(run, version, tensors)
+
+
+async def publish_now(run: Run, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Publish the learner's weights as `version` (or the next free number). tensors: a copy of them, where one is made."""
+    with Stopwatch(run.report, "publish_seconds"):
+        if tensors is None:
+            tensors = await run.in_thread(run.learner.tensors)
+        probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
+        got = await run.publisher.publish(
+            version,
+            tensors,
+            probe,
+            parent=run.position.version if version else -1,
+            step=run.position.step,
+            stats=run.report.worth_showing,
+        )
+    run.advance(version=got)
+    run.published_s = run.intake.clock()
+    run.published_probe = probe
+    run.report.add("policy_versions")
+
+
+async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None:
+    """Restore the weights of the newest checkpoint before step `newest` (of any, where there is none) as a new, higher
+    version; the batches since it are quarantined.
+    """
+    state = await run.in_thread(
+        checkpoint.load_newest, run.store, run.name, before=checkpoint.CheckpointPlace(newest, 0)
+    )
+    state = state or await run.in_thread(checkpoint.load_newest, run.store, run.name)
+    if state is None:
+        raise RuntimeError(f"step {batch.step}: {reason}, and there is no checkpoint to go back to")
+    logger.error("rolling back from step=%d to step=%d reason=%s", batch.step, state.position.step, reason)
+    run.report.add("rollbacks")
+    await restore_learner(run, state)
+    run.advance(guard=state.position.guard)
+    record = Rollback(
+        run=run.name,
+        token=run.lease.token,
+        from_step=state.position.step + 1,
+        to_step=batch.step,
+        restored_version=state.position.version,
+        version=run.position.version + 1,
+        reason=reason,
+    )
+    await run.journal(record)
+    await finish_rollback(run, record)
+
+
+async def finish_rollback(run: Run, record: Rollback) -> None:
+    """What follows the record of a rollback, on the weights it restored: what was taken back is no checkpoint any more,
+    this is one, and the new version.
+    """
+    run.report.state = f"rolled back to step {record.from_step - 1}: {record.reason}"
+    run.advance(guard=rolled_back(run.position.guard))
+    quarantined = range(record.from_step, record.to_step)
+    places = await run.in_thread(checkpoint.places, run.store, run.name)
+    await run.in_thread(checkpoint.remove, run.store, run.name, [one for one in places if one.step in quarantined])
+    await write_checkpoint(run, record.version)
+    await publish_now(run, record.version)

@@ -1,0 +1,211 @@
+"""Objectives: a loss is a plain function of what was sampled, `loss(inputs, *, options) -> LossOutput`, loaded by name.
+
+Guarantees: no loss ever forms an importance ratio from a logprob that is not the policy's own; the value a lane adds is
+weight · Σ loss / (what the loss is a mean over: sampled tokens, sequences or pairs of the lane in the whole step),
+however the step was cut into microbatches and ranks. The MIX of lanes, (1-m)·L_RL(usual) + m·L_SFT(expert), is that sum
+with lane weights 1-m and m.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from infra.settings.plugin import load, option_defaults
+from schemas.errors import ConfigError
+from schemas.fields import Lane
+from trainer.config import LaneConfig
+
+BUILT_IN = (
+    "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
+    "dpo",
+)  # fmt: skip
+NEEDS_ATTRIBUTE = "__headrace_needs__"
+
+Mean = Literal["tokens", "sequences", "pairs"]
+Bound = Callable[..., float]
+Marked = Callable[["Loss"], "Loss"]
+
+
+class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """N sampled tokens of one lane. All [N]; logprobs are under the temperature each token was sampled with.
+
+    logprob: log π_θ, the only one with a gradient. behaviour: log μ. proximal: log π_p, where the loss asked for it.
+    reference: log π_ref, teacher: log of the teacher's probability, likewise. staleness: policy version before the step
+    minus behaviour version. ratio: μ is the policy's own. sequence: index of the token's sequence, from 0, every one
+    whole. pair: 2p for the chosen and 2p + 1 for the rejected side of pair p, every pair whole; -1 for none. bound: what
+    the loss measured over the whole step before its first token. entropy: of π_θ over the vocabulary where the token was
+    sampled, with its gradient, where a lane asked for it.
+    """
+
+    logprob: torch.Tensor
+    behaviour: torch.Tensor
+    advantage: torch.Tensor
+    staleness: torch.Tensor
+    ratio: torch.Tensor
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
+    sequence: torch.Tensor | None = None
+    pair: torch.Tensor | None = None
+    bound: float | None = None
+    entropy: torch.Tensor | None = None
+
+    @property
+    def log_weight(self) -> torch.Tensor:
+        """log w = log π_θ - log μ; ValueError where some μ is not the policy's own."""
+        self.require_ratio()
+        return self.logprob - self.behaviour
+
+    def require_ratio(self) -> None:
+        """ValueError unless every token may meet an importance ratio."""
+        if not bool(self.ratio.all()):
+            raise ValueError(
+                f"spans: got {int((~self.ratio).sum())} tokens with ratio=False in a lane whose loss forms importance "
+                'ratios, expected none; drop them at the draw or give the lane loss = "sft"'
+            )
+
+
+class LossOutput(msgspec.Struct, frozen=True):
+    """loss: [N], what each token adds, with its gradient. clipped: [N] bool, what a clip or mask silenced, or None."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor | None = None
+
+
+Loss = Callable[..., LossOutput]
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What a loss wants beside its options. ratio: μ is the policy's own. mean: what its value is a mean over.
+
+    reference, teacher: their logprobs. critic: token advantages from values. advantage: it teaches nothing where all
+    advantages are 0. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it names)
+    to the number that comes back as `LossInputs.bound`.
+    """
+
+    ratio: bool = True
+    mean: Mean = "tokens"
+    reference: bool = False
+    teacher: bool = False
+    critic: bool = False
+    bound: Bound | None = None
+    advantage: bool = True
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """A lane's loss, bound to its options.
+
+    minibatches: optimizer steps per batch it asks for. proximal: "" (none), "recompute" (a forward before the first of
+    them) or "log-linear" (made inside the loss). kl, entropy: of the lane, whatever its loss. The others: see Needs.
+    """
+
+    function: Callable[[LossInputs], LossOutput]
+    weight: float
+    ratio: bool = True
+    minibatches: int = 1
+    proximal: str = ""
+    reference: bool = False
+    mean: Mean = "tokens"
+    teacher: bool = False
+    critic: bool = False
+    bound: Callable[[np.ndarray, np.ndarray], float] | None = None
+    kl: float = 0.0
+    entropy: float = 0.0
+    advantage: bool = True
+
+
+def needs(
+    *,
+    ratio: bool = True,
+    mean: Mean = "tokens",
+    reference: bool = False,
+    teacher: bool = False,
+    critic: bool = False,
+    bound: Bound | None = None,
+    advantage: bool = True,
+) -> Marked:
+    """Mark a loss with what it wants: see Needs."""
+
+    def attach(function: Loss) -> Loss:
+        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound, advantage))
+        return function
+
+    return attach
+
+
+def loss_use(loss: str) -> str:
+    """What a lane's loss names, as `module:name`.
+
+    >>> loss_use("grpo")
+    'trainer.losses.grpo:grpo'
+    """
+    return f"trainer.losses.{loss}:{loss}" if loss in BUILT_IN else loss
+
+
+def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
+    """The objective a lane names: a built-in loss or `module:name`. Raises ConfigError.
+
+    What a loss needs of the learner is read from its mark (`needs`) and from its own keyword parameters: `minibatches`,
+    `proximal`, and `kl` (above 0: a reference).
+    """
+    use = loss_use(lane.loss)
+    if ":" not in use:
+        raise ConfigError(f'{where}.loss: got "{lane.loss}", expected one of {", ".join(BUILT_IN)} or "module:name"')
+    bound = load(use, lane.options, where)
+    if not callable(bound):
+        raise ConfigError(f"{where}.loss: {use} is a {type(bound).__name__}, expected a function")
+    settings = option_defaults(bound)
+    minibatches, proximal = int(settings.get("minibatches", 1)), str(settings.get("proximal", ""))
+    if minibatches < (2 if proximal == "recompute" else 1):
+        raise ConfigError(
+            f"{where}.options.minibatches: got {minibatches}, expected 2 or more with a recomputed proximal policy "
+            "(with one step π_θ is still π_p, and no clip acts), 1 or more without"
+        )
+    if lane.kl > 0 and float(settings.get("kl", 0.0)) > 0:
+        raise ConfigError(f"{where}: got kl and options.kl, expected one of them: they would pull twice")
+    wanted: Needs = getattr(getattr(bound, "func", bound), NEEDS_ATTRIBUTE, Needs())
+    return Objective(
+        function=bound,
+        weight=lane.weight,
+        ratio=wanted.ratio,
+        minibatches=minibatches,
+        proximal=proximal,
+        reference=wanted.reference or lane.kl > 0 or float(settings.get("kl", 0.0)) > 0,
+        mean=wanted.mean,
+        teacher=wanted.teacher,
+        critic=wanted.critic,
+        bound=_with_options(wanted.bound, settings),
+        kl=lane.kl,
+        entropy=lane.entropy,
+        advantage=wanted.advantage,
+    )
+
+
+def open_objectives(lanes: Mapping[Lane, LaneConfig]) -> dict[Lane, Objective]:
+    """The objective of every lane. Raises ConfigError."""
+    return {lane: open_objective(config, f"trainer.lanes.{lane}") for lane, config in lanes.items()}
+
+
+def lane_loss(
+    objective: Objective, inputs: LossInputs, weight: torch.Tensor, denominator: float
+) -> tuple[torch.Tensor, LossOutput]:
+    """What this lane's tokens add to the step's loss.
+
+    weight: [N], multiplies the terms. denominator: tokens, sequences or pairs of the lane in the whole step (an m-th of
+    them in each of m minibatches).
+    """
+    if objective.ratio:
+        inputs.require_ratio()
+    output = objective.function(inputs)
+    return objective.weight * (output.loss * weight).sum() / denominator, output
+
+
+def _with_options(bound: Bound | None, settings: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], float] | None:
+    """The function with those of the loss's options that it names."""
+    if bound is None:
+        return None
+    named = {name: settings[name] for name in option_defaults(bound)}
+    return lambda log_weight, advantage: bound(log_weight, advantage, **named)

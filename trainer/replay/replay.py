@@ -1,0 +1,349 @@
+"""A run done again from a kept checkpoint and the log alone, compared with every checkpoint it ever made.
+
+    checkpoint ─> learner        journal ─> survey (what counts, what became of it) ─> again, with items ─┐
+                                 buffer ──> forward once, holding what is still to be used ───────────────┤
+                                                      hash of the learner at each Saved record <── execute ┘
+
+Guarantees: nothing is written anywhere; batches that count are executed in order and no others; whatever is missing from
+the log, or is not what was journaled, is an error that names it.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from infra.log.bus import Reader
+from infra.log.log import Log, Message
+from infra.policies.tensors import Tensor, to_numpy
+from infra.store.store import Store
+from schemas import Batch, Block, Rollback, Saved, decode, topics
+from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
+from schemas.journal import Entry, JournalRecord, effective
+from trainer.batch.batch import TrainItem
+from trainer.buffer.blocks import Stored, items_of, ranges, stored
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint, Manifest
+from trainer.journal.fit import first_weights, restore_learner
+from trainer.journal.journal import Pending, is_quarantined, pending, read_records
+from trainer.loop.state import Learning
+from trainer.replay.repeat import repeat
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """The journal from one checkpoint on, without its items. saved: by step. last_use: offset of `buffer` → last step that
+    trains on it. times_ms: log-append time of each step's batch. not_compared: checkpoints of steps rolled back later.
+    """
+
+    todo: tuple[Pending | Rollback, ...]
+    saved: Mapping[int, tuple[Saved, ...]]
+    last_use: Mapping[int, int]
+    times_ms: Mapping[int, int]
+    not_compared: int
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that will be executed."""
+        return sum(1 for one in self.todo if isinstance(one, Pending) and one.fate in ("trained", "open"))
+
+    @property
+    def duration_s(self) -> float:
+        """How long the run itself took from the first to the last of these batches, by log-append times."""
+        times = self.times_ms.values()
+        return (max(times) - min(times)) / 1000 if times else 0.0
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Where a replay begins. passed_over: what is wrong with older checkpoints."""
+
+    manifest: Manifest
+    state: Checkpoint
+    survey: Survey
+    passed_over: tuple[str, ...] = ()
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One checkpoint of the run beside the replay's state. expected: hashes the run told, more than one only where
+    executing the step again gave another. fault: what is wrong with the stored checkpoint. distance: largest absolute
+    difference between its weights and those here, None where nothing is stored.
+    """
+
+    step: int
+    version: int
+    got: str
+    expected: tuple[str, ...]
+    made_with: Mapping[str, str] = {}
+    fault: str = ""
+    distance: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether the run told this state and no other."""
+        return self.expected == (self.got,)
+
+
+async def find_start(log: Log, store: Store, run: str, *, from_step: int | None = None, to_step: int | None) -> Start:
+    """The oldest kept checkpoint that verifies, or the newest at or before `from_step`. Raises ConfigError."""
+    places = checkpoint.places(store, run)
+    if not places:
+        raise ConfigError(f"run {run!r}: got no checkpoint in {store!r}; expected the store that the run wrote to")
+    if from_step is not None:
+        places = sorted((place for place in places if place.step <= from_step), reverse=True)
+    passed_over: list[str] = []
+    for place in places:
+        try:
+            manifest = checkpoint.load_manifest(store, run, place)
+            state = checkpoint.load(store, run, place)
+        except (NotInStore, ValueError) as error:
+            passed_over.append(f"checkpoint of step {place.step}: {error}")
+            continue
+        entries, survey = await survey_journal(log, run, manifest, to_step)
+        if not is_quarantined(entries, place.step):
+            return Start(manifest, state, survey, tuple(passed_over))
+    why = "; ".join(passed_over) or f"got --from {from_step}, which lies before the oldest one kept"
+    raise ConfigError(f"run {run!r}: no checkpoint to begin with: {why}")
+
+
+async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | None) -> tuple[list[Entry], Survey]:
+    """What counts in the journal after a checkpoint. Raises BadFrame naming what is missing."""
+    position = start.position
+    records: list[JournalRecord] = []
+    offsets: dict[tuple[int, int], np.ndarray] = {}
+    times: dict[tuple[int, int], int] = {}
+    async for message in read_records(log, position.journal_next):
+        record = message.value
+        if isinstance(record, Batch) and record.run == run:
+            key = (record.token, record.step)
+            offsets.setdefault(key, np.unique(offsets_of(record)))
+            times.setdefault(key, message.timestamp_ms)
+            record = msgspec.structs.replace(record, items=(), blocks=(), drops={}, dropped=(), dropped_because=())
+        if isinstance(record, JournalRecord):
+            records.append(record)
+    entries, _ = effective(records, run, position.journal_token)
+    todo = up_to(pending(entries, position.step), to_step)
+    check_steps(todo, position.step)
+    last = max((step_of(one) for one in todo), default=position.step)
+    gone = {one.batch.step for one in todo if isinstance(one, Pending) and one.fate == "quarantined"}
+    ends = {one.to_step for one in todo if isinstance(one, Rollback)}
+    saved: dict[int, tuple[Saved, ...]] = {}
+    not_compared = 0
+    for entry in entries:
+        if isinstance(entry, Saved) and position.step < entry.step <= last:
+            if entry.step in gone - ends:
+                not_compared += 1
+            else:
+                saved[entry.step] = (*saved.get(entry.step, ()), entry)
+    done = [one.batch for one in todo if isinstance(one, Pending) and one.fate in ("trained", "open")]
+    last_use = {int(offset): one.step for one in done for offset in offsets[one.token, one.step]}
+    times_ms = {one.step: times[one.token, one.step] for one in done}
+    return entries, Survey(tuple(todo), saved, last_use, times_ms, not_compared)
+
+
+def offsets_of(batch: Batch) -> list[int]:
+    """Offsets of `buffer` that a batch names: what it trains on, and what its chain dropped."""
+    return list(dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped)))
+
+
+def up_to(todo: Iterable[Pending | Rollback], to_step: int | None) -> list[Pending | Rollback]:
+    """The entries whose step is not past `to_step`."""
+    return [one for one in todo if to_step is None or step_of(one) <= to_step]
+
+
+def step_of(one: Pending | Rollback) -> int:
+    """The step a run stands at after an entry."""
+    return one.to_step if isinstance(one, Rollback) else one.batch.step
+
+
+def check_steps(todo: Iterable[Pending | Rollback], after_step: int) -> None:
+    """Raise BadFrame naming the first step that the journal lacks."""
+    at = after_step
+    for one in todo:
+        if isinstance(one, Pending) and one.batch.step != at + 1:
+            raise BadFrame(f"journal: step {at + 1} is missing; after step {at} comes step {one.batch.step}")
+        at = step_of(one)
+
+
+class BufferTape:
+    """`buffer` read once, forward; holds the frames of blocks that are still to be trained on."""
+
+    def __init__(self, log: Log, last_use: Mapping[int, int]) -> None:
+        self._log = log
+        self._last_use = last_use
+        self._held: dict[int, tuple[bytes, bytes] | BadFrame] = {}
+        self._next = min(last_use, default=0)
+        self._reader: Reader | None = None
+
+    async def take(self, batch: Batch) -> dict[int, Stored]:
+        """The blocks of a batch. Raises BadFrame (Sealed for a forgotten one) or OffsetOutOfRange naming step and offset."""
+        wanted = offsets_of(batch)
+        try:
+            await self._read_to(max(wanted, default=-1) + 1)
+        except OffsetOutOfRange as error:
+            raise OffsetOutOfRange(f"step {batch.step}: {error}") from error
+        found = {}
+        for offset in wanted:
+            if offset not in self._held:
+                raise OffsetOutOfRange(
+                    f"step {batch.step}: buffer offset {offset} is named by the journal but not kept"
+                )
+            held = self._held[offset]
+            if isinstance(held, BadFrame):
+                raise BadFrame(f"step {batch.step}: {held}") from held
+            frame, digest = held
+            block = decode(frame, self._log.find_seal)
+            assert isinstance(block, Block)
+            if lost := block.experiences[0].lost:
+                raise Sealed(
+                    f"step {batch.step}: {lost}: what it trained on at buffer offset {offset} has lost its key"
+                )
+            found[offset] = Stored(block, frame, digest)
+            if self._last_use[offset] <= batch.step:
+                del self._held[offset]
+        return found
+
+    async def _read_to(self, stop: int) -> None:
+        if self._next >= stop:
+            return
+        end = max((await self._log.bus.end_offsets(self._log.name(topics.BUFFER))).values())
+        if self._reader is None:
+            self._reader = await self._log.assigned(topics.BUFFER, {0: self._next})
+        while self._next < min(stop, end):
+            for message in await self._log.read(self._reader, timeout_s=5.0):
+                self._next = message.offset + 1
+                if message.offset in self._last_use:
+                    self._held[message.offset] = _held(message)
+
+    async def close(self) -> None:
+        """Release the reader."""
+        if self._reader is not None:
+            await self._reader.close()
+
+
+def _held(message: Message) -> tuple[bytes, bytes] | BadFrame:
+    """Frame and digest of a record, or what is wrong with it, to be told at the step that wants it."""
+    try:
+        one = stored(message)
+    except BadFrame as error:
+        return error
+    return one.frame, one.digest
+
+
+class JournalTape:
+    """The journal read once more, forward, for the items of the batches that count."""
+
+    def __init__(self, log: Log, run: str, start: int) -> None:
+        self._records = read_records(log, start)
+        self._run = run
+
+    async def find(self, wanted: Batch) -> Batch:
+        """The whole record of a batch that the survey found."""
+        async for message in self._records:
+            one = message.value
+            if isinstance(one, Batch) and (one.run, one.token, one.step) == (self._run, wanted.token, wanted.step):
+                return one
+        raise BadFrame(f"journal: step {wanted.step} was there a moment ago and is missing")
+
+    async def close(self) -> None:
+        """Release the reader."""
+        await self._records.aclose()
+
+
+async def replay(
+    run: Learning,
+    name: str,
+    log: Log,
+    store: Store,
+    start: Start,
+    *,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> AsyncGenerator[Compared, None]:
+    """Execute what the survey found, yielding at each checkpoint the run told. run: a fresh learner."""
+    await restore_learner(run, start.state, partial(first_weights, log, store, run.floor.policy.name))
+    run.position = start.manifest.position
+    journal = JournalTape(log, name, run.position.journal_next)
+    buffer = BufferTape(log, start.survey.last_use)
+
+    async def prepare(one: Pending) -> list[TrainItem]:
+        if one.fate not in ("trained", "open"):
+            return []
+        batch = await journal.find(one.batch)
+        return items_of(batch, await buffer.take(batch))
+
+    compare = partial(compare_with, run, name, store)
+    try:
+        yield await compare(start.manifest.place.step, (told(name, start.manifest),))
+        async for one, _ in repeat(run, start.survey.todo, prepare=prepare, begin_training=run.begin_training):
+            step = step_of(one)
+            on_step(step)
+            if run.position.step == step and (saved := start.survey.saved.get(step)):
+                yield await compare(step, saved)
+    finally:
+        await journal.close()
+        await buffer.close()
+
+
+async def forgotten_steps(log: Log, name: str, start: Start) -> list[int]:
+    """Steps to be replayed whose batch names what can no longer be opened, ascending."""
+    lost: set[int] = set()
+    for first, stop in ranges(start.survey.last_use):
+        async for message in log.read_between(topics.BUFFER, 0, first, stop):
+            if isinstance(message.value, Block) and message.value.experiences[0].lost:
+                lost.add(message.offset)
+    if not lost:
+        return []
+    wanted = {(one.batch.token, one.batch.step) for one in start.survey.todo if isinstance(one, Pending)}
+    found = []
+    async for message in read_records(log, start.manifest.position.journal_next):
+        one = message.value
+        if isinstance(one, Batch) and one.run == name and (one.token, one.step) in wanted and lost & {*offsets_of(one)}:
+            found.append(one.step)
+    return sorted(set(found))
+
+
+async def compare_with(run: Learning, name: str, store: Store, step: int, saved: tuple[Saved, ...]) -> Compared:
+    """The state here beside what the run told of it and what is stored of it."""
+    if saved[-1].phase == "train" and not run.position.warmed_up:
+        await run.begin_training()
+    state = await run.in_thread(run.learner.save)
+    got = await run.in_thread(checkpoint.state_sha256, state)
+    expected = tuple(dict.fromkeys(one.sha256 for one in saved))
+    places = [place for place in checkpoint.places(store, name) if place.step == step]
+    fault, distance = "", None
+    for place in places:
+        try:
+            there = await run.in_thread(checkpoint.load, store, name, place)
+        except (NotInStore, ValueError) as error:
+            fault = f"checkpoint of step {step}: {error}"
+            continue
+        distance = largest_difference(there.learner, state)
+        if checkpoint.state_sha256(there.learner) not in expected:
+            fault = f"checkpoint of step {step}: its state is not the one the journal tells of"
+    return Compared(step, saved[-1].version, got, expected, saved[-1].made_with, fault, distance)
+
+
+def told(name: str, manifest: Manifest) -> Saved:
+    """What the record said that was written with a checkpoint."""
+    return Saved(
+        run=name,
+        token=manifest.token,
+        step=manifest.position.step,
+        version=manifest.position.version,
+        sha256=manifest.learner_sha256,
+        phase="train" if manifest.position.warmed_up else "warmup",
+        made_with=manifest.made_with,
+    )
+
+
+def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Largest absolute difference between the weights of two states; infinite where they have other tensors."""
+    largest = 0.0
+    for name in one.keys() | other.keys():
+        here, there = one.get(name), other.get(name)
+        if name.startswith(("adam/", "phase")):
+            continue
+        if here is None or there is None or here.shape != there.shape:
+            return float("inf")
+        if here.num_bytes:
+            largest = max(largest, float(np.abs(to_numpy(here).astype(np.float64) - to_numpy(there)).max()))
+    return largest

@@ -1,0 +1,153 @@
+"""From nothing, or from a killed process, to a trainer that can go on.
+
+    policies ─> what was published        checkpoint ─> weights, uses, references
+    batches ──> what was journaled since ─> executed again, published where the event is missing
+
+Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are. What was forgotten
+between a step and the next checkpoint is excepted: it is left out, told and counted.
+"""
+
+import asyncio
+import logging
+from functools import partial
+
+from infra.log.log import Log
+from infra.settings.config import Floor
+from infra.store.seal import FORGOTTEN
+from infra.store.store import Store
+from schemas import PolicyEvent, Rollback, topics
+from trainer.batch.batch import TrainItem
+from trainer.batch.image_inputs import ImageInputs
+from trainer.buffer.blocks import items_of, read_blocks
+from trainer.buffer.buffer import Buffer, candidate_of
+from trainer.buffer.intake import Intake
+from trainer.config import TrainerConfig
+from trainer.health.report import TrainerReport
+from trainer.journal import checkpoint
+from trainer.journal.fit import first_weights, restore_learner
+from trainer.journal.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
+from trainer.learners.learner import Learner
+from trainer.loop.publication import WeightPublisher, published
+from trainer.loop.state import Run, Unread
+from trainer.loop.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due
+from trainer.loop.warmup import finish_warm_up
+from trainer.replay.repeat import repeat
+
+logger = logging.getLogger(__name__)
+
+
+async def resume(
+    floor: Floor,
+    config: TrainerConfig,
+    *,
+    lease: Lease,
+    log: Log,
+    store: Store,
+    learner: Learner,
+    seed: int,
+    report: TrainerReport,
+    sight: ImageInputs | None = None,
+    max_tokens: int = 0,
+) -> Run:
+    """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
+    events = await read_policies(log)
+    found = published([(offset, event) for offset, _, event in events], floor.policy.name)
+    times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
+    publisher = WeightPublisher(log, store, lease, floor.policy.name, found, times_ms)
+    state, journal = await find_start(log, store, lease)
+    position = state.position if state else checkpoint.Position()
+    uses = state.uses if state else None
+    buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses, log.find_seal, max_tokens)
+    clock = asyncio.get_running_loop().time
+    intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)
+    intake.floor = position.settled
+    run = Run(
+        floor=floor,
+        config=config,
+        log=log,
+        store=store,
+        learner=learner,
+        lease=lease,
+        publisher=publisher,
+        intake=intake,
+        report=report,
+        position=position,
+        seed=seed,
+        sight=sight,
+    )
+    if state is not None:
+        await restore_learner(run, state, partial(first_weights, log, store, floor.policy.name))
+        await restore_buffer(run, state.references)
+        run.saved_step = position.step
+    elif config.warmup is not None:
+        await run.in_thread(learner.begin_phase, "warmup")
+    run.unread = Unread(position.journal_next, position.journal_token)
+    run.advance(journal_next=journal.next_offset, journal_token=journal.token)
+    if state is not None and not publisher.has(position.version):
+        await publish_now(run, position.version)
+    todo = pending(journal.entries, position.step)
+    if state is not None or todo:
+        logger.info("resuming step=%d version=%d journaled=%d", position.step, position.version, len(todo))
+    await execute_again(run, todo)
+    run.unread = None
+    return run
+
+
+async def find_start(log: Log, store: Store, lease: Lease) -> tuple[checkpoint.Checkpoint | None, Journal]:
+    """The newest checkpoint that verifies and was not rolled back later, and the journal after it."""
+    before: checkpoint.CheckpointPlace | None = None
+    while (state := checkpoint.load_newest(store, lease.run, before=before)) is not None:
+        position = state.position
+        journal = await read_journal(log, lease, start=position.journal_next, token=position.journal_token)
+        if not is_quarantined(journal.entries, position.step):
+            return state, journal
+        logger.warning("checkpoint passed over run=%s step=%d: rolled back later", lease.run, position.step)
+        before = checkpoint.CheckpointPlace(position.step, 0)
+    return None, await read_journal(log, lease)
+
+
+async def read_policies(log: Log) -> list[tuple[int, int, PolicyEvent]]:
+    """Every policy event with its offset and time."""
+    return [
+        (message.offset, message.timestamp_ms, message.value)
+        async for message in log.read_all(topics.POLICIES)
+        if isinstance(message.value, PolicyEvent)
+    ]
+
+
+async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:
+    """Put undrawn blocks back. Raises OffsetOutOfRange naming one that is gone."""
+    for offset, one in sorted((await read_blocks(run.log, references)).items()):
+        run.intake.keep(offset, one.frame, one.block, one.digest)
+
+
+async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
+    """Bring the run to the journal's end: same items, same seeds, same verdicts, same publications."""
+    run.report.state = "executing the journal again" if todo else run.report.state
+    steps = repeat(run, todo, prepare=partial(count_and_read, run), begin_training=partial(finish_warm_up, run))
+    async for one, stats in steps:
+        if isinstance(one, Rollback):
+            await finish_rollback(run, one)
+        elif stats is not None and one.fate == "open":
+            await settle_verdict(run, one.batch, stats)
+        elif one.fate != "quarantined" and one.batch.phase == "train":
+            await write_and_publish_due(run)
+
+
+async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
+    """The items of a journaled batch; its groups are used, whatever became of its step, and the master is told again."""
+    used = (*one.batch.items, *one.batch.dropped)
+    found = await read_blocks(run.log, {item.offset for item in used})
+    await tell_drawn(run, one.batch)
+    sequences = [other.block.experiences[0].sequence for other in found.values()]
+    run.settle([number for number in sequences if number >= 0])
+    run.intake.floor = run.position.settled
+    for offset, use in {item.offset: item.use for item in used}.items():
+        run.intake.buffer.count_use(candidate_of(offset, found[offset].block, use))
+    items = items_of(one.batch, found)
+    kept = [item for item in items if not item.experience.lost]
+    if len(kept) < len(items):
+        # What was published from the step on differs now, so that it gets new numbers.
+        logger.warning("resuming without what was forgotten step=%d items=%d", one.batch.step, len(items) - len(kept))
+        run.report.add("dropped", len(items) - len(kept), reason=FORGOTTEN)
+    return kept
