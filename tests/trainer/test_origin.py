@@ -93,14 +93,14 @@ def test_what_may_change_the_bits_makes_it_other_code(sources: Path, before: str
 
 
 def test_a_definition_that_moves_to_another_file_is_the_same_code(sources: Path, before: str) -> None:
-    (sources / "trainer" / "rates.py").write_text((sources / "trainer" / "schedule.py").read_text())
-    moved = ("trainer/batch/inputs.py", "from trainer.schedule import", "from trainer.rates import")
+    (sources / "trainer" / "rates.py").write_text((sources / "trainer" / "loop" / "schedule.py").read_text())
+    moved = ("trainer/batch/inputs.py", "from trainer.loop.schedule import", "from trainer.rates import")
     assert edited(sources, moved) == before
 
 
 def test_a_name_that_stands_for_another_definition_is_other_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "other.py").write_text("def learning_rate_at(config, phase, steps_done):\n    return 0.0\n")
-    other = ("trainer/batch/inputs.py", "from trainer.schedule import", "from trainer.other import")
+    other = ("trainer/batch/inputs.py", "from trainer.loop.schedule import", "from trainer.other import")
     assert edited(sources, other) != before
 
 

@@ -17,7 +17,7 @@ from trainer.loop.state import Learning, config_hash
 from trainer.losses.loss import loss_use
 from trainer.replay.closure import Definition, Sources
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "infra", "trainer")
 ROOTS = (
     Definition("schemas.wire.block", "decode_block"),
