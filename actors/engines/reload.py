@@ -97,7 +97,7 @@ class PolicyFollower:
 
     def __init__(
         self,
-        rig: Followed,
+        runtime: Followed,
         scheduler: Scheduler,
         store: Store,
         policy: str,
@@ -105,8 +105,8 @@ class PolicyFollower:
         channel: Channel = "candidate",
         loaded: Callable[[PolicyEvent], None] = lambda event: None,
     ) -> None:
-        self._rig = rig
-        self._desk = scheduler
+        self._runtime = runtime
+        self._scheduler = scheduler
         self._store = store
         self._policy = policy
         self._channel: Channel = channel
@@ -131,12 +131,12 @@ class PolicyFollower:
         """Follow `policies` from its beginning; nothing is loaded until what is there at the call was read."""
         self.caught_up.clear()
         self._feed = PolicyFeed(self._policy, channel=self._channel)
-        log, metrics = self._rig.log, self._rig.metrics
+        log, metrics = self._runtime.log, self._runtime.metrics
         await follow(log, POLICIES, self._apply, metrics=metrics, caught_up=self.caught_up, changed=self._changed.set)
 
     async def load(self) -> None:
         """Bring the engine forward, one version after the other."""
-        await self._desk.settled.wait()
+        await self._scheduler.settled.wait()
         while True:
             await self.caught_up.wait()
             self._changed.clear()
@@ -156,13 +156,13 @@ class PolicyFollower:
     def _apply(self, message: LogMessage) -> None:
         if isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
-            self._rig.metrics.gauge("policy_version_published").set(self._feed.newest)
-        self._rig.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
+            self._runtime.metrics.gauge("policy_version_published").set(self._feed.newest)
+        self._runtime.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
 
     def _next(self) -> PolicyEvent | None:
-        held = self._rig.engine.version
+        held = self._runtime.engine.version
         self._feed.forget_below(held)
-        return self._feed.next(held, pinned=self._desk.waiting.versions(), refused=self._refused)
+        return self._feed.next(held, pinned=self._scheduler.waiting.versions(), refused=self._refused)
 
     async def _fetch(self, event: PolicyEvent) -> Policy | None:
         """The verified policy; None when it was refused, or when the store failed and it should be looked at again."""
@@ -174,7 +174,7 @@ class PolicyFollower:
         except StoreError as error:
             tries = self._store_tries.get(event.version, 0)
             self._store_tries[event.version] = tries + 1
-            self._rig.metrics.counter("policy_fetch_failed").inc()
+            self._runtime.metrics.counter("policy_fetch_failed").inc()
             _log.warning("policy_fetch_failed version=%d try=%d error=%s", event.version, tries + 1, error)
             await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
             return None
@@ -183,26 +183,26 @@ class PolicyFollower:
 
     async def _let_evals_end(self) -> None:
         """Wait for the evals of the held version, within bounds."""
-        held = self._rig.engine.version
+        held = self._runtime.engine.version
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._rig.config.eval_hold_s
-        while self._desk.awaits(held) and (left := deadline - clock()) > 0:
-            await self._desk.next_end(left)
-        if self._desk.awaits(held):
-            self._rig.metrics.counter("eval_hold_expired").inc()
+        deadline = clock() + self._runtime.config.eval_hold_s
+        while self._scheduler.awaits(held) and (left := deadline - clock()) > 0:
+            await self._scheduler.next_end(left)
+        if self._scheduler.awaits(held):
+            self._runtime.metrics.counter("eval_hold_expired").inc()
             _log.warning("eval_hold_expired version=%d", held)
 
     async def _swap(self, policy: Policy, event: PolicyEvent) -> None:
-        self._desk.reloading = True
+        self._scheduler.reloading = True
         try:
             reach("explore.before_swap")
-            report = await self._rig.engine.load(policy)
+            report = await self._runtime.engine.load(policy)
         except PolicyRefused as error:
             await self._refuse(event, error)
             return
         finally:
-            self._desk.reloading = False
-            self._desk.changed.set()
+            self._scheduler.reloading = False
+            self._scheduler.changed.set()
         reach("explore.after_swap")
         self._follower.confirm(policy)
         self._loaded(event)
@@ -210,7 +210,7 @@ class PolicyFollower:
         self._record(policy.version, report)
 
     def _record(self, version: int, report: LoadReport) -> None:
-        metrics = self._rig.metrics
+        metrics = self._runtime.metrics
         metrics.counter("reloads").inc()
         metrics.gauge("policy_version").set(version)
         self.times.pause_ms.append(report.pause_ms)
@@ -225,13 +225,13 @@ class PolicyFollower:
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
         """Begin again from the anchor; what is refused even then is given up, and told."""
         self._follower = PolicyFetcher(self._store, self._policy)
-        self._rig.metrics.counter("policies_refused").inc()
+        self._runtime.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1
         if self._refusals[event.version] < 2:
             return
         self._refused.add(event.version)
-        await _tell_refused(self._rig.log, event, str(error), self._rig.origin)
+        await _tell_refused(self._runtime.log, event, str(error), self._runtime.origin)
 
 
 async def _tell_refused(log: Log, event: PolicyEvent, reason: str, owner: str) -> None:
