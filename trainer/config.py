@@ -119,7 +119,7 @@ class Schedule(Section, frozen=True):
     final: Share = 1.0
 
 
-class GuardConfig(Section, frozen=True):
+class TrainerGuardConfig(Section, frozen=True):
     """[trainer.guard]: what a step is measured by: the median of the last `window` steps, once there are `min_steps`.
 
     grad_norm: times the median above which a gradient changes nothing (before clipping; 0 for no limit). entropy, reward:
@@ -128,7 +128,7 @@ class GuardConfig(Section, frozen=True):
     version before, on average per token; one that differs more is not published. 0 for any; a fresh process has nothing
     to compare its first version with.
 
-    Example: GuardConfig(grad_norm=20, entropy=0.2, reward=0.5, probe_shift=2)
+    Example: TrainerGuardConfig(grad_norm=20, entropy=0.2, reward=0.5, probe_shift=2)
     """
 
     window: Positive = 50
@@ -176,7 +176,7 @@ class TrainerConfig(Section, frozen=True):
     max_steps: NonNegative = 0
     max_skips: Positive = 3
     halt_on: tuple[str, ...] = ()
-    guard: GuardConfig = GuardConfig()
+    guard: TrainerGuardConfig = TrainerGuardConfig()
     tensorboard: str = "tensorboard"
     warmup: WarmupConfig | None = None
     critic: CriticConfig | None = None

@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from actors.engines.engine import Engine, LoadReport
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.log.reading import follow
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
 from infra.policies.channel import Stable
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
 from infra.store.store import Store
@@ -138,7 +138,7 @@ class PolicyFollower:
         self._channel: Channel = channel
         self._loaded = loaded
         self._feed = PolicyFeed(policy, channel=channel)
-        self._follower = Follower(store, policy)
+        self._follower = PolicyFetcher(store, policy)
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
         self._refused: set[int] = set()
@@ -179,7 +179,7 @@ class PolicyFollower:
             await self._let_evals_end()
             await self._swap(policy, event)
 
-    def _apply(self, message: Message) -> None:
+    def _apply(self, message: LogMessage) -> None:
         if isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
             self._rig.metrics.gauge("policy_version_published").set(self._feed.newest)
@@ -243,7 +243,7 @@ class PolicyFollower:
 
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
         """Begin again from the anchor; what is refused even then is given up, and told."""
-        self._follower = Follower(self._store, self._policy)
+        self._follower = PolicyFetcher(self._store, self._policy)
         self._rig.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1

@@ -23,7 +23,7 @@ REBUILD_TOKENS = 16384  # most tokens of one forward while rebuilding
 Input = tuple[tuple[int, ...], Shown]  # tokens, and what stands at the image tokens among them
 
 
-class Row:
+class RunningSequence:
     """One running request."""
 
     def __init__(
@@ -114,20 +114,20 @@ class _Slots:
                 tensor[targets] = tensor[sources]
 
 
-class Batch:
+class RunningBatch:
     """The sequences being sampled. Not for concurrent use."""
 
     def __init__(self, model: Any, generator: torch.Generator, vision: Vision | None = None) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[RunningSequence] = []
         self._vision = vision
         self._model = model
         self._generator = generator
         self._slots = _Slots()
 
-    def admit(self, rows: Sequence[Row], version: int) -> list[Row]:
+    def admit(self, rows: Sequence[RunningSequence], version: int) -> list[RunningSequence]:
         """Start sequences and sample their first token. Returns those that are finished already."""
-        finished: list[Row] = []
-        by_length: dict[int, list[Row]] = {}
+        finished: list[RunningSequence] = []
+        by_length: dict[int, list[RunningSequence]] = {}
         for row in rows:
             by_length.setdefault(len(row.prompt), []).append(row)
         for group in by_length.values():
@@ -144,7 +144,7 @@ class Batch:
             finished += self._sample(start, logits[which], version)
         return finished
 
-    def step(self, version: int) -> list[Row]:
+    def step(self, version: int) -> list[RunningSequence]:
         """One more token for every sequence. Returns those it finished."""
         rows = self.rows
         positions = [len(row.prompt) + len(row.trace.tokens) - 1 for row in rows]
@@ -209,7 +209,7 @@ class Batch:
             places = np.concatenate([at + index * length for index, at in enumerate(found)])
         return model_inputs(self._model, padded, places, pictures)
 
-    def _sample(self, start: int, logits: Tensor, version: int) -> list[Row]:
+    def _sample(self, start: int, logits: Tensor, version: int) -> list[RunningSequence]:
         """Record one token for each row from `start` on; remove and return the finished."""
         rows = self.rows[start:]
         temperatures = torch.tensor([row.trace.sampling.temperature for row in rows])
@@ -246,7 +246,7 @@ class Batch:
         del self.rows[num_left:]
 
 
-def _masked(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
+def _masked(logits_BV: Tensor, rows: Sequence[RunningSequence]) -> Tensor:
     """Rows of an answer with a schema without the tokens that it forbids here; the others as they are."""
     held = {index: row.matcher for index, row in enumerate(rows) if row.matcher is not None}
     if not held:

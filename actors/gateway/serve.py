@@ -32,11 +32,12 @@ from actors.gateway.http.listen import Server, bound, make_server, serve_on
 from actors.gateway.recording.feedback_intake import FeedbackIntake
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox
-from actors.gateway.recording.record import Recorder, Tokenizer
+from actors.gateway.recording.record import Recorder
 from actors.gateway.recording.spool import Spool
 from infra.chain.chain import Step, make_step
 from infra.chain.processor import mark_of
 from infra.log.log import Log
+from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.role import run_until

@@ -21,7 +21,7 @@ from trainer.journal.origin import differences, made_with
 from trainer.learners.learner import open_learner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, Start, find_start, forgotten_steps, replay
+from trainer.replay.replay import Compared, ReplayStart, find_start, forgotten_steps, replay
 from trainer.replay.shipped import foreign_names
 
 SHOWN_HASH = 16
@@ -139,7 +139,7 @@ async def done_again(
 def judged(
     source: ReplaySource,
     run: Learning,
-    start: Start,
+    start: ReplayStart,
     compared: list[Compared],
     differs: dict[str, tuple[str, str]],
     here: dict[str, str],

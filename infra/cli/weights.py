@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from infra.cli.channel import Decision, decisions, policy_history, stable_of
+from infra.cli.channel import ChannelDecision, decisions, policy_history, stable_of
 from infra.cli.connect import reading, store_of
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.ledger.archive import MODEL_SUFFIXES
 from infra.log.log import Log
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy_feed import PolicyFeed
 from infra.policies.publish import SHARD_BYTES, split_runs
 from infra.policies.tensors import Tensor, save_tensors
@@ -33,11 +33,11 @@ INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}  # without it transformers takes no safetensors file
 
 
-class About(msgspec.Struct, frozen=True):
+class PulledPolicy(msgspec.Struct, frozen=True):
     """What a pulled folder is: written into it as headrace.json. decisions: of the gate and of people, about this version.
 
-    Example: About(app="support-bot", policy="main", version=144, parent=143, step=144, manifest_sha256="9f…",
-                   decisions=(Decision(time_ms=1763715600000, event="promoted", version=144, by="gate", reason="dev"),))
+    Example: PulledPolicy(app="support-bot", policy="main", version=144, parent=143, step=144, manifest_sha256="9f…",
+                          decisions=(ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="gate"),))
     """
 
     app: str
@@ -46,7 +46,7 @@ class About(msgspec.Struct, frozen=True):
     parent: int
     step: int
     manifest_sha256: str
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[ChannelDecision, ...] = ()
 
 
 async def run_pull(version: str, folder: Path, config: Path, sets: list[str]) -> int:
@@ -56,7 +56,7 @@ async def run_pull(version: str, folder: Path, config: Path, sets: list[str]) ->
     async with reading(settings) as log:
         event = await published(log, settings.policy.name, version)
         history = await policy_history(log, settings.policy.name)
-    about = About(
+    about = PulledPolicy(
         app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
         manifest_sha256=event.manifest_sha256,
         decisions=tuple(one for one in decisions(history, []) if one.version == event.version),
@@ -91,9 +91,9 @@ async def published(log: Log, policy: str, version: str) -> PolicyEvent:
     return event
 
 
-def pull(store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: About) -> int:
+def pull(store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: PulledPolicy) -> int:
     """Fetch, verify and write; how many bytes of weights. Blocks."""
-    tensors = dict(Follower(store, event.policy).fetch(event).tensors)
+    tensors = dict(PolicyFetcher(store, event.policy).fetch(event).tensors)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         made = Path(scratch) / "model"

@@ -28,7 +28,7 @@ from types import MappingProxyType, TracebackType
 from typing import IO, Self
 
 from infra.local import jars
-from infra.local.address import HOST, Address, plan_address
+from infra.local.address import HOST, BrokerPorts, plan_address
 from infra.local.ahead import cache_options
 from infra.local.folder_lock import lock_folder
 from infra.local.guard import guarded, write_private
@@ -55,7 +55,7 @@ JAVA_OPTIONS = (
 logger = logging.getLogger(__name__)
 
 
-def server_properties(data: Path, address: Address, more: Mapping[str, str] = MappingProxyType({})) -> str:
+def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str] = MappingProxyType({})) -> str:
     """Kafka's settings for one node that is broker and controller. more: they come before ours."""
     settings = {
         "process.roles": "broker,controller",
@@ -126,7 +126,7 @@ class EmbeddedKafka:
         self._format_options = tuple(format_options)
         self._watched: Watched | None = None
         self._lock: IO[str] | None = None
-        self._address: Address | None = None
+        self._address: BrokerPorts | None = None
 
     @property
     def bootstrap(self) -> str:

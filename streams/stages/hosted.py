@@ -98,7 +98,7 @@ class FaustDelivery:
         self._app.consumer.unacked.discard(self._event.message)
 
 
-class Address(NamedTuple):
+class BrokerLogin(NamedTuple):
     """The brokers, and how this client proves who it is."""
 
     bootstrap: str
@@ -121,7 +121,7 @@ def credentials(access: Access) -> Any:
 class HostedStage:
     """One Faust app with an agent per topic. chain: the steps of the stage, as `status` shows them."""
 
-    def __init__(self, log: Log, address: Address, stage: StageName, folder: Path, chain: str) -> None:
+    def __init__(self, log: Log, address: BrokerLogin, stage: StageName, folder: Path, chain: str) -> None:
         self.stage = stage
         self.chain = chain
         self.group = log.group(stage)

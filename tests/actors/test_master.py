@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from msgspec.structs import replace
 
-from actors.config import EvalSuite, GateConfig, GuardConfig, PeopleConfig, StopRule
+from actors.config import EvalSuite, GateConfig, GateGuardConfig, PeopleConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.master import PRUNE_EVERY_S
 from actors.rollout.waiting import issued_of
@@ -223,7 +223,7 @@ def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_l
     async def run() -> list[PolicyEvent]:
         log = await memory_log()
         policies, progress = Heard(log, POLICIES), Heard(log, PROGRESS)
-        config = replace(MASTER, gate=GateConfig(guard=GuardConfig(), people=PeopleConfig(block="1ms")))
+        config = replace(MASTER, gate=GateConfig(guard=GateGuardConfig(), people=PeopleConfig(block="1ms")))
         async with running(*listening(policies, progress)):
             async with running(master(log, config)):
                 for version in (3, 5):

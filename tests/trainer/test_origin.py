@@ -10,11 +10,11 @@ import pytest
 
 from schemas.fields import Lane
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.journal.closure import Place
+from trainer.journal.closure import Definition
 from trainer.journal.origin import KIND, PACKAGES, ROOT, ROOTS, code_hash, differences, places
 from trainer.learners.scripted import ScriptedLearner
 
-RUN = (*ROOTS, Place("trainer.learners.torch", "TorchLearner"), Place("trainer.losses.grpo", "grpo"))
+RUN = (*ROOTS, Definition("trainer.learners.torch", "TorchLearner"), Definition("trainer.losses.grpo", "grpo"))
 # A file of the sources, what stands in it, and what it becomes.
 Edit = tuple[str, str, str]
 
@@ -127,9 +127,9 @@ def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins
     lanes: dict[Lane, LaneConfig] = {"usual": LaneConfig(loss="loss_of_origin:mine"), "expert": LaneConfig(loss="sft")}
     named = places(TrainerConfig(lanes=lanes), ScriptedLearner())
     assert set(named) - set(ROOTS) == {
-        Place("trainer.learners.scripted", "ScriptedLearner"),
-        Place("loss_of_origin", "mine"),
-        Place("trainer.losses.sft", "sft"),
+        Definition("trainer.learners.scripted", "ScriptedLearner"),
+        Definition("loss_of_origin", "mine"),
+        Definition("trainer.losses.sft", "sft"),
     }
     before = code_hash(named)
     helper.write_text('def half(x):\n    """The half."""\n    return x / 2  # exactly\n')
@@ -141,7 +141,11 @@ def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins
 
 
 def test_a_loss_of_a_library_that_is_not_read_counts_by_its_name() -> None:
-    assert code_hash((*RUN, Place("numpy", "mean"))) != code_hash((*RUN, Place("numpy", "sum"))) != code_hash(RUN)
+    assert (
+        code_hash((*RUN, Definition("numpy", "mean")))
+        != code_hash((*RUN, Definition("numpy", "sum")))
+        != code_hash(RUN)
+    )
 
 
 def test_a_run_whose_code_was_told_otherwise_differs_and_promises_no_bits() -> None:

@@ -40,12 +40,12 @@ from trainer.learners.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, Start, find_start, replay
+from trainer.replay.replay import Compared, ReplayStart, find_start, replay
 
 
 async def replayed(
     log: Log, store: Store, learner: Learner | None = None, *, from_step: int | None = None, to_step: int | None = None
-) -> tuple[list[Compared], Learning, Start]:
+) -> tuple[list[Compared], Learning, ReplayStart]:
     start = await find_start(log, store, "t", from_step=from_step, to_step=to_step)
     run = Learning(
         floor=FLOOR,

@@ -10,7 +10,7 @@ import msgspec
 
 from infra.log.blobs import is_claim
 from infra.log.bus import Partition
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from schemas import Block, encode, topics
 from schemas.errors import BadFrame, OffsetOutOfRange
 
@@ -41,17 +41,17 @@ class Stored(msgspec.Struct, frozen=True):
     digest: bytes
 
 
-def digest_of(message: Message) -> bytes:
+def digest_of(message: LogMessage) -> bytes:
     """BLAKE2b-128 of a record; that of a claim check covers the hash of what it claims."""
     return hashlib.blake2b(message.record.value, digest_size=16).digest()
 
 
-def frame_of(message: Message, block: Block) -> bytes:
+def frame_of(message: LogMessage, block: Block) -> bytes:
     """The block's frame as it is kept in memory; what lies in the object store is encoded again."""
     return encode(block) if is_claim(message.record.value) else message.record.value
 
 
-def stored(message: Message) -> Stored:
+def stored(message: LogMessage) -> Stored:
     """The block of a record of `buffer`; BadFrame naming its offset if it is none."""
     if not isinstance(message.value, Block):
         raise BadFrame(f"buffer offset {message.offset}: {message.error or 'not a block'}")

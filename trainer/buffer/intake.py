@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
 from infra.store.seal import FRESH_S
 from schemas import Block, Closure, Directive, Progress, topics
@@ -67,7 +67,7 @@ class Intake:
         self._arrived = {number for number in self._arrived if number >= self.floor}
         self._closed = {number for number in self._closed if number >= self.floor}
 
-    def take_block(self, message: Message, block: Block) -> str:
+    def take_block(self, message: LogMessage, block: Block) -> str:
         """Keep one block of `buffer`; returns "" or why not."""
         self.arrived_s = self.clock()
         return self.keep(message.offset, frame_of(message, block), block, digest_of(message))
@@ -113,7 +113,7 @@ async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped
         await reader.close()
 
 
-async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped, message: Message) -> None:
+async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped, message: LogMessage) -> None:
     """One record of `buffer`: kept, known already, or dropped with a reason that the audit finds."""
     if isinstance(message.value, Block):
         reason, group = intake.take_block(message, message.value), message.value.group

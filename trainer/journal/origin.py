@@ -17,18 +17,18 @@ from infra.chain.chain import Step
 from infra.settings.config import Floor
 from infra.settings.plugin import option_defaults
 from trainer.config import TrainerConfig
-from trainer.journal.closure import Place, Sources
+from trainer.journal.closure import Definition, Sources
 from trainer.learners.learner import Learner
 from trainer.losses.loss import loss_use
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "infra", "trainer")
 ROOTS = (
-    Place("schemas.wire.block", "decode_block"),
-    Place("trainer.batch.assemble", "train_items"),
-    Place("trainer.batch.image_inputs", "ImageInputs"),
-    Place("trainer.batch.inputs", "step_inputs"),
-    Place("trainer.health.guard", "norm_limit"),
+    Definition("schemas.wire.block", "decode_block"),
+    Definition("trainer.batch.assemble", "train_items"),
+    Definition("trainer.batch.image_inputs", "ImageInputs"),
+    Definition("trainer.batch.inputs", "step_inputs"),
+    Definition("trainer.health.guard", "norm_limit"),
 )
 # Settings are compared on their own, and what is fetched is checked by its hash: how both are done changes no bit.
 NOT_FOLLOWED = (
@@ -52,18 +52,18 @@ def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ())
     return hashlib.sha256(msgspec.json.encode(shaping, order="deterministic")).hexdigest()[:16]
 
 
-def places(config: TrainerConfig, learner: Learner) -> tuple[Place, ...]:
+def places(config: TrainerConfig, learner: Learner) -> tuple[Definition, ...]:
     """The definitions that a run's weights come from; those of plugins too."""
     losses = {loss_use(lane.loss) for lane in config.lanes.values()}
     named = [
-        Place(module, name.partition(".")[0]) for module, _, name in (use.partition(":") for use in sorted(losses))
+        Definition(module, name.partition(".")[0]) for module, _, name in (use.partition(":") for use in sorted(losses))
     ]
     made = type(learner)
-    return (*ROOTS, Place(made.__module__, made.__qualname__.partition(".")[0]), *named)
+    return (*ROOTS, Definition(made.__module__, made.__qualname__.partition(".")[0]), *named)
 
 
 @functools.cache
-def code_hash(roots: Sequence[Place], root: Path = ROOT) -> str:
+def code_hash(roots: Sequence[Definition], root: Path = ROOT) -> str:
     """Of all that the roots reach, see `trainer.journal.closure`.
 
     root: folder of the sources. Of a root whose sources are not here, as of one in an installed library, its name counts.
@@ -88,7 +88,7 @@ def file_of(module: str, root: Path = ROOT, folders: Sequence[Path] = ()) -> Pat
     return None
 
 
-def _plugin_folder(place: Place) -> Path | None:
+def _plugin_folder(place: Definition) -> Path | None:
     """The folder on the path that a plugin was imported from; None for one of ours, and for a library."""
     file = getattr(sys.modules.get(place.module), "__file__", None)
     if place.module.partition(".")[0] in PACKAGES or file is None or "site-packages" in file:

@@ -30,7 +30,7 @@ from actors.engines.checks import (
 )
 from actors.engines.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
-from actors.engines.judge import Judge
+from actors.engines.judge import SchemaCompiler
 from actors.engines.shown import Shown
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
@@ -56,7 +56,7 @@ class VllmEngine:
         self._llm: Any = None
         self._requests: Requests | None = None
         self._check_schema: Callable[[str], None] | None = None
-        self._judge: Judge | None = None
+        self._judge: SchemaCompiler | None = None
         self._attempts = Attempts()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -138,7 +138,7 @@ class VllmEngine:
         if self._check_schema is None:
             vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
             self._running().special = vocabulary.special
-            self._judge = judge = Judge(vocabulary.spellings)
+            self._judge = judge = SchemaCompiler(vocabulary.spellings)
 
             def check(json_schema: str) -> None:
                 vocabulary.check(json_schema)

@@ -15,20 +15,21 @@ from typing import Any
 import msgspec
 
 from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaRefused
-from actors.gateway.access.keys import Key, Train
-from actors.gateway.access.places import Place, Places, Rota, to_its_end
+from actors.gateway.access.keys import ApiKey, Train
+from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.access.users import Users
 from actors.gateway.answering.conversation import Called, read_calls, written
-from actors.gateway.answering.sample import Answer, Growing, OnText, sample, sample_whole
+from actors.gateway.answering.sample import Growing, OnText, SampledAnswer, sample, sample_whole
 from actors.gateway.answering.sessions import Sessions, held
 from actors.gateway.config import GatewayConfig
 from actors.gateway.http.errors import ApiError, bad, unavailable
 from actors.gateway.http.requests import ParsedRequest
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.recent import Recent
-from actors.gateway.recording.record import Recorder, Served, Tokenizer, render
+from actors.gateway.recording.record import Recorder, Served, render
 from actors.gateway.recording.tallies import Asker, Tallies
-from actors.rollout.continuation import Turn
+from actors.rollout.continuation import SampledTurn
+from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
 from schemas import Message
 from schemas.ids import answer_id, experience_id, request_group
@@ -68,9 +69,9 @@ class InFlight(msgspec.Struct, kw_only=True):
     sealed under, "" for nobody's. failed: by the engine.
     """
 
-    place: Place
+    place: TakenPlaces
     ask: ParsedRequest
-    key: Key
+    key: ApiKey
     group: str
     session: str
     answer_ids: list[str]
@@ -82,7 +83,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     trial: int
     subject: str
     growing: list[Growing | None] = []
-    answers: list[Answer] = []
+    answers: list[SampledAnswer] = []
     failed: bool = False
 
     @property
@@ -138,7 +139,9 @@ class Gateway:
         """Whether what comes before the first token takes long, so that a client may be gone by then."""
         return bool(ask.json_schema) or ask.num_chars > _THREAD_CHARS
 
-    async def begin(self, ask: ParsedRequest, key: Key, session: str, place: Place, *, drawn: bool = True) -> InFlight:
+    async def begin(
+        self, ask: ParsedRequest, key: ApiKey, session: str, place: TakenPlaces, *, drawn: bool = True
+    ) -> InFlight:
         """Everything before the first token. place: for its answers, its taker's to release. Raises ApiError.
 
         drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
@@ -199,7 +202,7 @@ class Gateway:
         """Give back its place; again is fine."""
         turns.place.release()
 
-    def name_of(self, ask: ParsedRequest, key: Key, session: str) -> str:
+    def name_of(self, ask: ParsedRequest, key: ApiKey, session: str) -> str:
         """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
 
         Requests of one name meet one side of a trial, and count as one person there.
@@ -207,7 +210,7 @@ class Gateway:
         named = session or (f"user\x00{ask.user}" if ask.user else secrets.token_hex(16))
         return self._session_of(key, named)
 
-    def _session_of(self, key: Key, session: str) -> str:
+    def _session_of(self, key: ApiKey, session: str) -> str:
         """What a session of a key's tenant is called in ids."""
         return keyed_session(self._secret(), key.tenant, session, key.train)
 
@@ -216,11 +219,11 @@ class Gateway:
         allowed = {"nothing": (), "consented": ("yes",), "all": ("yes", "unset")}[self.config.train_on]
         return train in allowed
 
-    def _subject(self, ask: ParsedRequest, key: Key, session: str) -> str:
+    def _subject(self, ask: ParsedRequest, key: ApiKey, session: str) -> str:
         goes_on = any(message.role == "assistant" for message in ask.prompt.plain)
         return self._users.subject(session, keyed_subject(self._secret(), key.tenant, ask.user), goes_on=goes_on)
 
-    async def _tokenized(self, ask: ParsedRequest, key: Key, session: str) -> Tokenized:
+    async def _tokenized(self, ask: ParsedRequest, key: ApiKey, session: str) -> Tokenized:
         """The prompt as tokens. A long one leaves the event loop, and of these few are looked at at once. Raises ApiError."""
         limit = self.config.limits.prompt_tokens * CHARS_PER_TOKEN
         if ask.num_chars > limit:
@@ -257,7 +260,7 @@ class Gateway:
             )
         return rendered
 
-    async def _prepared(self, json_schema: str, key: Key) -> None:
+    async def _prepared(self, json_schema: str, key: ApiKey) -> None:
         """Wait until the engine can hold answers to the schema: before the answer's first byte, so that it can be refused.
 
         Keys take turns, so that nobody waits for more than one schema of each other key; one known lately goes first.
@@ -299,7 +302,7 @@ class Gateway:
         tell = watch(index) if watch is not None else _unheard
         return Growing(self.tokenizer.decode, turns.sampling, turns.ask.stops, tell)
 
-    def _choice(self, turns: InFlight, index: int) -> Coroutine[Any, Any, Answer]:
+    def _choice(self, turns: InFlight, index: int) -> Coroutine[Any, Any, SampledAnswer]:
         sampling, growing = turns.sampling, turns.growing[index]
         if sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
@@ -325,7 +328,7 @@ class Gateway:
     def _ended(self, turns: InFlight) -> None:
         """Remember and record, whole or not."""
         if not turns.answers:
-            turns.answers = [growing.answer if growing is not None else Answer() for growing in turns.growing]
+            turns.answers = [growing.answer if growing is not None else SampledAnswer() for growing in turns.growing]
         whole = bool(turns.answers) and all(answer.finish for answer in turns.answers)
         metrics = self.metrics
         metrics.counter("answers", end="whole" if whole else "broken off").inc(len(turns.answers))
@@ -349,7 +352,7 @@ class Gateway:
             self.tallies.answered(version, turns.trial, [answer.text for answer in turns.answers], asker)
 
     def _remember(self, turns: InFlight, whole: bool) -> None:
-        answer = turns.answers[0] if turns.answers else Answer()
+        answer = turns.answers[0] if turns.answers else SampledAnswer()
         if not whole or answer.cut or len(turns.answers) > 1:
             self.sessions.forget(turns.session)
             return
@@ -358,7 +361,9 @@ class Gateway:
             turns.session,
             held(
                 [*turns.tokens, *answer.tokens],
-                Turn(turns.rendered, [*turns.prefix, *answer.tokens], turns.ask.force + answer.text, answer.stopped),
+                SampledTurn(
+                    turns.rendered, [*turns.prefix, *answer.tokens], turns.ask.force + answer.text, answer.stopped
+                ),
                 (*turns.ask.prompt.plain, Message(role="assistant", content=written(content, calls))),
                 turns.turn + 1,
             ),

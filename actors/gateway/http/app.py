@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from actors.gateway.access.authenticator import SCOPE_OF, Authenticator
 from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
-from actors.gateway.access.keys import Key
-from actors.gateway.access.places import Lasting, Place
+from actors.gateway.access.keys import ApiKey
+from actors.gateway.access.places import Lasting, TakenPlaces
 from actors.gateway.answering.serving import Gateway, InFlight
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayLimits, Webhook
@@ -125,7 +125,7 @@ class Site:
     async def _answer(
         self, request: Request, read: Callable[[bytes, GatewayLimits], ParsedRequest], *, chat: bool
     ) -> Response:
-        key: Key = request.state.key
+        key: ApiKey = request.state.key
         self._door.admit(key)
         body = await self._body(request)
         ask = read(body, self._limits)
@@ -146,7 +146,14 @@ class Site:
                 place.release()
 
     async def _answered(
-        self, request: Request, body: bytes, ask: ParsedRequest, key: Key, session: str, chat: bool, place: Place
+        self,
+        request: Request,
+        body: bytes,
+        ask: ParsedRequest,
+        key: ApiKey,
+        session: str,
+        chat: bool,
+        place: TakenPlaces,
     ) -> Response:
         drawn = self._canary is None or not self._canary.takes(
             self._gateway.name_of(ask, key, session), self._gateway.trial, self._door.book.secret
@@ -188,7 +195,7 @@ class Site:
             self._gateway.release(turns)
             self._charge(turns.key, turns)
 
-    def _charge(self, key: Key, turns: InFlight) -> None:
+    def _charge(self, key: ApiKey, turns: InFlight) -> None:
         self._door.charge(key, len(turns.tokens) + turns.num_sampled)
 
     def _whole(self, turns: InFlight, envelope: Envelope) -> bytes:
@@ -230,7 +237,7 @@ class Site:
             self._door.admit(request.state.key)
         said = read_feedback(await self._body(request))
         answer = nth_answer(said.answer_id, said.choice)
-        key: Key = self._door.granted(token, answer) if token else request.state.key
+        key: ApiKey = self._door.granted(token, answer) if token else request.state.key
         if token:
             self._door.admit(key)
         train = self._door.check_answer(key, answer)
@@ -246,7 +253,7 @@ class Site:
         return _json(msgspec.json.encode(told), status=202)
 
     async def _grant(self, request: Request) -> Response:
-        key: Key = request.state.key
+        key: ApiKey = request.state.key
         self._door.admit(key)
         asked = read_grant(await self._body(request))
         answer = nth_answer(asked.answer_id, asked.choice)
@@ -309,7 +316,7 @@ async def _disconnected(request: Request) -> None:
         continue
 
 
-def _releases(place: Place) -> Callable[[], Awaitable[None]]:
+def _releases(place: TakenPlaces) -> Callable[[], Awaitable[None]]:
     async def ended() -> None:
         place.release()
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from actors.gateway.access.keys import TRAINS, Key, Train
+from actors.gateway.access.keys import TRAINS, ApiKey, Train
 from actors.gateway.config import Webhook
 from actors.gateway.http.errors import ApiError, bad, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
@@ -143,7 +143,7 @@ class FeedbackIntake:
         self._may_record = may_record
         self._taken = Recent()
 
-    async def feedback(self, request: FeedbackRequest, *, answer: str, key: Key, by_token: bool) -> str:
+    async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey, by_token: bool) -> str:
         """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
         secret, said_by = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
         if request.rater and not by_token:

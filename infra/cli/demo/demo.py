@@ -20,7 +20,7 @@ from rich.console import Console
 from infra.cli.connect import connected
 from infra.cli.demo.demo_task import DemoTask
 from infra.cli.demo.report import finish_report
-from infra.cli.demo.screen import Screen
+from infra.cli.demo.screen import DemoScreen
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
 from infra.cli.demo.traffic import door_sets, users_child
 from infra.cli.demo.watch import Watch, follow_log
@@ -44,7 +44,7 @@ async def run_demo(options: DemoOptions) -> int:
     settings = load_settings(config, sets)
     log_to_file(settings.folder / "logs" / "demo.log")
     watch = Watch(started_s=started_s)
-    screen = Screen(console, watch, settings, options)
+    screen = DemoScreen(console, watch, settings, options)
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
     async with Supervisor([broker], watch.child_event) as first:

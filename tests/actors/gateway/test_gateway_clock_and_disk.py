@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from actors.gateway.access.authenticator import Authenticator
 from actors.gateway.access.feedback_token import FeedbackToken, sign
-from actors.gateway.access.keys import Key, KeyBook
+from actors.gateway.access.keys import ApiKey, KeyBook
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from actors.gateway.recording.spool import Spool, SpoolFull
@@ -24,7 +24,7 @@ from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 from tests.actors.rig import until
 
 HOUR_S = 3600.0
-KEY = Key(id="a" * 16, tenant="acme", scopes=("serve", "feedback"), sha256="9f", rpm=2, expires_s=1e6 + HOUR_S / 2)
+KEY = ApiKey(id="a" * 16, tenant="acme", scopes=("serve", "feedback"), sha256="9f", rpm=2, expires_s=1e6 + HOUR_S / 2)
 
 
 class Clock:

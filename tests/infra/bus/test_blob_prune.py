@@ -9,7 +9,7 @@ import pytest
 
 from infra.log.blob_prune import LEEWAY_DAYS, claimed_keys, prune_frames
 from infra.log.blobs import day_of, day_of_key, deposit, is_claim, read_claim
-from infra.log.bus import Partition, Position
+from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
@@ -45,7 +45,7 @@ async def log_on(store: MemoryStore) -> Log:
     return log
 
 
-async def send(log: Log, topic: Topic, value: bytes) -> Position:
+async def send(log: Log, topic: Topic, value: bytes) -> RecordPosition:
     return await log.bus.send(log.name(topic), value, key=b"k")
 
 

@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.ledger.archive import ABOUT, END, About, Archive, restore_log, unpack, writing
+from infra.ledger.archive import ABOUT, END, Archive, ArchiveHead, restore_log, unpack, writing
 from infra.log.blobs import deposit
 from infra.log.bus import Record
 from infra.store.images import image_named
@@ -21,7 +21,7 @@ from infra.store.store import BLOBS
 from schemas import Block, Message, Span, encode, make_experience, topics
 from schemas.errors import BadFrame, ConfigError
 
-HELD = About(settings={"app": "t"}, topics=("buffer",))
+HELD = ArchiveHead(settings={"app": "t"}, topics=("buffer",))
 
 
 def record(offset: int, value: bytes = b"HR") -> Record:
