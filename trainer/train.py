@@ -57,14 +57,14 @@ async def run_trainer(
     seed: int = 0,
     board: Board | None = None,
     chain: tuple[Step, ...] = (),
-    sight: ImageInputs | None = None,
+    image_inputs: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> None:
     """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run, ConfigError
     where log and store do not belong together.
 
-    chain: what every drawn batch passes before it is journaled. sight: of a model that takes pictures. max_tokens: of a
-    sequence that the model takes, 0 for any.
+    chain: what every drawn batch passes before it is journaled. image_inputs: of a model that takes pictures.
+    max_tokens: of a sequence that the model takes, 0 for any.
     """
     owner = f"train/{socket.gethostname()}/{os.getpid()}"
     name = floor.run or floor.app
@@ -74,8 +74,8 @@ async def run_trainer(
     logger.info("lease taken run=%s token=%d", name, lease.token)
     report = TrainerReport(metrics, owner, board)
     run = await resume(
-        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report, sight=sight,
-        max_tokens=max_tokens,
+        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report,
+        image_inputs=image_inputs, max_tokens=max_tokens,
     )  # fmt: skip
     run.chain = chain
     policies = await log.assigned(topics.POLICIES, {0: lease.token + 1})

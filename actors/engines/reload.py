@@ -121,7 +121,7 @@ class PolicyFollower:
 
     def __init__(
         self,
-        rig: Followed,
+        runtime: Followed,
         store: Store,
         policy: str,
         *,
@@ -130,7 +130,7 @@ class PolicyFollower:
         channel: Channel = "candidate",
         loaded: Callable[[PolicyEvent], None] = lambda event: None,
     ) -> None:
-        self._rig = rig
+        self._runtime = runtime
         self._gate: ReloadGate = gate or OpenGate()
         self._hold_s = hold_s
         self._store = store
@@ -157,7 +157,7 @@ class PolicyFollower:
         """Follow `policies` from its beginning; nothing is loaded until what is there at the call was read."""
         self.caught_up.clear()
         self._feed = PolicyFeed(self._policy, channel=self._channel)
-        log, metrics = self._rig.log, self._rig.metrics
+        log, metrics = self._runtime.log, self._runtime.metrics
         await follow(log, POLICIES, self._apply, metrics=metrics, caught_up=self.caught_up, changed=self._changed.set)
 
     async def load(self) -> None:
@@ -182,11 +182,11 @@ class PolicyFollower:
     def _apply(self, message: LogMessage) -> None:
         if isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
-            self._rig.metrics.gauge("policy_version_published").set(self._feed.newest)
-        self._rig.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
+            self._runtime.metrics.gauge("policy_version_published").set(self._feed.newest)
+        self._runtime.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
 
     def _next(self) -> PolicyEvent | None:
-        held = self._rig.engine.version
+        held = self._runtime.engine.version
         self._feed.forget_below(held)
         return self._feed.next(held, pinned=self._gate.wanted(), refused=self._refused)
 
@@ -200,7 +200,7 @@ class PolicyFollower:
         except StoreError as error:
             tries = self._store_tries.get(event.version, 0)
             self._store_tries[event.version] = tries + 1
-            self._rig.metrics.counter("policy_fetch_failed").inc()
+            self._runtime.metrics.counter("policy_fetch_failed").inc()
             _log.warning("policy_fetch_failed version=%d try=%d error=%s", event.version, tries + 1, error)
             await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
             return None
@@ -209,16 +209,16 @@ class PolicyFollower:
 
     async def _let_evals_end(self) -> None:
         """Wait for the evals of the held version, within bounds."""
-        held = self._rig.engine.version
+        held = self._runtime.engine.version
         if not await self._gate.released(held, self._hold_s):
-            self._rig.metrics.counter("eval_hold_expired").inc()
+            self._runtime.metrics.counter("eval_hold_expired").inc()
             _log.warning("eval_hold_expired version=%d", held)
 
     async def _swap(self, policy: Policy, event: PolicyEvent) -> None:
         try:
             with self._gate.reload():
                 reach("explore.before_swap")
-                report = await self._rig.engine.load(policy)
+                report = await self._runtime.engine.load(policy)
         except PolicyRefused as error:
             await self._refuse(event, error)
             return
@@ -229,7 +229,7 @@ class PolicyFollower:
         self._record(policy.version, report)
 
     def _record(self, version: int, report: LoadReport) -> None:
-        metrics = self._rig.metrics
+        metrics = self._runtime.metrics
         metrics.counter("reloads").inc()
         metrics.gauge("policy_version").set(version)
         self.times.pause_ms.append(report.pause_ms)
@@ -244,13 +244,13 @@ class PolicyFollower:
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
         """Begin again from the anchor; what is refused even then is given up, and told."""
         self._follower = PolicyFetcher(self._store, self._policy)
-        self._rig.metrics.counter("policies_refused").inc()
+        self._runtime.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1
         if self._refusals[event.version] < 2:
             return
         self._refused.add(event.version)
-        await _tell_refused(self._rig.log, event, str(error), self._rig.origin)
+        await _tell_refused(self._runtime.log, event, str(error), self._runtime.origin)
 
 
 async def _tell_refused(log: Log, event: PolicyEvent, reason: str, owner: str) -> None:

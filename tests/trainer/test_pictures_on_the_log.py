@@ -71,7 +71,7 @@ def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit
         metrics = Metrics("train")
         await run_trainer(
             FLOOR, CONFIG, log=log, store=store, learner=learner, metrics=metrics, stop=asyncio.Event(), seed=3,
-            sight=open_sight(str(model), store),
+            image_inputs=open_sight(str(model), store),
         )  # fmt: skip
         journal = [message.value async for message in log.read_all(topics.BATCHES)]
         trained = {item.id.partition(".")[0] for one in journal if isinstance(one, Batch) for item in one.items}
@@ -103,7 +103,7 @@ async def start(log: Log, store: MemoryStore):
 def learning(learner: TorchLearner, model: Path, store: MemoryStore) -> Learning:
     return Learning(
         floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("replay")), position=Position(),
-        sight=open_sight(str(model), store),
+        image_inputs=open_sight(str(model), store),
     )  # fmt: skip
 
 
