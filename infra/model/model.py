@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.model.controls import FREE_CHARS, Controls
+from infra.model.names import published
 from infra.model.vision import Vision, load_vision, takes_pictures
 from infra.policies.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
@@ -226,8 +227,8 @@ def build_classifier(folder: str | Path) -> Classifier:
 
 
 def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:
-    """A copy of every parameter and saved buffer, by the model's own names; tied weights appear under each name."""
-    return {name: from_torch(value) for name, value in module.state_dict().items()}
+    """A copy of every parameter and saved buffer, by the names of its folder; tied weights appear under each name."""
+    return {name: from_torch(value) for name, value in published(module, module.state_dict()).items()}
 
 
 def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:
@@ -237,7 +238,7 @@ def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, parti
     """
     import torch
 
-    state = module.state_dict()
+    state = published(module, module.state_dict())
     if unknown := sorted(set(tensors) - set(state)):
         raise ValueError(f"tensors: the model has no {unknown[0]} ({len(unknown)} unknown names)")
     if not partial and (missing := sorted(set(state) - set(tensors))):
