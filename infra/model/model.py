@@ -5,7 +5,7 @@ its chat template writes, whatever its messages and tools say (see `infra.model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,14 +137,21 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def save_settings(model: str, folder: Path) -> None:
-    """Configuration and tokenizer of a model in the local Hugging Face cache, as files of `folder`. Raises ConfigError."""
-    from transformers import AutoConfig, AutoTokenizer
+    """Configuration, tokenizer with its chat template, and, where there are such, the generation settings and the image
+    processor of a model in the local Hugging Face cache, as files of `folder`. Raises ConfigError.
+    """
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
 
     try:
         for kind in (AutoConfig, AutoTokenizer):
             kind.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(folder)
+        if takes_pictures(model):
+            processor = AutoImageProcessor.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+            processor.save_pretrained(folder)
     except (OSError, ValueError) as error:
         raise _not_loadable("model", model, "config.json and tokenizer.json", error) from error
+    with suppress(OSError):  # a model need not have one
+        GenerationConfig.from_pretrained(model, local_files_only=True).save_pretrained(folder)
 
 
 def context_tokens(folder: str | Path) -> int:

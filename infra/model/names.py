@@ -49,7 +49,9 @@ def _mapping(module: Any) -> tuple[list[Any], list[Any]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
-    loading = [one for one in get_model_conversion_mapping(module, add_legacy=False) if not isinstance(one, PrefixChange)]
+    loading = [
+        one for one in get_model_conversion_mapping(module, add_legacy=False) if not isinstance(one, PrefixChange)
+    ]
     experts = [one.reverse_transform() for one in loading[::-1] if isinstance(one, WeightConverter) and _fuses(one)]
     if not experts:
         return [], []
