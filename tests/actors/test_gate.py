@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.config import EvalSuite, GateConfig, GateSuite, GuardConfig, MasterConfig
+from actors.config import EvalSuite, GateConfig, GateGuardConfig, GateSuite, MasterConfig
 from actors.master.gate.gate import REMEMBERED, Gate, verdict_event
 from schemas import Answered, EvalResult, PolicyEvent, Progress
 
@@ -183,7 +183,7 @@ def test_results_are_kept_of_the_stable_version_and_of_so_many_that_were_weighed
 
 
 def test_what_was_served_is_kept_of_the_stable_version_and_the_one_before_it() -> None:
-    one = gate(GateConfig(suites=CONFIG.suites, guard=GuardConfig()))
+    one = gate(GateConfig(suites=CONFIG.suites, guard=GateGuardConfig()))
     told = tuple(Answered(version=version, answers=9) for version in (3, 5, 7))
     one.progress(Progress(role="serve", instance="serve/1", answered=told))
     for version in (3, 5, 7):

@@ -5,7 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
-from actors.config import CanaryConfig, GateConfig, GuardConfig, PeopleConfig
+from actors.config import CanaryConfig, GateConfig, GateGuardConfig, PeopleConfig
 from actors.master.gate.people import MANY, MAX_GONE, People, few_people, late_words
 from actors.master.gate.ratings import Voice, Voices
 from infra.policies.channel import Stable
@@ -18,7 +18,7 @@ ON_TRIAL = Stable(version=3, promoted=3, trial=5)
 
 def people(share: float = 0.5) -> People:
     return People(
-        GateConfig(guard=GuardConfig(), canary=CanaryConfig(), people=PeopleConfig(mature="1h", tenant_share=share))
+        GateConfig(guard=GateGuardConfig(), canary=CanaryConfig(), people=PeopleConfig(mature="1h", tenant_share=share))
     )
 
 
@@ -135,7 +135,7 @@ def test_a_trial_is_as_old_as_it_is_since_it_began_and_not_since_another_move() 
 
 
 def test_where_no_rule_ends_a_trial_nobody_asks_how_many_people_it_has() -> None:
-    one = People(GateConfig(guard=GuardConfig(), people=PeopleConfig(mature="1h")))
+    one = People(GateConfig(guard=GateGuardConfig(), people=PeopleConfig(mature="1h")))
     said = [rated(f"s{number % 12}", 5, 1.0, trial=5, number=number) for number in range(MANY)]
     assert alarms(one, said) == []
 

@@ -31,8 +31,8 @@ class People:
         self._trial_ms = 0  # when the trial began
         self._stable_ms = 0  # when the stable version became it
         self._gone: set[int] = set()  # versions that customers were taken back from
-        self._of_trial: tuple[tuple[int, int, int], trial.Heard] | None = None
-        self._of_stable: tuple[tuple[int, int, int], guard.Heard] | None = None
+        self._of_trial: tuple[tuple[int, int, int], trial.TrialEvidence] | None = None
+        self._of_stable: tuple[tuple[int, int, int], guard.GuardEvidence] | None = None
         self._several: tuple[int, bool] | None = None
         self._alarms: tuple[tuple[int, int, int], list[str]] | None = None
 
@@ -81,7 +81,7 @@ class People:
         served = self.ratings.of_version(version), self.ratings.of_version(before)
         return guard.breach(config, self._config.people, (version, before), self.of_stable(version), *served)
 
-    def of_trial(self, version: int, stable: int) -> trial.Heard:
+    def of_trial(self, version: int, stable: int) -> trial.TrialEvidence:
         """What is heard in a trial up to the last block."""
         assert self._config.canary is not None
         key = (version, stable, self._before_ms)
@@ -92,7 +92,7 @@ class People:
             self._of_trial = key, heard
         return self._of_trial[1]
 
-    def of_stable(self, version: int) -> guard.Heard:
+    def of_stable(self, version: int) -> guard.GuardEvidence:
         """What is heard of the stable version up to the last block."""
         assert self._config.guard is not None
         key = (version, self._stable_ms, self._before_ms)
