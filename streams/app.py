@@ -154,9 +154,8 @@ async def _host(
 def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, state: str) -> Progress:
     """How this worker is doing; sets the gauges that are read, not counted."""
     for host in hosts:
-        for driver in host.drivers.values():
-            if isinstance(driver, CollectDriver):
-                metrics.gauge("groups_pending").set(driver.num_open())
+        if host.stage == "collect":
+            metrics.gauge("groups_pending").set(sum(driver.num_open() for driver in host.drivers.values()))
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)
     return Progress(

@@ -34,7 +34,6 @@ from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox
 from actors.gateway.recording.record import Recorder
 from actors.gateway.recording.spool import Spool
-from actors.rollout.scheduler import Scheduler
 from infra.chain.chain import Step, make_step
 from infra.chain.processor import mark_of
 from infra.log.log import Log
@@ -56,12 +55,6 @@ _RETRY_S = 1.0
 _MB = 1024 * 1024
 
 
-class Hold(msgspec.Struct, frozen=True):
-    """A gateway runs no evals, so reloads wait for none."""
-
-    eval_hold_s: float = 0.0
-
-
 class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):
     """What a follower needs of a gateway."""
 
@@ -69,7 +62,6 @@ class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):
     engine: Engine
     metrics: Metrics
     origin: str
-    config: Hold = Hold()
 
 
 async def run_gateway(
@@ -100,7 +92,6 @@ async def run_gateway(
         memory = claimed.path / "policy.json"
         follower = PolicyFollower(
             ServingRuntime(log=log, engine=engine, metrics=metrics, origin=instance),
-            _settled_desk(),
             store,
             floor.policy.name,
             channel=config.channel,
@@ -349,12 +340,6 @@ async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metri
         except (StoreError, msgspec.DecodeError) as error:
             metrics.counter("keys_not_read").inc()
             _log.warning("keys_not_read error=%s", error)
-
-
-def _settled_desk() -> Scheduler:
-    scheduler = Scheduler(max_episodes=1)
-    scheduler.settled.set()
-    return scheduler
 
 
 def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:

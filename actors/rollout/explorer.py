@@ -70,7 +70,7 @@ async def run_explorer(
     await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading", life="starting"))
     await engine.start()
     try:
-        follower = PolicyFollower(runtime, scheduler, store, floor.policy.name)
+        follower = PolicyFollower(runtime, store, floor.policy.name, gate=scheduler, hold_s=config.eval_hold_s)
         reader = await log.subscribed(TASKS, group=GROUP)
         halt = asyncio.Event()
         await run_until(

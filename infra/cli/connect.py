@@ -11,7 +11,8 @@ from infra.cli.settings import Settings
 from infra.cli.terminal import LineFormatter
 from infra.log.access import EMBEDDED_FOLDER
 from infra.log.log import Log
-from infra.store.store import DividedStore, Store, open_store
+from infra.store.open import open_store
+from infra.store.store import DividedStore, Store
 from schemas.errors import ConfigError
 
 

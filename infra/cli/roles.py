@@ -204,7 +204,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch.image_inputs import open_sight
     from trainer.health.board import Board
     from trainer.learners.learner import Follower, open_learner
-    from trainer.loop.train import run_trainer
+    from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)

@@ -22,12 +22,12 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import zstandard
 
-from infra.log.blobs import PREFIX, is_claim, read_claim
+from infra.log.blobs import is_claim, read_claim
 from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.images import images_of
-from infra.store.store import Store
+from infra.store.store import BLOBS, Store
 from schemas import Block, decode
 from schemas.errors import BadFrame, ConfigError, NotInStore
 from schemas.topics import MAX_RECORD_BYTES, Topic, by_name
@@ -125,7 +125,7 @@ def shown_by(frame: bytes) -> set[str]:
     """Keys of the images that the experiences of a block show."""
     record = decode(frame)
     members = record.experiences if isinstance(record, Block) else ()
-    return {PREFIX + image.sha256 for one in members for image in images_of(one.messages)}
+    return {BLOBS + image.sha256 for one in members for image in images_of(one.messages)}
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from schemas import DeadLetter, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import DEAD_LETTERS, by_name
 from streams.reprocess.ranges import Range, messages_of
-from streams.sources.source import event_table
+from streams.sources.event import event_table
 from streams.stages.verify import REDELIVERED
 
 MARK = "re-delivered"

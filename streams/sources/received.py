@@ -20,7 +20,7 @@ from schemas import Feedback, Received
 from schemas.ids import ANSWER_PREFIX
 from schemas.topics import FEEDBACK
 from streams.config import FEEDBACK_PATH
-from streams.sources.source import Event, EventSource, publish_events
+from streams.sources.event import Event, EventSource, publish_events
 from streams.stages.verify import REDELIVERED
 
 POLL_S = 1.0

@@ -114,9 +114,19 @@ class WindowDriver:
             delivery.abandon()
         self._room.set()
 
+    def assigned(self, partitions: set[int], generation: int) -> None:
+        """Nothing begins before the first record comes."""
+
+    def retire(self, generation: int) -> None:
+        """What is in flight goes on until it is abandoned."""
+
     def num_in_flight(self) -> int:
         """Records taken and not acknowledged."""
         return self._window.num_in_flight()
+
+    def num_open(self) -> int:
+        """None: each record is handled by itself."""
+        return 0
 
     def marks(self) -> dict[int, int]:
         """Nothing moves here but the group's offset."""

@@ -11,12 +11,12 @@ from actors.config import EvalSuite, GateConfig, GateGuardConfig, PeopleConfig, 
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.master import PRUNE_EVERY_S
 from actors.rollout.waiting import issued_of
-from infra.log.blobs import PREFIX, deposit, read_claim
+from infra.log.blobs import deposit, read_claim
 from infra.log.log import Log
 from infra.policies.publish import publish
 from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
-from infra.store.store import Store
+from infra.store.store import BLOBS, Store
 from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Rating, Task
 from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, TASKS
 from tests.actors.rig import (
@@ -254,7 +254,7 @@ def test_large_frames_that_nothing_claims_are_removed_while_the_master_runs() ->
         deposit(store, b"forgotten", day=0)
         async with running(master(log, replace(MASTER, report_s=1e6))):
             await asyncio.sleep(PRUNE_EVERY_S + 60)
-        assert read_claim(claimed).key in store.keys(PREFIX)
-        return list(store.keys(PREFIX))
+        assert read_claim(claimed).key in store.keys(BLOBS)
+        return list(store.keys(BLOBS))
 
     assert len(loop.run_until_complete(run())) == 1

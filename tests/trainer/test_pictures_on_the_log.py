@@ -19,13 +19,13 @@ from schemas.errors import BadFrame
 from tests.eye_model import build_eye_model, drawings
 from trainer.batch.image_inputs import BAD_IMAGE, open_sight
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.health.report import TrainerReport
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.torch import TorchLearner
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.loop.train import run_trainer
 from trainer.replay.replay import find_start, replay
+from trainer.train import run_trainer
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))
 CONFIG = TrainerConfig(

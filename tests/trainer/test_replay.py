@@ -34,11 +34,11 @@ from tests.trainer.memory_run import (
 )
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch_chain import build_batch
-from trainer.health.report import TrainerReport
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, ReplayStart, find_start, replay
 

@@ -30,13 +30,14 @@ from trainer.health.guard import (
     rolled_back,
     unhealthy,
 )
-from trainer.health.report import Stopwatch
 from trainer.journal import checkpoint
-from trainer.journal.fit import restore_learner
+from trainer.journal.origin import config_hash
 from trainer.learners.learner import StepStats
+from trainer.loop.fit import restore_learner
 from trainer.loop.publication import PROBE_TOKENS, probe_sequences
+from trainer.loop.report import Stopwatch
 from trainer.loop.saving import write_checkpoint
-from trainer.loop.state import Learning, Run, config_hash
+from trainer.loop.state import Learning, Run
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,13 @@ from infra.store.store import Store
 from schemas import Batch, Block, Rollback, Saved, decode, topics
 from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
 from schemas.journal import Entry, JournalRecord, effective
+from trainer.batch.assemble import items_of
 from trainer.batch.batch import TrainItem
-from trainer.buffer.blocks import Stored, items_of, ranges, stored
+from trainer.buffer.blocks import Stored, ranges, stored
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Manifest
-from trainer.journal.fit import first_weights, restore_learner
 from trainer.journal.journal import Pending, is_quarantined, pending, read_records
+from trainer.loop.fit import first_weights, restore_learner
 from trainer.loop.state import Learning
 from trainer.replay.repeat import repeat
 

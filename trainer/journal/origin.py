@@ -11,11 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
+from infra.chain.chain import Step
+from infra.settings.config import Floor
+from infra.settings.plugin import option_defaults
 from trainer.config import TrainerConfig
+from trainer.journal.closure import Definition, Sources
 from trainer.learners.learner import Learner
-from trainer.loop.state import Learning, config_hash
 from trainer.losses.loss import loss_use
-from trainer.replay.closure import Definition, Sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "infra", "trainer")
@@ -35,10 +39,17 @@ NOT_FOLLOWED = (
 KIND = "definitions "  # before the hash: one of another kind, from an older headrace, is never equal
 
 
-def made_with(run: Learning) -> dict[str, str]:
+def made_with(config: TrainerConfig, floor: Floor, learner: Learner) -> dict[str, str]:
     """By name, in words that can be compared."""
-    settings = config_hash(run.config, run.floor)
-    return {"code": code_hash(places(run.config, run.learner)), "settings": settings, **run.learner.numerics()}
+    code = code_hash(places(config, learner))
+    return {"code": code, "settings": config_hash(config, floor), **learner.numerics()}
+
+
+def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ()) -> str:
+    """Of the settings that shape a step, so that the journal shows where they changed."""
+    steps = [[step.stamp, repr(option_defaults(step.function))] for step in chain]
+    shaping = {"trainer": msgspec.to_builtins(config), "pacing": msgspec.to_builtins(floor.pacing), "batch": steps}
+    return hashlib.sha256(msgspec.json.encode(shaping, order="deterministic")).hexdigest()[:16]
 
 
 def places(config: TrainerConfig, learner: Learner) -> tuple[Definition, ...]:
@@ -53,7 +64,7 @@ def places(config: TrainerConfig, learner: Learner) -> tuple[Definition, ...]:
 
 @functools.cache
 def code_hash(roots: Sequence[Definition], root: Path = ROOT) -> str:
-    """Of all that the roots reach, see `trainer.replay.closure`.
+    """Of all that the roots reach, see `trainer.journal.closure`.
 
     root: folder of the sources. Of a root whose sources are not here, as of one in an installed library, its name counts.
     """

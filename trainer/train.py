@@ -19,20 +19,22 @@ import socket
 from functools import partial
 
 from infra.chain.chain import Step
+from infra.log.bus import Reader
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.roles.identity import claim, require_fit
 from infra.settings.config import Floor
 from infra.store.store import Store
-from schemas import topics
+from schemas import Directive, PolicyEvent, topics
+from schemas.errors import FencedOut
 from trainer.batch.image_inputs import ImageInputs
-from trainer.buffer.intake import follow_buffer, follow_progress, hear_directives, watch_policies
+from trainer.buffer.intake import Intake, follow_buffer, follow_progress, hear_directives
 from trainer.config import TrainerConfig
 from trainer.health.board import Board, follow_results
-from trainer.health.report import TrainerReport, publish_progress, report_progress
-from trainer.journal.journal import take_lease
+from trainer.journal.journal import Lease, take_lease
 from trainer.learners.learner import Learner
 from trainer.loop.admit import admitted
+from trainer.loop.report import TrainerReport, publish_progress, report_progress
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
 from trainer.loop.step import publish_now, train_step
@@ -95,6 +97,21 @@ async def run_trainer(
         await policies.close()
         run.executor.shutdown()
     await publish_progress(log, report, run.position.version)
+
+
+async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:
+    """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
+    while True:
+        for message in await log.read(reader, timeout_s=1.0):
+            event = message.value
+            if isinstance(event, Directive):
+                intake.take_directive(event)
+            if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
+                continue
+            if message.offset > lease.token:
+                raise FencedOut(
+                    f"run {lease.run!r}: token {lease.token} is held here, {event.owner} took {message.offset}"
+                )
 
 
 async def learn(run: Run, stop: asyncio.Event) -> None:
