@@ -99,12 +99,12 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     priority: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
 
 
-class Stub(Struct, frozen=True, tag_field="kind", tag="stub"):
+class DropMarker(Struct, frozen=True, tag_field="kind", tag="stub"):
     """Stands in `verified` for an experience that was dropped, so that its group can complete.
 
     id: of the dropped experience. stage, processor: who dropped it. reason: a short constant phrase, used as a label.
 
-    Example: Stub(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, last=True, group_size=16, reason="too short")
+    Example: DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, last=True, group_size=16, reason="too short")
     """
 
     id: Id
@@ -337,7 +337,7 @@ class Received(Struct, frozen=True, tag_field="kind", tag="received"):
 
 Control = (
     Task
-    | Stub
+    | DropMarker
     | Feedback
     | Tick
     | Closure

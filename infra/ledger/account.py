@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from infra.log.log import LogMessage
-from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, Rollback, Skip, Stub, decode
+from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, DropMarker, Rollback, Skip, decode
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.journal import Entry, JournalRecord, effective
 
@@ -80,8 +80,8 @@ class Ledger:
                         self._kept_apart[one.id] = VALIDATION
 
     def verified(self, message: LogMessage) -> None:
-        """A record of `verified`: stubs name what was dropped and why."""
-        if isinstance(message.value, Stub):
+        """A record of `verified`: drop markers name what was dropped and why."""
+        if isinstance(message.value, DropMarker):
             self._stubs.setdefault(message.value.id, message.value.reason)
 
     def buffered(self, message: LogMessage) -> None:
@@ -176,7 +176,7 @@ class Ledger:
             elif closure.outcome == "buffered":
                 found |= dict.fromkeys(names, trainer)
                 left_out = sorted(name for name in names if name not in self._buffered and name not in own)
-                # Those with a stub have their reason already, and the closure counts it too.
+                # Those with a drop marker have their reason already, and the closure counts it too.
                 others = Counter(closure.drops) - Counter(own[name] for name in names if name in own)
                 found |= dict(zip(left_out, spread(others, len(left_out)), strict=True))
             else:

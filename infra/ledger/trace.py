@@ -12,7 +12,7 @@ from infra.ledger.index import Index, IndexPlace, TrainedStep
 from infra.log.bus import Partition
 from infra.log.log import Log, LogMessage
 from infra.store.seal import FORGOTTEN, Keys, open_text
-from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
+from schemas import Batch, Block, Closure, DropMarker, Experience, Feedback, PolicyEvent, topics
 from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of
 from schemas.topics import by_name
@@ -100,7 +100,7 @@ async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
             (
                 f"{one.reason} (by {one.processor})" if one.processor else one.reason
                 for _, one in by_topic.get("verified", ())
-                if isinstance(one, Stub) and one.id == name
+                if isinstance(one, DropMarker) and one.id == name
             ),
             "",
         ),

@@ -52,7 +52,8 @@ class Event(msgspec.Struct, frozen=True):
     """One event as it came, and where it lay. sealed_for: the answer whose texts in it may be sealed, "" for no such event.
     ours: the gateway wrote it, redacted and sealed.
 
-    Example: Event(b'{"answer_id": "hr-a1b2.0-3-0", "csat": 4}', topic="zendesk.closed", partition=3, offset=77)
+    Example: Event(b'{"answer_id": "hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "csat": 4}', topic="zendesk.closed",
+                   partition=3, offset=77)
     """
 
     value: bytes

@@ -51,7 +51,7 @@ class Delivery(Protocol):
 class Output(msgspec.Struct, frozen=True):
     """A record to be published; the key follows from the record.
 
-    Example: Output(VERIFIED, Stub(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, reason="short"))
+    Example: Output(VERIFIED, DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, reason="short"))
     """
 
     topic: Topic

@@ -90,15 +90,15 @@ def read_token_request(body: bytes) -> TokenRequest:
 
 
 def nth_answer(answer: str, choice: int) -> str:
-    """Id of the choice beside an answer: they are numbered one after the other. Raises ApiError.
+    """Id of the answer `choice` places after this one of the same request: its choices are its episodes. Raises ApiError.
 
-    >>> nth_answer("hr-a1b2.7-3-0", 2)
-    'hr-a1b2.7-5-0'
+    >>> nth_answer("hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", 2)
+    'hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-2-0'
     """
     head, _, tail = answer.rpartition(".")
     try:
-        epoch, sequence, part = tail.split("-")
-        return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+        attempt, episode, part = tail.split("-")
+        return f"{head}.{attempt}-{int(episode) + choice}-{part}"
     except ValueError as error:
         raise bad("answer_id: not the id of an answer", "answer_id") from error
 

@@ -120,7 +120,7 @@ class Gate:
         self.event(self.record(found))
         return [found]
 
-    def verdicts(self) -> list[GateDecision]:
+    def decisions(self) -> list[GateDecision]:
         """Decisions to publish now; they count as published."""
         if self.stable.trial >= 0:
             return self._told(self._tried(self.stable.trial))
@@ -135,13 +135,13 @@ class Gate:
         """A decision as this master publishes it, under its lease."""
         if isinstance(decision, Breach):
             return breach_event(decision, self._policy, self._token)
-        return verdict_event(decision, self._policy, self._token)
+        return decision_event(decision, self._policy, self._token)
 
-    def _told(self, verdict: GateDecision | None) -> list[GateDecision]:
-        if verdict is None:
+    def _told(self, decision: GateDecision | None) -> list[GateDecision]:
+        if decision is None:
             return []
-        self.event(self.record(verdict))
-        return [verdict]
+        self.event(self.record(decision))
+        return [decision]
 
     def _tried(self, version: int) -> GateDecision | None:
         """What came of a trial, None while it goes on; one begun by hand is ended by hand where nothing says by what."""
@@ -203,17 +203,17 @@ class Gate:
             )
 
 
-def verdict_event(verdict: GateDecision, policy: str, token: int) -> PolicyEvent:
+def decision_event(decision: GateDecision, policy: str, token: int) -> PolicyEvent:
     """The decision as a record of `policies`. token: of the master's lease."""
     return PolicyEvent(
-        event="promoted" if verdict.passed else "held",
+        event="promoted" if decision.passed else "held",
         policy=policy,
         token=token,
-        version=verdict.version,
-        channel=verdict.channel,
-        reason=verdict.reason,
-        owner=verdict.owner,
-        stats=verdict.numbers,
+        version=decision.version,
+        channel=decision.channel,
+        reason=decision.reason,
+        owner=decision.owner,
+        stats=decision.numbers,
     )
 
 
