@@ -115,7 +115,7 @@ class PeopleConfig(Section, frozen=True):
             raise ValueError(f'block: got "{self.block}", expected a millisecond or more')
 
 
-class GuardConfig(Section, frozen=True):
+class GateGuardConfig(Section, frozen=True):
     """[master.gate.guard]: when customers are taken back to the stable version before, by what they say of the answers,
     and by how many fail or are refused (what begins as a refusal: `[gateway] refusals`).
 
@@ -135,7 +135,7 @@ class GuardConfig(Section, frozen=True):
     of them, without which nothing is decided. more_failed: it is looked for that so much more of all answers fail, or are
     refused, of each session one. watch: so long after its promotion a version is watched.
 
-    Example: GuardConfig(harm=0.05, alpha=0.001)
+    Example: GateGuardConfig(harm=0.05, alpha=0.001)
     """
 
     harm: Chance = 0.1
@@ -197,12 +197,12 @@ class GateConfig(Section, frozen=True):
     takes a version back that customers like less; canary: tries a version on a share of sessions first; none of them where
     its table is left out. people: how their words count.
 
-    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GuardConfig())
+    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GateGuardConfig())
     """
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
     replies: GateReplies | None = None
-    guard: GuardConfig | None = None
+    guard: GateGuardConfig | None = None
     canary: CanaryConfig | None = None
     people: PeopleConfig = PeopleConfig()
 

@@ -122,7 +122,7 @@ class Schedule(Section, frozen=True):
     final: Share = 1.0
 
 
-class GuardConfig(Section, frozen=True):
+class TrainerGuardConfig(Section, frozen=True):
     """[trainer.guard]: when a step is refused or an alarm is raised, measured by the median of the steps before it.
 
     window: steps whose median counts. min_steps: before anything is compared. grad_norm: times the median above which a
@@ -131,7 +131,7 @@ class GuardConfig(Section, frozen=True):
     nats by which a version's logprobs of a few recent sequences may differ from the version before, on average per token;
     one that differs more is not published. 0 for any; a fresh process has nothing to compare its first version with.
 
-    Example: GuardConfig(grad_norm=20, entropy=0.2, reward=0.5, probe_shift=2)
+    Example: TrainerGuardConfig(grad_norm=20, entropy=0.2, reward=0.5, probe_shift=2)
     """
 
     window: Positive = 50
@@ -179,7 +179,7 @@ class TrainerConfig(Section, frozen=True):
     max_steps: NonNegative = 0
     max_skips: Positive = 3
     halt_on: tuple[str, ...] = ()
-    guard: GuardConfig = GuardConfig()
+    guard: TrainerGuardConfig = TrainerGuardConfig()
     tensorboard: str = "tensorboard"
     warmup: WarmupConfig | None = None
     critic: CriticConfig | None = None

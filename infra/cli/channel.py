@@ -45,11 +45,11 @@ async def run_move(
     return 0
 
 
-class Decision(msgspec.Struct, frozen=True):
+class ChannelDecision(msgspec.Struct, frozen=True):
     """One decision about serving or learning. version: -1 where it is about none. numbers: what it was made on. channel:
     that was moved.
 
-    Example: Decision(time_ms=1763715600000, event="promoted", version=144, by="ann", reason="looked at it")
+    Example: ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="ann", reason="looked at it")
     """
 
     time_ms: int
@@ -81,18 +81,20 @@ async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
     return 0
 
 
-def decisions(history: Sequence[tuple[int, PolicyEvent]], orders: Sequence[tuple[int, Directive]]) -> list[Decision]:
+def decisions(
+    history: Sequence[tuple[int, PolicyEvent]], orders: Sequence[tuple[int, Directive]]
+) -> list[ChannelDecision]:
     """Moves of the stable channel and operators' words about learning, in the order of their times."""
     moves = [
-        Decision(time_ms, one.event, one.version, one.owner, one.reason, one.stats, one.channel)
+        ChannelDecision(time_ms, one.event, one.version, one.owner, one.reason, one.stats, one.channel)
         for time_ms, one in history
         if one.channel != "candidate" and one.event in MOVES
     ]
-    said = [Decision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
+    said = [ChannelDecision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
     return sorted([*moves, *said], key=lambda decision: decision.time_ms)
 
 
-def decisions_table(made: Sequence[Decision]) -> Table:
+def decisions_table(made: Sequence[ChannelDecision]) -> Table:
     """Every decision with who made it and on what numbers."""
     rows = Table("when", "what", "version", "by", "why")
     for one in made:

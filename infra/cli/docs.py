@@ -119,7 +119,8 @@ def described(struct: type) -> tuple[str, dict[str, str]]:
     >>> described(Keep)[1]["replay"]
     'how far back replay and audit reach; sets every retention and every pruning.'
     """
-    about, meanings = [], dict(COMMON)
+    about: list[str] = []
+    meanings = dict(COMMON)
     for one in reversed([one for one in struct.__mro__ if issubclass(one, Section) and one is not Section]):
         fields = {field.name: field.encode_name for field in msgspec.structs.fields(one)}
         about = []

@@ -31,7 +31,7 @@ class Partition(msgspec.Struct, frozen=True, order=True):
     index: int
 
 
-class Position(msgspec.Struct, frozen=True):
+class RecordPosition(msgspec.Struct, frozen=True):
     """Where a record was stored; timestamp_ms is the broker's (log-append) clock."""
 
     topic: str
@@ -85,7 +85,7 @@ class Bus(Protocol):
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         """Store one record; returns once confirmed. The key picks the partition (murmur2, as in Java) unless given.
 
         Raises RecordTooLarge before sending, BrokerUnavailable after the deadline, ValueError for a topic or partition

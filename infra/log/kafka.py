@@ -22,7 +22,7 @@ from aiokafka.errors import (
 )
 
 from infra.log.access import PLAINTEXT, Access, client_options, refusal
-from infra.log.bus import Headers, Partition, Position, Reader, check_size
+from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
 from infra.log.kafka_reader import KafkaReader, may_pass, stop
 from infra.log.memory import changed_count
 from infra.log.partitioner import partition_for
@@ -110,7 +110,7 @@ class KafkaBus:
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         """See Bus."""
         check_size(topic, key, value, headers)
         count = self._counts.get(topic) or len(await self.partitions(topic))
@@ -120,10 +120,10 @@ class KafkaBus:
         producer = self._producer
         assert producer is not None, "start() comes first"
 
-        async def attempt() -> Position:
+        async def attempt() -> RecordPosition:
             async with self._in_flight:
                 stored = await producer.send_and_wait(topic, value, key=key, partition=index, headers=list(headers))
-            return Position(topic, index, stored.offset, stored.timestamp)
+            return RecordPosition(topic, index, stored.offset, stored.timestamp)
 
         try:
             return await self._retried(f"send to {topic}", attempt)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from infra.log.bus import CommitRefused, Headers, Partition, Position, Reader, Record, check_size
+from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size
 from infra.log.partitioner import partition_for
 from schemas.errors import ConfigError, OffsetOutOfRange
 
@@ -57,7 +57,7 @@ class MemoryBus:
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         """See Bus."""
         check_size(topic, key, value, headers)
         logs = self._logs(topic)
@@ -67,7 +67,7 @@ class MemoryBus:
         log.records.append(record)
         self.wake()
         await asyncio.sleep(0)  # as a network would, let others run
-        return Position(topic, index, record.offset, record.timestamp_ms)
+        return RecordPosition(topic, index, record.offset, record.timestamp_ms)
 
     async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
         """See Bus."""

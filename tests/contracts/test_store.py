@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import publish
 from infra.policies.tensors import from_numpy
 from infra.store.directory import DirectoryStore
@@ -201,7 +201,7 @@ def test_a_reader_sees_an_object_whole_while_it_is_replaced(store: Store) -> Non
 
 def test_a_policy_published_to_the_store_is_followed_from_it(store: Store) -> None:
     generator = np.random.default_rng(0)
-    follower, previous = Follower(store, "main"), None
+    follower, previous = PolicyFetcher(store, "main"), None
     for version in range(4):
         tensors = {name: from_numpy(generator.normal(size=(40, 30)).astype(np.float32)) for name in "ab"}
         event = publish(

@@ -25,8 +25,8 @@ from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.processors.correct import Correct
 from streams.processors.reward import reward
+from streams.sources.event import EventSource
 from streams.sources.received import GROUP, rating, take_once
-from streams.sources.source import EventSource
 from tests.streams.collect.collecting import answer, block
 from tests.streams.collect.test_corrections import Letters
 

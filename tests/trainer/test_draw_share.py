@@ -170,6 +170,23 @@ def test_what_fills_a_batch_up_to_the_least_is_the_oldest_of_what_waited_in_orde
     assert fill(order, 12, ShareLimits(tenant=0.5, least=4)).taken == (0, 5)
 
 
+def test_a_batch_within_the_shares_is_filled_up_to_the_least_where_whole_groups_do_not_fit() -> None:
+    order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
+    for least, taken in ((6, (0, 2)), (7, (0, 1, 2)), (10, (0, 1, 2, 3))):
+        assert fill(order, 10, ShareLimits(tenant=0.5, least=least)).taken == taken
+
+
+def test_whole_groups_of_a_party_without_a_limit_may_be_more_than_the_batch() -> None:
+    tenant = [one(0, "a", "u", size=3), one(1, "a", "v", size=3)]
+    assert fill(tenant, 4, ShareLimits(subject=0.5)) == Filled((0, 1))
+    user = [one(0, "", "u", size=3), one(1, "", "u", size=3), one(2, "b")]
+    assert fill(user, 4, ShareLimits(tenant=0.5)) == Filled((0, 1))
+
+
+def test_where_more_tenants_wait_than_a_batch_has_experiences_each_has_one_at_most() -> None:
+    assert drawn(pool(a=2, b=1, c=1, d=1, e=1), 3, ShareLimits(tenant=0.1)) == {"a": 1, "b": 1, "c": 1}
+
+
 def test_a_user_without_a_name_is_not_limited_within_a_tenant() -> None:
     order = [one(at, "a") for at in range(8)] + [one(8, "a", "u"), one(9, "a", "u")]
     assert fill(order, 8, ShareLimits(subject=0.25)).taken == tuple(range(8))

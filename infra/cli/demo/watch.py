@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from infra.local.supervisor import ChildEvent, ChildState
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.policies.channel import Stable, moved
 from schemas import Block, EvalResult, PolicyEvent, Progress, topics
 
@@ -52,7 +52,7 @@ class Watch:
             if state.given_up or (state.pid is None and state.exit_code == CONFIG_ERROR)
         ]
 
-    def take(self, message: Message) -> None:
+    def take(self, message: LogMessage) -> None:
         """One record of the followed topics."""
         record = message.value
         if isinstance(record, Progress):
