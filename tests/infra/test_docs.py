@@ -21,6 +21,7 @@ import typer.main
 
 from actors.gateway.config import GatewayLimits, Webhook
 from infra.cli import docs
+from infra.cli.init import files_of
 from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
 from tests.actors.gateway.gateway_rig import engine, says, serving
@@ -174,6 +175,12 @@ def test_every_python_snippet_runs_behind_those_before_it_with_headrace_alone(pa
             exec(compile(fence.text, str(fence), "exec"), names)
             imported = re.findall(r"^(?:from|import) (\w+)", fence.text, re.MULTILINE)
             assert {*imported} <= {"headrace", *sys.stdlib_module_names}, f"{fence}: {imported}"
+
+
+def test_the_tutorial_shows_the_files_of_its_example() -> None:
+    text = (docs.FOLDER / "tutorials" / "train-on-tasks.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^```(?:toml|python) (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    assert shown == {name: path.read_text() for name, path in files_of("sorting").items() if name != "README.md"}
 
 
 @pytest.mark.parametrize("fence", of_kind("sh"))
