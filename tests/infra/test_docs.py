@@ -191,7 +191,8 @@ def test_every_command_is_there_and_takes_its_options(fence: Fence) -> None:
         if words[0] == "make":
             assert words[1] in targets, f"{fence}: make {words[1]}"
         else:
-            assert words[0] in ("headrace", "tensorboard"), f"{fence}: {words}"
+            assert words[0] in ("headrace", "tensorboard", "hf"), f"{fence}: {words}"
+            assert (Path(sys.executable).parent / words[0]).exists(), f"{fence}: {words[0]} comes with no package"
             if words[0] == "headrace":
                 parse(words[1:], str(fence))
 
