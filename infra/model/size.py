@@ -66,4 +66,4 @@ def _kept(text: Any, queries: int, keys: int) -> int:
     """Elements of one token that one layer keeps for its backward: what goes into each norm, matrix and product once."""
     used = int(getattr(text, "num_experts_per_tok", 0) or 0)
     width = used * int(getattr(text, "moe_intermediate_size", 0) or 0) or int(text.intermediate_size)
-    return 6 * text.hidden_size + 3 * queries + 4 * keys + 4 * width
+    return 6 * int(text.hidden_size) + 3 * queries + 4 * keys + 4 * width
