@@ -140,7 +140,7 @@ async def _host(
             await stop.wait()
         finally:
             state[0] = STOPPED
-            # A broker that has gone leaves Faust waiting for acknowledgements that never come, deaf to cancellation.
+            # A broker that has gone leaves Faust waiting for acknowledgements that never come, and it ignores cancellation.
             with ends_within("the stop of the stages", END_S):
                 for watcher in watchers:
                     watcher.cancel()

@@ -57,7 +57,7 @@ class SchemaCompiler:
         raise SchemaRefused("the process that compiles it has ended")
 
     def close(self) -> None:
-        """End the process; whoever waits for it is told that the schema is refused."""
+        """End the process; a schema that waits for it is refused."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -107,7 +107,7 @@ def _received(stream: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """The process: the vocabulary, then schemas, until nobody is left to ask."""
+    """The process: the vocabulary, then schemas, until its parent closes the pipe."""
     from actors.engines.grammar import TokenSpellings, make_compiler
 
     os.nice(5)  # who serves goes first

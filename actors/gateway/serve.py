@@ -87,7 +87,7 @@ async def run_gateway(
     steps = processor_steps(config)
     # A folder of its own kind: in it stands the version served last, and a stable gateway must not find a canary's.
     claimed = ClaimedFolder(floor.folder / config.spool, "canary" if config.channel == "canary" else ROLE)
-    sock = bound(config.listen)  # first: an address that is taken is told before a model is loaded
+    sock = bound(config.listen)  # first: an address that is taken ends the start before a model is loaded
     try:
         memory = claimed.path / "policy.json"
         follower = PolicyFollower(
@@ -158,14 +158,14 @@ class _Loops(msgspec.Struct, frozen=True):
         await outbox.flush()  # of requests that came in between the stop and the end of listening
 
     async def _report(self, connected: asyncio.Event) -> None:
-        """Tell the others, every few seconds, while there is somebody to tell."""
+        """Report to the log every few seconds, while it is connected."""
         await connected.wait()
         while True:
             await self._tell(connected)
             await asyncio.sleep(self.gateway.config.report_s)
 
     async def _tell(self, connected: asyncio.Event) -> None:
-        """Tell how it stands now, if there is somebody to tell."""
+        """Report the present state, if the log is connected."""
         if not connected.is_set():
             return
         gateway, metrics = self.gateway, self.metrics
@@ -281,7 +281,7 @@ async def _end(
 ) -> None:
     """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything.
 
-    tell: called last, so that what failed with the engine is told too.
+    tell: called last, so that the report has what failed with the engine too.
     """
     stopping = asyncio.create_task(stop.wait())
     try:

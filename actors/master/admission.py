@@ -120,7 +120,7 @@ class Admission:
             group.issued_at = at
 
     def overdue(self, now: float, limit: float) -> list[str]:
-        """Groups nobody finished within `limit` of their newest issue, in issue order."""
+        """Groups that were not finished within `limit` of their newest issue, in issue order."""
         late = [
             (group.sequence, name)
             for name, group in self.outstanding.items()

@@ -1,4 +1,4 @@
-"""The master: issues groups as fast as learning can take them, issues again what nobody finished, and asks for evals.
+"""The master: issues groups as fast as learning can take them, issues again what was not finished, and asks for evals.
 
     taskset ─────┐                            ┌──> tasks      groups, re-issues, eval tasks
     progress ────┤ follow ─> Plan ─ changed ─>┤

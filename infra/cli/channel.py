@@ -105,7 +105,7 @@ def decisions_table(made: Sequence[ChannelDecision]) -> Table:
 
 
 def check_move(history: Sequence[tuple[int, PolicyEvent]], stable: Stable, kind: PolicyEventKind, version: int) -> None:
-    """Raises ConfigError for a version nobody published or everybody refused, and for a rollback that goes forward."""
+    """Raises ConfigError for a version that is not there or that every role refused, and for a rollback to a newer one."""
     if version < 0:
         return
     published = {event.version for _, event in history if event.event == "published"}

@@ -28,7 +28,7 @@ from schemas.topics import EVALS, POLICIES
 async def run_eval(
     suite: str, version: int | None, config: Path, sets: list[str], *, within: str, as_json: bool
 ) -> int:
-    """Print the result; exit code 1 where there is none in time. Raises ConfigError for what nobody can answer."""
+    """Print the result; exit code 1 where there is none in time. Raises ConfigError for a request that no role can answer."""
     settings = load_settings(config, sets)
     timeout_s = duration_s(within)
     check_suite(suite, settings.master.evals)

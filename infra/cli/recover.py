@@ -102,6 +102,6 @@ def plan(found: Checkpoint, fit: Fit, floor: Floor) -> str:
 def ask() -> bool:
     """Whether a person at a terminal says yes."""
     if not sys.stdin.isatty():
-        print("headrace: recover: nobody to ask here; say --yes to go on", file=sys.stderr)
+        print("headrace: recover: no terminal to ask on; give --yes to go on", file=sys.stderr)
         return False
     return input("Begin a new journal? [y/N] ").strip().lower() in ("y", "yes")

@@ -29,7 +29,7 @@ REASON = "deleted unread"
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Records of one partition that nobody can read any more: `start` to `stop`, exclusive.
+    """Records of one partition that are no longer kept: `start` to `stop`, exclusive.
 
     Example: Lost(topic=topics.VERIFIED, partition=2, start=1030, stop=4400)
     """

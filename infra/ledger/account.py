@@ -22,8 +22,8 @@ VALIDATION = "kept for validation"
 class Account(msgspec.Struct, frozen=True):
     """published = trained + dropped + pending. uses: lane → times trained → experiences. trained_twice: ids whose
     (revision, use) the journal lists more than once; always empty unless a promise is broken. unknown: trained ids that
-    nobody published and that are not in the buffer, where processors put what they make. waiting: lane → of the pending, those
-    in the buffer that are drawn at will (demonstrations): a drain does not use them up. repeated: deliveries of what was
+    were neither published nor are in the buffer, where processors put what they make. waiting: lane → of the pending, those
+    in the buffer that are drawn without order (demonstrations): a drain does not use them up. repeated: deliveries of what was
     delivered before, which count once.
     """
 
@@ -52,7 +52,7 @@ class Account(msgspec.Struct, frozen=True):
 class Ledger:
     """Folds the topics of one app, each in its own order; the order between topics does not matter.
 
-    buffer_begins: oldest kept offset of `buffer`; of what was trained from below it nobody can tell where it came from.
+    buffer_begins: oldest kept offset of `buffer`; where what was trained from below it came from is unknown.
     """
 
     def __init__(self, run: str, buffer_begins: int = 0) -> None:

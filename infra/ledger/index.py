@@ -98,7 +98,7 @@ class Index:
         self._lock.close()
 
     async def refresh(self, log: Log, on_read: Callable[[str, int], None] = lambda topic, left: None) -> None:
-        """Read what has come since the last time. on_read is told a topic and how many of its records are left."""
+        """Read what has come since the last time. on_read: called with a topic and how many of its records are left."""
         async with self._alone():
             if await self._is_of_another_log(log):
                 self._drop()

@@ -1,6 +1,6 @@
 """`trace`: from an answer to the steps that learned from it, and from a policy to what it learned.
 
-Read from the log through the index; nothing is inferred: each line of a trace is a record somebody wrote.
+Read from the log through the index; nothing is inferred: each line of a trace is a record of the log.
 """
 
 from collections import Counter

@@ -47,7 +47,7 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_of(environment: Mapping[str, str]) -> int | None:
-    """The rank a launcher (ours, or torchrun) gave this process; None where nobody launched ranks."""
+    """The rank a launcher (ours, or torchrun) gave this process; None where no launcher did."""
     return int(environment.get(RANK, "0")) if WORLD_SIZE in environment else None
 
 

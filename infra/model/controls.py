@@ -41,7 +41,7 @@ class Controls:
         self.ids: Mapping[str, int] = {name: named[name][0] for name in self._flags}
         unknown = self.ids.get(getattr(backend.model, "unk_token", None) or "")  # what no word stands for has this id
         self._controls = frozenset(self.ids.values()) - {unknown}
-        nonce = secrets.token_hex(16)  # nobody can guess what the copy knows each control token by
+        nonce = secrets.token_hex(16)  # a text cannot guess the names of the control tokens in the copy
         self._secret = {name: f"\uf8ff{nonce}{index}\uf8ff" for index, name in enumerate(self.ids)}
         self._cut = f"\uf8ff{nonce}\uf8ff"
         self._heads = {name[:size] for name in self.ids for size in range(1, len(name))}
@@ -51,7 +51,7 @@ class Controls:
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that is nobody's template."""
+        """Ids of a text that no template wrote."""
         if not self._stands_in(text):
             return _ids(self._backend, text)
         return self._obeyed(text, [match.start() for match in self._anywhere.finditer(text)])

@@ -4,7 +4,7 @@ Delivery: at least once; what was published before a crash is published again wi
 Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
 dead-lettered and counted, and the next one goes on; one whose key was destroyed is counted as forgotten. Privacy: what we
 write of an event, Feedback or dead letter, is redacted and sealed (see `infra.store.seal`), wherever it came from; what a
-topic or a file of somebody else's holds we only read.
+topic or a file of another system holds we only read.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 class EventSource(msgspec.Struct, kw_only=True):
     """One configured source. topic, file or webhook says where it listens. trouble: what hangs, and which errors were logged.
-    redactor: takes out of what is written what is nobody's business.
+    redactor: masks personal data in texts.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """

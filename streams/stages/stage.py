@@ -26,7 +26,7 @@ from schemas.topics import DEAD_LETTERS, Topic
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-EXIT_OPERATOR = 2  # as for a mistake in the settings: somebody has to do something
+EXIT_OPERATOR = 2  # as for a mistake in the settings: an operator has to act
 EXIT_UNKNOWN_MAJOR = 65  # EX_DATAERR
 EXIT_BROKER = 69  # EX_UNAVAILABLE
 EXIT_BUG = 70  # EX_SOFTWARE

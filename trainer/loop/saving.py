@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 async def write_checkpoint(run: Run, version: int) -> None:
-    """Write a checkpoint of now. version: of these weights; a resume publishes it if nobody did."""
+    """Write a checkpoint of now. version: of these weights; a resume publishes it if that is not done yet."""
     intake = run.intake
     run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next)
     uses, references = intake.buffer.uses.copy(), tuple(intake.buffer.references())

@@ -1,6 +1,6 @@
 """Waiting for a draw: the loop sleeps until the buffer changes, or until a straggler's time is up.
 
-Guarantee: groups dropped at the draw are told to the master at once, so that what will never be trained holds nobody up.
+Guarantee: groups dropped at the draw are reported to the master at once, so that it does not wait for them.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of 
 
 
 async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
-    """What the next step trains on; None when asked to stop, or to forget somebody first."""
+    """What the next step trains on; None when asked to stop, or to forget a user first."""
     with Stopwatch(run.report, "idle_seconds"):
         while not stop.is_set() and not must_forget(run):
             if run.intake.paused:
@@ -205,7 +205,7 @@ def is_rest(intake: Intake, num_groups: int, now_s: float) -> bool:
 
 
 def must_forget(run: Run) -> bool:
-    """Whether what is held of somebody is to be let go now; during the warm-up it waits for its end."""
+    """Whether the data of a forgotten user is to be dropped now; during the warm-up it waits for its end."""
     return run.position.warmed_up and run.intake.must_forget
 
 

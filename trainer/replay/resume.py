@@ -136,7 +136,7 @@ async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
 
 
 async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
-    """The items of a journaled batch; its groups are used, whatever became of its step, and the master is told again."""
+    """The items of a journaled batch; its groups are used, whatever became of its step, and the master gets its report."""
     used = (*one.batch.items, *one.batch.dropped)
     found = await read_blocks(run.log, {item.offset for item in used})
     await tell_drawn(run, one.batch)

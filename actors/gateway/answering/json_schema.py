@@ -68,7 +68,7 @@ class _Reading:
         self._names: dict[str, str] = {}
 
     def schema(self, given: Any, where: str, depth: int) -> Schema:
-        """A schema rewritten. where: its place, for what is told of it."""
+        """A schema rewritten. where: its place, for messages."""
         self._parts += 1
         if self._parts > MAX_PARTS or depth > MAX_DEPTH:
             raise _wrong(where, f"expected at most {MAX_PARTS} schemas within the schema, and {MAX_DEPTH} levels")
@@ -157,7 +157,7 @@ class _Reading:
         properties = {
             name: self.schema(one, f"{where}.properties.{name[:64]}", depth + 1) for name, one in given.items()
         }
-        # Others than those named are allowed only where somebody asked for them: an answer without them fits too.
+        # Others than those named are allowed only where the schema asks for them: an answer without them fits too.
         more = own.get("additionalProperties", not given)
         if isinstance(more, dict):
             more = self.schema(more, f"{where}.additionalProperties", depth + 1)

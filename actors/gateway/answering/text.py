@@ -20,7 +20,7 @@ class Detokenizer:
         self._decode = decode
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here
-        self._told = 0  # tokens before it are told
+        self._told = 0  # tokens before it are streamed
 
     def add(self, tokens: Sequence[int]) -> str:
         """What can be told after these tokens."""

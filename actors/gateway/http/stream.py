@@ -1,7 +1,7 @@
 """A response in pieces: the events of a stream while its choices are sampled.
 
 Guarantees: every piece a client gets was sampled; the last events name the finish reasons, then the usage, then
-[DONE]; an engine that fails in the middle ends the stream with an error event. A tool call is told once it is whole.
+[DONE]; an engine that fails in the middle ends the stream with an error event. A tool call is sent once it is whole.
 """
 
 import asyncio

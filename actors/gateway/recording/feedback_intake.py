@@ -1,6 +1,6 @@
 """What people say about answers: /v1/feedback and webhooks, checked and handed to the outbox as they came.
 
-Guarantees: a client is told "accepted" once the log or the disk has it, redacted, with what people wrote sealed
+Guarantees: a client gets "accepted" once the log or the disk has it, redacted, with what people wrote sealed
 (`infra.store.seal`): of a webhook all of the body, where it names an answer (one that names none is counted); a forged
 webhook is refused before it is read, one that comes again is one record; nothing about an answer is written that its key
 may not have trained on, nor anything sealed for an answer that never was. What it means is a feedback source's business.
@@ -194,8 +194,8 @@ class FeedbackIntake:
     def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
         """Sessions whose answers a webhook names, and whether all of them may be written about. Raises ApiError.
 
-        What looks like an answer's id and was never minted names nobody; whether one of an old log may be trained on is not
-        known, so it is taken.
+        What looks like an answer's id and was never minted names no session. Whether one of an old log may be trained on
+        is not known, so it is taken.
         """
         found, consented = [], True
         for session in sessions_in(text):

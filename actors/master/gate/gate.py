@@ -23,7 +23,7 @@ from infra.policies.channel import MASTERS, Stable, fenced, is_overtaken, moved
 from schemas import Closure, Directive, EvalResult, Experience, PolicyEvent, Progress
 from schemas.fields import Channel
 
-REMEMBERED = 1000  # decided versions whose results are kept: somebody may go back to one
+REMEMBERED = 1000  # decided versions whose results are kept: an operator may go back to one
 
 
 class GateDecision(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class Gate:
             self.people.progress(progress, at_ms)
 
     def alarms(self) -> list[str]:
-        """What somebody should look at: where the assumptions of a test fail."""
+        """What an operator should look at: where the assumptions of a test fail."""
         return self.people.alarms(self.stable) if self._weighs_people else []
 
     def breaches(self) -> list[Breach]:
@@ -183,7 +183,7 @@ class Gate:
         return GateDecision(version=version, passed=not faults, reason=reason, numbers=dict(numbers), channel=channel)
 
     def _history(self, suite: str, version: int) -> list[EvalResult]:
-        """Results of a suite up to a version, since somebody last said that all is well as it is."""
+        """Results of a suite up to a version, since an operator last said that all is well."""
         return [
             results[suite]
             for known, results in sorted(self._results.items())

@@ -1,8 +1,9 @@
 """What is known of how versions served: what people said of their answers, and how many failed or refused. Counts alone.
 
-People are counted, not ratings: of one person (a named rater, else a session) one word counts in a trial, and one on a
-day: what was said of the first answer of theirs that anybody rated. Whichever version gave it, so who is counted does not
-depend on the version. So nobody decides by saying much, and ratings that are alike because one person gave them count once.
+People are counted, not ratings: of one person (a named rater, else a session) one word counts in a trial, and one on a day:
+what was said of the first answer of theirs that anybody rated. Whichever version gave it, so who is counted does not depend
+on the version. So a person with many ratings does not decide, and ratings that are alike because one person gave them count
+once.
 
 Guarantees: of one answer the newest revision counts, and what was taken back counts for nothing; a word that comes later
 than `mature` after its answer counts for nothing, good or bad, so that how fast people praise or complain decides nothing;
@@ -34,7 +35,7 @@ Arm = tuple[int, int]  # the version that answered, and the version on trial whe
 
 
 class Tally(msgspec.Struct):
-    """What was served to somebody: answers, one of each session where gateways say so.
+    """What was served to one client: answers, one of each session where gateways say so.
 
     failed: the engine did not bring them to an end. refused: they began as a refusal.
 

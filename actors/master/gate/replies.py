@@ -1,6 +1,6 @@
 """Recorded production prompts, answered again by a candidate and by the stable version, compared. Pure.
 
-What nobody gave a right answer for can still be told apart: answers twice as long, cut off, refused or out of form.
+Answers without a known right answer can still be compared: answers twice as long, cut off, refused or out of form.
 """
 
 import re

@@ -109,7 +109,7 @@ async def _log(settings: "Settings") -> AsyncIterator["Log"]:
 
 @contextmanager
 def _serving(folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A gateway for the length of a block, ended so that it writes what it has left; its log is told where it failed."""
+    """A gateway for the length of a block, ended so that it writes what it has left; its log is printed where it failed."""
     command = [sys.executable, "-m", "infra.cli.main", "serve", "-c", str(folder / "headrace.toml")]
     with (folder / "serve.log").open("wb") as output:
         gateway = subprocess.Popen(command, stdout=output, stderr=output)

@@ -123,7 +123,7 @@ class Crowd:
         self.counts: Counter[str] = Counter()
 
     def leave(self) -> None:
-        """Nobody asks again."""
+        """No user asks again."""
         self._left = True
 
     async def run(self, num_users: int, until_s: float) -> None:
