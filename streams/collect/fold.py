@@ -20,7 +20,7 @@ from schemas.ids import group_of
 from schemas.names import tenant_in
 from streams.collect.credit import FeedbackRules, is_labelled, learn_usual, usual_of
 from streams.collect.decision import Decision, Folded, dead_letter
-from streams.collect.group import Attempt, BlockPlace, Group, Said, Words, fullest
+from streams.collect.group import Attempt, BlockPlace, Group, LoggedFeedback, Words, fullest
 from streams.collect.held import held_back
 from streams.collect.judge import Chain, judged, learned, stands
 from streams.collect.limits import DayLimits, beyond, charge
@@ -150,7 +150,7 @@ class _Fold:
             self.folded.drop("feedback with a bad ref")
             return
         answer = answer_of(feedback.ref)
-        said = Said(feedback, self.arrival.offset, self.arrival.timestamp_ms)
+        said = LoggedFeedback(feedback, self.arrival.offset, self.arrival.timestamp_ms)
         known = self.state.groups.get(group_id)
         if known is not None and is_repeat(known.said.get(answer), feedback):
             return
@@ -199,7 +199,7 @@ class _Fold:
         self.state.touched.add(group_id)
         return group
 
-    async def _hear(self, group: Group, said: Said) -> bool:
+    async def _hear(self, group: Group, said: LoggedFeedback) -> bool:
         """Take in what was said about an answer of this group; False if it was dropped."""
         answer = answer_of(said.feedback.ref)
         if group.is_closed:
@@ -215,7 +215,7 @@ class _Fold:
             self.state.schedule(group, self.arrival.timestamp_ms + max(rules.window_ms, rules.deadline_ms))
         return True
 
-    def _take(self, words: Words, said: Said) -> None:
+    def _take(self, words: Words, said: LoggedFeedback) -> None:
         before = verdicts(words)
         self.folded.drop(hear(words, said, self.rules.open_text))
         if echoing(self.rules.sources):
@@ -309,7 +309,7 @@ class _Fold:
             self.state.frames.remove(offset)
         self.state.close(group)
 
-    async def _late(self, group: Group, answer: str, said: Said) -> bool:
+    async def _late(self, group: Group, answer: str, said: LoggedFeedback) -> bool:
         """Feedback for a closed group, as its source's policy says; False if it was dropped."""
         source, open_text = self.rules.sources.get(said.feedback.source), self._open_text
         if source is None or source.late == "drop":

@@ -88,10 +88,11 @@ class Attempt(msgspec.Struct, array_like=True):
         return counts
 
 
-class Said(msgspec.Struct, array_like=True, frozen=True):
+class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True):
     """One feedback as it lies in the log.
 
-    Example: Said(feedback=Feedback(ref="hr-a1b2.0-3-0", id="ticket-81", value=0.8), offset=982, time_ms=1763715600000)
+    Example: LoggedFeedback(feedback=Feedback(ref="hr-a1b2.0-3-0", id="ticket-81", value=0.8), offset=982,
+                            time_ms=1763715600000)
     """
 
     feedback: Feedback
@@ -105,10 +106,10 @@ class Words(msgspec.Struct, array_like=True):
     known: digests of the last feedback that was heard, so that a redelivery is known. edits: how often a correction was
     made or taken back. See `streams.collect.words`.
 
-    Example: Words(standing=[Said(feedback=Feedback(...), offset=982, time_ms=1763715600000)], edits=1)
+    Example: Words(standing=[LoggedFeedback(feedback=Feedback(...), offset=982, time_ms=1763715600000)], edits=1)
     """
 
-    standing: list[Said] = []
+    standing: list[LoggedFeedback] = []
     known: dict[int, None] = {}
     edits: int = 0
 

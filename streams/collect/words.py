@@ -14,7 +14,7 @@ import msgspec
 
 from schemas import Feedback, Rating
 from schemas.ids import ANSWER_PREFIX
-from streams.collect.group import Said, Words
+from streams.collect.group import LoggedFeedback, Words
 
 MAX_WORDS = 64
 MAX_KNOWN = 256
@@ -38,7 +38,7 @@ def is_repeat(words: Words | None, feedback: Feedback) -> bool:
     return words is not None and _digest(feedback) in words.known
 
 
-def hear(words: Words, said: Said, open_text: OpenText = as_it_is) -> str:
+def hear(words: Words, said: LoggedFeedback, open_text: OpenText = as_it_is) -> str:
     """Take in one word about the answer. Returns why it does not stand, "" where it does or changes nothing.
 
     open_text: what was written about an answer, None where it is forgotten.
@@ -93,21 +93,21 @@ def edit_of(words: Words, open_text: OpenText = as_it_is) -> str | None:
     return None
 
 
-def _rating(said: Said) -> Rating:
+def _rating(said: LoggedFeedback) -> Rating:
     feedback = said.feedback
     assert feedback.value is not None
     return Rating(source=feedback.source, value=feedback.value, rater=feedback.rater, time_ms=said.time_ms)
 
 
-def _is_edit(said: Said) -> bool:
+def _is_edit(said: LoggedFeedback) -> bool:
     return said.feedback.type == "correction" and bool(said.feedback.text)
 
 
-def _rater(said: Said) -> tuple[str, str]:
+def _rater(said: LoggedFeedback) -> tuple[str, str]:
     return said.feedback.source, said.feedback.rater
 
 
-def _key(said: Said) -> tuple[str, str, str]:
+def _key(said: LoggedFeedback) -> tuple[str, str, str]:
     return (*_rater(said), said.feedback.type)
 
 

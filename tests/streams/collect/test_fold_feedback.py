@@ -8,7 +8,7 @@ from actors.master.gate.ratings import Ratings
 from schemas import Block
 from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
-from streams.collect.group import Said, Words
+from streams.collect.group import LoggedFeedback, Words
 from streams.collect.words import hear, verdicts
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
@@ -161,9 +161,9 @@ def test_raters_are_averaged_and_each_may_revise() -> None:
         said(REF, 1.0, id="2", rater="bob"),
         said(REF, 0.5, id="3", rater="ann"),
     ):
-        hear(words, Said(item, 0, 0))
+        hear(words, LoggedFeedback(item, 0, 0))
     assert verdicts(words) == {"csat": 0.75}
-    hear(words, Said(said(REF, 0.0, id="4", rater="bob", type="retraction"), 0, 0))
+    hear(words, LoggedFeedback(said(REF, 0.0, id="4", rater="bob", type="retraction"), 0, 0))
     assert verdicts(words) == {"csat": 0.5}
 
 

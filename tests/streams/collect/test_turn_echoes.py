@@ -4,7 +4,7 @@ import msgspec
 
 from schemas.ids import request_group, session_name
 from streams.collect.credit import FeedbackRules
-from streams.collect.group import Attempt, Echo, Group, Said, Words
+from streams.collect.group import Attempt, Echo, Group, LoggedFeedback, Words
 from streams.collect.turns import (
     MAX_TURNS,
     NO_TURN,
@@ -27,7 +27,7 @@ def turn(number: int, depth: int, *values: float, winner: int = 0, **more: objec
     group = Group(request_group(SESSION, 7, number), winner=winner, depth=depth, **more)
     ref = f"{group.id}.{max(winner, 0)}-0-0"
     for at, value in enumerate(values):
-        hear(group.said.setdefault(ref, Words()), Said(said(ref, value, id=str(at), rater=f"r{at}"), at, at))
+        hear(group.said.setdefault(ref, Words()), LoggedFeedback(said(ref, value, id=str(at), rater=f"r{at}"), at, at))
     return group
 
 

@@ -22,7 +22,7 @@ from streams.collect.credit import (
     usual_of,
     with_edit,
 )  # fmt: skip
-from streams.collect.group import Echo, Said, Words
+from streams.collect.group import Echo, LoggedFeedback, Words
 from streams.collect.words import (
     MAX_KNOWN,
     MAX_RATINGS,
@@ -42,7 +42,7 @@ REF = "a.0.0-0-0"
 
 def heard(words: Words, number: int, value: float | None = None, **more: object) -> str:
     given = {"ref": REF, "id": str(number), "value": value, "source": "csat", **more}
-    return hear(words, Said(msgspec.convert(given, Feedback), number, 1_000 + number))
+    return hear(words, LoggedFeedback(msgspec.convert(given, Feedback), number, 1_000 + number))
 
 
 def edit(words: Words, number: int, text: str, **more: object) -> str:
