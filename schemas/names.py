@@ -85,8 +85,8 @@ def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | No
     return next((one for one in consents if _same(check, _check(secret, name, one))), None)
 
 
-def _same(told: str, ours: str) -> bool:
-    return hmac.compare_digest(told.encode("utf-8", "replace"), ours.encode())  # what clients tell may be any letters
+def _same(given: str, ours: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), ours.encode())  # a client may send any letters
 
 
 def _tag(secret: bytes, tenant: str) -> str:

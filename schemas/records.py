@@ -199,7 +199,7 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
 
 
 class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
-    """What the trainer took from its buffer for one step, told to the master after it is journaled.
+    """What the trainer took from its buffer for one step, reported to the master after it is journaled.
 
     step: optimizer step that is about to run. version: policy version when drawn. groups: trained. dropped: groups the
     trainer will never train, with the reason.

@@ -78,7 +78,7 @@ class Followed(Protocol):
 
     @property
     def log(self) -> Log:
-        """Where events are read and refusals told."""
+        """Where events are read and refusals are written."""
 
     @property
     def engine(self) -> Engine:
@@ -244,7 +244,7 @@ class PolicyFollower:
         _log.info("reloaded version=%d pause_ms=%.1f probe=%.2g", version, report.pause_ms, report.probe_abs_max)
 
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
-        """Begin again from the anchor; what is refused even then is given up, and told."""
+        """Begin again from the anchor; what is refused even then is given up, and reported."""
         self._follower = PolicyFetcher(self._store, self._policy)
         self._runtime.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)

@@ -183,7 +183,7 @@ class _Loops(msgspec.Struct, frozen=True):
             counters=metrics.counters(),
             gauges=metrics.gauges(),
             state="serving",
-            answered=gateway.tallies.told(),
+            answered=gateway.tallies.report(),
             life="working",
             is_canary=gateway.config.channel == "canary",
         )

@@ -102,7 +102,7 @@ class Admission:
     def drawn(self, drawn: Drawn) -> int:
         """The trainer took groups for a step, or dropped them for good; returns how many that ended.
 
-        A trainer that lost its lease counts for nothing; a step told twice, after a resume, counts once.
+        A trainer that lost its lease counts for nothing; a step reported twice, after a resume, counts once.
         """
         if drawn.token < self._token:
             return 0

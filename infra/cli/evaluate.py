@@ -49,9 +49,9 @@ async def run_eval(
     if as_json:
         print(printable_json(msgspec.json.encode(found).decode()))
     else:
-        told = {"share": found.accuracy, "interval": found.interval, "pass_at": found.pass_at}
+        stats = {"share": found.accuracy, "interval": found.interval, "pass_at": found.pass_at}
         asked = "" if found.version == wanted else f" (explorers were past version {wanted})"
-        Screen().print(f"{suite} {accuracy_text(told)} at v{found.version}{asked}")
+        Screen().print(f"{suite} {accuracy_text(stats)} at v{found.version}{asked}")
     return 0
 
 

@@ -43,11 +43,11 @@ async def run_recover(config: Path, sets: list[str], *, yes: bool) -> int:
 async def recover(log: Log, store: Store, floor: Floor, console: Console, *, agreed: bool) -> int:
     """`run_recover` on a log. agreed: do not ask."""
     fit = await fit_of(log, store, floor)
-    told = fault(fit, floor.app, repr(store)).partition(": ")[0]
-    if not told:
+    reason = fault(fit, floor.app, repr(store)).partition(": ")[0]
+    if not reason:
         console.print("The log and the store belong together: there is nothing to recover.")
         return 0
-    console.print(f"{told}.")
+    console.print(f"{reason}.")
     if fit.verdict == "store lost":
         console.print(STORE_LOST)
         return 1

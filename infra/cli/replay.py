@@ -166,8 +166,8 @@ def line(one: Compared, *, verify: bool) -> str:
     """A checkpoint as a line."""
     words = [f"step {one.step:>6}  v{one.version:<5} {one.got[:SHOWN_HASH]}"]
     if verify:
-        told = ", ".join(each[:SHOWN_HASH] for each in one.expected)
-        words.append("equal" if one.equal else f"DIFFERS: the run told {told}")
+        expected = ", ".join(each[:SHOWN_HASH] for each in one.expected)
+        words.append("equal" if one.equal else f"DIFFERS: the run recorded {expected}")
         if not one.equal and one.distance is not None:
             words.append(f"largest difference of a weight {one.distance:.3g}")
         if one.fault:

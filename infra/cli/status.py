@@ -177,8 +177,13 @@ async def learning_state(log: Log) -> State:
         if isinstance(word, Directive) and word.order == "continue":
             state = {"state": "on"}
         elif isinstance(word, Directive) and word.is_of_learning:
-            told = {"pause": "paused", "drain": "draining"}[word.order]
-            state = {"state": told, "by": word.owner, "reason": word.reason, "since_s": message.timestamp_ms / 1000}
+            state_word = {"pause": "paused", "drain": "draining"}[word.order]
+            state = {
+                "state": state_word,
+                "by": word.owner,
+                "reason": word.reason,
+                "since_s": message.timestamp_ms / 1000,
+            }
     return state
 
 

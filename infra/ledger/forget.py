@@ -92,7 +92,7 @@ async def withdraw_tasks(log: Log, subjects: Collection[str]) -> int:
 
 
 async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:
-    """The first checkpoint of a run told in the journal from an offset on and from a time on, waited for."""
+    """The first checkpoint of a run that the journal names from an offset on and from a time on, waited for."""
     reader = await log.assigned(topics.BATCHES, {0: since})
     try:
         while True:

@@ -310,6 +310,6 @@ def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, i
 
 def keys_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:
     """Key id, group and its session ("" for none) of sealed records, as their Kafka headers tell."""
-    told = [dict(record.headers) for record in records]
-    pairs = [(one["key"], one["group"].decode(errors="replace")) for one in told if "key" in one and "group" in one]
+    headers = [dict(record.headers) for record in records]
+    pairs = [(one["key"], one["group"].decode(errors="replace")) for one in headers if "key" in one and "group" in one]
     return [(key.decode(errors="replace"), number(group), session_of(group)) for key, group in pairs]

@@ -60,7 +60,7 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyTrace(msgspec.Struct, frozen=True, kw_only=True):
     """What made a policy: the steps since its parent, and who was trained on in them.
 
-    lanes, versions: lane or behaviour version → experiences. tenants are not told: the journal does not hold them.
+    lanes, versions: lane or behaviour version → experiences. without tenants: the journal does not hold them.
     """
 
     version: int

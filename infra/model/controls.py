@@ -12,7 +12,7 @@ So the copy cuts the text where the tokenizer would, and what people wrote goes 
 Guarantees: the control tokens of a conversation are exactly the template's, also where two fields make up a name together;
 without them the ids say the very text; innocent text has the ids of the plain tokenizer; no text raises UnicodeError.
 
-Limits: a template that marks turns by plain words, which no token stands for, cannot be told from a message that says the
+Limits: a template that marks turns by plain words, without tokens of their own, looks the same as a message that says the
 same; a name that a template itself puts together around a field (`<|` role `|>`) is the template's. Added tokens that are
 not special (`<think>`, `<tool_call>` of many models) are words like any other, so that a model's own answers can be read back.
 """

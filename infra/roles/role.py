@@ -1,4 +1,4 @@
-"""What a role's process needs around its loops: run them until told to stop, and say the one error that ended them."""
+"""What a role's process needs around its loops: run them until asked to stop, and report the one error that ended them."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -166,11 +166,11 @@ def end_for(error: BaseException, doing: str) -> NoReturn:
 
 def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
     """End the process after Faust has ended. What a restart would only meet again ends it with the way out, for good."""
-    told = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "OffsetOutOfRangeError":
         way_out = f"`headrace skip {stage}` goes on at the oldest records that are kept, and says what is lost"
-        end_process(f"{stage}: records were deleted before they were read ({told}); {way_out}", EXIT_OPERATOR)
-    end_process(f"{stage}: Faust stopped: {told}", EXIT_BUG)
+        end_process(f"{stage}: records were deleted before they were read ({reason}); {way_out}", EXIT_OPERATOR)
+    end_process(f"{stage}: Faust stopped: {reason}", EXIT_BUG)
 
 
 def causes(error: BaseException) -> list[BaseException]:

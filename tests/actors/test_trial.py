@@ -9,7 +9,7 @@ from actors.config import CanaryConfig, GateConfig, GateGuardConfig, GateSuite, 
 from actors.master.gate.gate import Gate, GateDecision, decision_event
 from actors.master.gate.guard import Breach
 from actors.master.gate.ratings import Tally
-from actors.master.gate.trial import PeopleBlock, decided, heard_of, merged, outcome, weighed
+from actors.master.gate.trial import PeopleBlock, decided, evidence_of, merged, outcome, weighed
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
 from tests.actors.rated import BLOCK_MS, crowd, rated
 
@@ -82,7 +82,7 @@ def test_a_version_whose_odds_are_twice_as_high_is_turned_away_and_seldom_let_th
 
 def test_what_is_let_through_is_let_through_by_evidence_alone_however_many_spoke() -> None:
     """As many complaints as between equal and twice the odds: nothing is decided by 400 people of each side."""
-    heard = heard_of(CONFIG, PEOPLE, [PeopleBlock("acme", 0, 400, 48, 400, 36)], several=False)
+    heard = evidence_of(CONFIG, PEOPLE, [PeopleBlock("acme", 0, 400, 48, 400, 36)], several=False)
     assert math.log(CONFIG.beta) < heard.favour and heard.against < math.log(3 / CONFIG.alpha)
     assert outcome(CONFIG, PEOPLE, heard, {}, {}, 0).ended == ""
 
@@ -92,7 +92,7 @@ def test_a_master_that_was_away_decides_as_one_that_looked_at_every_block() -> N
         [PeopleBlock("a", n, 9, 9, 9, 0) for n in range(3)],
         [PeopleBlock("a", 3 + n, 9, 0, 9, 9) for n in range(9)],
     )
-    heard = heard_of(CONFIG, PEOPLE, [*bad, *good], several=False)
+    heard = evidence_of(CONFIG, PEOPLE, [*bad, *good], several=False)
     assert decided(CONFIG, heard.against, heard.favour) == ends([*bad, *good]) == "failed"
 
 
@@ -256,7 +256,7 @@ def test_a_trial_begun_by_hand_without_a_rule_is_ended_by_hand() -> None:
 
 def test_a_tally_of_nobody_decides_nothing() -> None:
     assert (
-        outcome(CONFIG, PEOPLE, heard_of(CONFIG, PEOPLE, [], several=False), {}, {"": Tally(answers=900)}, 0).ended
+        outcome(CONFIG, PEOPLE, evidence_of(CONFIG, PEOPLE, [], several=False), {}, {"": Tally(answers=900)}, 0).ended
         == ""
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.engines.engine import Engine
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import publish
 from infra.store.memory import MemoryStore
 from tests.contracts.test_learner import batch, opened
@@ -39,7 +39,7 @@ def test_three_versions_of_a_family_are_trained_published_loaded_and_proved(
     store = MemoryStore()
 
     async def main() -> None:
-        follower, serving, previous = Follower(store, "main"), engine(folder), None
+        follower, serving, previous = PolicyFetcher(store, "main"), engine(folder), None
         await serving.start()
         try:
             for version in range(3):

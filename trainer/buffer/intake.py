@@ -107,7 +107,9 @@ async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped
         while True:
             for message in await log.read(reader, timeout_s=1.0):
                 await take_in(log, intake, metrics, tell_dropped, message)
-                intake.buffer_next = message.offset + 1  # a checkpoint may come any time: what it passes has been told
+                intake.buffer_next = (
+                    message.offset + 1
+                )  # a checkpoint may come any time: what it passes has been reported
                 intake.changed.set()
     finally:
         await reader.close()

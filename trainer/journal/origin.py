@@ -101,7 +101,7 @@ def differences(then: Mapping[str, str], here: Mapping[str, str]) -> dict[str, t
     """What is not as it was: name → (then, here)."""
     names = sorted(then.keys() | here.keys()) if then else []
     return {
-        name: (then.get(name, "not told"), here.get(name, "not told"))
+        name: (then.get(name, "not known"), here.get(name, "not known"))
         for name in names
         if then.get(name) != here.get(name)
     }

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: told in the journal, stored, then what the horizon no longer needs is removed.
+"""Writing a checkpoint: named in the journal, stored, then what the horizon no longer needs is removed.
 
 Order: Saved record (it counts) → state → manifest → older checkpoints → `buffer` below all that stay → uses and policies of
 before the horizon. So a manifest belongs to a record that counts, and nothing is removed that a checkpoint on disk could

@@ -4,7 +4,7 @@
     batches ──> what was journaled since ─> executed again, published where the event is missing
 
 Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are. What was forgotten
-between a step and the next checkpoint is excepted: it is left out, told and counted.
+between a step and the next checkpoint is excepted: it is left out, reported and counted.
 """
 
 import asyncio

@@ -166,8 +166,8 @@ class _Reading:
         if more is not False:
             self._open += 1 + len(given.keys() - set(required))
             if self._open > MAX_OPEN:
-                told = f"expected at most {MAX_OPEN} such objects and optional properties of theirs; say required, or false"
-                raise _wrong(f"{where}.additionalProperties", told)
+                expected = f"expected at most {MAX_OPEN} such objects and optional properties of theirs; say required, or false"
+                raise _wrong(f"{where}.additionalProperties", expected)
         return {"type": "object", "properties": properties, "required": required, "additionalProperties": more}
 
     def _array(self, own: Schema, where: str, depth: int) -> Schema:
@@ -201,8 +201,8 @@ def _refuse(own: Schema, known: set[str], where: str) -> None:
     """Keywords that would not be kept."""
     for name in own:
         if name not in known:
-            told = ", ".join(sorted(known)) or "nothing more"
-            raise _wrong(f"{where}.{name[:64]}", f"cannot be kept here, expected {told}")
+            allowed = ", ".join(sorted(known)) or "nothing more"
+            raise _wrong(f"{where}.{name[:64]}", f"cannot be kept here, expected {allowed}")
 
 
 def _is_number(value: Any) -> bool:

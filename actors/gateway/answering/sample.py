@@ -85,12 +85,12 @@ class Growing:
 async def sample_whole(engine: Engine, decode: Decode, prompt: Sequence[int], sampling: Sampling) -> SampledAnswer:
     """An answer that is not streamed: the cheapest way, where there is no stop string to look for."""
     completion = await engine.generate(prompt, sampling)
-    told = completion.tokens[:-1] if completion.stopped else completion.tokens
+    text_tokens = completion.tokens[:-1] if completion.stopped else completion.tokens
     return SampledAnswer(
         tokens=list(completion.tokens),
         logprobs=list(completion.logprobs),
         starts=[(span.version, span.start) for span in completion.spans],
-        text=decode(told),
+        text=decode(text_tokens),
         finish="stop" if completion.stopped else "length",
         stopped=completion.stopped,
     )

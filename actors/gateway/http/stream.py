@@ -66,7 +66,7 @@ class EventStream:
     def _watch(self, index: int) -> OnText:
         def tell(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
             if self._in_flight.request.force:
-                return  # the answer is a tool call, told when it is whole
+                return  # the answer is a tool call, sent when it is whole
             said = self._guards[index].add(piece)
             if said or (tokens and self._in_flight.request.logprobs):
                 self._say(index, said, tokens, logprobs)

@@ -176,7 +176,7 @@ class FeedbackIntake:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
         if not self._secret():
-            raise unavailable("whose answers it names cannot be told yet: the object store is away; send it again")
+            raise unavailable("whose answers it names is not known yet: the object store is away; send it again")
         identity = hmac.new(webhook.secret, b"event\x00" + body, hashlib.sha256).hexdigest()[:24]
         if identity in self._taken:
             self._metrics.counter("feedback_received", path=webhook.path, outcome="repeated").inc()
@@ -212,7 +212,7 @@ class FeedbackIntake:
         return found, consented
 
     async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:
-        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and told so."""
+        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and the sender gets an error."""
 
         async def prepare() -> Control:
             if seal is None:

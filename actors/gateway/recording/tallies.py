@@ -48,7 +48,7 @@ class Tallies:
         """Answers that the engine did not bring to their end."""
         self._add(Answered(version=version, trial=trial, answers=count, failed=count), asker)
 
-    def told(self) -> tuple[Answered, ...]:
+    def report(self) -> tuple[Answered, ...]:
         """As the gateway reports it."""
         lately = list(self._clients)[-TOLD_CLIENTS:]
         return tuple(

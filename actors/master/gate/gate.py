@@ -166,8 +166,8 @@ class Gate:
             if share < bar.at_least:
                 faults.append(f"{suite}: {share:.3f}, expected at least {bar.at_least:g}")
             elif suite in before and drop(bar, found[suite], before[suite]):
-                told = f"{before[suite].accuracy:.3f}"
-                faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {told}")
+                stable = f"{before[suite].accuracy:.3f}"
+                faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {stable}")
             elif less := total_drop(bar, self._history(suite, version)):
                 faults.append(f"{suite}: the last {bar.over} candidates are {less:.3f} below the best {bar.over}")
         if self._replies is not None:

@@ -118,12 +118,12 @@ class Ratings:
             self._change(closure.group, answer, ratings_of(closure, answer.answered_ms))
 
     def progress(self, progress: Progress) -> None:
-        """A gateway told what it served."""
-        for told in progress.answered:
-            place = (progress.instance, (told.version, told.trial))
+        """A gateway reports what it served."""
+        for answered in progress.answered:
+            place = (progress.instance, (answered.version, answered.trial))
             known = self._served.get(place)
-            if known is None or told.answers > known.answers:
-                self._served[place] = told
+            if known is None or answered.answers > known.answers:
+                self._served[place] = answered
 
     def of_trial(self, trial: int) -> Voices:
         """People whose sessions were drawn while a version was on trial."""
@@ -192,11 +192,11 @@ class Ratings:
 
     def _sum(self, wanted: Callable[[Arm], bool]) -> dict[str, Tally]:
         found: dict[str, Tally] = {}
-        for (_, arm), told in self._served.items():
+        for (_, arm), answered in self._served.items():
             if not wanted(arm):
                 continue
-            whole = Client(client="", sessions=told.answers, failed=told.failed, refused=told.refused)
-            for one in told.clients or (whole,):
+            whole = Client(client="", sessions=answered.answers, failed=answered.failed, refused=answered.refused)
+            for one in answered.clients or (whole,):
                 tally = found.setdefault(one.client, Tally())
                 tally.answers += one.sessions
                 tally.failed += one.failed

@@ -180,10 +180,10 @@ async def _ask(traffic: Traffic, settings: "Settings", key: str, per_s: float) -
         async def one(due: float) -> None:
             phase, answer, late_s = traffic.phase, "", time.perf_counter() - due
             try:
-                told = await http.post(url, json=BODY)
-                answer = told.json()["id"] if told.status_code == 200 else ""
+                response = await http.post(url, json=BODY)
+                answer = response.json()["id"] if response.status_code == 200 else ""
             except httpx.HTTPError:
-                pass  # told as a request that failed
+                pass  # counted as a request that failed
             traffic.asked.append(OutageRequest(phase, time.perf_counter() - due, late_s, answer))
 
         begin, number = time.perf_counter(), 0

@@ -27,7 +27,7 @@ def replay(
         bool, typer.Option("--trust-plugins", help="Import and call what its settings name and headrace does not ship.")
     ] = False,
     max_unpacked: Annotated[
-        int | None, typer.Option(help="What an archive may unpack to; 32 GiB unless told.", metavar="BYTES", min=1)
+        int | None, typer.Option(help="What an archive may unpack to; 32 GiB by default.", metavar="BYTES", min=1)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
