@@ -26,7 +26,7 @@ DOORS = {
     "minio": ("infra/store",),
     "cryptography": ("infra/store/seal.py",),
     "aiokafka": ("infra/log/",),
-    "transformers": ("infra/model/", "infra/cli/demo/", "infra/cli/bench/"),
+    "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/", "infra/cli/bench/"),
     "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
     "PIL": ("infra/store/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/observe/metrics.py",),
