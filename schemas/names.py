@@ -78,7 +78,7 @@ def tenant_in(group: str) -> str:
 
 
 def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | None:
-    """With which of `consents` a session was minted; None for one that was made up, or stands in an old log."""
+    """With which of `consents` a session was minted; None for one that was made up, or is of an old log."""
     name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]
     if len(session) != ids.SESSION_LETTERS:
         return None

@@ -100,7 +100,7 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
 
 
 class DropMarker(Struct, frozen=True, tag_field="kind", tag="stub"):
-    """Stands in `verified` for an experience that was dropped, so that its group can complete.
+    """Takes the place in `verified` of an experience that was dropped, so that its group can complete.
 
     id: of the dropped experience. stage, processor: who dropped it. reason: a short constant phrase, used as a label.
 
@@ -155,7 +155,7 @@ class Tick(Struct, frozen=True, tag_field="kind", tag="tick"):
 
 
 class Rating(Struct, frozen=True):
-    """What one rater thinks of one answer, as it stands: revised ones are replaced, those taken back are not there.
+    """What one rater thinks of one answer: revised ones are replaced, those taken back are not there.
 
     source: the feedback source. rater: a pseudonym, "" where none is named. value: 0 to 1, of this answer alone: what is
     credited to it for later turns is no rating. time_ms: log-append time of the feedback.

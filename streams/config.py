@@ -24,7 +24,7 @@ class From(Section, frozen=True):
     topic: full name of any Kafka topic with JSON values. file: path of a JSONL file that grows, relative to the TOML.
     webhook: path at the gateway, such as "/zendesk"; "/v1/feedback" is what clients of the gateway say with their keys.
     secret_env: environment variable of the gateway with the secret a webhook is signed with (HMAC-SHA256).
-    signature_header: where the signature stands. timestamp_header: signed in front of the body, "" for none; each sender has
+    signature_header: carries the signature. timestamp_header: signed in front of the body, "" for none; each sender has
     its own name for it. Without it, who has seen a signed body can send it again: gateway and stream worker take it for the
     record it is while they remember it (the newest 65,536). tenant: of API keys; the webhook may speak of the answers given to
     that one alone, "" for everybody's.

@@ -117,7 +117,7 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one continuation. Cancelling the call frees the request.
 
-        images: what stands at the image tokens of the prompt, in order. ValueError where their number differs, or the
+        images: those at the image tokens of the prompt, in order. ValueError where their number differs, or the
         model or the engine takes none.
         on_chunk: called in the caller's event loop with what was sampled since its last call, in order and before the
         completion returns; together the chunks are the completion. What it raises is raised here.

@@ -131,7 +131,7 @@ class GatewayConfig(Section, frozen=True):
 
 
 class Webhook(msgspec.Struct, frozen=True):
-    """A path that takes feedback from outside. secret: of its signature. header: where that stands.
+    """A path that takes feedback from outside. secret: of its signature. header: that carries it.
 
     timestamp_header: part of what is signed, "" for none. tenant: whose answers alone it may speak of, "" for everybody's.
 

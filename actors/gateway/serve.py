@@ -85,7 +85,7 @@ async def run_gateway(
     minter = minter or Minter()
     instance = f"{ROLE}/{os.getpid()}/{minter.epoch % 2**32:08x}"  # its counts begin anew with the process
     steps = processor_steps(config)
-    # A folder of its own kind: in it stands the version served last, and a stable gateway must not find a canary's.
+    # A folder of its own kind: it holds the version served last, and a stable gateway must not find a canary's.
     claimed = ClaimedFolder(floor.folder / config.spool, "canary" if config.channel == "canary" else ROLE)
     sock = bound(config.listen)  # first: an address that is taken ends the start before a model is loaded
     try:

@@ -41,7 +41,7 @@ async def run_eval(
                     found = await result_of(log, settings.policy.name, suite, wanted)
         except TimeoutError:
             status.print(
-                f"no result of {suite} at version {wanted} within {within}: the request stands; "
+                f"no result of {suite} at version {wanted} within {within}: the request stays in the log; "
                 "`headrace status` shows whether master and explorers are at work",
                 style="red",
             )

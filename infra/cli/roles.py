@@ -248,7 +248,7 @@ async def require_fit_if_there(settings: Settings) -> None:
 
 
 def gateway_of(settings: Settings) -> GatewayConfig:
-    """The [gateway] table, or its defaults where there is none; of a canary, as it stands beside the others."""
+    """The [gateway] table, or its defaults where there is none; of a canary, as it runs beside the others."""
     config = settings.gateway or GatewayConfig()
     return config.as_canary() if config.channel == "canary" else config
 

@@ -23,7 +23,8 @@ READ_S = 30.0
 class TrainedUse(msgspec.Struct, frozen=True):
     """One optimizer step that trained on an answer.
 
-    Example: TrainedUse(step=40, version=39, lane="usual", revision=0, use=0, advantage=0.93, weight=1.0, undone="")
+    Example: TrainedUse(step=40, time_ms=1763715600000, version=39, lane="usual", revision=0, use=0,
+                        advantage=0.93, weight=1.0, undone="")
     """
 
     step: int

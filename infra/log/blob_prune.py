@@ -20,7 +20,7 @@ from schemas import DeadLetter
 from schemas.errors import BadFrame
 from schemas.topics import ALL, DEAD_LETTERS, Topic
 
-LEEWAY_DAYS = 2  # clocks that disagree, and a sender that stands still between deposit and record
+LEEWAY_DAYS = 2  # clocks that disagree, and a sender that stops between deposit and record
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ async def prune_frames(log: Log, *, today: int, keep_ms: int) -> int:
 
 
 async def claimed_keys(log: Log) -> set[str]:
-    """Keys that the records of the log claim, as it stands when each topic is come to."""
+    """Keys that the records of the log claim, as it is when each topic is read."""
     holding = [topic for topic in ALL if "Block" in topic.holds]
     keys: set[str] = set()
     for topic in (DEAD_LETTERS, *holding, DEAD_LETTERS):

@@ -1,7 +1,7 @@
 """Control tokens (what separates turns and roles) in text that people, tools and tasks write: they are spelled, not obeyed.
 
-A tokenizer finds the names of its special tokens wherever they stand in a text. Here only those count that the chat template
-wrote itself. Innocent text, in which no such name stands, takes the plain way. For any other text a copy of the tokenizer is
+A tokenizer finds the names of its special tokens wherever they are in a text. Here only those count that the chat template
+wrote itself. Text without such a name takes the plain way. For any other text a copy of the tokenizer is
 used that obeys no special token: the template's own are passed to it under secret names, and the ids are put back behind it.
 So the copy cuts the text where the tokenizer would, and what people wrote goes through it as text.
 
@@ -57,7 +57,7 @@ class Controls:
         return self._obeyed(text, [match.start() for match in self._anywhere.finditer(text)])
 
     def prepare(self) -> None:
-        """Make the copy now: for a process that may not stand still for it later."""
+        """Make the copy now: for a process that may not stop for it later."""
         self._obeyed("", [])
 
     def encode_rendered(self, given: Any, render: Callable[[Any], str]) -> list[int]:
@@ -91,7 +91,7 @@ class Controls:
         return [self._back.get(token, token) for token in ids if token != cut]
 
     def _stands_in(self, text: str) -> bool:
-        """Whether a name stands in the text, or would once the tokenizer has normalized it."""
+        """Whether a name is in the text, or would be once the tokenizer has normalized it."""
         if not self.ids:
             return False
         if self._anywhere.search(text):

@@ -73,7 +73,7 @@ class Correct:
 
 
 def without_edit(answer: Experience) -> Experience:
-    """The answer as it goes on: what was made of the edit stands elsewhere."""
+    """The answer as it goes on: what was made of the edit is elsewhere."""
     return answer if answer.edit is None else msgspec.structs.replace(answer, edit=None)
 
 

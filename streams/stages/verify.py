@@ -1,7 +1,7 @@
 """Stage verify: a block of experiences goes through the chain; what is kept goes on as a block, what is not as drop markers.
 
 Guarantees: every experience of a readable block is either in the block that goes on or has a drop marker with its reason, so
-its group can complete (a duplicate has none: its original stands there); eval answers go to `evals`, scored, and are
+its group can complete (a duplicate has none: its original is there); eval answers go to `evals`, scored, and are
 never dropped.
 """
 
@@ -124,7 +124,7 @@ def blocks_by_group(experiences: Sequence[Experience]) -> list[Block]:
 
 
 def marker_of(drop: Dropped) -> DropMarker:
-    """The header-only stand-in of a dropped experience."""
+    """The drop marker of an experience: its header alone."""
     experience = drop.experience
     return DropMarker(
         id=experience.id,

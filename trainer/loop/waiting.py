@@ -69,7 +69,7 @@ async def while_paused(run: Run, stop: asyncio.Event) -> None:
 
 
 def decide(run: Run, *, now_s: float) -> Draw:
-    """The draw as the buffer stands: the paced lane decides, the others follow in proportion."""
+    """The draw from the buffer as it is now: the paced lane decides, the others follow in proportion."""
     lanes = run.config.lanes
     taken: list[Candidate] = []
     dropped: list[tuple[Candidate, str]] = []

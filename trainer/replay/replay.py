@@ -154,7 +154,7 @@ def up_to(todo: Iterable[Pending | Rollback], to_step: int | None) -> list[Pendi
 
 
 def step_of(one: Pending | Rollback) -> int:
-    """The step a run stands at after an entry."""
+    """The step a run is at after an entry."""
     return one.to_step if isinstance(one, Rollback) else one.batch.step
 
 

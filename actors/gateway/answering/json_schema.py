@@ -153,7 +153,7 @@ class _Reading:
         if not isinstance(given, dict):
             raise _wrong(f"{where}.properties", f"got {_shown(given)}, expected an object")
         if not isinstance(required, list) or any(not isinstance(name, str) or name not in given for name in required):
-            raise _wrong(f"{where}.required", f"got {_shown(required)}, expected names that stand in properties")
+            raise _wrong(f"{where}.required", f"got {_shown(required)}, expected names that are in properties")
         properties = {
             name: self.schema(one, f"{where}.properties.{name[:64]}", depth + 1) for name, one in given.items()
         }
@@ -182,7 +182,7 @@ class _Reading:
 
 
 def _fitting(value: Any, kind: Any, where: str) -> Any:
-    """A value of enum or const: a string, number, boolean or null of the type that stands beside it."""
+    """A value of enum or const: a string, number, boolean or null of the type given beside it."""
     own = OF_PYTHON.get(type(value))
     kinds = [own, "number"] if own == "integer" else [own]
     if (

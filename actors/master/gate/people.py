@@ -21,7 +21,7 @@ MOST = 0.8  # share of the people that is almost everybody
 
 
 class People:
-    """Ratings, and since when the channel stands as it stands."""
+    """Ratings, and since when the channel has not moved."""
 
     def __init__(self, config: GateConfig) -> None:
         self.ratings = Ratings(config.people)
@@ -60,7 +60,7 @@ class People:
             self._trial_ms = at_ms
 
     def tried(self, stable: Stable) -> trial.TrialResult:
-        """How the trial stands. Only with [master.gate.canary]."""
+        """The state of the trial. Only with [master.gate.canary]."""
         assert self._config.canary is not None
         version = stable.trial
         return trial.outcome(

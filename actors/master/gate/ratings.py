@@ -79,7 +79,7 @@ class Voices:
         return (voice for voice in self._known.values() if voice.bad is not None)
 
     def speak(self, person: str, voice: Voice) -> None:
-        """What a person thinks of an answer as it stands; of their answers the first one counts."""
+        """What a person thinks of an answer now; of their answers the first one counts."""
         if place_of_person(person) >= self._place:
             return
         known = self._known.get(person)
@@ -164,7 +164,7 @@ class Ratings:
         in_time = [one for one in ratings if one.time_ms <= deadline_ms]
         late = {person_of(group, one) for one in ratings if one.time_ms > deadline_ms}
         bad = {person_of(group, one): self._is_bad(one) for one in reversed(in_time)}
-        # What is replaced after its time stands as it stood; what is taken back is not there any more.
+        # What is replaced after its time stays as it was; what is taken back is not there any more.
         gone = [person for person in answer.people if person not in bad and person not in late]
         answer.people = (*bad, *(person for person in answer.people if person in late and person not in bad))
         for voices in self._places(answer):
@@ -205,7 +205,7 @@ class Ratings:
 
 
 def ratings_of(closure: Closure, answered_ms: int) -> tuple[Rating, ...]:
-    """What people said of an answer; in logs older than ratings what is credited to it stands for it."""
+    """What people said of an answer; in logs older than ratings what is credited to it is taken instead."""
     if closure.ratings is not None:
         return closure.ratings
     reward = closure.mean_reward

@@ -30,7 +30,7 @@ LEAST_OF_BLOCK = 8  # people of both sides; fewer wait for those of the next blo
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """How a trial stands. ended: "" while it goes on. numbers: what it was decided on.
+    """The state of a trial. ended: "" while it goes on. numbers: what it was decided on.
 
     Example: TrialResult(ended="passed", reason="rated down by 30 of 412 people, version 40 by 305 of 3720", numbers={...})
     """
@@ -79,7 +79,7 @@ def outcome(
     old: Mapping[str, Tally],
     age_ms: int,
 ) -> TrialResult:
-    """How a trial of that age stands. new, old: what both sides served, by client."""
+    """The state of a trial of that age. new, old: what both sides served, by client."""
     numbers = {f"trial/{name}": float(value) for name, value in msgspec.structs.asdict(evidence).items()}
     stable = f"the stable version by {evidence.bad_stable} of {evidence.people_stable}"
     reason = f"rated down by {evidence.bad} of {evidence.people} people, {stable}"
