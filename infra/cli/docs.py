@@ -220,8 +220,8 @@ def names() -> Iterator[str]:
         yield f"\n## {kind.capitalize()}\n\n| name | what it is |\n|---|---|\n"
         for name, home in sorted(found.items(), key=lambda one: one[0].lower()):
             thing = getattr(headrace, name)
-            said = "A type." if is_alias(thing) else (inspect.getdoc(thing) or "").partition("\n\n")[0]
-            yield f"| `{name}` | {cell(said)} See `{home}`. |\n"
+            summary = "A type." if is_alias(thing) else (inspect.getdoc(thing) or "").partition("\n\n")[0]
+            yield f"| `{name}` | {cell(summary)} See `{home}`. |\n"
 
 
 def is_alias(thing: object) -> bool:
