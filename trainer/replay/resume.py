@@ -12,7 +12,7 @@ import logging
 from functools import partial
 
 from infra.log.log import Log
-from infra.settings.config import Floor
+from infra.roles.role import Role
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
 from schemas import PolicyEvent, Rollback, topics
@@ -38,19 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 async def resume(
-    floor: Floor,
+    role: Role,
     config: TrainerConfig,
-    *,
     lease: Lease,
-    log: Log,
-    store: Store,
     learner: Learner,
+    *,
     seed: int,
     report: TrainerReport,
     sight: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
+    floor, log, store = role.floor, role.log, role.store
     events = await read_policies(log)
     found = published([(offset, event) for offset, _, event in events], floor.policy.name)
     times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
