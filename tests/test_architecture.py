@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 WINGS = ("streams", "actors", "trainer")
 PACKAGES = ("schemas", "infra", *WINGS)
-ROOF = "infra/cli/"
+ROOF = ("infra/cli/", "infra/sdk/")
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
 # A heavy library and the one door (path prefix) it comes in by.
 DOORS = {
@@ -77,9 +77,17 @@ class Import(NamedTuple):
 
 
 def sources(*folders: str) -> list[Path]:
-    return sorted(
-        path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts
-    )
+    found = {
+        folder: [path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
+        for folder in folders
+    }
+    assert all(found.values()), f"no modules in one of {folders}"
+    return sorted(path for paths in found.values() for path in paths)
+
+
+def test_what_the_rules_name_is_there() -> None:
+    named = {*ROOF, *FOR_PEOPLE, *MENDED_ELSEWHERE, *(door for doors in DOORS.values() for door in doors)}
+    assert not sorted(name for name in named if not (ROOT / name).exists())
 
 
 def parsed(path: Path) -> ast.Module:
@@ -266,7 +274,7 @@ def _reads_numbers(node: ast.AST) -> bool:
 
 def test_every_module_says_what_it_is() -> None:
     for path in sources(*PACKAGES):
-        if path.name == "__init__.py" and path.parent.name not in ("schemas", "sdk"):
+        if path.name == "__init__.py" and path.parent.name not in ("schemas", "headrace"):
             assert not path.read_text().strip(), f"{name_of(path)}: expected an empty file"
         else:
             assert ast.get_docstring(parsed(path)), f"{name_of(path)}: no docstring"
@@ -346,4 +354,6 @@ def test_code_is_imported_by_name_only_where_an_operator_wrote_the_name() -> Non
         for path in (ROOT / package).rglob("*.py")
         if re.search(r"import_module\(|__import__\(", path.read_text())
     }
-    assert importers == {"infra/settings/plugin.py", "infra/cli/benches.py", "streams/scores/code_child.py"}
+    # What these import is of this repository, and named in the same file.
+    own = {"infra/cli/benches.py", "infra/sdk/headrace/__init__.py"}
+    assert importers == {"infra/settings/plugin.py", "streams/scores/code_child.py", *own}

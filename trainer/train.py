@@ -14,10 +14,10 @@ it lets go of what waits and writes a checkpoint. With a store that belongs to a
 
 import asyncio
 import logging
+from contextlib import aclosing
 from functools import partial
 
 from infra.chain.chain import Step
-from infra.log.bus import Reader
 from infra.log.log import Log
 from infra.roles.identity import claim, require_fit
 from infra.roles.role import Role
@@ -49,14 +49,14 @@ async def run_trainer(
     seed: int = 0,
     board: Board | None = None,
     chain: tuple[Step, ...] = (),
-    sight: ImageInputs | None = None,
+    image_inputs: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> None:
     """Train until the role is stopped or `max_steps` are done. Raises FencedOut when a newer trainer takes the run,
     ConfigError where log and store do not belong together.
 
-    chain: what every drawn batch passes before it is journaled. sight: of a model that takes pictures. max_tokens: of a
-    sequence that the model takes, 0 for any.
+    chain: what every drawn batch passes before it is journaled. image_inputs: of a model that takes pictures.
+    max_tokens: of a sequence that the model takes, 0 for any.
     """
     log, floor = role.log, role.floor
     name = floor.run or floor.app
@@ -65,16 +65,17 @@ async def run_trainer(
     await claim(log, role.store, floor)
     logger.info("lease taken run=%s token=%d", name, lease.token)
     report = TrainerReport(role.metrics, role.instance, board)
-    run = await resume(role, config, lease, learner, seed=seed, report=report, sight=sight, max_tokens=max_tokens)
+    run = await resume(
+        role, config, lease, learner, seed=seed, report=report, image_inputs=image_inputs, max_tokens=max_tokens
+    )
     run.chain = chain
-    policies = await log.assigned(topics.POLICIES, {0: lease.token + 1})
     await hear_directives(log, run.intake)
     try:
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(follow_buffer(log, run.intake, role.metrics, partial(tell_dropped, run))),
                 tasks.create_task(follow_progress(log, run.intake)),
-                tasks.create_task(watch_policies(log, policies, lease, floor.policy.name, run.intake)),
+                tasks.create_task(watch_policies(log, lease, floor.policy.name, run.intake)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]
             if board is not None:
@@ -83,21 +84,18 @@ async def run_trainer(
             for task in background:
                 task.cancel()
     finally:
-        await policies.close()
         run.executor.shutdown()
     await publish_progress(log, report, run.position.version)
 
 
-async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:
+async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake) -> None:
     """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
-    while True:
-        for message in await log.read(reader, timeout_s=1.0):
+    async with aclosing(log.tail(topics.POLICIES, {0: lease.token + 1})) as messages:
+        async for message in messages:
             event = message.value
             if isinstance(event, Directive):
                 intake.take_directive(event)
-            if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
-                continue
-            if message.offset > lease.token:
+            if isinstance(event, PolicyEvent) and event.policy == policy and event.event == "lease":
                 raise FencedOut(
                     f"run {lease.run!r}: token {lease.token} is held here, {event.owner} took {message.offset}"
                 )

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from actors.engines.engine import OnChunk
 from actors.engines.grammar import Matcher
-from actors.engines.shown import Shown
+from actors.engines.request_images import RequestImages
 from actors.engines.trace import Trace
 from infra.model.vision import Vision, model_inputs
 
 SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
 REBUILD_TOKENS = 16384  # most tokens of one forward while rebuilding
 
-Input = tuple[tuple[int, ...], Shown]  # tokens, and what stands at the image tokens among them
+Input = tuple[tuple[int, ...], RequestImages]  # tokens, and the images at the image tokens among them
 
 
 class RunningSequence:
@@ -32,12 +32,12 @@ class RunningSequence:
         trace: Trace,
         generator: torch.Generator | None,
         on_chunk: OnChunk | None = None,
-        shown: Shown | None = None,
+        pictures: RequestImages | None = None,
         matcher: Matcher | None = None,
     ) -> None:
         self.prompt = prompt
         self.matcher = matcher
-        self.shown = shown or Shown()
+        self.pictures = pictures or RequestImages()
         self.trace = trace
         self.generator = generator
         self.on_chunk = on_chunk
@@ -131,11 +131,11 @@ class RunningBatch:
         for row in rows:
             by_length.setdefault(len(row.prompt), []).append(row)
         for group in by_length.values():
-            prompts = list(dict.fromkeys((row.prompt, row.shown) for row in group))
+            prompts = list(dict.fromkeys((row.prompt, row.pictures) for row in group))
             index = {prompt: position for position, prompt in enumerate(prompts)}
-            which = torch.tensor([index[row.prompt, row.shown] for row in group])
+            which = torch.tensor([index[row.prompt, row.pictures] for row in group])
             for row, position in zip(group, which.tolist(), strict=True):
-                row.shown = prompts[position][1]  # equal ones are prepared once
+                row.pictures = prompts[position][1]  # equal ones are prepared once
             layers, logits = self._forward(prompts)
             start = len(self.rows)
             self._slots.reserve(layers, start + len(group), max(row.num_reserved for row in group))
@@ -175,7 +175,7 @@ class RunningBatch:
                 if stop > start and longest * (stop + 1 - start) > REBUILD_TOKENS:
                     break
                 stop += 1
-            sequences = [((*row.prompt, *row.trace.tokens[:-1]), row.shown) for row in self.rows[start:stop]]
+            sequences = [((*row.prompt, *row.trace.tokens[:-1]), row.pictures) for row in self.rows[start:stop]]
             unique = list(dict.fromkeys(sequences))
             index = {sequence: position for position, sequence in enumerate(unique)}
             layers, _ = self._forward(unique)
@@ -203,9 +203,9 @@ class RunningBatch:
         """What the model's forward takes: the tokens, with the features of their images where there are any."""
         places = pictures = None
         vision, length = self._vision, padded.shape[1]
-        if vision is not None and any(shown.images for _, shown in sequences):
-            pictures = np.stack([one for _, shown in sequences for one in shown.prepared(vision)])
-            found = [vision.places(tokens, len(shown.images)) for tokens, shown in sequences]
+        if vision is not None and any(one.images for _, one in sequences):
+            pictures = np.stack([one for _, prompt_images in sequences for one in prompt_images.prepared(vision)])
+            found = [vision.places(tokens, len(one.images)) for tokens, one in sequences]
             places = np.concatenate([at + index * length for index, at in enumerate(found)])
         return model_inputs(self._model, padded, places, pictures)
 

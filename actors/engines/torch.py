@@ -29,7 +29,7 @@ from actors.engines.checks import (
 )
 from actors.engines.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
-from actors.engines.shown import Shown
+from actors.engines.request_images import RequestImages
 from actors.engines.slots import RunningBatch, RunningSequence
 from actors.engines.trace import Trace
 from infra.model.model import load_into, load_model, model_tensors
@@ -133,7 +133,7 @@ class TorchEngine:
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         matcher = await self._grammars.matcher(sampling)
         self._check_alive()  # a schema takes its time to compile
-        row = RunningSequence(tuple(prompt), Trace(sampling), generator, on_chunk, Shown(images), matcher)
+        row = RunningSequence(tuple(prompt), Trace(sampling), generator, on_chunk, RequestImages(images), matcher)
         future: Finished = self._loop.create_future()
         self._futures[row] = future
         if not self._entering:  # calls of one loop turn enter together, so that a group's prompt is forwarded once

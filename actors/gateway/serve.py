@@ -83,7 +83,7 @@ async def run_gateway(
             channel=config.channel,
             loaded=lambda event: _remember(memory, event, metrics),
         )
-        gateway, authenticator, hearing = await _assembled(
+        gateway, authenticator, feedback_intake = await _assembled(
             role, config, engine, tokenizer, claimed.path, steps, minter, _trial_of(config, follower)
         )
         canary = None if config.canary is None else Canary(config.canary, metrics)
@@ -91,7 +91,7 @@ async def run_gateway(
         try:
             await _bring_last(follower, memory, engine)
             site = Site(
-                gateway, authenticator, hearing, metrics,
+                gateway, authenticator, feedback_intake, metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
                 state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
@@ -214,7 +214,7 @@ async def _assembled(
         await asyncio.to_thread(book.refresh, store)
     except StoreError as error:
         _log.warning("keys_not_read error=%s", error)
-    hearing = FeedbackIntake(
+    feedback_intake = FeedbackIntake(
         recorder,
         outbox,
         metrics,
@@ -222,7 +222,7 @@ async def _assembled(
         secret=lambda: book.secret if book.is_read else b"",
         may_record=gateway.may_record,
     )
-    return gateway, Authenticator(book, metrics), hearing
+    return gateway, Authenticator(book, metrics), feedback_intake
 
 
 def _trial_of(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:

@@ -95,7 +95,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
             yield log
         return
     jars = Path(settings.kafka.jars) if settings.kafka.jars else None
-    broker = EmbeddedKafka(kafka_folder(settings), jars=jars, guarded=True)
+    broker = EmbeddedKafka(kafka_folder(settings), jars=jars, with_password=True)
     await asyncio.to_thread(broker.start)
     try:
         async with connected(settings, deadline_s=10.0, create=create) as log:

@@ -78,7 +78,7 @@ async def run_replay(
             learner=learner,
             report=TrainerReport(Metrics("replay")),
             position=Position(),
-            sight=await asyncio.to_thread(open_sight, source.model, source.store),
+            image_inputs=await asyncio.to_thread(open_sight, source.model, source.store),
         )
         try:
             verdict = await done_again(console, source, run, from_step, to_step, verify=verify)

@@ -207,7 +207,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
                 seed=settings.master.seed,
                 board=board,
                 chain=build_batch(settings.processor),
-                sight=await asyncio.to_thread(open_sight, folder, role.store),
+                image_inputs=await asyncio.to_thread(open_sight, folder, role.store),
                 max_tokens=context_tokens(folder),
             )
         finally:

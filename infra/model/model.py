@@ -5,11 +5,12 @@ its chat template writes, whatever its messages and tools say (see `infra.model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.model.controls import FREE_CHARS, Controls
+from infra.model.names import published
 from infra.model.vision import Vision, load_vision, takes_pictures
 from infra.policies.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
@@ -136,14 +137,21 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def save_settings(model: str, folder: Path) -> None:
-    """Configuration and tokenizer of a model in the local Hugging Face cache, as files of `folder`. Raises ConfigError."""
-    from transformers import AutoConfig, AutoTokenizer
+    """Configuration, tokenizer with its chat template, and, where there are such, the generation settings and the image
+    processor of a model in the local Hugging Face cache, as files of `folder`. Raises ConfigError.
+    """
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
 
     try:
         for kind in (AutoConfig, AutoTokenizer):
             kind.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(folder)
+        if takes_pictures(model):
+            processor = AutoImageProcessor.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+            processor.save_pretrained(folder)
     except (OSError, ValueError) as error:
         raise _not_loadable("model", model, "config.json and tokenizer.json", error) from error
+    with suppress(OSError):  # a model need not have one
+        GenerationConfig.from_pretrained(model, local_files_only=True).save_pretrained(folder)
 
 
 def context_tokens(folder: str | Path) -> int:
@@ -226,8 +234,8 @@ def build_classifier(folder: str | Path) -> Classifier:
 
 
 def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:
-    """A copy of every parameter and saved buffer, by the model's own names; tied weights appear under each name."""
-    return {name: from_torch(value) for name, value in module.state_dict().items()}
+    """A copy of every parameter and saved buffer, by the names of its folder; tied weights appear under each name."""
+    return {name: from_torch(value) for name, value in published(module, module.state_dict()).items()}
 
 
 def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:
@@ -237,7 +245,7 @@ def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, parti
     """
     import torch
 
-    state = module.state_dict()
+    state = published(module, module.state_dict())
     if unknown := sorted(set(tensors) - set(state)):
         raise ValueError(f"tensors: the model has no {unknown[0]} ({len(unknown)} unknown names)")
     if not partial and (missing := sorted(set(state) - set(tensors))):

@@ -142,7 +142,8 @@ def test_customers_go_back_to_the_version_before_with_the_numbers_in_the_event()
     heard(one, ())
     (found,) = one.breaches()
     event = breach_event(found, "main", 0)
-    assert (event.event, event.version, event.owner, one.stable.version) == ("rolled_back", 3, "guard", 3)
+    assert (event.event, event.version, event.channel, event.owner) == ("rolled_back", 3, "stable", "guard")
+    assert one.stable.version == 3
     assert event.reason == "rated down by 30 of 30 people, 5 of 100 before"
     assert event.stats["guard/bad"] == 30.0 and event.stats["guard/whatever_hour"] >= math.log(4 / CONFIG.alpha)
     assert one.breaches() == [], "said once"

@@ -236,6 +236,16 @@ def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read()
         assert [verdict.passed for verdict in passes(again, LATER_MS + BLOCK_MS)] == [False]
 
 
+def test_a_trial_of_the_first_version_ends_as_any_other() -> None:
+    one = gate()
+    weighed_by(one, STABLE)
+    one.event(PolicyEvent(event="promoted", policy="main", version=0, channel="canary"))
+    for closure in [*crowd("old", STABLE, 60, 0, trial=0), *crowd("new", 0, 60, 40, trial=0)]:
+        one.closure(closure, 0)
+    (held,) = passes(one)
+    assert not held.passed and (one.stable.version, one.stable.trial) == (STABLE, -1)
+
+
 def test_a_trial_begun_by_hand_without_a_rule_is_ended_by_hand() -> None:
     one = gate(canary=None)
     weighed_by(one, STABLE)
@@ -254,6 +264,7 @@ def test_a_tally_of_nobody_decides_nothing() -> None:
 def test_every_decision_is_published_under_the_lease_of_its_master() -> None:
     one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main", token=7)
     assert one.record(GateDecision(5, True, "", {})).token == 7 == one.record(Breach(5, 3, "", {})).token
+    assert gate().record(GateDecision(5, True, "", {})).token == 0, "without a lease"
 
 
 def test_a_refusal_of_one_trial_ends_no_later_one_and_the_first_version_may_be_the_stable_one() -> None:

@@ -69,8 +69,8 @@ def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit
         log = Log(MemoryBus(), "t", store=store)
         await filled(log, store, model)
         learner = TorchLearner(str(model), CONFIG, device="cpu")
-        sight = open_sight(str(model), store)
-        await run_trainer(role_of("train", FLOOR, log, store), CONFIG, learner, seed=3, sight=sight)
+        image_inputs = open_sight(str(model), store)
+        await run_trainer(role_of("train", FLOOR, log, store), CONFIG, learner, seed=3, image_inputs=image_inputs)
         journal = [message.value async for message in log.read_all(topics.BATCHES)]
         trained = {item.id.partition(".")[0] for one in journal if isinstance(one, Batch) for item in one.items}
         assert trained == {f"count-{sequence}" for sequence in range(GROUPS) if sequence != GONE}
@@ -101,7 +101,7 @@ async def start(log: Log, store: MemoryStore):
 def learning(learner: TorchLearner, model: Path, store: MemoryStore) -> Learning:
     return Learning(
         floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("replay")), position=Position(),
-        sight=open_sight(str(model), store),
+        image_inputs=open_sight(str(model), store),
     )  # fmt: skip
 
 

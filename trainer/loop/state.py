@@ -43,7 +43,7 @@ class Learning:
     report: TrainerReport
     position: Position
     # What a model that takes pictures needs besides the log; None for text alone.
-    sight: ImageInputs | None = None
+    image_inputs: ImageInputs | None = None
     probe_sequences: tuple[tuple[int, ...], ...] = ()
     # One thread for the learner: its CPU kernels keep their thread settings, and the event loop keeps reading.
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="learner"))

@@ -45,7 +45,7 @@ async def resume(
     *,
     seed: int,
     report: TrainerReport,
-    sight: ImageInputs | None = None,
+    image_inputs: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
@@ -73,7 +73,7 @@ async def resume(
         report=report,
         position=position,
         seed=seed,
-        sight=sight,
+        image_inputs=image_inputs,
     )
     if state is not None:
         await restore_learner(run, state, partial(first_weights, log, store, floor.policy.name))

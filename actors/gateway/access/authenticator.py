@@ -72,15 +72,15 @@ class Authenticator:
             raise ApiError(403, message, kind="permission_error", param="answer_id", code="other_tenant")
         return next((one for one in TRAINS if one == train), key.train)
 
-    def granted(self, token: str, answer: str) -> ApiKey:
+    def key_of_token(self, token: str, answer: str) -> ApiKey:
         """The key that asked for a browser's token, which may say something of this one answer now. Raises ApiError."""
-        grant: FeedbackToken = read(token, self.book.secret, self._clock())
+        claims: FeedbackToken = read(token, self.book.secret, self._clock())
         try:
-            key = self.book.live(grant.key, self._clock())
+            key = self.book.live(claims.key, self._clock())
         except Refused as refused:
             raise self._refused(refused) from refused
         self._check_scope(key, SCOPE_OF["/v1/feedback"])
-        if answer != grant.answer:
+        if answer != claims.answer:
             raise ApiError(403, "the feedback token is for another answer", kind="permission_error", param="answer_id")
         self._take(f"{key.id} {answer}", "requests", TOKEN_RPM, 1)
         return key

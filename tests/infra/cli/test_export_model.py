@@ -1,4 +1,4 @@
-"""`headrace weights pull`: what was published is what another program loads."""
+"""`headrace export-model`: what was published is what another program loads."""
 
 import asyncio
 import json
@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from infra.cli.demo.char_model import Size, build_char_model
+from infra.cli.export_model import ABOUT, ExportedPolicy, check_new, export, published, write_shards
 from infra.cli.settings import Settings
-from infra.cli.weights import ABOUT, PulledPolicy, published, pull, write_shards
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import load_model, load_tokenizer, model_tensors
@@ -22,6 +23,9 @@ from infra.settings.config import PolicyConfig
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError, PolicyRefused
+from tests.contracts.test_learner import batch, opened
+from tests.eye_model import build_eye_model
+from tests.infra.tiny_families import build_family
 
 SMALL = Size(hidden=32, layers=1)
 
@@ -41,13 +45,13 @@ def found(version: str, *events: PolicyEvent) -> PolicyEvent:
     return asyncio.run(main())
 
 
-def about(event: PolicyEvent) -> PulledPolicy:
-    return PulledPolicy(
+def about(event: PolicyEvent) -> ExportedPolicy:
+    return ExportedPolicy(
         app="t", policy="main", version=event.version, parent=-1, step=0, manifest_sha256=event.manifest_sha256
     )
 
 
-def test_a_pulled_version_loads_in_transformers_with_the_weights_that_were_published(tmp_path: Path) -> None:
+def test_an_exported_version_loads_in_transformers_with_the_weights_that_were_published(tmp_path: Path) -> None:
     base = build_char_model(tmp_path / "base", 0, size=SMALL)
     trained = load_model(base)
     with torch.no_grad():
@@ -59,13 +63,69 @@ def test_a_pulled_version_loads_in_transformers_with_the_weights_that_were_publi
         store, NewVersion(policy="main", token=3, version=7, parent=-1, step=7), tensors, previous=None, probe=None
     )
     settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
-    num_bytes = pull(store, event, settings, tmp_path / "out" / "v7", about(event))
+    num_bytes = export(store, event, settings, tmp_path / "out" / "v7", about(event))
     again = load_model(tmp_path / "out" / "v7")
     assert all(torch.equal(one, other) for one, other in zip(again.parameters(), trained.parameters(), strict=True))
     assert load_tokenizer(tmp_path / "out" / "v7").encode("1+2") == load_tokenizer(base).encode("1+2")
     assert num_bytes == sum(tensor.num_bytes for tensor in tensors.values())
-    assert msgspec.json.decode((tmp_path / "out" / "v7" / ABOUT).read_bytes(), type=PulledPolicy) == about(event)
+    assert msgspec.json.decode((tmp_path / "out" / "v7" / ABOUT).read_bytes(), type=ExportedPolicy) == about(event)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["v7"], "nothing is left of the making"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3", "float32"), ("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), ("llava", "float32")],
+)
+def test_plain_transformers_loads_an_exported_version_and_gives_the_probes_logprobs(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    base = tmp_path / "base"
+    build_eye_model(base) if family == "llava" else build_family(base, family)
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 5], "temperature": 0.7, "do_sample": true}')
+    learner = opened("trainer.learners.torch:TorchLearner", str(base), dtype=dtype)
+    learner.step(batch(0), learning_rate=1e-3, seed=0)
+    probe = learner.probe(((1, *range(20, 40)), (1, 7, 9)))
+    store = MemoryStore()
+    event = publish(
+        store,
+        policy="main",
+        token=3,
+        version=7,
+        parent=-1,
+        step=7,
+        tensors=learner.tensors(),
+        previous=None,
+        probe=probe,
+    )
+    out = tmp_path / "v7"
+    out.mkdir()  # an empty folder is taken
+    export(store, event, Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path), out, about(event))
+    kind = AutoModelForImageTextToText if family == "llava" else AutoModelForCausalLM
+    plain, loading = kind.from_pretrained(out, local_files_only=True, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and str(plain.dtype) == f"torch.{dtype}"
+    for tokens, expected in zip(probe.sequences, probe.logprobs, strict=True):
+        ids = torch.tensor([tokens])
+        logprobs = torch.log_softmax(plain(input_ids=ids).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0]
+        assert logprobs.tolist() == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 0.25)
+    assert AutoTokenizer.from_pretrained(out, local_files_only=True).chat_template
+    assert GenerationConfig.from_pretrained(out, local_files_only=True).eos_token_id == [2, 5]
+
+
+def test_a_folder_that_holds_anything_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for taken in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(ConfigError, match=f"{taken}: it is there already; expected .* an empty one"):
+            check_new(taken)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_version_that_the_store_no_longer_has_is_named(tmp_path: Path) -> None:
+    (event,) = events_of(3)
+    settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
+    with pytest.raises(ConfigError, match="version: 3 of main was published, but is not in the store any more"):
+        export(MemoryStore(), event, settings, tmp_path / "v3", about(event))
+    assert not (tmp_path / "v3").exists()
 
 
 def test_damaged_weights_leave_no_folder(tmp_path: Path) -> None:
@@ -82,7 +142,7 @@ def test_damaged_weights_leave_no_folder(tmp_path: Path) -> None:
     store.put(anchor, store.get(anchor)[:-1] + b"x")
     settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
     with pytest.raises(PolicyRefused, match="another sha256"):
-        pull(store, event, settings, tmp_path / "v7", about(event))
+        export(store, event, settings, tmp_path / "v7", about(event))
     assert not (tmp_path / "v7").exists()
 
 
