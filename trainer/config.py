@@ -151,7 +151,9 @@ class TrainerConfig(Section, frozen=True):
     publications; keep_checkpoints of them remain. version_every: a step without the usual lane waits until the last
     version is so old, unless the run drains, since every version is fetched and loaded by everybody. max_steps: optimizer
     steps after which the trainer ends, 0 for none. max_skips: steps in a row without effect after which the last good
-    policy is restored. halt_on: alarms that do so at once. tensorboard: folder of event files, relative to the TOML, ""
+    policy is restored. halt_on: alarms that do so at once. ranks: processes of one learner, where it takes several.
+    ranks_timeout: how long one of them waits for another before all start again; a step's rows, its longest microbatch and
+    the reading of a checkpoint must fit into it. tensorboard: folder of event files, relative to the TOML, ""
     writes none.
 
     Example: TrainerConfig(lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)})
@@ -181,6 +183,7 @@ class TrainerConfig(Section, frozen=True):
     warmup: WarmupConfig | None = None
     critic: CriticConfig | None = None
     ranks: Positive = 1
+    ranks_timeout: Duration = "10m"
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
 
     def __post_init__(self) -> None:

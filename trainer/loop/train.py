@@ -86,6 +86,7 @@ async def run_trainer(
                 tasks.create_task(watch_policies(log, policies, lease, floor.policy.name, run.intake)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]
+            run.tasks = tasks
             if board is not None:
                 background.append(tasks.create_task(follow_results(log, board)))
             await learn(run, stop)
@@ -94,6 +95,7 @@ async def run_trainer(
     finally:
         await policies.close()
         run.executor.shutdown()
+        run.writer.shutdown()
     await publish_progress(log, report, run.position.version)
 
 
@@ -115,6 +117,7 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:
             await train_step(run, draw)
+    await run.written()
     run.report.state, run.report.life = "stopped", "ended"
     if run.position.warmed_up and run.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)
