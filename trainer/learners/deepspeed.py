@@ -210,6 +210,11 @@ class DeepSpeedLearner:
         """Names, dtypes and shapes of the state as it is."""
         return self._shards.layout() | {PHASE: Kind("U8", ())}
 
+    def state_hash(self) -> str:
+        """The hash of the state as a checkpoint would tell it, without one."""
+        found: str = self._call(Order(name="hash"))
+        return found
+
     def save(self) -> dict[str, Tensor]:
         """Float32 weights, optimizer moments and phase, gathered whole: for comparisons; a checkpoint is a `snapshot`."""
         state: dict[str, Tensor] = self._call(Order(name="save"))
@@ -273,6 +278,8 @@ class DeepSpeedLearner:
                 return self._save()
             case "set":
                 return self._set(order, given)
+            case "hash":
+                return self._unwritten(self._channel, "", copy=False).hash()
             case "snapshot":
                 return self._snapshot(order.folder)
             case "verify":
@@ -287,12 +294,12 @@ class DeepSpeedLearner:
         self._shards.forget()
         self._ranks.move_reference(0.0)
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self, *, copy: bool) -> list[Piece]:
         phase = [] if self.rank else [Piece(PHASE, 0, bytes([PHASES.index(self._phase)]))]
-        return [*self._shards.pieces(), *phase]
+        return [*self._shards.pieces(copy=copy), *phase]
 
     def _save(self) -> dict[str, Tensor]:
-        mine = [msgspec.structs.astuple(one) for one in self._pieces()]
+        mine = [msgspec.structs.astuple(one) for one in self._pieces(copy=False)]
         whole = {name: bytearray(kind.num_bytes) for name, kind in self.layout().items()}
         for data in self._channel.gather(msgspec.msgpack.encode(mine)):
             for name, start, part in msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes]]):
@@ -312,14 +319,16 @@ class DeepSpeedLearner:
         self._shards.use()
 
     def _snapshot(self, folder: str) -> RankSnapshot:
-        assert self._store is not None
         if self._writing is not None:
             self._writing.join()
-        found = RankSnapshot(self._beside, self._store, folder, self.layout(), self._pieces())
+        found = self._unwritten(self._beside, folder, copy=True)
         if self.rank:
             self._writing = threading.Thread(target=found.write, name="snapshot")
             self._writing.start()
         return found
+
+    def _unwritten(self, channel: Channel, folder: str, *, copy: bool) -> RankSnapshot:
+        return RankSnapshot(channel, self._store, folder, self.layout(), self._pieces(copy=copy))
 
     def _take(self, names: Sequence[str], state: StoredState) -> None:
         self._phase = PHASES[state.read(PHASE, 0, 1)[0]]

@@ -123,7 +123,7 @@ class Channel:
         distributed.all_to_all_single(
             found, _tensor(b"".join(parts)), theirs.tolist(), sizes.tolist(), group=self._group
         )
-        return [_bytes(part) for part in found.split(theirs.tolist())]
+        return [_bytes(part) for part in torch.split(found, theirs.tolist())]
 
     def answer(self) -> None:
         """All ranks are here. RuntimeError on rank 0 naming those that did not answer in time."""

@@ -83,11 +83,13 @@ class Shards:
             f"reference/{name}": Kind(DTYPES[value.dtype], tuple(value.shape)) for name, value in self._reference
         }
 
-    def pieces(self) -> list[Piece]:
-        """A copy of this rank's part of the state in host memory: together the parts of all ranks are the state."""
+    def pieces(self, *, copy: bool = True) -> list[Piece]:
+        """A copy of this rank's part of the state in host memory: together the parts of all ranks are the state. copy: False
+        gives what lies in host memory itself.
+        """
         found = []
         for one in self._fragments(moments=self._num_steps > 0):
-            values = one.values.detach().to("cpu", copy=True).view(torch.uint8).numpy()
+            values: Any = one.values.detach().to("cpu", copy=copy).view(torch.uint8).numpy()
             found.append(Piece(one.name, one.start * one.values.element_size(), memoryview(values)))
         if self._num_steps and not self._rank:
             step = torch.tensor(float(self._num_steps)).numpy().tobytes()
