@@ -5,12 +5,14 @@ Bodies import what they need when they run, so that `--help` stays fast and `mas
 
 import os
 import signal
+from pathlib import Path
 
 import typer
 
 from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, start, weights
 from infra.cli.options import umask_of
 
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
 app = typer.Typer(
     name="headrace",
     no_args_is_help=True,
@@ -22,7 +24,8 @@ app = typer.Typer(
     "own write a headrace.toml, see what it resolves to with [bold]headrace check[/], load tasks, and start everything "
     "with [bold]headrace up[/] or one role per machine. Then [bold]status[/], [bold]peek[/] and [bold]audit[/] tell what "
     "happens.",
-    epilog="Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command line, 130 stopped with Ctrl-C.",
+    epilog="Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command line, 130 stopped with Ctrl-C.\n\n"
+    f"Documentation: {DOCS}",
 )
 load_app = typer.Typer(
     no_args_is_help=True,
@@ -34,8 +37,8 @@ bench_app = typer.Typer(
     help="Measure this machine: figures beside what was aimed at. Ratios are of things timed side by side.",
 )
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway: create, list, revoke.")
-weights_app = typer.Typer(no_args_is_help=True, help="Published versions as model folders: pull.")
-app.add_typer(weights_app, name="weights", rich_help_panel="Serve")
+weights_app = typer.Typer(no_args_is_help=True, help="The older name of export-model: pull.")
+app.add_typer(weights_app, name="weights", hidden=True)
 app.add_typer(keys_app, name="keys", rich_help_panel="Data")
 app.add_typer(load_app, name="load", rich_help_panel="Data")
 app.add_typer(bench_app, name="bench", rich_help_panel="Look")
@@ -56,6 +59,7 @@ app.command(rich_help_panel="Look")(look.trace)
 app.command("eval", rich_help_panel="Look")(look.evaluate)
 app.command(rich_help_panel="Data")(data.forget)
 app.command(rich_help_panel="Data")(data.skip)
+app.command("export-model", rich_help_panel="Serve")(weights.export_model)
 app.command(rich_help_panel="Serve")(govern.channel)
 app.command(rich_help_panel="Serve")(govern.promote)
 app.command(rich_help_panel="Serve")(govern.pin)
@@ -67,7 +71,7 @@ app.command(rich_help_panel="Repeat")(mend.recover)
 app.command(rich_help_panel="Repeat")(repeat.replay)
 app.command(rich_help_panel="Repeat")(repeat.export)
 app.command(rich_help_panel="Repeat")(again.reprocess)
-weights_app.command("pull")(weights.pull)
+weights_app.command("pull")(weights.export_model)
 keys_app.command("create")(keys.create)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke)

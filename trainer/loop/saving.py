@@ -13,13 +13,13 @@ import msgspec
 from infra.log.bus import Partition
 from infra.settings.config import duration_s
 from schemas import Saved, topics
-from trainer.health.report import Stopwatch
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace
-from trainer.journal.horizon import Mark, kept, trim_below, uses_below
+from trainer.journal.horizon import CheckpointTime, kept, trim_below, uses_below
+from trainer.journal.origin import made_with
 from trainer.learners.learner import Snapshot, take_snapshot
+from trainer.loop.report import Stopwatch
 from trainer.loop.state import Run
-from trainer.replay.origin import made_with
 from trainer.state.stored import index_hash
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ async def snapshot(run: Run, version: int) -> Unwritten:
         folder = checkpoint.folder(run.name, CheckpointPlace(position.step, run.lease.token))
         taken = await run.in_thread(take_snapshot, run.learner, run.store, folder)
     state = checkpoint.Checkpoint(position=position, learner={}, uses=uses, references=references)
-    return Unwritten(state, taken, await run.in_thread(made_with, run), began_s)
+    return Unwritten(state, taken, await run.in_thread(made_with, run.config, run.floor, run.learner), began_s)
 
 
 async def store(run: Run, unwritten: Unwritten) -> None:
@@ -91,7 +91,7 @@ async def tidy(run: Run) -> None:
     """Remove checkpoints, buffered blocks and policies that neither resume nor replay needs any more."""
     keep_ms = int(duration_s(run.floor.keep.replay) * 1000)
     manifests = await run.in_writer(checkpoint.manifests, run.store, run.name)
-    marks = [Mark(one.place, one.time_ms) for one in manifests]
+    marks = [CheckpointTime(one.place, one.time_ms) for one in manifests]
     stay = kept(marks, newest=run.config.keep_checkpoints, keep_ms=keep_ms)
     doomed = [one.place for one in manifests if one.place not in stay]
     await run.in_writer(checkpoint.remove, run.store, run.name, doomed)

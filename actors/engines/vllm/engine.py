@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from actors.engines.checks import (
-    PROBE_TOLERANCE,
+    ProbeGate,
     changed_names,
     check_images,
     check_probe_sequences,
     check_request,
     check_tensors,
-    probe_difference,
 )
 from actors.engines.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
-from actors.engines.judge import Judge
-from actors.engines.shown import Shown
+from actors.engines.judge import SchemaCompiler
+from actors.engines.request_images import RequestImages
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
@@ -56,7 +55,7 @@ class VllmEngine:
         self._llm: Any = None
         self._requests: Requests | None = None
         self._check_schema: Callable[[str], None] | None = None
-        self._judge: Judge | None = None
+        self._judge: SchemaCompiler | None = None
         self._attempts = Attempts()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -87,7 +86,7 @@ class VllmEngine:
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         self._max_model_len = int(config.max_model_len)
-        self._tolerance = PROBE_TOLERANCE[str(config.dtype).removeprefix("torch.")]
+        self._gate = ProbeGate(str(config.dtype).removeprefix("torch."))
         self._is_overlapped = bool(self._llm.scheduler_config.async_scheduling)
         await self._llm.update_weight_version(self._attempts.begin(0, proved=True))
         self._requests = Requests(
@@ -123,13 +122,13 @@ class VllmEngine:
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         requests = self._running()
         check_images(self._vision, prompt, images)
-        shown = Shown(images)
+        pictures = RequestImages(images)
         if sampling.json_schema:
             await self.prepare(sampling.json_schema)
-            return await whole(requests, prompt, sampling, on_chunk, shown)
+            return await whole(requests, prompt, sampling, on_chunk, pictures)
         if on_chunk is not None:
-            return await stream(requests, prompt, sampling, on_chunk, shown)
-        return await requests.generate(prompt, sampling, shown)
+            return await stream(requests, prompt, sampling, on_chunk, pictures)
+        return await requests.generate(prompt, sampling, pictures)
 
     async def prepare(self, json_schema: str) -> None:
         """Check the schema, also that it compiles in time. vLLM compiles it in its own process, with threads of its own, and
@@ -138,7 +137,7 @@ class VllmEngine:
         if self._check_schema is None:
             vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
             self._running().special = vocabulary.special
-            self._judge = judge = Judge(vocabulary.spellings)
+            self._judge = judge = SchemaCompiler(vocabulary.spellings)
 
             def check(json_schema: str) -> None:
                 vocabulary.check(json_schema)
@@ -210,7 +209,7 @@ class VllmEngine:
                 try:
                     wanted = {name: policy.tensors[name] for name in names}
                     pause_ms, scores = await self._swap(wanted, label, policy.probe)
-                    difference = probe_difference(policy, scores, self._tolerance)
+                    difference = self._gate.check(policy, scores)
                 except PolicyRefused:
                     await self._swap(previous, self._attempts.begin(self._version, proved=True), None)
                     self._attempts.decide(label, False)

@@ -1,4 +1,4 @@
-"""The commands about published weights: weights pull.
+"""The command about published weights: export-model.
 
 Bodies import what they need when they run: see `infra.cli.main`.
 """
@@ -11,9 +11,9 @@ import typer
 from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with
 
 
-def pull(
+def export_model(
     version: Annotated[str, typer.Argument(help='A published version, "newest" or "stable".')],
-    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not be there.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not be there, or be empty.")],
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
 ) -> None:
@@ -22,8 +22,8 @@ def pull(
     Every tensor is verified first. headrace.json beside the weights says which version it is, and what the gate and people
     decided about it.
 
-    Example: [cyan]headrace weights pull stable ./support-v144[/]
+    Example: [cyan]headrace export-model stable ./support-v144[/]
     """
-    from infra.cli.weights import run_pull
+    from infra.cli.export_model import run_export_model
 
-    exit_with(lambda: run_pull(version, folder, config, sets))
+    exit_with(lambda: run_export_model(version, folder, config, sets))

@@ -1,0 +1,67 @@
+"""The tensors of a model under the names that its folder and engines know them by.
+
+transformers holds all experts of a layer in one parameter. Folders, engines and published versions hold them one by one:
+
+    mlp.experts.gate_up_proj [E, 2F, D]  ──  mlp.experts.0.gate_proj.weight [F, D], mlp.experts.0.up_proj.weight [F, D], …
+    mlp.experts.down_proj [E, D, F]      ──  mlp.experts.0.down_proj.weight [D, F], …
+
+Guarantees: what is named is a view, so that writing to it writes to the model; a model without fused experts keeps the names
+it has.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
+    """Views of `state` by the names of folders and engines. state: any part of the model's, by the model's own names, each
+    tensor whole.
+    """
+    renamings, experts = _mapping(module)
+    if not experts:
+        return dict(state)
+    from transformers.core_model_loading import rename_source_key
+
+    by_pattern = {pattern: one for one in experts for pattern in one.source_patterns}
+    views: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        renamed, pattern = rename_source_key(name, renamings, experts, reverse=True)
+        if pattern is None:
+            views[renamed] = value
+            continue
+        first, *others = by_pattern[pattern].target_patterns
+        patterns = [renamed, *(renamed.replace(first, other) for other in others)]
+        for index, expert in enumerate(value.unbind(0)):
+            for one, matrix in zip(patterns, expert.chunk(len(patterns), 0), strict=True):
+                views[one.replace("*", str(index))] = matrix
+    return views
+
+
+def _mapping(module: Any) -> tuple[list[Any], list[Any]]:
+    """How transformers gives the model's names back to a folder: renamings, and what splits experts; nothing for a model
+    without fused experts, whose names stay as they are.
+    """
+    if not hasattr(module, "config"):
+        return [], []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+
+    loading = [
+        one for one in get_model_conversion_mapping(module, add_legacy=False) if not isinstance(one, PrefixChange)
+    ]
+    experts = [one.reverse_transform() for one in loading[::-1] if isinstance(one, WeightConverter) and _fuses(one)]
+    if not experts:
+        return [], []
+    return [one.reverse_transform() for one in loading[::-1] if isinstance(one, WeightRenaming)], experts
+
+
+def _fuses(converter: Any) -> bool:
+    """Whether all it does is to put experts into one parameter, and two matrices of each below one another."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [(type(one), one.dim) for one in converter.operations if isinstance(one, MergeModulelist | Concatenate)]
+    known = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    return known and len(kinds) == len(converter.operations)

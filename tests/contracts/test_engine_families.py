@@ -1,0 +1,61 @@
+"""Model families through the whole way of a version: learner, store, engine, with logprobs that agree after every reload."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from actors.engines.engine import Engine
+from infra.policies.fetch import Follower
+from infra.policies.publish import publish
+from infra.store.memory import MemoryStore
+from tests.contracts.test_learner import batch, opened
+from tests.infra.tiny_families import build_family
+
+pytestmark = pytest.mark.slow
+SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
+
+
+def torch_engine(folder: str) -> Engine:
+    from actors.engines.torch import TorchEngine
+
+    return TorchEngine(model=folder)
+
+
+def vllm_engine(folder: str) -> Engine:
+    from actors.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(model=folder, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("engine", [torch_engine, vllm_engine], ids=["torch", "vllm"])
+@pytest.mark.parametrize("family", ["qwen3_moe"])
+def test_three_versions_of_a_family_are_trained_published_loaded_and_proved(
+    tmp_path: Path, family: str, engine: Callable[[str], Engine]
+) -> None:
+    folder = str(build_family(tmp_path / family, family))
+    learner = opened("trainer.learners.torch:TorchLearner", folder)
+    store = MemoryStore()
+
+    async def main() -> None:
+        follower, serving, previous = Follower(store, "main"), engine(folder), None
+        await serving.start()
+        try:
+            for version in range(3):
+                learner.step(batch(version), learning_rate=1e-3, seed=version)
+                tensors, probe = learner.tensors(), learner.probe(SEQUENCES)
+                event = publish(
+                    store, policy="main", token=0, version=version, parent=version - 1, tensors=tensors,
+                    previous=previous, probe=probe, step=version,
+                )  # fmt: skip
+                policy = await asyncio.to_thread(follower.fetch, event)
+                report = await serving.load(policy)
+                assert serving.version == version and report.probe_abs_max < 1e-4
+                for tokens, expected in zip(SEQUENCES, probe.logprobs, strict=True):
+                    assert await serving.score(tokens) == pytest.approx(expected, abs=1e-4)
+                previous = tensors
+        finally:
+            await serving.close()
+
+    asyncio.run(main())

@@ -1,0 +1,48 @@
+"""The names of published tensors are those of a model's folder, whatever transformers makes of them in memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.model.model import folder_tensors, load_into, load_model, model_tensors
+from infra.model.names import published
+from tests.infra.tiny_families import build_family
+
+pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "olmoe"])
+def test_a_model_is_published_under_the_names_of_its_folder(tmp_path: Path, family: str) -> None:
+    folder = build_family(tmp_path / family, family)
+    assert model_tensors(load_model(folder)) == folder_tensors(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_tensors_of_experts_one_by_one_are_loaded_into_the_parameter_that_holds_them_all(
+    tmp_path: Path, family: str
+) -> None:
+    wanted = folder_tensors(build_family(tmp_path / "wanted", family, seed=1))
+    model = load_model(build_family(tmp_path / "model", family))
+    load_into(model, wanted)
+    assert model_tensors(model) == wanted
+    ids = torch.arange(9)[None]
+    assert torch.equal(model(input_ids=ids).logits, load_model(tmp_path / "wanted")(input_ids=ids).logits)
+
+
+def test_one_expert_is_written_alone_and_its_neighbours_stay(tmp_path: Path) -> None:
+    wanted = folder_tensors(build_family(tmp_path / "wanted", "qwen3_moe", seed=1))
+    model = load_model(build_family(tmp_path / "model", "qwen3_moe"))
+    before = model_tensors(model)
+    one = "model.layers.1.mlp.experts.2.up_proj.weight"
+    load_into(model, {one: wanted[one]}, partial=True)
+    assert model_tensors(model) == before | {one: wanted[one]}
+
+
+def test_a_part_of_a_model_has_the_names_it_has_in_the_whole(tmp_path: Path) -> None:
+    model = load_model(build_family(tmp_path / "model", "qwen3_moe"))
+    state, whole = model.state_dict(), published(model, model.state_dict())
+    parts = [published(model, {name: value}) for name, value in state.items()]
+    assert [name for part in parts for name in part] == list(whole)
+    fused = "model.layers.0.mlp.experts.down_proj"
+    assert len(published(model, {fused: state[fused]})) == 4

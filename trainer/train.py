@@ -1,0 +1,145 @@
+"""The trainer: one policy learning from the buffer at its own pace, top to bottom.
+
+    lease ─> fence the journal ─> newest verifying checkpoint ─> execute journaled batches again ─┐
+     ┌────────────────────────────────────────────────────────────────────────────────────────────v──┐
+     │ wait for a draw (intake wakes us) ─> JOURNAL (confirmed) ─> tell the master ─> optimizer step ─>│
+     │ checkpoint when due ─> publish when due ────────────────────────────────────────────────────────│
+     └───────────────────────────────────────────────────────────────────────────────────────────────┘
+
+Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
+published; a killed trainer goes on with the same batches, on one CPU process to the same bits. It waits for explorers only when
+the buffer has too little for a step; while an operator has paused learning it begins no step. Where somebody is forgotten
+it lets go of what waits and writes a checkpoint. With a store that belongs to another log it does not begin.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from functools import partial
+
+from infra.chain.chain import Step
+from infra.log.bus import Reader
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.roles.identity import claim, require_fit
+from infra.settings.config import Floor
+from infra.store.store import Store
+from schemas import Directive, PolicyEvent, topics
+from schemas.errors import FencedOut
+from trainer.batch.image_inputs import ImageInputs
+from trainer.buffer.intake import Intake, follow_buffer, follow_progress, hear_directives
+from trainer.config import TrainerConfig
+from trainer.health.board import Board, follow_results
+from trainer.journal.journal import Lease, take_lease
+from trainer.learners.learner import Learner
+from trainer.loop.admit import admitted
+from trainer.loop.report import TrainerReport, publish_progress, report_progress
+from trainer.loop.saving import write_checkpoint
+from trainer.loop.state import Run
+from trainer.loop.step import publish_now, train_step
+from trainer.loop.waiting import let_go, must_forget, next_draw, tell_dropped
+from trainer.loop.warmup import warm_up
+from trainer.replay.resume import resume
+
+logger = logging.getLogger(__name__)
+
+
+async def run_trainer(
+    floor: Floor,
+    config: TrainerConfig,
+    *,
+    log: Log,
+    store: Store,
+    learner: Learner,
+    metrics: Metrics,
+    stop: asyncio.Event,
+    seed: int = 0,
+    board: Board | None = None,
+    chain: tuple[Step, ...] = (),
+    image_inputs: ImageInputs | None = None,
+    max_tokens: int = 0,
+) -> None:
+    """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run, ConfigError
+    where log and store do not belong together.
+
+    chain: what every drawn batch passes before it is journaled. image_inputs: of a model that takes pictures.
+    max_tokens: of a sequence that the model takes, 0 for any.
+    """
+    owner = f"train/{socket.gethostname()}/{os.getpid()}"
+    name = floor.run or floor.app
+    await require_fit(log, store, floor)
+    lease = await take_lease(log, policy=floor.policy.name, run=name, owner=owner)
+    await claim(log, store, floor)
+    logger.info("lease taken run=%s token=%d", name, lease.token)
+    report = TrainerReport(metrics, owner, board)
+    run = await resume(
+        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report,
+        image_inputs=image_inputs, max_tokens=max_tokens,
+    )  # fmt: skip
+    run.chain = chain
+    policies = await log.assigned(topics.POLICIES, {0: lease.token + 1})
+    await hear_directives(log, run.intake)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(follow_buffer(log, run.intake, metrics, partial(tell_dropped, run))),
+                tasks.create_task(follow_progress(log, run.intake)),
+                tasks.create_task(watch_policies(log, policies, lease, floor.policy.name, run.intake)),
+                tasks.create_task(report_progress(log, report, lambda: run.position.version)),
+            ]
+            run.tasks = tasks
+            if board is not None:
+                background.append(tasks.create_task(follow_results(log, board)))
+            await learn(run, stop)
+            for task in background:
+                task.cancel()
+    finally:
+        await policies.close()
+        run.executor.shutdown()
+        run.writer.shutdown()
+    await publish_progress(log, report, run.position.version)
+
+
+async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:
+    """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
+    while True:
+        for message in await log.read(reader, timeout_s=1.0):
+            event = message.value
+            if isinstance(event, Directive):
+                intake.take_directive(event)
+            if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
+                continue
+            if message.offset > lease.token:
+                raise FencedOut(
+                    f"run {lease.run!r}: token {lease.token} is held here, {event.owner} took {message.offset}"
+                )
+
+
+async def learn(run: Run, stop: asyncio.Event) -> None:
+    """The loop of the diagram."""
+    run.report.life = "working"
+    if run.position.step < 0 and not run.position.warmed_up and run.saved_step < -1:
+        if run.config.warmup is None:
+            await run.begin_training()
+        await write_checkpoint(run, 0)
+        await publish_now(run, 0)
+    if not run.position.warmed_up:
+        await warm_up(run, stop)
+    run.report.state = "learning"
+    while not stop.is_set() and not finished(run):
+        if must_forget(run):
+            await let_go(run)
+        draw = await next_draw(run, stop)
+        draw = None if draw is None else await admitted(run, draw)
+        if draw is not None and not draw.wait:
+            await train_step(run, draw)
+    await run.written()
+    run.report.state, run.report.life = "stopped", "ended"
+    if run.position.warmed_up and run.saved_step < run.position.step:
+        await write_checkpoint(run, run.position.version)
+
+
+def finished(run: Run) -> bool:
+    """True once `max_steps` optimizer steps have followed the warm-up."""
+    return 0 < run.config.max_steps <= run.position.step + 1 - run.position.first_train_step
