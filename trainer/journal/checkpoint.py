@@ -29,6 +29,7 @@ from trainer.state.stored import Index, StoredState, encode_index, index_hash, o
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
 POLICY = "model/"
 USES_KEYS = "buffer/uses_keys"
 USES_COUNTS = "buffer/uses_counts"
@@ -268,13 +269,18 @@ def manifests(store: Store, run: str) -> list[Manifest]:
 
 def places(store: Store, run: str) -> list[CheckpointPlace]:
     """Checkpoints that have a manifest, ascending; whether they verify is another question."""
-    found = []
+    return sorted(place for place, names in _folders(store, run).items() if MANIFEST in names)
+
+
+def _folders(store: Store, run: str) -> dict[CheckpointPlace, list[str]]:
+    """All that begins like a checkpoint, and the names of its objects."""
+    found: dict[CheckpointPlace, list[str]] = {}
     for key in store.keys(f"checkpoints/{run}/"):
         where, _, name = key.removeprefix(f"checkpoints/{run}/").rpartition("/")
         number, _, token = where.partition("-")
-        if name == "manifest.json" and number.isdigit() and token.isdigit():
-            found.append(CheckpointPlace(int(number) - 1, int(token)))
-    return sorted(found)
+        if number.isdigit() and token.isdigit():
+            found.setdefault(CheckpointPlace(int(number) - 1, int(token)), []).append(name)
+    return found
 
 
 def objects(store: Store, run: str, place: CheckpointPlace) -> list[str]:
@@ -292,10 +298,25 @@ def remove(store: Store, run: str, doomed: Iterable[CheckpointPlace]) -> None:
             store.delete(key)
 
 
+def remove_unfinished(store: Store, run: str, newest: CheckpointPlace) -> int:
+    """Remove what trainers that died while they stored a checkpoint left behind; how many folders. newest: just finished,
+    by the trainer that removes: what an older one may still be storing can never count.
+    """
+    torn = [
+        place
+        for place, names in _folders(store, run).items()
+        if MANIFEST not in names and (place.token < newest.token or (place.token == newest.token and place < newest))
+    ]
+    for place in torn:
+        for key in objects(store, run, place):
+            store.delete(key)
+    return len(torn)
+
+
 def folder(run: str, place: CheckpointPlace) -> str:
     """Where all objects of one checkpoint lie."""
     return f"checkpoints/{run}/{place.step + 1:012d}-{place.token}"
 
 
 def _manifest_key(run: str, place: CheckpointPlace) -> str:
-    return f"{folder(run, place)}/manifest.json"
+    return f"{folder(run, place)}/{MANIFEST}"

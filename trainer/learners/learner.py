@@ -57,10 +57,9 @@ class Learner(Protocol):
     ) -> StepStats:
         """Forward, backward and one optimizer step (m minibatch steps where a loss asks for them).
 
-        seed: of everything random in the step. max_grad_norm: before clipping; a larger one is as one that is not finite,
-        except where a learner knows it only afterwards and says so in `grad_norm`. ValueError for an empty batch, a lane
-        without an objective, or tokens without an importance ratio under a loss that forms one: nothing is changed then
-        either.
+        seed: of everything random in the step. max_grad_norm: before clipping; a larger one is as one that is not finite.
+        ValueError for an empty batch, a lane without an objective, or tokens without an importance ratio under a loss that
+        forms one: nothing is changed then either.
         """
 
     def tensors(self) -> dict[str, Tensor]:

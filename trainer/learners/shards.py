@@ -120,7 +120,7 @@ class Shards:
         step = 0.0
         for name in names:
             source = source_of(name)
-            if name.startswith("adam/step/"):
+            if name.startswith("adam/step/") and not step:
                 step = float(torch.frombuffer(source.read(0, 4), dtype=torch.float32))
             for one in held.get(name, ()):
                 _fill(one, source)

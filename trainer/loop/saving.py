@@ -95,6 +95,9 @@ async def tidy(run: Run) -> None:
     stay = kept(marks, newest=run.config.keep_checkpoints, keep_ms=keep_ms)
     doomed = [one.place for one in manifests if one.place not in stay]
     await run.in_writer(checkpoint.remove, run.store, run.name, doomed)
+    newest = CheckpointPlace(run.saved_step, run.lease.token)
+    if torn := await run.in_writer(checkpoint.remove_unfinished, run.store, run.name, newest):
+        logger.info("unfinished checkpoints removed folders=%d", torn)
     below = trim_below(manifests, stay)
     if below > run.trimmed:
         await run.log.bus.delete_records(Partition(run.log.name(topics.BUFFER), 0), below)
