@@ -80,8 +80,8 @@ def _saved(ranks: list[Said]) -> dict[str, float]:
         "snapshot_s": told["snapshot"][1] - told["snapshot"][0],
         "upload_s": write_s,
         "orders_done_beside_the_upload": told["orders_beside"],
-        "save_peak_gib_above_shards": _peak(ranks, told["snapshot"][0], told["write"][1], shard_bytes),
-        "publish_peak_gib": _peak(ranks[1:], *told["tensors"], 0.0),
+        "save_peak_gib_above_shards": _peak(ranks, (told["snapshot"][0], told["write"][1]), shard_bytes),
+        "publish_peak_gib_of_the_others": _peak(ranks[1:], told["tensors"]),
     }
 
 
@@ -90,18 +90,20 @@ def _restored(ranks: list[Said], num_ranks: int, expected: str) -> dict[str, flo
     return {
         f"ranks_{num_ranks}_equal_hash": float(told["hash"] == expected),
         f"ranks_{num_ranks}_load_s": told["load"][1] - told["load"][0],
-        f"ranks_{num_ranks}_load_peak_gib": _peak(ranks, *told["load"], 0.0),
+        f"ranks_{num_ranks}_load_peak_gib": _peak(ranks, told["load"]),
         **({f"ranks_{num_ranks}_silence_survived_s": told["silence_s"]} if told["silence_s"] else {}),
     }
 
 
-def _peak(ranks: list[Said], begin_s: float, end_s: float, shard_bytes: float) -> float:
+def _peak(ranks: list[Said], span_s: tuple[float, float], shard_bytes: float = 0.0) -> float:
     """The most that any rank held between two times above what it held at the first, less its shards; GiB."""
+    begin_s, end_s = span_s
     found = []
     for one in ranks:
-        before = [size for at, size in one["memory"] if at <= begin_s]
-        during = [size for at, size in one["memory"] if begin_s <= at <= end_s]
-        found.append((max(during) - before[-1] - shard_bytes) / GIB)
+        memory: list[tuple[float, int]] = one["memory"]
+        before = [size for at, size in memory if at <= begin_s][-1]
+        during = max([before, *(size for at, size in memory if begin_s <= at <= end_s)])
+        found.append((during - before - shard_bytes) / GIB)
     return max(found)
 
 
