@@ -185,14 +185,14 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch.batch_chain import build_batch
     from trainer.batch.image_inputs import open_sight
     from trainer.health.board import Board
-    from trainer.learners.learner import Follower, open_learner
+    from trainer.learners.learner import Ranks, open_learner
     from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
-        if not isinstance(learner, Follower):
+        if not isinstance(learner, Ranks):
             raise ConfigError(several_ranks(settings))
-        await asyncio.to_thread(learner.follow)
+        await asyncio.to_thread(learner.follow, store_of(settings))
         return
     # Each of its records is waited for alone, and the optimizer step with it: none would leave with others.
     async with connected(settings, linger_ms=0) as log:
