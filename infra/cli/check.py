@@ -11,6 +11,7 @@ from rich.table import Table
 
 from infra.chain.chain import Step
 from infra.chain.processor import mark_of
+from infra.cli.check_fit import check_fit
 from infra.cli.check_state import check_state
 from infra.cli.connect import connected
 from infra.cli.private import open_to_others
@@ -40,6 +41,7 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
         notes += check_state(settings)
+    notes += await check_fit(settings)
     notes += open_to_others(settings)
     console = Screen()
     console.print(summary(settings))

@@ -98,9 +98,10 @@ def check(
     sets: SetOption = [],  # noqa: B006
     create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
 ) -> None:
-    """Check the settings and plugins, and show the resolved chain of each stage.
+    """Check the settings, plugins, log and store, and show the resolved chain of each stage.
 
-    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options.
+    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options, a log and a store
+    of two apps.
 
     Example: [cyan]headrace check --create[/] also creates the topics that are missing.
     """
