@@ -100,8 +100,8 @@ def check(
 ) -> None:
     """Check the settings, plugins, log and store, and show the resolved chain of each stage.
 
-    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options, a log and a store
-    of two apps.
+    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options,
+    a log and a store that do not belong together.
 
     Example: [cyan]headrace check --create[/] also creates the topics that are missing.
     """
