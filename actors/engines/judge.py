@@ -21,8 +21,9 @@ from typing import IO, Literal
 import msgspec
 
 from actors.engines.engine import SchemaRefused
+from actors.engines.token_spellings import TokenSpellings, make_compiler
 
-SHORT_CHARS = 512  # what is shorter compiles within a second, over 150,000 tokens too
+SHORT_CHARS = 512  # what is shorter takes a second or two of a processor, over 150,000 tokens too
 DEADLINE_S = 10.0
 START_S = 120.0
 _SIZE = struct.Struct("<I")
@@ -108,8 +109,6 @@ def _received(stream: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """The process: the vocabulary, then schemas, until nobody is left to ask."""
-    from actors.engines.grammar import TokenSpellings, make_compiler
-
     os.nice(5)  # who serves goes first
     given = _received(sys.stdin.buffer)
     compile_schema = make_compiler(TokenSpellings(msgspec.msgpack.decode(given or b"\x90", type=list[bytes])))
