@@ -74,9 +74,17 @@ class Import(NamedTuple):
 
 
 def sources(*folders: str) -> list[Path]:
-    return sorted(
-        path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts
-    )
+    found = {
+        folder: [path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
+        for folder in folders
+    }
+    assert all(found.values()), f"no modules in one of {folders}"
+    return sorted(path for paths in found.values() for path in paths)
+
+
+def test_what_the_rules_name_is_there() -> None:
+    named = {*ROOF, *FOR_PEOPLE, *MENDED_ELSEWHERE, *(door for doors in DOORS.values() for door in doors)}
+    assert not sorted(name for name in named if not (ROOT / name).exists())
 
 
 def parsed(path: Path) -> ast.Module:

@@ -185,6 +185,6 @@ def test_versions_taken_back_say_nothing_of_what_is_usual_until_customers_come_b
             one.closure(closure, HOUR_MS)
     one.moved(first, Stable(version=200), 2 * DAY_MS)
     assert one.of_stable(200).people_before == 1
-    one.moved(Stable(version=200), Stable(version=2), 3 * DAY_MS)
-    one.moved(Stable(version=2), Stable(version=300), 4 * DAY_MS)
-    assert one.of_stable(300).people_before == 11
+    one.moved(Stable(version=200), Stable(version=MAX_GONE + 1), 3 * DAY_MS)
+    one.moved(Stable(version=MAX_GONE + 1), Stable(version=300), 4 * DAY_MS)
+    assert one.of_stable(300).people_before == 101

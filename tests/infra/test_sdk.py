@@ -14,7 +14,7 @@ import torch
 import headrace
 from actors.engines.engine import Engine
 from actors.rollout.session import Session
-from actors.rollout.tool import Answer, Call, answer, load_tool
+from actors.rollout.tool import ParsedCall, ToolResult, answer, load_tool
 from actors.rollout.workflow import Workflows
 from infra.chain.chain import ChainResult, Context, Step, make_step, new_memories, run_chain
 from infra.settings.plugin import load
@@ -114,8 +114,8 @@ def test_a_workflow_of_a_plugin_runs_an_episode() -> None:
 def test_a_tool_of_a_plugin_is_a_function_with_annotations() -> None:
     tool = load_tool(f"{HERE}:lookup", {})
     assert tool.parameters["required"] == ["order"] and "find an order" in tool.description
-    call = Call(name="lookup", arguments={"order": 7, "detail": True})
-    assert asyncio.run(answer(call, [tool], timeout_s=5.0)) == Answer("order 7 is on its way by ship")
+    call = ParsedCall(name="lookup", arguments={"order": 7, "detail": True})
+    assert asyncio.run(answer(call, [tool], timeout_s=5.0)) == ToolResult("order 7 is on its way by ship")
 
 
 def test_a_loss_of_a_plugin_is_a_lane_s_objective() -> None:

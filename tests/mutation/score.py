@@ -5,7 +5,10 @@
 A core's tests (`cores.json`) are imported once and run once; then every mutant gets a process of its own, forked from
 there, in which the changed function has its new code, and the tests that enter that function run, the quickest first,
 until one fails. A change of what runs at import imports everything anew. Hypothesis draws few examples, always the same;
-what survives them meets each test's own number. Explained survivors are in `survivors.json`.
+what survives them meets each Hypothesis test with its own number. A mutant under which a test takes more than ten times as
+long, and some seconds, counts as killed. Explained survivors are in `survivors.json`, and run like the others.
+
+Prints what survives and nobody explained, and a line for each core; ends with 1 where there is any such.
 """
 
 import argparse

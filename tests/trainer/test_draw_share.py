@@ -125,6 +125,18 @@ def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
     assert sums["b"] / counts["b"] == pytest.approx(values[300:].mean(), rel=0.02)
 
 
+def test_of_a_tenant_all_of_whose_groups_are_drawn_none_is_weighed_where_another_is_full() -> None:
+    candidates = pool(a=60) + [
+        one(60 + at, "b", size=size, priority=0.1 * size) for at, size in enumerate((1, 3, 2, 1))
+    ]
+    for seed in range(50):
+        drawn = draw_by_priority(
+            candidates, num_experiences=20, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
+        ).taken
+        assert Counter(member.tenant for member in drawn) == {"a": 7, "b": 4}
+        assert {member.weight for member in drawn if member.tenant == "b"} == {1.0}
+
+
 def test_without_a_word_nothing_is_limited_and_nobody_held_back() -> None:
     assert ShareLimits() == ShareLimits(tenant=1.0, subject=1.0, least=1)
     assert Filled((0,)) == Filled((0,), frozenset(), 0)
