@@ -41,7 +41,6 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
         notes += check_state(settings)
-    notes += await check_fit(settings)
     notes += open_to_others(settings)
     console = Screen()
     console.print(summary(settings))
@@ -57,6 +56,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
             keep_ms = int(duration_s(settings.keep.replay) * 1000)
             created = await log.create_topics(partitions=settings.kafka.partitions, keep_ms=keep_ms)
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
+    for note in await check_fit(settings):
+        console.print(f"note: {note}", style="yellow")
     return 0
 
 
