@@ -1,7 +1,7 @@
 """What is made of schemas: of each once, in a thread of its own and one at a time, and the last ones are kept.
 
-Guarantees: nobody waits for more than `MAX_WAITING` schemas before theirs; a refusal is kept like anything else, so a schema
-that takes too long takes that time once; threads that others share are never taken; how much is kept is bounded.
+Guarantees: a refusal is kept like anything else, so a schema that takes too long takes that time once; threads that others
+share are never taken; how much is kept is bounded.
 """
 
 import asyncio
@@ -10,11 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from actors.engines.engine import SchemaRefused
+from actors.engines.engine import SchemaNotTried, SchemaRefused
 
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 256 * 1024 * 1024
-MAX_WAITING = 8
 
 
 class OncePerSchema:
@@ -34,18 +33,18 @@ class OncePerSchema:
         """What was made of it. Raises SchemaRefused."""
         found = self._made.get(json_schema)
         if found is None:
-            if sum(not one.done() for one in self._made.values()) >= MAX_WAITING:
-                raise SchemaRefused(f"{MAX_WAITING} other schemas are compiled first; ask again in a while")
             found = asyncio.get_running_loop().run_in_executor(self._thread, self._make, json_schema)
             self._made[json_schema] = found
-            found.add_done_callback(self._trim)
+            found.add_done_callback(lambda ended: self._ended(json_schema, ended))
         self._made.move_to_end(json_schema)
         return await asyncio.shield(found)  # others may wait for it
 
-    def _trim(self, ended: asyncio.Future[Any]) -> None:
-        """Let go of what was asked for longest ago; the newest stays."""
-        if not ended.cancelled():
-            ended.exception()  # told to whoever waits, and to nobody where they all have gone
+    def _ended(self, json_schema: str, ended: asyncio.Future[Any]) -> None:
+        """Let go of what says nothing of its schema, and of what was asked for longest ago; the newest stays."""
+        error = None if ended.cancelled() else ended.exception()
+        tells = error is None or (isinstance(error, SchemaRefused) and not isinstance(error, SchemaNotTried))
+        if (ended.cancelled() or not tells) and self._made.get(json_schema) is ended:
+            del self._made[json_schema]
         sizes = [self._num_bytes(one) for one in self._made.values()]
         while len(sizes) > 1 and (len(sizes) > MAX_KEPT or sum(sizes) > MAX_KEPT_BYTES):
             del sizes[0]

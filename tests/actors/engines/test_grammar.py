@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engines.engine import Sampling, SchemaRefused
+from actors.engines.engine import Sampling, SchemaNotTried, SchemaRefused
 from actors.engines.grammar import Grammars
-from actors.engines.once_per_schema import MAX_KEPT, MAX_WAITING, OncePerSchema
+from actors.engines.once_per_schema import MAX_KEPT, OncePerSchema
 from actors.engines.token_spellings import TokenSpellings, byte_vocabulary, folder_vocabulary
 from infra.cli.demo.char_model import SPECIAL_TOKENS, VOCABULARY_SIZE, build_char_model
 
@@ -68,32 +68,44 @@ def test_no_more_than_so_many_are_kept() -> None:
     asyncio.run(check())
 
 
-def test_a_schema_that_is_refused_is_looked_at_once_and_holds_neither_shared_threads_nor_more_than_so_many() -> None:
+def test_a_schema_that_is_refused_is_looked_at_once_and_holds_no_thread_that_others_share() -> None:
     async def check() -> None:
         go, looked_at = threading.Event(), []
 
         def make(json_schema: str) -> str:
             looked_at.append(json_schema)
             go.wait(60)
-            if json_schema == "late":
-                raise SchemaRefused("it takes too long")
+            raise SchemaRefused("it takes too long")
+
+        schemas = OncePerSchema(make)
+        asked = [asyncio.create_task(schemas.of(str(number % 10))) for number in range(1000)]
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(lambda: "free") == "free"
+        go.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(one, SchemaRefused) for one in found)
+        with pytest.raises(SchemaRefused, match="takes too long"):
+            await schemas.of("0")
+        assert sorted(looked_at) == [str(number) for number in range(10)]
+        schemas.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("error", [SchemaNotTried("the process has ended"), OSError("no such folder")])
+def test_what_failed_for_other_reasons_than_its_schema_is_tried_again(error: Exception) -> None:
+    async def check() -> None:
+        errors = [error]
+
+        def make(json_schema: str) -> str:
+            if errors:
+                raise errors.pop()
             return json_schema
 
         schemas = OncePerSchema(make)
-        asked = [asyncio.create_task(schemas.of("late")) for _ in range(100)]
-        asked += [asyncio.create_task(schemas.of(str(number))) for number in range(MAX_WAITING - 1)]
-        await asyncio.sleep(0)
-        assert await asyncio.to_thread(lambda: "free") == "free", "for whatever else waits for threads"
-        with pytest.raises(SchemaRefused, match="other schemas are compiled first"):
-            await schemas.of("one more")
-        go.set()
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(one, SchemaRefused) for one in found[:100])
-        assert found[100:] == [str(number) for number in range(MAX_WAITING - 1)]
-        with pytest.raises(SchemaRefused, match="takes too long"):
-            await schemas.of("late")
-        assert await schemas.of("one more") == "one more"
-        assert looked_at.count("late") == 1
+        with pytest.raises(type(error)):
+            await schemas.of(TEXT)
+        assert await schemas.of(TEXT) == TEXT
         schemas.close()
 
     asyncio.run(check())
