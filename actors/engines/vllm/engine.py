@@ -14,8 +14,7 @@ import asyncio
 import gc
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,10 @@ from actors.engines.checks import (
     check_tensors,
 )
 from actors.engines.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
-from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
 from actors.engines.judge import SchemaCompiler
+from actors.engines.once_per_schema import OncePerSchema
 from actors.engines.request_images import RequestImages
+from actors.engines.token_spellings import TokenSpellings, folder_vocabulary
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
@@ -54,7 +54,8 @@ class VllmEngine:
         self._options = options
         self._llm: Any = None
         self._requests: Requests | None = None
-        self._check_schema: Callable[[str], None] | None = None
+        self._schemas = OncePerSchema(self._check_schema)
+        self._vocabulary: TokenSpellings | None = None
         self._judge: SchemaCompiler | None = None
         self._attempts = Attempts()
         self._version = 0
@@ -102,6 +103,7 @@ class VllmEngine:
         if requests is not None:
             await asyncio.gather(*self._loads, return_exceptions=True)
             await requests.close()
+        self._schemas.close()
         if self._judge is not None:
             self._judge.close()
         if self._llm is not None:
@@ -131,20 +133,21 @@ class VllmEngine:
         return await requests.generate(prompt, sampling, pictures)
 
     async def prepare(self, json_schema: str) -> None:
-        """Check the schema, also that it compiles in time. vLLM compiles it in its own process, with threads of its own, and
-        keeps it there.
+        """Check the schema, also that it compiles in time. Raises SchemaRefused.
+
+        vLLM compiles it once more, in its own process and in threads that sample nothing: whoever waits for that has a schema
+        that took no longer than the deadline on one thread here. Schemas arrive there one after the other, as they pass here,
+        so they do not pile up; what vLLM let go of is compiled again, within the same time.
         """
-        if self._check_schema is None:
-            vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
-            self._running().special = vocabulary.special
-            self._judge = judge = SchemaCompiler(vocabulary.spellings)
+        await self._schemas.of(json_schema)
 
-            def check(json_schema: str) -> None:
-                vocabulary.check(json_schema)
-                judge.check(json_schema)
-
-            self._check_schema = lru_cache(MAX_COMPILED)(check)
-        await asyncio.to_thread(self._check_schema, json_schema)
+    def _check_schema(self, json_schema: str) -> None:
+        if self._vocabulary is None or self._judge is None:
+            self._vocabulary = folder_vocabulary(str(self._folder), self._num_vocabulary)
+            self._running().special = self._vocabulary.special
+            self._judge = SchemaCompiler(self._vocabulary.spellings)
+        self._vocabulary.check(json_schema)
+        self._judge.check(json_schema)
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap the weights while requests run. A cancelled call still finishes its swap."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaRefused
+from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaNotTried, SchemaRefused
 from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.access.users import Users
@@ -268,6 +268,8 @@ class Gateway:
                 async with self._schemas.turn(key.id):
                     await to_its_end(self.engine.prepare(json_schema))
             self._prepared_schemas.add(json_schema)
+        except SchemaNotTried as error:
+            raise unavailable(f"response_format: {error}") from error
         except SchemaRefused as error:
             raise bad(f"response_format: {error}", "response_format", "unsupported_value") from error
         except EngineStopped as error:
