@@ -99,7 +99,7 @@ class Head:
             chunk = max(1, self._max_logits // (ARRAYS * self.num_tokens))
             return LinearLogprobs.apply(hidden, weight_VD, bias_V, target_N, temperature_N, self._softcap, chunk)  # type: ignore[no-untyped-call]
         if weight_VD.dtype != torch.float32:
-            return product(hidden.flatten(0, -2), weight_VD, bias_V).view(*hidden.shape[:-1], -1)
+            return product(hidden.flatten(0, -2), weight_VD, bias_V).reshape(*hidden.shape[:-1], -1)
         return torch.nn.functional.linear(hidden.float(), weight_VD, bias_V)
 
 
@@ -127,10 +127,9 @@ class LinearLogprobs(torch.autograd.Function):
             mine = slice(at, at + chunk)
             logit_CV = _scaled(hidden_ND[mine], weight_VD, bias_V, temperature_N[mine], softcap)
             total_C = torch.logsumexp(logit_CV, -1)
-            log_share_CV = logit_CV.sub_(total_C[:, None])
-            logprob_C = log_share_CV.gather(1, target_N[mine, None]).squeeze(1)
-            entropy_C = -log_share_CV.exp().mul_(log_share_CV).sum(-1)
-            found.append(torch.stack((logprob_C, entropy_C, total_C)))
+            logprob_C = logit_CV.gather(1, target_N[mine, None]).squeeze(1) - total_C
+            mean_C = (torch.exp(logit_CV - total_C[:, None]).mul_(logit_CV)).sum(-1)
+            found.append(torch.stack((logprob_C, total_C - mean_C, total_C)))
         logprob_N, entropy_N, total_N = torch.cat(found, 1) if found else hidden_ND.new_zeros((3, 0)).float()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, total_N)
         ctx.softcap, ctx.chunk = softcap, chunk
