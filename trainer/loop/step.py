@@ -98,7 +98,7 @@ async def execute(
         return StepStats(finite=True, loss=math.nan, grad_norm=math.nan, values={})
     steps_done = batch.step - run.position.first_train_step
     given = await with_pictures(run, items)
-    packed, learning_rate = step_inputs(run.config, run.floor.pacing, batch, given, steps_done)
+    packed, learning_rate = await run.in_thread(step_inputs, run.config, run.floor.pacing, batch, given, steps_done)
     with Stopwatch(run.report, "learner_seconds") as watch:
         reach("learner.before_step")
         stats = await run.in_thread(
