@@ -16,7 +16,7 @@ help:            ## what there is to type
 
 # The stamp holds the hash of what was installed: a second call compares it and does nothing.
 install:         ## create .venv and install the hash-locked packages
-	@sum=$$(cat $(LOCK) pyproject.toml infra/sdk/*.py | sha256sum | cut -d' ' -f1); \
+	@sum=$$(cat $(LOCK) pyproject.toml | sha256sum | cut -d' ' -f1); \
 	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$$sum" ]; then \
 	  $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python: got {v[0]}.{v[1]}, expected 3.11 or newer; point PYTHON=… at one")' \
 	  && { [ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); } \

@@ -34,9 +34,10 @@ CONVERSE = "actors.rollout.workflows.converse:converse"
 class EvalSuite(Section, frozen=True):
     """[[master.evals]]: a suite answered by versions 0, `first_version`, each `every`-th, and the last.
 
-    suite: the split of its tasks. tasks: at most so many, in order of their ids. score: which verdict counts, one given
-    turn by turn by its sum; 1.0 is correct. samples: answers per task; with several, pass@k is told for k = 1, 2, 4, … up
-    to it, and temperature must be above 0, since greedy answers are all the same.
+    suite: the split of its tasks. every: versions from one evaluation to the next. tasks: at most so many, in order of their
+    ids. score: which verdict counts, one given turn by turn by its sum; 1.0 is correct. samples: answers per task; with
+    several, pass@k is reported for k = 1, 2, 4, … up to it, and temperature must be above 0, since greedy answers are all the
+    same. temperature: at which they are sampled; 0 is greedy.
 
     Example: EvalSuite(suite="held-out", every=10, tasks=500)
     """
@@ -75,10 +76,10 @@ class GateSuite(Section, frozen=True):
     """[master.gate.suites.<suite>]: what a candidate must show there.
 
     at_least: its share of right answers. max_drop: how much less than the stable version's it may be. It is held where it
-    is worse by more than that, and by more than chance explains: alpha is the chance to hold one that is as good. Results
-    on the same tasks are compared task by task. total_drop: how much less than the best the last `over` candidates may be
-    on average, so that small drops do not add up: `over` candidates in a row make the best, and it counts again from a
-    version that somebody promoted by hand.
+    is worse by more than that, and by more than chance explains. Results on the same tasks are compared task by task.
+    alpha: the chance to hold one that is as good. total_drop: how much less than the best the last `over` candidates may be
+    on average, so that small drops do not add up. over: candidates in a row that make the best; it counts again from a
+    version that was promoted by hand.
 
     Example: GateSuite(at_least=0.8, max_drop=0.02)
     """
@@ -114,7 +115,7 @@ class PeopleConfig(Section, frozen=True):
             raise ValueError(f'block: got "{self.block}", expected a millisecond or more')
 
 
-class GuardConfig(Section, frozen=True):
+class GateGuardConfig(Section, frozen=True):
     """[master.gate.guard]: when customers are taken back to the stable version before, by what they say of the answers,
     and by how many fail or are refused (what begins as a refusal: `[gateway] refusals`).
 
@@ -128,11 +129,13 @@ class GuardConfig(Section, frozen=True):
     are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing, and
     is an alarm if it goes on after the rollback: [master.gate.canary] compares at the same time.
 
-    alpha: chance of ever taking back a version that is no worse. least: people heard of the versions before, and answers
+    harm: rise of the share of complaints that is looked for. odds: rise of their odds that is looked for. swing: how far the
+    share may be above the highest of the days before and still be chance. alpha: chance of ever taking back a version that is
+    no worse. least: people heard of the versions before, and answers
     of them, without which nothing is decided. more_failed: it is looked for that so much more of all answers fail, or are
     refused, of each session one. watch: so long after its promotion a version is watched.
 
-    Example: GuardConfig(harm=0.05, alpha=0.001)
+    Example: GateGuardConfig(harm=0.05, alpha=0.001)
     """
 
     harm: Chance = 0.1
@@ -194,12 +197,12 @@ class GateConfig(Section, frozen=True):
     takes a version back that customers like less; canary: tries a version on a share of sessions first; none of them where
     its table is left out. people: how their words count.
 
-    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GuardConfig())
+    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GateGuardConfig())
     """
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
     replies: GateReplies | None = None
-    guard: GuardConfig | None = None
+    guard: GateGuardConfig | None = None
     canary: CanaryConfig | None = None
     people: PeopleConfig = PeopleConfig()
 
@@ -207,11 +210,14 @@ class GateConfig(Section, frozen=True):
 class MasterConfig(Section, frozen=True):
     """[master]: what is issued, how it is sampled, and what is evaluated.
 
-    first_version: no group is issued before this policy version is published (the end of a warm-up). num_episodes: of a
-    group. max_tokens: of a turn. ramp_groups: after so many groups `easy_to_hard` draws from all tasks. floor, cap: least
-    and largest weight of a task under `success` and `variance`, before its own priority. eval_lead: evals are requested so many
-    versions ahead, since an engine cannot go back. gate: what a version must show before customers are served it.
-    drain: the longest wait after the stop.
+    curriculum: how tasks are drawn. uniform: all alike; easy_to_hard: from the easiest on; success: those that fail more
+    often; variance: those that succeed half of the time. seed: of the draws of tasks, and of the trainer's. split: of the
+    tasks that are issued. temperature: at which episodes are sampled. first_version: no group is issued before this
+    policy version is published (the end of a warm-up). num_episodes: of a group. max_tokens: of a turn. ramp_groups:
+    after so many groups `easy_to_hard` draws from all tasks. floor, cap: least and largest weight of a task under
+    `success` and `variance`, before its own priority. eval_lead: evals are requested so many versions ahead, since an
+    engine cannot go back. gate: what a version must show before customers are served it. drain: the longest wait after
+    the stop.
 
     Example: MasterConfig(num_episodes=16, max_tokens=5, evals=(EvalSuite(suite="held-out"),))
     """

@@ -31,7 +31,7 @@ from streams.sources.companion import companions
 from streams.sources.source import build_sources, run_sources
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
 from streams.stages.driver import WindowDriver
-from streams.stages.hosted import Address, HostedStage, StageName
+from streams.stages.hosted import BrokerLogin, HostedStage, StageName
 from streams.stages.stage import causes
 from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
@@ -88,7 +88,7 @@ async def run_worker(
             hosts = []
             for stage in stages:
                 chain = " ".join(step.stamp for step in steps[stage])
-                hosts.append(HostedStage(log, Address(bootstrap, access), stage, folder.path, chain))
+                hosts.append(HostedStage(log, BrokerLogin(bootstrap, access), stage, folder.path, chain))
                 settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"])
                 _feed(hosts[-1], log, metrics, tasks, steps, settings)
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
@@ -154,9 +154,8 @@ async def _host(
 def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, state: str) -> Progress:
     """How this worker is doing; sets the gauges that are read, not counted."""
     for host in hosts:
-        for driver in host.drivers.values():
-            if isinstance(driver, CollectDriver):
-                metrics.gauge("groups_pending").set(driver.num_open())
+        if host.stage == "collect":
+            metrics.gauge("groups_pending").set(sum(driver.num_open() for driver in host.drivers.values()))
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)
     return Progress(

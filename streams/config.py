@@ -55,15 +55,16 @@ class From(Section, frozen=True):
 class FeedbackConfig(Section, frozen=True):
     """[[feedback]]. Its values become `scores.<name>`.
 
-    use: a @feedback function. window: how long collect waits for it after the answer. default: value where none came;
-    "unlabelled" leaves the score absent. late: what feedback after the window does where it changes the verdict: drop
-    it, amend copies that were not drawn yet (a trained one is left as it is), or retrain (once for each verdict, in
-    lane human, in the place of a copy that was not drawn yet; not where that lane's loss takes pairs). How often:
-    [collect] revisions and retrainings. discount: γ, what a turn of a session gets of how much better than usual the
-    turn after it was rated; that is for learning alone, and no rating. 0 credits the named answer alone. per_rater: how
-    many words of one rater count `within` a time, all that a key names nobody for being one rater's, and a browser's
-    token one; alike: how many that say nearly the same, whoever says them; the rest is held back and counted. 0 is no
-    limit; both are counted on each partition. See also [collect.limits].
+    name: of the score. from: where it listens. use: a @feedback function. window: how long collect waits for it after the
+    answer. default: value where none came; "unlabelled" leaves the score absent. late: what feedback after the window
+    does where it changes the verdict: drop it, amend copies that were not drawn yet (a trained one is left as it is), or
+    retrain (once for each verdict, in lane human, in the place of a copy that was not drawn yet; not where that lane's
+    loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a turn of a session gets of how
+    much better than usual the turn after it was rated; that is for learning alone, and no rating. 0 credits the named
+    answer alone. per_rater: how many words of one rater count `within` a time; what a key says without naming a rater is
+    one rater's, and so is what a browser's token says. alike: how many that say nearly the same, whoever says them. The
+    rest is held back and counted. 0 is no limit; both are counted on each partition. See also [collect.limits]. within:
+    the time of per_rater and alike.
 
     Example: FeedbackConfig(name="csat", use="support:csat", from_=From(topic="zendesk.closed"), window="24h")
     """
@@ -84,6 +85,8 @@ class FeedbackConfig(Section, frozen=True):
 class ScoreConfig(Section, frozen=True):
     """[[score]]: runs in verify on all but demonstrations; its verdict is recorded in `scores.<name>`.
 
+    name: of the verdict. use: a @score function. timeout_s: of one call; then the verdict is absent.
+
     Example: ScoreConfig(name="exact", use="streams.scores.exact:exact")
     """
 
@@ -97,7 +100,7 @@ class RewardConfig(Section, frozen=True):
     """[reward]: runs in collect, after feedback. blend: score to weight; weights of absent scores go to the others; a weight
     below 0 makes a penalty, Σ w · s over the sum of the weights above 0; empty takes every score alike. use: a @score
     function instead of a blend. require: without these scores an experience is unlabelled and dropped. discount: γ of
-    scores given turn by turn, whose discounted sum counts.
+    scores given turn by turn, whose discounted sum counts. timeout_s: of one call of `use`.
 
     Example: RewardConfig(blend={"csat": 1.0, "judge": 0.3, "overlong": -0.5}, require=("csat",))
     """
@@ -179,8 +182,9 @@ class AdvantageConfig(Section, frozen=True):
     """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; mean: reward - mean;
     leave_one_out: reward minus the mean of the others. Lone answers, and the only choice of several that was rated, take a
     running baseline per tenant and origin either way, shrunk while few are known and cut to ±5
-    (`streams.processors.baseline` says what it assumes). turns: name of a score given turn by turn (an environment's), by
-    which each turn of a group has an advantage of its own, "" for one of the whole; not with leave_one_out.
+    (`streams.processors.baseline` says what it assumes). epsilon: what keeps the division finite. turns: name of a score
+    given turn by turn (an environment's), by which each turn of a group has an advantage of its own, "" for one of the
+    whole; not with leave_one_out.
 
     Example: AdvantageConfig(kind="leave_one_out")
     """
@@ -288,7 +292,8 @@ class TaskFilterConfig(Section, frozen=True):
 
 class VaryConfig(Section, frozen=True):
     """[tasks.vary]: more training tasks like those there are. templates: texts with {question}. url, model: of an
-    OpenAI-compatible endpoint that rewrites each question `number` times; api_key_env: environment variable of its key.
+    OpenAI-compatible endpoint that rewrites questions. number: rewritten versions of each. api_key_env: environment variable
+    of the endpoint's key. timeout_s: of one request.
 
     Example: VaryConfig(on=True, templates=("Think first, then answer: {question}",))
     """
@@ -307,8 +312,8 @@ class VaryConfig(Section, frozen=True):
 
 
 class DifficultyConfig(Section, frozen=True):
-    """[tasks.difficulty]. field: of a task's meta, the success rate that came with it. Training tasks easier than
-    `easiest` or harder than `hardest` are dropped.
+    """[tasks.difficulty]. field: of a task's meta, the success rate that came with it. easiest, hardest: training tasks of a
+    difficulty (1 minus the success rate) below the one or above the other are dropped.
 
     Example: DifficultyConfig(field="pass_rate", easiest=0.1)
     """

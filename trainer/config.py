@@ -15,7 +15,7 @@ Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 class LaneConfig(Section, frozen=True):
     """[trainer.lanes.<lane>]: the objective of a lane and how it is drawn.
 
-    loss: a file of trainer/losses (dppo, grpo, ppo, sft, dpo, …), or `module:name` of another; options are the loss's
+    loss: a file of trainer/losses (dppo, grpo, ppo, sft, dpo, …), or `module:name` of another. options: the loss's
     keyword parameters. weight: multiplies the lane's mean; the gradient is the sum over lanes, so weights 1-m and m are
     the MIX loss. share: sequences drawn per sequence of the usual lane, 0 takes this weight / that lane's. max_uses: how
     often one experience may be trained. draw: "spread" takes the least used first, "priority" by what prioritize said; the
@@ -64,8 +64,9 @@ class LaneConfig(Section, frozen=True):
 class WarmupConfig(Section, frozen=True):
     """[trainer.warmup]: supervised steps before anything else. lane: whose experiences, under that lane's loss.
 
-    stop_at: greedy accuracy on demonstrations that are held out ends it, looked at `every` steps from `min_steps` on.
-    max_steps: ends it in any case. batch: sequences per step. min_experiences: it begins when so many have arrived in the
+    stop_at: greedy accuracy on demonstrations that are held out ends it. every: steps from one look at it to the next.
+    min_steps: before the first look. max_steps: ends it in any case. learning_rate: of the warm-up alone. batch: sequences
+    per step. min_experiences: it begins when so many have arrived in the
     lane.
 
     Example: WarmupConfig(stop_at=0.3, every=5, max_steps=400)
@@ -85,9 +86,9 @@ class CriticConfig(Section, frozen=True):
     """[trainer.critic]: values for a loss that wants them (ppo). A backbone of its own, begun as a copy of the policy that
     training begins from (the warmed-up one where there is a warm-up; policy.model where it joins a run that has started).
 
-    gamma, gae_lambda: of the advantages; they count sampled tokens, not what was observed between turns. value_clip: how
-    far a value may move from what it was before the batch and still be pulled, 0 for no bound. gradient_clip: norm.
-    normalize: advantages of a step to mean 0 and variance 1.
+    learning_rate: of the critic. gamma, gae_lambda: of the advantages; they count sampled tokens, not what was observed
+    between turns. value_clip: how far a value may move from what it was before the batch and still be pulled, 0 for no
+    bound. gradient_clip: norm. normalize: advantages of a step to mean 0 and variance 1.
 
     truncated: what the end of a truncated episode is worth. "reward": its reward, and nothing comes after it, as for any
     other end. "bootstrap": the value of its last state, and its reward is not looked at; for rewards that a cut-off answer
@@ -108,8 +109,10 @@ class CriticConfig(Section, frozen=True):
 
 
 class Schedule(Section, frozen=True):
-    """[trainer.schedule]: what becomes of the learning rate after the warm-up. It is held for `hold_steps`, then falls on a
-    line over `decay_steps` to `final` times itself, and stays there. final 1 holds it for good.
+    """[trainer.schedule]: what becomes of the learning rate after the warm-up: held, then falling on a line, then held again.
+
+    hold_steps: steps at the full rate. decay_steps: over which it falls. final: share of the rate that is left, 1 to hold it
+    for good.
 
     Example: Schedule(hold_steps=100, decay_steps=100, final=0.1)
     """
@@ -119,16 +122,16 @@ class Schedule(Section, frozen=True):
     final: Share = 1.0
 
 
-class GuardConfig(Section, frozen=True):
-    """[trainer.guard]: what a step is measured by: the median of the last `window` steps, once there are `min_steps`.
+class TrainerGuardConfig(Section, frozen=True):
+    """[trainer.guard]: when a step is refused or an alarm is raised, measured by the median of the steps before it.
 
-    grad_norm: times the median above which a gradient changes nothing (before clipping; 0 for no limit). entropy, reward:
-    share of the median below which the alarms `entropy_collapse`, `reward_collapse` are raised, 0 for never; they halt
-    where `halt_on` says so. probe_shift: nats by which a version's logprobs of a few recent sequences may differ from the
-    version before, on average per token; one that differs more is not published. 0 for any; a fresh process has nothing
-    to compare its first version with.
+    window: steps whose median counts. min_steps: before anything is compared. grad_norm: times the median above which a
+    gradient changes nothing (before clipping; 0 for no limit). entropy, reward: share of the median below which the
+    alarms `entropy_collapse`, `reward_collapse` are raised, 0 for never; they halt where `halt_on` says so. probe_shift:
+    nats by which a version's logprobs of a few recent sequences may differ from the version before, on average per token;
+    one that differs more is not published. 0 for any; a fresh process has nothing to compare its first version with.
 
-    Example: GuardConfig(grad_norm=20, entropy=0.2, reward=0.5, probe_shift=2)
+    Example: TrainerGuardConfig(grad_norm=20, entropy=0.2, reward=0.5, probe_shift=2)
     """
 
     window: Positive = 50
@@ -148,11 +151,11 @@ class TrainerConfig(Section, frozen=True):
     the rest the policy after every step; 1 keeps it frozen. max_tokens_per_microbatch: bounds memory; one longer sequence
     goes alone. activation_checkpointing: compute activations again in the backward instead of keeping them. dtype: of the
     forward and of what is published. threads: of the CPU, pinned, 0 leaves torch's choice. checkpoint_every: in
-    publications; keep_checkpoints of them remain. version_every: a step without the usual lane waits until the last
+    publications. keep_checkpoints: so many remain. version_every: a step without the usual lane waits until the last
     version is so old, unless the run drains, since every version is fetched and loaded by everybody. max_steps: optimizer
     steps after which the trainer ends, 0 for none. max_skips: steps in a row without effect after which the last good
     policy is restored. halt_on: alarms that do so at once. tensorboard: folder of event files, relative to the TOML, ""
-    writes none.
+    writes none. ranks: processes that train together. learner: what holds the model; see trainer.learners.
 
     Example: TrainerConfig(lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)})
     """
@@ -176,7 +179,7 @@ class TrainerConfig(Section, frozen=True):
     max_steps: NonNegative = 0
     max_skips: Positive = 3
     halt_on: tuple[str, ...] = ()
-    guard: GuardConfig = GuardConfig()
+    guard: TrainerGuardConfig = TrainerGuardConfig()
     tensorboard: str = "tensorboard"
     warmup: WarmupConfig | None = None
     critic: CriticConfig | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.engine import Sampling, SchemaRefused
-from actors.engines.judge import DEADLINE_S, Judge
+from actors.engines.judge import DEADLINE_S, SchemaCompiler
 from infra.model.model import load_tokenizer
 
 MAX_COMPILED = 64
@@ -27,7 +27,7 @@ ONE_SPELLING = {"any_whitespace": False}
 NEEDED = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
 
 
-class Vocabulary:
+class TokenSpellings:
     """What each token spells; nothing (b"") for special tokens and for ids without a token. special: those tokens."""
 
     def __init__(self, spellings: Sequence[bytes], special: frozenset[int] = frozenset()) -> None:
@@ -50,18 +50,18 @@ class Vocabulary:
             raise SchemaRefused(f"not a schema that answers can be held to: {told[:300]}") from error
 
 
-def byte_vocabulary(num_tokens: int) -> Vocabulary:
+def byte_vocabulary(num_tokens: int) -> TokenSpellings:
     """The first 256 tokens are the bytes; further ones stand for no text."""
-    return Vocabulary([bytes([token]) if token < 256 else b"" for token in range(num_tokens)])
+    return TokenSpellings([bytes([token]) if token < 256 else b"" for token in range(num_tokens)])
 
 
-def folder_vocabulary(folder: str, num_tokens: int) -> Vocabulary:
+def folder_vocabulary(folder: str, num_tokens: int) -> TokenSpellings:
     """The vocabulary of a model folder. num_tokens: of the model, which may have more than its tokenizer."""
     import xgrammar
 
     tokenizer = load_tokenizer(folder)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer.wrapped, vocab_size=num_tokens)
-    return Vocabulary(info.decoded_vocab, frozenset(token for token in tokenizer.special_ids if token < num_tokens))
+    return TokenSpellings(info.decoded_vocab, frozenset(token for token in tokenizer.special_ids if token < num_tokens))
 
 
 STUCK = "the grammar of the schema led to where no token may come next"
@@ -98,12 +98,12 @@ class Matcher:
 class Grammars:
     """Compiled schemas over one vocabulary, which is read when the first is needed. deadline_s: for one to compile."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, vocabulary: Callable[[], TokenSpellings], deadline_s: float = DEADLINE_S) -> None:
         self._read = vocabulary
         self._deadline_s = deadline_s
         self._compiler: Callable[[str], Any] | None = None
-        self._judge: Judge | None = None
-        self._vocabulary = Vocabulary(())
+        self._judge: SchemaCompiler | None = None
+        self._vocabulary = TokenSpellings(())
         self._compiled: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
 
@@ -141,13 +141,13 @@ class Grammars:
         if self._compiler is None or self._judge is None:
             self._vocabulary = self._read()
             self._compiler = make_compiler(self._vocabulary)
-            self._judge = Judge(self._vocabulary.spellings, self._deadline_s)
+            self._judge = SchemaCompiler(self._vocabulary.spellings, self._deadline_s)
         self._vocabulary.check(json_schema)
         self._judge.check(json_schema)
         return self._compiler(json_schema)
 
 
-def make_compiler(vocabulary: Vocabulary) -> Callable[[str], Any]:
+def make_compiler(vocabulary: TokenSpellings) -> Callable[[str], Any]:
     """What makes a schema's grammar. It raises RuntimeError for what is no schema."""
     import xgrammar
 

@@ -29,7 +29,7 @@ _SIZE = struct.Struct("<I")
 _DONE = b"."
 
 
-class Judge:
+class SchemaCompiler:
     """Says which schemas compile in time. spellings: of the vocabulary. deadline_s: for one schema."""
 
     def __init__(self, spellings: Sequence[bytes], deadline_s: float = DEADLINE_S) -> None:
@@ -108,11 +108,11 @@ def _received(stream: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """The process: the vocabulary, then schemas, until nobody is left to ask."""
-    from actors.engines.grammar import Vocabulary, make_compiler
+    from actors.engines.grammar import TokenSpellings, make_compiler
 
     os.nice(5)  # who serves goes first
     given = _received(sys.stdin.buffer)
-    compile_schema = make_compiler(Vocabulary(msgspec.msgpack.decode(given or b"\x90", type=list[bytes])))
+    compile_schema = make_compiler(TokenSpellings(msgspec.msgpack.decode(given or b"\x90", type=list[bytes])))
     while given is not None:
         sys.stdout.buffer.write(_DONE)
         sys.stdout.buffer.flush()

@@ -1,11 +1,11 @@
 """Keeps the engine on the newest policy: reads version events, fetches while the engine generates, swaps.
 
-    policies ─> PolicyFeed ─> fetch (thread) ─> evals of the held version end ─> engine.load ─> next
+    policies ─> PolicyFeed ─> fetch (thread) ─> gate releases the held version ─> engine.load ─> next
                                   │ refused: once more from the anchor; then an event, and wait for a newer one
 
 Guarantees: what fails verification, or what the engine does not reproduce, never serves; the held version serves
-meanwhile; no version that an eval waits for is skipped; a reload waits for the evals of the held version, but at most
-`eval_hold_s`.
+meanwhile; no version that its gate wants is skipped; a reload waits until the gate releases the held version, but at most
+`hold_s`.
 """
 
 import asyncio
@@ -14,20 +14,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from actors.engines.engine import Engine, LoadReport
-from actors.rollout.scheduler import Scheduler
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.log.reading import follow
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
 from infra.policies.channel import Stable
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
 from infra.store.store import Store
-from schemas import PolicyEvent
+from schemas import Directive, PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from schemas.fields import Channel
 from schemas.topics import POLICIES
@@ -38,12 +38,39 @@ _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _MAX_SAMPLES = 4096
 
 
-class Holds(Protocol):
-    """How long a reload may wait."""
+class ReloadGate(Protocol):
+    """When an engine may change its version: decided by the work that needs a version."""
 
-    @property
-    def eval_hold_s(self) -> float:
-        """For evals of the version it would replace, seconds."""
+    async def known(self) -> None:
+        """Return once it is known what waits; nothing is loaded before."""
+
+    def wanted(self) -> frozenset[int]:
+        """Versions that a newer one must not pass over."""
+
+    async def released(self, version: int, timeout_s: float) -> bool:
+        """Whether nothing needs `version`, waited for at most `timeout_s`."""
+
+    def reload(self) -> AbstractContextManager[None]:
+        """While it is entered, nothing begins that needs a version."""
+
+
+class OpenGate:
+    """The gate of a role whose work takes any version."""
+
+    async def known(self) -> None:
+        """Return at once."""
+
+    def wanted(self) -> frozenset[int]:
+        """None."""
+        return frozenset()
+
+    async def released(self, version: int, timeout_s: float) -> bool:
+        """True."""
+        return True
+
+    def reload(self) -> AbstractContextManager[None]:
+        """Nothing is held up."""
+        return nullcontext()
 
 
 class Followed(Protocol):
@@ -64,10 +91,6 @@ class Followed(Protocol):
     @property
     def origin(self) -> str:
         """Who speaks."""
-
-    @property
-    def config(self) -> Holds:
-        """Its bounds."""
 
 
 class ReloadTimes:
@@ -92,27 +115,30 @@ def percentile(samples: deque[float], share: float) -> float:
 class PolicyFollower:
     """Moves one engine along the versions of one policy.
 
-    channel: see PolicyFeed. loaded: called with the event of every version that serves.
+    gate: when it may reload, at once by default. hold_s: how long a reload waits at the gate. channel: see PolicyFeed. loaded:
+    called with the event of every version that serves.
     """
 
     def __init__(
         self,
-        rig: Followed,
-        scheduler: Scheduler,
+        runtime: Followed,
         store: Store,
         policy: str,
         *,
+        gate: ReloadGate | None = None,
+        hold_s: float = 0.0,
         channel: Channel = "candidate",
         loaded: Callable[[PolicyEvent], None] = lambda event: None,
     ) -> None:
-        self._rig = rig
-        self._desk = scheduler
+        self._runtime = runtime
+        self._gate: ReloadGate = gate or OpenGate()
+        self._hold_s = hold_s
         self._store = store
         self._policy = policy
         self._channel: Channel = channel
         self._loaded = loaded
         self._feed = PolicyFeed(policy, channel=channel)
-        self._follower = Follower(store, policy)
+        self._follower = PolicyFetcher(store, policy)
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
         self._refused: set[int] = set()
@@ -131,12 +157,12 @@ class PolicyFollower:
         """Follow `policies` from its beginning; nothing is loaded until what is there at the call was read."""
         self.caught_up.clear()
         self._feed = PolicyFeed(self._policy, channel=self._channel)
-        log, metrics = self._rig.log, self._rig.metrics
+        log, metrics = self._runtime.log, self._runtime.metrics
         await follow(log, POLICIES, self._apply, metrics=metrics, caught_up=self.caught_up, changed=self._changed.set)
 
     async def load(self) -> None:
         """Bring the engine forward, one version after the other."""
-        await self._desk.settled.wait()
+        await self._gate.known()
         while True:
             await self.caught_up.wait()
             self._changed.clear()
@@ -153,16 +179,18 @@ class PolicyFollower:
             await self._let_evals_end()
             await self._swap(policy, event)
 
-    def _apply(self, message: Message) -> None:
-        if isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
+    def _apply(self, message: LogMessage) -> None:
+        if isinstance(message.value, Directive):
+            self._feed.fence(message.value, message.offset)
+        elif isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
-            self._rig.metrics.gauge("policy_version_published").set(self._feed.newest)
-        self._rig.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
+            self._runtime.metrics.gauge("policy_version_published").set(self._feed.newest)
+        self._runtime.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
 
     def _next(self) -> PolicyEvent | None:
-        held = self._rig.engine.version
+        held = self._runtime.engine.version
         self._feed.forget_below(held)
-        return self._feed.next(held, pinned=self._desk.waiting.versions(), refused=self._refused)
+        return self._feed.next(held, pinned=self._gate.wanted(), refused=self._refused)
 
     async def _fetch(self, event: PolicyEvent) -> Policy | None:
         """The verified policy; None when it was refused, or when the store failed and it should be looked at again."""
@@ -174,7 +202,7 @@ class PolicyFollower:
         except StoreError as error:
             tries = self._store_tries.get(event.version, 0)
             self._store_tries[event.version] = tries + 1
-            self._rig.metrics.counter("policy_fetch_failed").inc()
+            self._runtime.metrics.counter("policy_fetch_failed").inc()
             _log.warning("policy_fetch_failed version=%d try=%d error=%s", event.version, tries + 1, error)
             await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
             return None
@@ -183,26 +211,19 @@ class PolicyFollower:
 
     async def _let_evals_end(self) -> None:
         """Wait for the evals of the held version, within bounds."""
-        held = self._rig.engine.version
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._rig.config.eval_hold_s
-        while self._desk.awaits(held) and (left := deadline - clock()) > 0:
-            await self._desk.next_end(left)
-        if self._desk.awaits(held):
-            self._rig.metrics.counter("eval_hold_expired").inc()
+        held = self._runtime.engine.version
+        if not await self._gate.released(held, self._hold_s):
+            self._runtime.metrics.counter("eval_hold_expired").inc()
             _log.warning("eval_hold_expired version=%d", held)
 
     async def _swap(self, policy: Policy, event: PolicyEvent) -> None:
-        self._desk.reloading = True
         try:
-            reach("explore.before_swap")
-            report = await self._rig.engine.load(policy)
+            with self._gate.reload():
+                reach("explore.before_swap")
+                report = await self._runtime.engine.load(policy)
         except PolicyRefused as error:
             await self._refuse(event, error)
             return
-        finally:
-            self._desk.reloading = False
-            self._desk.changed.set()
         reach("explore.after_swap")
         self._follower.confirm(policy)
         self._loaded(event)
@@ -210,7 +231,7 @@ class PolicyFollower:
         self._record(policy.version, report)
 
     def _record(self, version: int, report: LoadReport) -> None:
-        metrics = self._rig.metrics
+        metrics = self._runtime.metrics
         metrics.counter("reloads").inc()
         metrics.gauge("policy_version").set(version)
         self.times.pause_ms.append(report.pause_ms)
@@ -224,14 +245,14 @@ class PolicyFollower:
 
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
         """Begin again from the anchor; what is refused even then is given up, and told."""
-        self._follower = Follower(self._store, self._policy)
-        self._rig.metrics.counter("policies_refused").inc()
+        self._follower = PolicyFetcher(self._store, self._policy)
+        self._runtime.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1
         if self._refusals[event.version] < 2:
             return
         self._refused.add(event.version)
-        await _tell_refused(self._rig.log, event, str(error), self._rig.origin)
+        await _tell_refused(self._runtime.log, event, str(error), self._runtime.origin)
 
 
 async def _tell_refused(log: Log, event: PolicyEvent, reason: str, owner: str) -> None:

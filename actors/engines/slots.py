@@ -13,17 +13,17 @@ from torch import Tensor
 
 from actors.engines.engine import OnChunk
 from actors.engines.grammar import Matcher
-from actors.engines.shown import Shown
+from actors.engines.request_images import RequestImages
 from actors.engines.trace import Trace
 from infra.model.vision import Vision, model_inputs
 
 SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
 REBUILD_TOKENS = 16384  # most tokens of one forward while rebuilding
 
-Input = tuple[tuple[int, ...], Shown]  # tokens, and what stands at the image tokens among them
+Input = tuple[tuple[int, ...], RequestImages]  # tokens, and the images at the image tokens among them
 
 
-class Row:
+class RunningSequence:
     """One running request."""
 
     def __init__(
@@ -32,12 +32,12 @@ class Row:
         trace: Trace,
         generator: torch.Generator | None,
         on_chunk: OnChunk | None = None,
-        shown: Shown | None = None,
+        pictures: RequestImages | None = None,
         matcher: Matcher | None = None,
     ) -> None:
         self.prompt = prompt
         self.matcher = matcher
-        self.shown = shown or Shown()
+        self.pictures = pictures or RequestImages()
         self.trace = trace
         self.generator = generator
         self.on_chunk = on_chunk
@@ -114,28 +114,28 @@ class _Slots:
                 tensor[targets] = tensor[sources]
 
 
-class Batch:
+class RunningBatch:
     """The sequences being sampled. Not for concurrent use."""
 
     def __init__(self, model: Any, generator: torch.Generator, vision: Vision | None = None) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[RunningSequence] = []
         self._vision = vision
         self._model = model
         self._generator = generator
         self._slots = _Slots()
 
-    def admit(self, rows: Sequence[Row], version: int) -> list[Row]:
+    def admit(self, rows: Sequence[RunningSequence], version: int) -> list[RunningSequence]:
         """Start sequences and sample their first token. Returns those that are finished already."""
-        finished: list[Row] = []
-        by_length: dict[int, list[Row]] = {}
+        finished: list[RunningSequence] = []
+        by_length: dict[int, list[RunningSequence]] = {}
         for row in rows:
             by_length.setdefault(len(row.prompt), []).append(row)
         for group in by_length.values():
-            prompts = list(dict.fromkeys((row.prompt, row.shown) for row in group))
+            prompts = list(dict.fromkeys((row.prompt, row.pictures) for row in group))
             index = {prompt: position for position, prompt in enumerate(prompts)}
-            which = torch.tensor([index[row.prompt, row.shown] for row in group])
+            which = torch.tensor([index[row.prompt, row.pictures] for row in group])
             for row, position in zip(group, which.tolist(), strict=True):
-                row.shown = prompts[position][1]  # equal ones are prepared once
+                row.pictures = prompts[position][1]  # equal ones are prepared once
             layers, logits = self._forward(prompts)
             start = len(self.rows)
             self._slots.reserve(layers, start + len(group), max(row.num_reserved for row in group))
@@ -144,7 +144,7 @@ class Batch:
             finished += self._sample(start, logits[which], version)
         return finished
 
-    def step(self, version: int) -> list[Row]:
+    def step(self, version: int) -> list[RunningSequence]:
         """One more token for every sequence. Returns those it finished."""
         rows = self.rows
         positions = [len(row.prompt) + len(row.trace.tokens) - 1 for row in rows]
@@ -175,7 +175,7 @@ class Batch:
                 if stop > start and longest * (stop + 1 - start) > REBUILD_TOKENS:
                     break
                 stop += 1
-            sequences = [((*row.prompt, *row.trace.tokens[:-1]), row.shown) for row in self.rows[start:stop]]
+            sequences = [((*row.prompt, *row.trace.tokens[:-1]), row.pictures) for row in self.rows[start:stop]]
             unique = list(dict.fromkeys(sequences))
             index = {sequence: position for position, sequence in enumerate(unique)}
             layers, _ = self._forward(unique)
@@ -203,13 +203,13 @@ class Batch:
         """What the model's forward takes: the tokens, with the features of their images where there are any."""
         places = pictures = None
         vision, length = self._vision, padded.shape[1]
-        if vision is not None and any(shown.images for _, shown in sequences):
-            pictures = np.stack([one for _, shown in sequences for one in shown.prepared(vision)])
-            found = [vision.places(tokens, len(shown.images)) for tokens, shown in sequences]
+        if vision is not None and any(one.images for _, one in sequences):
+            pictures = np.stack([one for _, prompt_images in sequences for one in prompt_images.prepared(vision)])
+            found = [vision.places(tokens, len(one.images)) for tokens, one in sequences]
             places = np.concatenate([at + index * length for index, at in enumerate(found)])
         return model_inputs(self._model, padded, places, pictures)
 
-    def _sample(self, start: int, logits: Tensor, version: int) -> list[Row]:
+    def _sample(self, start: int, logits: Tensor, version: int) -> list[RunningSequence]:
         """Record one token for each row from `start` on; remove and return the finished."""
         rows = self.rows[start:]
         temperatures = torch.tensor([row.trace.sampling.temperature for row in rows])
@@ -246,7 +246,7 @@ class Batch:
         del self.rows[num_left:]
 
 
-def _masked(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
+def _masked(logits_BV: Tensor, rows: Sequence[RunningSequence]) -> Tensor:
     """Rows of an answer with a schema without the tokens that it forbids here; the others as they are."""
     held = {index: row.matcher for index, row in enumerate(rows) if row.matcher is not None}
     if not held:

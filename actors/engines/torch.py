@@ -29,8 +29,8 @@ from actors.engines.checks import (
 )
 from actors.engines.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
-from actors.engines.shown import Shown
-from actors.engines.slots import Batch, Row
+from actors.engines.request_images import RequestImages
+from actors.engines.slots import RunningBatch, RunningSequence
 from actors.engines.trace import Trace
 from infra.model.model import load_into, load_model, model_tensors, unlike
 from infra.model.vision import load_vision, probe_inputs
@@ -63,9 +63,9 @@ class TorchEngine:
         self._max_model_len = max_model_len or 0
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Row] = deque()
-        self._futures: dict[Row, Finished] = {}
-        self._entering: list[Row] = []
+        self._waiting: deque[RunningSequence] = deque()
+        self._futures: dict[RunningSequence, Finished] = {}
+        self._entering: list[RunningSequence] = []
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._version = 0
@@ -99,7 +99,7 @@ class TorchEngine:
         self._num_vocabulary = int(self._model.config.get_text_config().vocab_size)
         longest = int(self._model.config.get_text_config().max_position_embeddings)
         self._max_model_len = min(self._max_model_len or longest, longest)
-        self._batch = Batch(self._model, torch.Generator().manual_seed(self._seed), self._vision)
+        self._batch = RunningBatch(self._model, torch.Generator().manual_seed(self._seed), self._vision)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -134,7 +134,7 @@ class TorchEngine:
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         matcher = await self._grammars.matcher(sampling)
         self._check_alive()  # a schema takes its time to compile
-        row = Row(tuple(prompt), Trace(sampling), generator, on_chunk, Shown(images), matcher)
+        row = RunningSequence(tuple(prompt), Trace(sampling), generator, on_chunk, RequestImages(images), matcher)
         future: Finished = self._loop.create_future()
         self._futures[row] = future
         if not self._entering:  # calls of one loop turn enter together, so that a group's prompt is forwarded once
@@ -232,10 +232,10 @@ class TorchEngine:
 
     def _advance(self) -> None:
         self._batch.remove_cancelled()
-        finished: list[Row] = []
+        finished: list[RunningSequence] = []
         if self._batch.rows:
             finished += self._batch.step(self._version)
-        entering: list[Row] = []
+        entering: list[RunningSequence] = []
         while self._waiting and len(self._batch.rows) + len(entering) < self._max_sequences:
             row = self._waiting.popleft()
             if not row.cancelled:
@@ -248,7 +248,9 @@ class TorchEngine:
             completions = [(row, row.trace.completion()) for row in finished]
             self._loop.call_soon_threadsafe(self._deliver, chunks, completions)
 
-    def _deliver(self, chunks: list[tuple[Row, list[Chunk]]], completions: list[tuple[Row, Completion]]) -> None:
+    def _deliver(
+        self, chunks: list[tuple[RunningSequence, list[Chunk]]], completions: list[tuple[RunningSequence, Completion]]
+    ) -> None:
         for row, sampled in chunks:
             future = self._futures.get(row)
             if future is None or future.done() or row.on_chunk is None:

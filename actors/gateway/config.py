@@ -80,7 +80,7 @@ class CanaryShare(Section, frozen=True):
 
 
 class GatewayConfig(Section, frozen=True):
-    """[gateway]: an OpenAI-compatible door in front of an engine.
+    """[gateway]: an OpenAI-compatible server in front of an engine.
 
     listen: host:port. train_on: whose answers are written to the log: nothing, those of keys made with `--train yes`, or
     all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while nothing

@@ -32,12 +32,12 @@ from actors.gateway.http.listen import Server, bound, make_server, serve_on
 from actors.gateway.recording.feedback_intake import FeedbackIntake
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox
-from actors.gateway.recording.record import Recorder, Tokenizer
+from actors.gateway.recording.record import Recorder
 from actors.gateway.recording.spool import Spool
-from actors.rollout.scheduler import Scheduler
 from infra.chain.chain import Step, make_step
 from infra.chain.processor import mark_of
 from infra.log.log import Log
+from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.role import run_until
@@ -55,12 +55,6 @@ _RETRY_S = 1.0
 _MB = 1024 * 1024
 
 
-class Hold(msgspec.Struct, frozen=True):
-    """A gateway runs no evals, so reloads wait for none."""
-
-    eval_hold_s: float = 0.0
-
-
 class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):
     """What a follower needs of a gateway."""
 
@@ -68,7 +62,6 @@ class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):
     engine: Engine
     metrics: Metrics
     origin: str
-    config: Hold = Hold()
 
 
 async def run_gateway(
@@ -99,13 +92,12 @@ async def run_gateway(
         memory = claimed.path / "policy.json"
         follower = PolicyFollower(
             ServingRuntime(log=log, engine=engine, metrics=metrics, origin=instance),
-            _settled_desk(),
             store,
             floor.policy.name,
             channel=config.channel,
             loaded=lambda event: _remember(memory, event, metrics),
         )
-        gateway, authenticator, hearing = await _assembled(
+        gateway, authenticator, feedback_intake = await _assembled(
             config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, minter,
             _trial_of(config, follower),
         )  # fmt: skip
@@ -114,7 +106,7 @@ async def run_gateway(
         try:
             await _bring_last(follower, memory, engine)
             site = Site(
-                gateway, authenticator, hearing, metrics,
+                gateway, authenticator, feedback_intake, metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
                 state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
@@ -246,7 +238,7 @@ async def _assembled(
         await asyncio.to_thread(book.refresh, store)
     except StoreError as error:
         _log.warning("keys_not_read error=%s", error)
-    hearing = FeedbackIntake(
+    feedback_intake = FeedbackIntake(
         recorder,
         outbox,
         metrics,
@@ -254,7 +246,7 @@ async def _assembled(
         secret=lambda: book.secret if book.is_read else b"",
         may_record=gateway.may_record,
     )
-    return gateway, Authenticator(book, metrics), hearing
+    return gateway, Authenticator(book, metrics), feedback_intake
 
 
 def _trial_of(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:
@@ -348,12 +340,6 @@ async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metri
         except (StoreError, msgspec.DecodeError) as error:
             metrics.counter("keys_not_read").inc()
             _log.warning("keys_not_read error=%s", error)
-
-
-def _settled_desk() -> Scheduler:
-    scheduler = Scheduler(max_episodes=1)
-    scheduler.settled.set()
-    return scheduler
 
 
 def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:

@@ -21,7 +21,7 @@ from actors.config import MasterConfig
 from actors.master.plan import Plan
 from infra.log.blob_prune import prune_frames
 from infra.log.blobs import day_of
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.log.reading import follow, readable
 from infra.observe.metrics import Metrics
 from infra.roles.role import run_until
@@ -74,7 +74,7 @@ async def _decide(log: Log, plan: Plan, metrics: Metrics, finish: asyncio.Event 
     wake = asyncio.Event()
     caught_up: list[asyncio.Event] = []
 
-    def apply(message: Message) -> None:
+    def apply(message: LogMessage) -> None:
         _apply(plan, metrics, message)
 
     async with asyncio.TaskGroup() as followers:
@@ -93,7 +93,7 @@ async def _decide(log: Log, plan: Plan, metrics: Metrics, finish: asyncio.Event 
             wake.clear()
 
 
-def _apply(plan: Plan, metrics: Metrics, message: Message) -> None:
+def _apply(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
     """Give one record to the plan."""
     plan.tick(message.timestamp_ms)
     record = message.value

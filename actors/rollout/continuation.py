@@ -18,7 +18,7 @@ class Decoder(Protocol):
         """Text of the tokens."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class SampledTurn(msgspec.Struct, frozen=True):
     """One sampled turn. rendered: the template's tokens for its prompt. sampled: its tokens. content: their text.
 
     stopped: the last sampled token is a stop token.
@@ -30,7 +30,7 @@ class Turn(msgspec.Struct, frozen=True):
     stopped: bool
 
 
-def added_tokens(rendered: Sequence[int], last: Turn, tokenizer: Decoder) -> list[int] | None:
+def added_tokens(rendered: Sequence[int], last: SampledTurn, tokenizer: Decoder) -> list[int] | None:
     """Tokens the template adds after the sampled turn `last`; None where `rendered` does not extend it.
 
     The template's rendering of our reply need not be the tokens that were sampled (a text has many spellings), so its

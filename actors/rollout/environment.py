@@ -52,7 +52,7 @@ class EnvironmentFailed(RuntimeError):
     """An environment crashed, hung or answered nonsense; the message says which, and why."""
 
 
-class World:
+class GuardedEnvironment:
     """An environment behind its guard: each call ends within `timeout_s` as an Outcome or as EnvironmentFailed.
 
     Use with `async with`: at its end the environment is closed.

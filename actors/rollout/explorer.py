@@ -19,10 +19,10 @@ from actors.engines.engine import Engine
 from actors.engines.reload import PolicyFollower
 from actors.rollout.rollout import RolloutRuntime, pass_over, run_group
 from actors.rollout.scheduler import Scheduler
-from actors.rollout.session import CachedTokenizer, Tokenizer
+from actors.rollout.session import CachedTokenizer, ChatTokenizer
 from actors.rollout.workflow import Workflows
 from infra.log.bus import CommitRefused, Partition, Reader
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
 from infra.roles.role import run_until
@@ -47,7 +47,7 @@ async def run_explorer(
     log: Log,
     store: Store,
     engine: Engine,
-    tokenizer: Tokenizer,
+    tokenizer: ChatTokenizer,
     stop_tokens: tuple[int, ...],
     metrics: Metrics,
     stop: asyncio.Event,
@@ -70,7 +70,7 @@ async def run_explorer(
     await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading", life="starting"))
     await engine.start()
     try:
-        follower = PolicyFollower(runtime, scheduler, store, floor.policy.name)
+        follower = PolicyFollower(runtime, store, floor.policy.name, gate=scheduler, hold_s=config.eval_hold_s)
         reader = await log.subscribed(TASKS, group=GROUP)
         halt = asyncio.Event()
         await run_until(
@@ -110,12 +110,12 @@ async def _take_tasks(reader: Reader, runtime: RolloutRuntime, scheduler: Schedu
         await reader.close()
 
 
-async def _committed(messages: Sequence[Message], reader: Reader) -> list[Message]:
+async def _committed(messages: Sequence[LogMessage], reader: Reader) -> list[LogMessage]:
     """Commit what was read and return it, without the partitions that are another explorer's by now: it gets those."""
-    batches: dict[Partition, list[Message]] = {}
+    batches: dict[Partition, list[LogMessage]] = {}
     for message in messages:
         batches.setdefault(Partition(message.record.topic, message.partition), []).append(message)
-    kept: list[Message] = []
+    kept: list[LogMessage] = []
     for partition, batch in batches.items():
         try:
             reach("explore.before_commit")
@@ -127,7 +127,7 @@ async def _committed(messages: Sequence[Message], reader: Reader) -> list[Messag
     return kept
 
 
-async def _accept(message: Message, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
+async def _accept(message: LogMessage, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
     """Put a task on the scheduler; what is none goes to the dead letters."""
     task = message.value
     if not isinstance(task, Task) or task.issued is None:

@@ -13,7 +13,7 @@ import msgspec
 
 from actors.config import ExploreConfig
 from actors.engines.engine import Engine, EngineStopped, Sampling
-from actors.rollout.session import Session, Tokenizer
+from actors.rollout.session import ChatTokenizer, Session
 from actors.rollout.waiting import issued_of
 from actors.rollout.workflow import Workflow, Workflows
 from infra.log.log import Log
@@ -41,7 +41,7 @@ class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
 
     log: Log
     engine: Engine
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     workflows: Workflows
     config: ExploreConfig
     metrics: Metrics

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from actors.rollout.waiting import Waiting, issued_of
 from schemas import Task
@@ -12,14 +13,14 @@ class Scheduler:
     """Bounds what runs, knows which evals run under which version, and counts idle time.
 
     changed: set on every change; the dispatcher waits on it. settled: what was in the log at the start has been taken.
-    reloading: evals must not begin now. closed: nothing begins any more.
+    closed: nothing begins any more. Also the ReloadGate of its explorer's engine: evals need exactly one version.
     """
 
     def __init__(self, *, max_episodes: int) -> None:
         self.waiting = Waiting()
         self.changed = asyncio.Event()
         self.settled = asyncio.Event()
-        self.reloading = False
+        self._reloading = False
         self.closed = False
         self.num_episodes = 0
         self.num_groups = 0
@@ -35,7 +36,7 @@ class Scheduler:
         """The next task to start under `version`, counted as running; evals first. None if nothing may start now."""
         if self.closed or self.num_episodes >= self._max_episodes:
             return None
-        task = None if self.reloading else self.waiting.eval(version)
+        task = None if self._reloading else self.waiting.eval(version)
         if task is None:
             size = self.waiting.peek_episodes(version)
             if self.num_episodes and self.num_episodes + size > self._max_episodes:
@@ -78,9 +79,31 @@ class Scheduler:
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
 
-    def awaits(self, version: int) -> bool:
-        """Whether evals of exactly `version` wait or run."""
-        return version in self._evals or version in self.waiting.versions()
+    async def known(self) -> None:
+        """Return once what was in the log at the start has been taken."""
+        await self.settled.wait()
+
+    def wanted(self) -> frozenset[int]:
+        """Versions that evals wait for."""
+        return self.waiting.versions()
+
+    async def released(self, version: int, timeout_s: float) -> bool:
+        """Whether no evals of exactly `version` wait or run, waited for at most `timeout_s`."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        while (needed := self._needs(version)) and (left := deadline - clock()) > 0:
+            await self.next_end(left)
+        return not needed
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        """While it is entered, no eval begins."""
+        self._reloading = True
+        try:
+            yield
+        finally:
+            self._reloading = False
+            self.changed.set()
 
     def idle_share(self) -> float:
         """Share of the time since the first group during which nothing ran."""
@@ -90,6 +113,9 @@ class Scheduler:
     def busy_s(self) -> float:
         """Seconds since the first group during which something ran."""
         return self._spent()[1]
+
+    def _needs(self, version: int) -> bool:
+        return version in self._evals or version in self.waiting.versions()
 
     def _spent(self) -> tuple[float, float]:
         if self._began is None:

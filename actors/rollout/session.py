@@ -20,7 +20,7 @@ from typing import Protocol, TypedDict, Unpack
 import msgspec
 
 from actors.engines.engine import Completion, Engine, Sampling
-from actors.rollout.continuation import Turn, added_tokens
+from actors.rollout.continuation import SampledTurn, added_tokens
 from infra.store.images import ImageReader, Pixels, images_of
 from schemas import End, Experience, Lane, Message, Score, Span, make_experience
 from schemas.fields import Meta
@@ -33,7 +33,7 @@ HISTORY_REWRITTEN = "history rewritten"
 TEMPLATE_DIFFERS = "the template does not extend earlier turns"
 
 
-class Tokenizer(Protocol):
+class ChatTokenizer(Protocol):
     """The part of `infra.model.model` tokenizers that a session needs."""
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         """Text of the tokens."""
 
 
-class Header(TypedDict, total=False):
+class SessionHeader(TypedDict, total=False):
     """Header fields that the caller knows and the session does not; see `schemas.Experience`."""
 
     group_size: int
@@ -66,7 +66,7 @@ class Session:
     """One episode's conversation with the policy. Not for concurrent use: one turn at a time."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling, images: ImageReader | None = None
+        self, engine: Engine, tokenizer: ChatTokenizer, sampling: Sampling, images: ImageReader | None = None
     ) -> None:
         """images: reads what messages show; without one, a message with an image is an error."""
         self._images = images
@@ -129,7 +129,7 @@ class Session:
         self._end = (end, reason)
 
     def experiences(
-        self, *, group: str, attempt: int, episode: int, failure: str = "", **header: Unpack[Header]
+        self, *, group: str, attempt: int, episode: int, failure: str = "", **header: Unpack[SessionHeader]
     ) -> list[Experience]:
         """What was recorded, as the parts of one episode, the last flagged.
 
@@ -143,7 +143,7 @@ class Session:
         end, reason = failed or self._end or (own, "")
         parts = self._parts or [_Part()]
         whole = header.get("scores", ())
-        fields: Header = {"group_size": 1, **header}
+        fields: SessionHeader = {"group_size": 1, **header}
         return [
             make_experience(
                 tokens=part.tokens,
@@ -189,7 +189,7 @@ class Session:
         known = len(last.conversation)
         if len(conversation) <= known or conversation[:known] != last.conversation:
             return None, HISTORY_REWRITTEN
-        turn = Turn(last.rendered, last.turn, last.conversation[-1].content, last.stopped)
+        turn = SampledTurn(last.rendered, last.turn, last.conversation[-1].content, last.stopped)
         tail = added_tokens(rendered, turn, self._tokenizer)
         return tail, TEMPLATE_DIFFERS if tail is None else ""
 
@@ -206,7 +206,7 @@ class CachedTokenizer:
     max_tokens: of the conversations remembered, all together; more than that of one alone is remembered too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int = 262_144) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, *, max_tokens: int = 262_144) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._num_tokens = 0
@@ -264,6 +264,6 @@ class _Part(msgspec.Struct):
         self.conversation, self.stopped = conversation, completion.stopped
 
 
-def _header(fields: Header, part: _Part, *, scores: tuple[Score, ...]) -> Header:
+def _header(fields: SessionHeader, part: _Part, *, scores: tuple[Score, ...]) -> SessionHeader:
     """Header fields of one part, which has verdicts of its own."""
     return {**fields, "scores": (*part.scores, *scores)}

@@ -41,10 +41,10 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     trouble: Trouble = msgspec.field(default_factory=Trouble)
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy asked for. fault: why it is no call, "" for one that is.
 
-    Example: Call(name="lookup", arguments={"order": 17})
+    Example: ParsedCall(name="lookup", arguments={"order": 17})
     """
 
     name: str = ""
@@ -52,7 +52,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ToolResult(msgspec.Struct, frozen=True):
     """What a call came to. failed: the text says what was wrong."""
 
     text: str
@@ -101,36 +101,36 @@ def schema_of(function: Callable[..., Any], use: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def read_call(text: str) -> Call:
+def read_call(text: str) -> ParsedCall:
     """A call as the policy wrote it, {"name": …, "arguments": {…}}; what is none says why."""
     if len(text) > MAX_ARGUMENT_CHARS:
-        return Call(fault=f"got {len(text)} characters, expected at most {MAX_ARGUMENT_CHARS}")
+        return ParsedCall(fault=f"got {len(text)} characters, expected at most {MAX_ARGUMENT_CHARS}")
     try:
         decoded = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Call(fault=f"not JSON: {error}")
+        return ParsedCall(fault=f"not JSON: {error}")
     if not isinstance(decoded, dict) or not isinstance(decoded.get("name"), str):
-        return Call(fault='expected {"name": "…", "arguments": {…}}')
+        return ParsedCall(fault='expected {"name": "…", "arguments": {…}}')
     arguments = decoded.get("arguments", {})
     if not isinstance(arguments, dict):
-        return Call(name=decoded["name"], fault="arguments: expected an object")
-    return Call(name=decoded["name"], arguments=arguments)
+        return ParsedCall(name=decoded["name"], fault="arguments: expected an object")
+    return ParsedCall(name=decoded["name"], arguments=arguments)
 
 
-async def answer(call: Call, tools: Sequence[Tool], *, timeout_s: float) -> Answer:
+async def answer(call: ParsedCall, tools: Sequence[Tool], *, timeout_s: float) -> ToolResult:
     """Check the call against the tool's schema, run it, and say what came of it."""
     if call.fault:
-        return Answer(f"error: {call.fault}", failed=True)
+        return ToolResult(f"error: {call.fault}", failed=True)
     tool = next((known for known in tools if known.name == call.name), None)
     if tool is None:
         names = ", ".join(known.name for known in tools)
-        return Answer(f"error: there is no tool {call.name!r}; expected one of {names}", failed=True)
+        return ToolResult(f"error: there is no tool {call.name!r}; expected one of {names}", failed=True)
     fault = jsonschema.exceptions.best_match(
         jsonschema.Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments))
     )
     if fault is not None:
         where = "".join(f".{step}" for step in fault.absolute_path)
-        return Answer(f"error: arguments{where}: {fault.message}", failed=True)
+        return ToolResult(f"error: arguments{where}: {fault.message}", failed=True)
 
     def run(arguments: object) -> Any:
         return tool.function(**typing.cast(Mapping[str, Any], arguments))
@@ -141,8 +141,8 @@ async def answer(call: Call, tools: Sequence[Tool], *, timeout_s: float) -> Answ
     else:
         (result,) = await in_thread(run, [call.arguments], {}, timeout_s, tool.trouble)
     if isinstance(result, Failure):
-        return Answer(f"error: {tool.name} {result.kind}: {result.detail}", failed=True)
-    return Answer(_text(result))
+        return ToolResult(f"error: {tool.name} {result.kind}: {result.detail}", failed=True)
+    return ToolResult(_text(result))
 
 
 def _text(result: object) -> str:

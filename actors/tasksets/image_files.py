@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from actors.tasksets.files import Broken, OnBroken, Row
-from infra.log.blobs import PREFIX
 from infra.store.images import deposit_image, images_of
-from infra.store.store import Store
+from infra.store.store import BLOBS, Store
 from schemas import Image
 from schemas.errors import BadImage, NotInStore
 
@@ -39,7 +38,7 @@ def _bring(image: Image, folder: Path, store: Store) -> None:
         deposit_image(store, image, path.read_bytes())
     except OSError as error:
         try:
-            size = store.size(PREFIX + image.sha256)
+            size = store.size(BLOBS + image.sha256)
         except NotInStore:
             size = -1
         if size != image.size:

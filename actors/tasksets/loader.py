@@ -5,8 +5,8 @@ file repeats is loaded once; a row that cannot be read stops the load with its f
 stays. A demonstration or pair longer than the model's context is handed to `on_broken`, and the next one follows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from actors.tasksets.files import Broken, OnBroken
 from actors.tasksets.preferences import pair_block, pair_group
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.log.log import Log
+from infra.model.model import Tokenizer
 from schemas import Block, Control, Experience, Message, Span, Task, make_experience
 from schemas.experience import MAX_TOKENS
 from schemas.ids import experience_id, group_id
@@ -26,21 +27,7 @@ ORIGIN = "load"
 _BATCH = 512
 
 
-class Tokenizer(Protocol):
-    """The part of `infra.model.model` tokenizers that demonstrations need."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a response; the first is appended."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text alone."""
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the conversation up to the answer."""
-
-
-class Loaded(msgspec.Struct, frozen=True):
+class LoadResult(msgspec.Struct, frozen=True):
     """What a load did: rows published, rows the source repeated, rows the log had already."""
 
     loaded: int
@@ -48,7 +35,7 @@ class Loaded(msgspec.Struct, frozen=True):
     known: int
 
 
-async def load_tasks(log: Log, tasks: Iterable[Task], *, on_progress: Progress = lambda rows: None) -> Loaded:
+async def load_tasks(log: Log, tasks: Iterable[Task], *, on_progress: Progress = lambda rows: None) -> LoadResult:
     """Publish the tasks; `on_progress` is called with the rows read so far. Raises ConfigError as the source does."""
     known = await _known(log, TASKSET_RAW)
     return await _load(log, TASKSET_RAW, tasks, lambda task: task.id, lambda task: task, known, on_progress)
@@ -62,7 +49,7 @@ async def load_experts(
     max_tokens: int = MAX_TOKENS,
     on_broken: OnBroken = lambda row: None,
     on_progress: Progress = lambda rows: None,
-) -> Loaded:
+) -> LoadResult:
     """Publish the demonstrations as experiences of the expert lane, one to a group. max_tokens: of the model's context."""
 
     def block(row: Demonstration) -> Block | None:
@@ -80,7 +67,7 @@ async def load_preferences(
     max_tokens: int = MAX_TOKENS,
     on_broken: OnBroken = lambda row: None,
     on_progress: Progress = lambda rows: None,
-) -> Loaded:
+) -> LoadResult:
     """Publish preference pairs, one to a group of the human lane. max_tokens: of the model's context."""
 
     def block(row: Preference) -> Block | None:
@@ -145,7 +132,7 @@ async def _load(
     record: Callable[[Row], Control | Block | None],
     known: set[str],
     on_progress: Progress,
-) -> Loaded:
+) -> LoadResult:
     seen: set[str] = set()
     loaded = repeated = old = 0
     for batch in _batches(rows):
@@ -160,7 +147,7 @@ async def _load(
         await log.publish_all(topic, fresh)
         loaded += len(fresh)
         on_progress(loaded + repeated + old)
-    return Loaded(loaded=loaded, repeated=repeated, known=old)
+    return LoadResult(loaded=loaded, repeated=repeated, known=old)
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:

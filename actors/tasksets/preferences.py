@@ -1,30 +1,16 @@
 """Preference pairs as experiences: two answers to one prompt, in one group of the human lane, one chosen, one rejected."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 from actors.tasksets.files import Broken, OnBroken
 from actors.tasksets.taskset import Preference
+from infra.model.model import Tokenizer
 from schemas import Block, Message, Span, make_experience
 from schemas.ids import experience_id, group_id
 from schemas.pairs import CHOSEN, REJECTED
 
 ORIGIN = "load"
-
-
-class Tokenizer(Protocol):
-    """The part of `infra.model.model` tokenizers that pairs need."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a response; the first is appended."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text alone."""
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the conversation up to the answer."""
 
 
 def pair_block(row: Preference, tokenizer: Tokenizer) -> Block:

@@ -25,7 +25,7 @@ from infra.chain import calls
 from infra.chain.calls import Extras, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_fault
 from infra.chain.processor import Drop, Memory, Verdict, mark_of
-from infra.chain.turn import Turn
+from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
 from schemas import BadFrame, Experience, Score
 from schemas.errors import ConfigError
@@ -75,7 +75,7 @@ class Context(msgspec.Struct, kw_only=True):
     time_ms: int = 0
     record_offset: int = -1
     memories: dict[str, Memory] = {}
-    turn: Turn | None = None
+    turn: ChainTurn | None = None
     recorded: Recorded | None = None
 
 

@@ -23,9 +23,9 @@ Options = dict[str, Any]
 class ProcessorConfig(Section, frozen=True):
     """[[processor]]: inserted into the built-in chain of a stage, never replaces it.
 
-    stage: tasks, verify and collect are run by the streams, batch by the trainer before it journals a batch. name: in stamps
-    and metrics, "" takes the function's. after, before: the step next to it, at most one; neither: before the scores in
-    verify, at the end elsewhere. timeout_s: of one call.
+    use: a @processor function. stage: tasks, verify and collect are run by the streams, batch by the trainer before it
+    journals a batch. name: in stamps and metrics, "" takes the function's. after, before: the step next to it, at most
+    one; neither: before the scores in verify, at the end elsewhere. timeout_s: of one call.
 
     Example: ProcessorConfig(use="support:not_trivial", stage="verify", after="validate")
     """

@@ -6,12 +6,12 @@ turn 7 ──> turn 8 ──> turn 9      `wait` ends when all before have ended
 import asyncio
 
 
-class Turn:
+class ChainTurn:
     """One record's place behind that of the record before it. Not safe across event loops."""
 
-    def __init__(self, before: "Turn | None" = None) -> None:
+    def __init__(self, before: "ChainTurn | None" = None) -> None:
         self._before = before
-        self._after: Turn | None = None
+        self._after: ChainTurn | None = None
         self._ended = False
         self._over = asyncio.Event()
         self.limit: asyncio.Timeout | None = None  # of handling the record: waiting for others does not count
@@ -40,7 +40,7 @@ class Turn:
     def end(self) -> None:
         """This record meets nothing any more that remembers; a second call changes nothing."""
         self._ended = True
-        turn: Turn | None = self
+        turn: ChainTurn | None = self
         while turn is not None and turn._ended and (turn._before is None or turn._before.is_over):
             turn._over.set()
             turn._before = None  # what is over is not kept

@@ -85,13 +85,13 @@ def run_bench(name: str, as_json: bool) -> int:
 
 def run_offpolicy(out: Path, steps: int, seeds: int, lags: str, losses: str, as_json: bool) -> int:
     """Run `infra/cli/bench/offpolicy.py` as asked. Raises ConfigError for lags that are no numbers."""
-    from infra.cli.bench.offpolicy import Plan, run
+    from infra.cli.bench.offpolicy import OffPolicyPlan, run
 
     try:
         wanted = tuple(int(lag) for lag in lags.split(","))
     except ValueError as error:
         raise ConfigError(f"--lags: got {lags!r}, expected whole numbers by commas, as in 0,2,8") from error
-    plan = Plan(losses=tuple(losses.split(",")), lags=wanted, seeds=tuple(range(seeds)), steps=steps)
+    plan = OffPolicyPlan(losses=tuple(losses.split(",")), lags=wanted, seeds=tuple(range(seeds)), steps=steps)
     console = Screen(stderr=True)
     figures = run(plan, out=out, say=console.print)
     if as_json:
@@ -115,10 +115,10 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
 
 def run_mix(out: Path, seeds: int, steps: int, as_json: bool) -> int:
     """Run `infra/cli/bench/mix.py` as asked."""
-    from infra.cli.bench.mix import Plan, run
+    from infra.cli.bench.mix import MixPlan, run
 
     console = Screen(stderr=True)
-    figures = run(Plan(seeds=tuple(range(seeds)), steps=steps), out=out, say=console.print)
+    figures = run(MixPlan(seeds=tuple(range(seeds)), steps=steps), out=out, say=console.print)
     if as_json:
         print(json.dumps(figures))
     else:

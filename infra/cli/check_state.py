@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from infra.cli.settings import Settings
-from infra.store.store import open_store
+from infra.store.open import open_store
 from schemas.errors import ConfigError, StoreError
 
 MAX_HEADER_BYTES = 100_000_000

@@ -11,7 +11,8 @@ from infra.cli.settings import Settings
 from infra.cli.terminal import LineFormatter
 from infra.log.access import EMBEDDED_FOLDER
 from infra.log.log import Log
-from infra.store.store import DividedStore, Store, open_store
+from infra.store.open import open_store
+from infra.store.store import DividedStore, Store
 from schemas.errors import ConfigError
 
 
@@ -94,7 +95,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
             yield log
         return
     jars = Path(settings.kafka.jars) if settings.kafka.jars else None
-    broker = EmbeddedKafka(kafka_folder(settings), jars=jars, guarded=True)
+    broker = EmbeddedKafka(kafka_folder(settings), jars=jars, with_password=True)
     await asyncio.to_thread(broker.start)
     try:
         async with connected(settings, deadline_s=10.0, create=create) as log:

@@ -15,7 +15,9 @@ OVER = ("stopped", "done", "failed")  # what a role says last of all
 
 class Expect(Section, frozen=True):
     """[expect]: how many of each role `headrace status` expects to run; 0 is as many as spoke within the last hour, one at
-    least. serve and canary are expected only where the file has their tables.
+    least.
+
+    explore: explorers. process: stream workers. serve: gateways, expected only where the file has a [gateway].
 
     Example: Expect(explore=8, process=4, serve=2)
     """

@@ -9,7 +9,7 @@ import msgspec
 
 from infra.cli.source import ReplaySource, opened, shaping
 from infra.cli.terminal import Screen, printable_json
-from infra.ledger.archive import ABOUT, About, Archive, writing
+from infra.ledger.archive import ABOUT, Archive, ArchiveHead, writing
 from infra.log.bus import Partition, Record
 from infra.log.log import Log
 from infra.model.vision import vision_if_any
@@ -17,7 +17,7 @@ from schemas import topics
 from schemas.errors import OffsetOutOfRange
 from schemas.topics import Topic
 from trainer.journal import checkpoint
-from trainer.replay.replay import Start, find_start
+from trainer.replay.replay import ReplayStart, find_start
 
 
 async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool) -> int:
@@ -45,10 +45,10 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
     return 0
 
 
-async def fill(archive: Archive, source: ReplaySource, start: Start) -> dict[str, int]:
+async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> dict[str, int]:
     """Everything a replay from `start` reads; how many records of each topic."""
     held = (topics.BATCHES, topics.BUFFER)
-    about = About(settings=shaping(source.settings), topics=tuple(topic.name for topic in held))
+    about = ArchiveHead(settings=shaping(source.settings), topics=tuple(topic.name for topic in held))
     archive.add(ABOUT, msgspec.json.encode(about))
     await asyncio.to_thread(archive.add_model, Path(source.model))
     for key in checkpoint.objects(source.store, source.run, start.manifest.place):

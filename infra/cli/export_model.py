@@ -14,19 +14,19 @@ from typing import Any
 
 import msgspec
 
-from infra.cli.channel import Decision, decisions, policy_history, stable_of
+from infra.cli.channel import ChannelDecision, decisions, policy_history
 from infra.cli.connect import reading, store_of
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.ledger.archive import MODEL_SUFFIXES
 from infra.log.log import Log
 from infra.model.model import DTYPE_NAMES
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy_feed import PolicyFeed
 from infra.policies.publish import SHARD_BYTES, split_runs
 from infra.policies.tensors import Tensor, write_tensors
 from infra.store.store import Store
-from schemas import PolicyEvent, topics
+from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError, NotInStore
 
 ABOUT = "headrace.json"
@@ -34,11 +34,11 @@ INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}  # without it transformers takes no safetensors file
 
 
-class About(msgspec.Struct, frozen=True):
+class ExportedPolicy(msgspec.Struct, frozen=True):
     """What an exported folder is: written into it as headrace.json. decisions: of the gate and of people, about this version.
 
-    Example: About(app="support-bot", policy="main", version=144, parent=143, step=144, manifest_sha256="9f…",
-                   decisions=(Decision(time_ms=1763715600000, event="promoted", version=144, by="gate", reason="dev"),))
+    Example: ExportedPolicy(app="support-bot", policy="main", version=144, parent=143, step=144, manifest_sha256="9f…",
+                            decisions=(ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="gate"),))
     """
 
     app: str
@@ -47,7 +47,7 @@ class About(msgspec.Struct, frozen=True):
     parent: int
     step: int
     manifest_sha256: str
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[ChannelDecision, ...] = ()
 
 
 async def run_export_model(version: str, folder: Path, config: Path, sets: list[str]) -> int:
@@ -56,8 +56,8 @@ async def run_export_model(version: str, folder: Path, config: Path, sets: list[
     check_new(folder)
     async with reading(settings) as log:
         event = await published(log, settings.policy.name, version)
-        history = await policy_history(log, settings.policy.name)
-    about = About(
+        history, _ = await policy_history(log, settings.policy.name)
+    about = ExportedPolicy(
         app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
         manifest_sha256=event.manifest_sha256,
         decisions=tuple(one for one in decisions(history, []) if one.version == event.version),
@@ -81,8 +81,9 @@ async def published(log: Log, policy: str, version: str) -> PolicyEvent:
     async for message in log.read_all(topics.POLICIES):
         if isinstance(message.value, PolicyEvent):
             feed.apply(message.value, message.offset)
-    stable = stable_of(await policy_history(log, policy), policy).version
-    names = {"newest": feed.newest, "stable": stable}
+        elif isinstance(message.value, Directive):
+            feed.fence(message.value, message.offset)
+    names = {"newest": feed.newest, "stable": feed.stable.version}
     if not version.isdigit() and version not in names:
         raise ConfigError(f'version: got "{version}", expected a number, "newest" or "stable"')
     event = feed.events.get(int(version) if version.isdigit() else names[version])
@@ -92,7 +93,7 @@ async def published(log: Log, policy: str, version: str) -> PolicyEvent:
     return event
 
 
-def export(store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: About) -> int:
+def export(store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: ExportedPolicy) -> int:
     """Fetch, verify and write; how many bytes of weights. Blocks."""
     tensors = fetched(store, event)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,7 @@ def fetched(store: Store, event: PolicyEvent) -> dict[str, Tensor]:
             f"version: {event.version} of {event.policy} was published, but is not in the store any more (see [keep]); "
             f"expected a newer version: {error}"
         ) from error
-    return dict(Follower(store, event.policy).fetch(event).tensors)
+    return dict(PolicyFetcher(store, event.policy).fetch(event).tensors)
 
 
 def copy_settings(model: str, folder: Path) -> None:

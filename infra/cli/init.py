@@ -1,126 +1,59 @@
-"""`headrace init DIR`: a commented headrace.toml and a plugin folder, which `headrace check` accepts as they are.
+"""`headrace init DIR`: a folder to begin with, copied from `infra/cli/examples`, which `headrace check` accepts as it is.
 
 Guarantee: nothing that is there is overwritten.
 """
 
+import shutil
 from pathlib import Path
 
 from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
 
-TOML = """\
-app = "{app}"                     # prefix of all topics; one app, one log
-plugins = ["plugins"]            # folders beside this file with your own code
-
-# [kafka]                        # left out: an embedded broker, its data in ./kafka
-# bootstrap_servers = "kafka-1:9092,kafka-2:9092"
-# partitions = 12                # fixed once the topics exist
-
-# [store]                        # left out: the folder ./store
-# url = "s3://bucket/prefix"     # credentials from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
-
-[policy]
-model = "{model}"                # a model folder beside this file, or a name in the local Hugging Face cache
-
-[engine]                         # explorers and gateway; [gateway.engine] overrides it for the gateway
-use = "{engine}"
-# options = {{ max_model_len = 8192 }}   # the engine's own names
-
-[gateway]
-listen = "127.0.0.1:8000"
-train_on = "consented"           # nothing | consented (keys made with --train yes) | all (but --train no)
-# channel = "candidate"          # every version, instead of those that were promoted
-# canary = {{ url = "http://127.0.0.1:8010", share = 0.1 }}   # tries new versions: see [master.gate.canary]
-
-[gateway.limits]
-max_tokens = 512                 # of one answer
-
-[gateway.redact]                 # taken out before anything is written
-kinds = ["email", "card", "phone", "key", "iban", "ssn"]
-# patterns = {{ ticket = "T-[0-9]+" }}
-
-# What people say later. Each becomes scores.<name>; collect waits `window` for it.
-[[feedback]]
-name = "user"                    # POST /v1/feedback, with a key or a browser's token
-use = "streams.sources.received:rating"
-from = {{ webhook = "/v1/feedback" }}
-window = "24h"
-late = "amend"                   # drop | amend | retrain
-
-[[feedback]]
-name = "csat"                    # a file your ticket system appends to, one JSON object a line
-use = "mine:csat"
-from = {{ file = "tickets.jsonl" }}
-window = "24h"
-
-[[processor]]
-use = "mine:not_trivial"
-options = {{ min_tokens = 2 }}
-stage = "verify"
-after = "validate"
-
-[[score]]
-name = "brief"
-use = "mine:brief"
-
-[reward]                         # absent scores: the others' weights are renormalized
-blend = {{ user = 1.0, csat = 1.0, brief = 0.1 }}
-require = ["user"]               # without it an answer is unlabelled: counted, never trained
-
-[trainer]
-version_every = "5m"             # at least so long between versions; everybody loads each of them
-
-[trainer.lanes]
-# Answers are old, and many are bad: topr pushes these down only so far. A step waits for `least` of them.
-live = {{ loss = "topr", weight = 1.0, least = 64 }}
-"""
-PLUGIN = '''\
-"""Your own steps. Raise `version` whenever a decision changes: it is stamped on what it saw."""
-
-from headrace import Drop, Experience, Feedback, feedback, processor, score
-
-
-@feedback(version=1)
-def csat(ticket: dict) -> Feedback | None:
-    """A closed ticket, 1 to 5 stars; a ticket without stars says nothing."""
-    if "stars" not in ticket:
-        return None
-    return Feedback(ref=ticket["answer_id"], id=ticket["ticket"], value=(ticket["stars"] - 1) / 4)
-
-
-@processor(version=1)
-def not_trivial(experience: Experience, *, min_tokens: int = 8) -> Experience | Drop:
-    """There is nothing to learn from an answer of a token or two."""
-    return experience if experience.num_sampled >= min_tokens else Drop("too short")
-
-
-@score(version=1)
-def brief(experience: Experience, *, words: int = 200) -> float:
-    """1 for an answer people read to its end."""
-    return float(len(experience.response.split()) <= words)
-'''
+EXAMPLES = Path(__file__).parent / "examples"
 ENGINES = {"vllm": "actors.engines.vllm.engine:VllmEngine", "torch": "actors.engines.torch:TorchEngine"}
+SETTINGS = "headrace.toml"
 
 
-def run_init(directory: Path, model: str, engine: str) -> int:
-    """Write the files. Raises ConfigError where there are some already."""
+def run_init(directory: Path, model: str, engine: str, example: str) -> int:
+    """Copy the files of an example, with the app named after the folder. Raises ConfigError where there are some already."""
     if engine not in ENGINES:
         raise ConfigError(f"--engine: got {engine!r}, expected one of {', '.join(ENGINES)}")
-    files = {
-        directory / "headrace.toml": TOML.format(app=app_name(directory), model=model, engine=ENGINES[engine]),
-        directory / "plugins" / "mine.py": PLUGIN,
-    }
-    if there := [path for path in files if path.exists()]:
+    files = files_of(example)
+    if there := [directory / name for name in files if (directory / name).exists()]:
         raise ConfigError(f"{there[0]}: is there already; init writes into a folder without one")
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     console = Screen()
-    for path in files:
-        console.print(f"wrote {path}")
-    where = directory / "headrace.toml"
+    for name, source in files.items():
+        target = directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        if name == SETTINGS:
+            text = source.read_text(encoding="utf-8")
+            target.write_text(filled(text, example, directory, model, engine), encoding="utf-8")
+        console.print(f"wrote {target}")
+    where = directory / SETTINGS
     console.print(f"next: headrace check -c {where}, then headrace up -c {where}")
     return 0
+
+
+def files_of(example: str) -> dict[str, Path]:
+    """The files of an example by their path within it. Raises ConfigError for one that is not there."""
+    known = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / SETTINGS).is_file())
+    if example not in known:
+        raise ConfigError(f"--from: got {example!r}, expected one of {', '.join(known)}")
+    found = sorted(path for path in (EXAMPLES / example).rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path.relative_to(EXAMPLES / example).as_posix(): path for path in found}
+
+
+def filled(text: str, example: str, directory: Path, model: str, engine: str) -> str:
+    """The settings of an example for a folder, a model and an engine."""
+    for before, after in (
+        (f'app = "{example}"', f'app = "{app_name(directory)}"'),
+        ('model = "model"', f'model = "{model}"'),
+        (f'use = "{ENGINES["vllm"]}"', f'use = "{ENGINES[engine]}"'),
+    ):
+        assert text.count(before) == 1, f"{example}: expected {before} once"
+        text = text.replace(before, after)
+    return text
 
 
 def app_name(directory: Path) -> str:

@@ -8,7 +8,7 @@ from typing import get_args
 
 from rich.table import Table
 
-from actors.gateway.access.keys import SCOPES, Key, Scope, Train, create_key, revoke_key
+from actors.gateway.access.keys import SCOPES, ApiKey, Scope, Train, create_key, revoke_key
 from actors.gateway.access.keys import list_keys as keys_in
 from infra.cli.connect import store_of
 from infra.cli.settings import load_settings
@@ -80,7 +80,7 @@ def read_train(text: str) -> Train:
     raise ConfigError(f"--train: got {text!r}, expected one of {', '.join(options)}")
 
 
-def _shown(key: Key, revoked: bool) -> dict[str, object]:
+def _shown(key: ApiKey, revoked: bool) -> dict[str, object]:
     return {
         "id": key.id,
         "tenant": key.tenant,
@@ -92,7 +92,7 @@ def _shown(key: Key, revoked: bool) -> dict[str, object]:
     }
 
 
-def _state(key: Key, revoked: bool) -> str:
+def _state(key: ApiKey, revoked: bool) -> str:
     if revoked:
         return "revoked"
     return "expired" if key.expires_s and time.time() >= key.expires_s else "live"

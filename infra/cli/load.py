@@ -20,7 +20,7 @@ from schemas.experience import MAX_TOKENS
 
 if TYPE_CHECKING:
     from actors.tasksets.files import Broken
-    from actors.tasksets.loader import Loaded
+    from actors.tasksets.loader import LoadResult
     from infra.log.log import Log
 
 FIELDS = (
@@ -199,7 +199,7 @@ def progress_bar(title: str, total: int | None) -> Iterator[Bar]:
         yield Bar(bar, bar.add_task(escape(printable(title)), total=total))
 
 
-def tell(kind: str, done: "Loaded", bar: Bar) -> int:
+def tell(kind: str, done: "LoadResult", bar: Bar) -> int:
     """One line of counts; returns the exit code. Raises ConfigError where no row could be read."""
     if bar.num_broken and not (done.loaded or done.repeated or done.known):
         raise ConfigError(

@@ -5,12 +5,14 @@ Bodies import what they need when they run, so that `--help` stays fast and `mas
 
 import os
 import signal
+from pathlib import Path
 
 import typer
 
 from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, start, weights
 from infra.cli.options import umask_of
 
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
 app = typer.Typer(
     name="headrace",
     no_args_is_help=True,
@@ -22,7 +24,8 @@ app = typer.Typer(
     "own write a headrace.toml, see what it resolves to with [bold]headrace check[/], load tasks, and start everything "
     "with [bold]headrace up[/] or one role per machine. Then [bold]status[/], [bold]peek[/] and [bold]audit[/] tell what "
     "happens.",
-    epilog="Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command line, 130 stopped with Ctrl-C.",
+    epilog="Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command line, 130 stopped with Ctrl-C.\n\n"
+    f"Documentation: {DOCS}",
 )
 load_app = typer.Typer(
     no_args_is_help=True,

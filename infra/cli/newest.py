@@ -1,24 +1,24 @@
 """The newest records of a topic over all its partitions, and reading on from there without a gap."""
 
 from infra.log.bus import Partition, Reader
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from schemas.topics import Topic
 
 
-async def newest(log: Log, topic: Topic, last: int) -> list[Message]:
+async def newest(log: Log, topic: Topic, last: int) -> list[LogMessage]:
     """The `last` newest records, oldest first."""
     messages, reader = await newest_and_reader(log, topic, last)
     await reader.close()
     return messages
 
 
-async def newest_and_reader(log: Log, topic: Topic, last: int) -> tuple[list[Message], Reader]:
+async def newest_and_reader(log: Log, topic: Topic, last: int) -> tuple[list[LogMessage], Reader]:
     """The `last` newest records, oldest first, and a reader that goes on behind them."""
     name = log.name(topic)
     beginnings = await log.bus.beginning_offsets(name)
     ends = await log.bus.end_offsets(name)
     reader = await log.assigned(topic, {one.index: max(beginnings[one], end - last) for one, end in ends.items()})
-    found: list[Message] = []
+    found: list[LogMessage] = []
     try:
         # By position, not by count: compaction leaves holes.
         while any(reader.positions().get(partition, 0) < end for partition, end in ends.items()):

@@ -12,7 +12,7 @@ from infra.cli.connect import reading
 from infra.cli.newest import newest_and_reader
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
-from infra.log.log import Message
+from infra.log.log import LogMessage
 from schemas import Batch, Block, DeadLetter, Experience, Progress, Task, UnknownMajor, decode, topics
 from schemas.errors import BadFrame, ConfigError
 
@@ -44,7 +44,7 @@ async def run_peek(topic: str, config: Path, sets: list[str], *, last: int, foll
     return 0
 
 
-def show(console: Console, message: Message, as_json: bool) -> None:
+def show(console: Console, message: LogMessage, as_json: bool) -> None:
     """One record: where it lies and what it says."""
     if as_json:
         where = {"partition": message.partition, "offset": message.offset, "timestamp_ms": message.timestamp_ms}
@@ -150,7 +150,7 @@ def value_text(value: object) -> str:
     return cut(repr(value) if isinstance(value, str) and " " in value else str(value))
 
 
-def plain(message: Message) -> Any:
+def plain(message: LogMessage) -> Any:
     """A record as plain data, blocks without their token arrays."""
     if message.error is not None:
         return {"error": str(message.error)}

@@ -16,12 +16,12 @@ from infra.observe.metrics import Metrics
 from infra.settings.plugin import add_plugin_folders
 from schemas.errors import ConfigError, Sealed
 from trainer.batch.image_inputs import open_sight
-from trainer.health.report import TrainerReport
 from trainer.journal.checkpoint import Position
+from trainer.journal.origin import differences, made_with
 from trainer.learners.learner import open_learner
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.replay.origin import differences, made_with
-from trainer.replay.replay import Compared, Start, find_start, forgotten_steps, replay
+from trainer.replay.replay import Compared, ReplayStart, find_start, forgotten_steps, replay
 from trainer.replay.shipped import foreign_names
 
 SHOWN_HASH = 16
@@ -78,7 +78,7 @@ async def run_replay(
             learner=learner,
             report=TrainerReport(Metrics("replay")),
             position=Position(),
-            sight=await asyncio.to_thread(open_sight, source.model, source.store),
+            image_inputs=await asyncio.to_thread(open_sight, source.model, source.store),
         )
         try:
             verdict = await done_again(console, source, run, from_step, to_step, verify=verify)
@@ -112,7 +112,7 @@ async def done_again(
     began_s = time.monotonic()
     with console.status("reading the journal"):
         start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=to_step)
-        here = await run.in_thread(made_with, run)
+        here = await run.in_thread(made_with, run.config, run.floor, run.learner)
     differs = differences(start.manifest.made_with, here)
     for fault in start.passed_over:
         console.print(f"passed over: {fault}", style="red", markup=False)
@@ -139,7 +139,7 @@ async def done_again(
 def judged(
     source: ReplaySource,
     run: Learning,
-    start: Start,
+    start: ReplayStart,
     compared: list[Compared],
     differs: dict[str, tuple[str, str]],
     here: dict[str, str],

@@ -19,18 +19,18 @@ from schemas.errors import ConfigError
 if TYPE_CHECKING:
     from streams.reprocess.letters import LettersReport
     from streams.reprocess.report import ReprocessReport
-    from streams.reprocess.run import Order
+    from streams.reprocess.run import ReprocessOrder
 
 
 async def run_reprocess(
     stage: str, config: Path, sets: list[str], *, other: Path | None, options: dict[str, object], as_json: bool
 ) -> int:
     """Run the order and print what it found; exit code 0 whether or not something differs."""
-    from streams.reprocess.run import INPUTS, Order
+    from streams.reprocess.run import INPUTS, ReprocessOrder
 
     if stage not in INPUTS:
         raise ConfigError(f"reprocess: got {stage!r}, expected one of {', '.join(INPUTS)}")
-    order = msgspec.convert({"stage": stage, **options}, Order)
+    order = msgspec.convert({"stage": stage, **options}, ReprocessOrder)
     settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)
     judged_by = settings
@@ -50,7 +50,9 @@ async def run_reprocess(
     return 0
 
 
-async def _stage(settings: Settings, judged_by: Settings, order: "Order", console: Console) -> "ReprocessReport":
+async def _stage(
+    settings: Settings, judged_by: Settings, order: "ReprocessOrder", console: Console
+) -> "ReprocessReport":
     from streams.reprocess.run import plan, reprocess
 
     async with reading(settings) as log:
@@ -59,7 +61,7 @@ async def _stage(settings: Settings, judged_by: Settings, order: "Order", consol
             return await reprocess(log, order, ranges, settings, judged_by.streams(), moved)
 
 
-async def _letters(settings: Settings, order: "Order", console: Console) -> "LettersReport":
+async def _letters(settings: Settings, order: "ReprocessOrder", console: Console) -> "LettersReport":
     from streams.reprocess.letters import redeliver
     from streams.reprocess.run import plan
 
@@ -90,7 +92,7 @@ def to_json(report: "ReprocessReport") -> str:
     return msgspec.json.encode(msgspec.to_builtins(report) | {"same": report.is_same}).decode()
 
 
-def show(console: Console, report: "ReprocessReport", order: "Order", settings: Settings) -> None:
+def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder", settings: Settings) -> None:
     """Totals, then every change with its examples."""
     totals = Table(title=f"{report.stage}: {title(report, order)}", show_header=False, title_justify="left")
     totals.add_column()
@@ -114,7 +116,7 @@ def show(console: Console, report: "ReprocessReport", order: "Order", settings: 
         )
 
 
-def title(report: "ReprocessReport", order: "Order") -> str:
+def title(report: "ReprocessReport", order: "ReprocessOrder") -> str:
     """What the comparison says in a word."""
     if not order.diff:
         return "run, not compared"
@@ -123,7 +125,7 @@ def title(report: "ReprocessReport", order: "Order") -> str:
     return "the same as recorded" if report.is_same else "NOT as recorded"
 
 
-def totals_of(report: "ReprocessReport", order: "Order") -> list[tuple[str, int]]:
+def totals_of(report: "ReprocessReport", order: "ReprocessOrder") -> list[tuple[str, int]]:
     """Rows of the table of totals; those that are always there first."""
     rows = [("records", report.records), ("kept", report.kept)]
     rows += [(f"dropped: {reason}", count) for reason, count in sorted(report.dropped.items(), key=lambda one: -one[1])]
@@ -141,7 +143,7 @@ def totals_of(report: "ReprocessReport", order: "Order") -> list[tuple[str, int]
     return rows + [row for row in rest if row[1]]
 
 
-def next_step(order: "Order", settings: Settings) -> str:
+def next_step(order: "ReprocessOrder", settings: Settings) -> str:
     """The command that goes on from what was published."""
     if order.stage == "verify":
         return f"next: headrace reprocess collect --set app={order.publish} --publish ANOTHER"

@@ -204,7 +204,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch.image_inputs import open_sight
     from trainer.health.board import Board
     from trainer.learners.learner import Follower, open_learner
-    from trainer.loop.train import run_trainer
+    from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
@@ -229,7 +229,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
                 seed=settings.master.seed,
                 board=board,
                 chain=build_batch(settings.processor),
-                sight=await asyncio.to_thread(open_sight, folder, store),
+                image_inputs=await asyncio.to_thread(open_sight, folder, store),
                 max_tokens=context_tokens(folder),
             )
         finally:

@@ -26,7 +26,9 @@ DEFAULT_FILE = "headrace.toml"
 
 
 class Settings(Floor, frozen=True):
-    """Every table of the file; the sections are documented where they are defined.
+    """Every table of the file.
+
+    engine: what explorers and the gateway sample with.
 
     Example: Settings(app="support-bot")
     """

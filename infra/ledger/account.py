@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from infra.log.log import Message
+from infra.log.log import LogMessage
 from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, Rollback, Skip, Stub, decode
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.journal import Entry, JournalRecord, effective
@@ -68,7 +68,7 @@ class Ledger:
         self._buffered: dict[str, str] = {}  # id → lane
         self._journal: list[JournalRecord] = []
 
-    def published(self, message: Message) -> None:
+    def published(self, message: LogMessage) -> None:
         """A record of `experiences` or `experts`; evals are not trained and have an account of their own."""
         if isinstance(message.value, Block):
             for one in message.value.experiences:
@@ -79,18 +79,18 @@ class Ledger:
                     if one.held_out:
                         self._kept_apart[one.id] = VALIDATION
 
-    def verified(self, message: Message) -> None:
+    def verified(self, message: LogMessage) -> None:
         """A record of `verified`: stubs name what was dropped and why."""
         if isinstance(message.value, Stub):
             self._stubs.setdefault(message.value.id, message.value.reason)
 
-    def buffered(self, message: Message) -> None:
+    def buffered(self, message: LogMessage) -> None:
         """A record of `buffer`."""
         if isinstance(message.value, Block):
             for one in message.value.experiences:
                 self._buffered[one.id] = one.lane
 
-    def progress(self, message: Message) -> None:
+    def progress(self, message: LogMessage) -> None:
         """A record of `progress`: how groups ended."""
         record = message.value
         if isinstance(record, Closure):
@@ -98,12 +98,12 @@ class Ledger:
         elif isinstance(record, Drawn):
             self._group_drops |= record.dropped
 
-    def journaled(self, message: Message) -> None:
+    def journaled(self, message: LogMessage) -> None:
         """A record of `batches`."""
         if isinstance(message.value, JournalRecord):
             self._journal.append(message.value)
 
-    def dead_letter(self, message: Message) -> None:
+    def dead_letter(self, message: LogMessage) -> None:
         """A record of `dead-letters`: whatever can still be read of it is accounted for."""
         if not isinstance(message.value, DeadLetter):
             return
@@ -216,7 +216,7 @@ def spread(drops: Mapping[str, int], count: int) -> list[str]:
     return (reasons + ["dropped in collect"] * count)[:count]
 
 
-def fold_all(ledger: Ledger, topic: str, messages: Iterable[Message]) -> None:
+def fold_all(ledger: Ledger, topic: str, messages: Iterable[LogMessage]) -> None:
     """Fold the records of one topic, named as in `schemas.topics`."""
     fold = {
         "experiences": ledger.published,

@@ -22,12 +22,12 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import zstandard
 
-from infra.log.blobs import PREFIX, is_claim, read_claim
+from infra.log.blobs import is_claim, read_claim
 from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.images import images_of
-from infra.store.store import Store
+from infra.store.store import BLOBS, Store
 from schemas import Block, decode
 from schemas.errors import BadFrame, ConfigError, NotInStore
 from schemas.topics import MAX_RECORD_BYTES, Topic, by_name
@@ -43,7 +43,7 @@ MAX_ABOUT_BYTES = 1024 * 1024
 MAX_HEADER_BYTES = 1024 * 1024  # of everything between two members: a longer name is no name
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class ArchiveHead(msgspec.Struct, frozen=True, kw_only=True):
     """What an archive says of itself. settings: tables of the TOML. topics: those it holds."""
 
     format: int = FORMAT
@@ -125,7 +125,7 @@ def shown_by(frame: bytes) -> set[str]:
     """Keys of the images that the experiences of a block show."""
     record = decode(frame)
     members = record.experiences if isinstance(record, Block) else ()
-    return {PREFIX + image.sha256 for one in members for image in images_of(one.messages)}
+    return {BLOBS + image.sha256 for one in members for image in images_of(one.messages)}
 
 
 @contextlib.contextmanager
@@ -164,12 +164,12 @@ class _Bounded(io.RawIOBase):
         return data
 
 
-def unpack(path: Path, folder: Path, *, max_bytes: int = MAX_BYTES) -> About:
+def unpack(path: Path, folder: Path, *, max_bytes: int = MAX_BYTES) -> ArchiveHead:
     """Put the files of an archive below `folder`, which is empty. Raises BadFrame naming the file and what is wrong."""
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as plain:
             _unpack(_Bounded(cast("BinaryIO", plain)), folder, max_bytes)
-        about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
+        about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=ArchiveHead)
     except OSError as error:
         raise BadFrame(f"{path}: cannot be read as an archive: {error.strerror or error}") from error
     except (BadFrame, tarfile.TarError, zstandard.ZstdError, EOFError, ValueError, msgspec.MsgspecError) as error:
@@ -218,7 +218,7 @@ def checked_name(member: tarfile.TarInfo) -> PurePosixPath:
     return name
 
 
-def restore_log(folder: Path, about: About, app: str, store: Store) -> Log:
+def restore_log(folder: Path, about: ArchiveHead, app: str, store: Store) -> Log:
     """The unpacked records as a log in memory. Raises BadFrame naming what does not hold."""
     bus = MemoryBus()
     log = Log(bus, app, store=store)

@@ -10,7 +10,7 @@ import msgspec
 
 from infra.ledger.index import Index, IndexPlace, TrainedStep
 from infra.log.bus import Partition
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.store.seal import FORGOTTEN, Keys, open_text
 from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
 from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, Sealed
@@ -20,10 +20,10 @@ from schemas.topics import by_name
 READ_S = 30.0
 
 
-class Use(msgspec.Struct, frozen=True):
+class TrainedUse(msgspec.Struct, frozen=True):
     """One optimizer step that trained on an answer.
 
-    Example: Use(step=40, version=39, lane="usual", revision=0, use=0, advantage=0.93, weight=1.0, undone="")
+    Example: TrainedUse(step=40, version=39, lane="usual", revision=0, use=0, advantage=0.93, weight=1.0, undone="")
     """
 
     step: int
@@ -52,7 +52,7 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
     feedback: tuple[tuple[int, Feedback], ...] = ()
     closures: tuple[tuple[int, Closure], ...] = ()
     buffered: tuple[tuple[int, Experience], ...] = ()
-    uses: tuple[Use, ...] = ()
+    uses: tuple[TrainedUse, ...] = ()
     first_version: int | None = None
     newest_version: int = -1
 
@@ -157,11 +157,11 @@ async def policy_events(log: Log, index: Index, version: int) -> list[tuple[int,
     ]
 
 
-async def uses_of(log: Log, steps: Sequence[TrainedStep], name: str) -> list[Use]:
+async def uses_of(log: Log, steps: Sequence[TrainedStep], name: str) -> list[TrainedUse]:
     """Where the journal names an experience."""
     places = {IndexPlace(topics.BATCHES.name, 0, step.offset, step.time_ms): step for step in steps}
     return [
-        Use(
+        TrainedUse(
             step=batch.step,
             time_ms=place.time_ms,
             version=batch.version,
@@ -190,12 +190,12 @@ def members(records: Iterable[tuple[IndexPlace, object]], name: str) -> list[tup
     ]
 
 
-async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPlace, Message]]:
+async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPlace, LogMessage]]:
     """The records at these places, in their order; those that retention has taken since are left out."""
     by_topic: dict[str, list[IndexPlace]] = {}
     for place in sorted(places):
         by_topic.setdefault(place.topic, []).append(place)
-    found: list[tuple[IndexPlace, Message]] = []
+    found: list[tuple[IndexPlace, LogMessage]] = []
     for name, wanted in by_topic.items():
         topic = by_name(name)
         begins = await log.bus.beginning_offsets(log.name(topic))

@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 
 
-class Address(msgspec.Struct, frozen=True):
+class BrokerPorts(msgspec.Struct, frozen=True):
     """Ports of one embedded broker."""
 
     port: int
@@ -38,22 +38,22 @@ def is_free(port: int) -> bool:
         return True
 
 
-def choose_address() -> Address:
+def choose_address() -> BrokerPorts:
     """Two free ports, at random so that brokers started together differ."""
     ports = random.SystemRandom().sample(PORTS, len(PORTS))
     free = (port for port in ports if is_free(port))
-    return Address(next(free), next(free))
+    return BrokerPorts(next(free), next(free))
 
 
-def read_address(folder: Path) -> Address | None:
+def read_address(folder: Path) -> BrokerPorts | None:
     """The address written in the broker's folder, if any."""
     try:
-        return msgspec.json.decode((folder / "address.json").read_bytes(), type=Address)
+        return msgspec.json.decode((folder / "address.json").read_bytes(), type=BrokerPorts)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
 
-def plan_address(folder: Path, *, anew: bool = False) -> Address:
+def plan_address(folder: Path, *, anew: bool = False) -> BrokerPorts:
     """The folder's address if its ports are free, else a new one, written down."""
     address = read_address(folder)
     if anew or address is None or not (is_free(address.port) and is_free(address.controller_port)):

@@ -4,7 +4,8 @@ Guarantees: `start` returns once the broker answers a metadata request; one brok
 process itself holds); the broker ends when the process that started it does, by whatever signal; a restart keeps the
 address while its ports are free. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
 
-Its files are its owner's alone, and so is its port where it is `guarded` (`infra.local.guard`), as it is for every command.
+Its files are its owner's alone, and so is its port where it asks for a password
+(`infra.local.broker_password`), as it does for every command.
 
     python -m infra.local.broker FOLDER      runs one in the foreground until SIGTERM
 """
@@ -28,10 +29,10 @@ from types import MappingProxyType, TracebackType
 from typing import IO, Self
 
 from infra.local import jars
-from infra.local.address import HOST, Address, plan_address
+from infra.local.address import HOST, BrokerPorts, plan_address
 from infra.local.ahead import cache_options
+from infra.local.broker_password import password_settings, write_private
 from infra.local.folder_lock import lock_folder
-from infra.local.guard import guarded, write_private
 from infra.local.process import Watched, start_watched
 from infra.log.access import PLAINTEXT, Access, embedded_access
 from infra.log.kafka import answers
@@ -55,7 +56,7 @@ JAVA_OPTIONS = (
 logger = logging.getLogger(__name__)
 
 
-def server_properties(data: Path, address: Address, more: Mapping[str, str] = MappingProxyType({})) -> str:
+def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str] = MappingProxyType({})) -> str:
     """Kafka's settings for one node that is broker and controller. more: they come before ours."""
     settings = {
         "process.roles": "broker,controller",
@@ -101,8 +102,8 @@ class EmbeddedKafka:
     """The broker of one folder: `data/`, `broker.log`, `address.json`. Also a context manager.
 
     jars: a folder of Kafka's jars; by default those of `infra.local.jars`. learned: where Java is to write an
-    ahead-of-time cache when this broker stops; see `infra.local.ahead`. guarded: whether it asks for a password. settings: more
-    of Kafka's own, or others than ours.
+    ahead-of-time cache when this broker stops; see `infra.local.ahead`. with_password: whether it asks for a
+    password. settings: more of Kafka's own, or others than ours.
     format_options: of the first preparation of the data folder. Raises ConfigError where the folder is in use or
     the jars cannot be had, BrokerUnavailable where the broker does not come up.
     """
@@ -113,7 +114,7 @@ class EmbeddedKafka:
         *,
         jars: Path | None = None,
         learned: Path | None = None,
-        guarded: bool = False,
+        with_password: bool = False,
         settings: Mapping[str, str] = MappingProxyType({}),
         format_options: Sequence[str] = (),
     ) -> None:
@@ -121,12 +122,12 @@ class EmbeddedKafka:
         self.log = self.folder / "broker.log"
         self._jars = jars
         self._learned = learned
-        self._guarded = guarded
+        self._with_password = with_password
         self._settings = dict(settings)
         self._format_options = tuple(format_options)
         self._watched: Watched | None = None
         self._lock: IO[str] | None = None
-        self._address: Address | None = None
+        self._address: BrokerPorts | None = None
 
     @property
     def bootstrap(self) -> str:
@@ -209,9 +210,9 @@ class EmbeddedKafka:
         assert self._address is not None and self._lock is not None
         data = self.folder / "data"
         properties = self.folder / "server.properties"
-        own = guarded(self.folder, self._address) if self._guarded else {}
+        own = password_settings(self.folder, self._address) if self._with_password else {}
         write_private(properties, server_properties(data, self._address, {**own, **self._settings}))
-        access = embedded_access(self.folder) if self._guarded else PLAINTEXT
+        access = embedded_access(self.folder) if self._with_password else PLAINTEXT
         if not (data / "meta.properties").exists():
             _format(java, properties, self.log, self._format_options)
         log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -279,7 +280,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="data, log and address are kept here")
     parser.add_argument("--jars", type=Path, default=None, help="folder of Kafka's jars, instead of the cached ones")
     options = parser.parse_args(arguments)
-    broker = EmbeddedKafka(options.folder, jars=options.jars, guarded=True)
+    broker = EmbeddedKafka(options.folder, jars=options.jars, with_password=True)
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(0)

@@ -13,8 +13,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 
-from infra.log.blobs import PREFIX, day_of_key, is_claim, read_claim
+from infra.log.blobs import day_of_key, is_claim, read_claim
 from infra.log.log import Log
+from infra.store.store import BLOBS
 from schemas import DeadLetter
 from schemas.errors import BadFrame
 from schemas.topics import ALL, DEAD_LETTERS, Topic
@@ -33,7 +34,7 @@ async def prune_frames(log: Log, *, today: int, keep_ms: int) -> int:
     if store is None:
         return 0
     before = today - -(-keep_ms // 86_400_000) - LEEWAY_DAYS
-    keys = await asyncio.to_thread(lambda: list(store.keys(PREFIX)))
+    keys = await asyncio.to_thread(lambda: list(store.keys(BLOBS)))
     old = [key for key in keys if (day := day_of_key(key)) is not None and day < before]
     if not old:
         return 0

@@ -15,13 +15,12 @@ import time
 import msgspec
 
 from infra.observe.failpoint import reach
-from infra.store.store import Store
+from infra.store.store import BLOBS, Store
 from schemas.errors import BadFrame, NotInStore, UnknownMajor
 from schemas.wire.frame import MAX_TOTAL_BYTES
 
 MAGIC = b"HC"
 FORMAT = 1
-PREFIX = "blobs/"
 _KEY = re.compile(r"blobs/(?:(\d{6})-)?([0-9a-f]{64})")
 
 
@@ -56,7 +55,7 @@ def deposit(store: Store, frame: bytes, *, day: int | None = None) -> bytes:
     """
     sha256 = hashlib.sha256(frame).hexdigest()
     day = day_of(time.time()) if day is None else day
-    claim = Claim(f"{PREFIX}{day:06d}-{sha256}", sha256, len(frame))
+    claim = Claim(f"{BLOBS}{day:06d}-{sha256}", sha256, len(frame))
     reach("blobs.before_upload")
     store.put(claim.key, frame)
     reach("blobs.after_upload")
@@ -74,7 +73,7 @@ def read_claim(value: bytes) -> Claim:
     match = _KEY.fullmatch(claim.key)
     if match is None or match[2] != claim.sha256 or not 0 <= claim.size <= MAX_TOTAL_BYTES:
         raise BadFrame(
-            f"claim: got key {claim.key!r} of {claim.size} bytes, expected {PREFIX}<day>-<sha256>, at most 128 MiB"
+            f"claim: got key {claim.key!r} of {claim.size} bytes, expected {BLOBS}<day>-<sha256>, at most 128 MiB"
         )
     return claim
 

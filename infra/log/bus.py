@@ -31,7 +31,7 @@ class Partition(msgspec.Struct, frozen=True, order=True):
     index: int
 
 
-class Position(msgspec.Struct, frozen=True):
+class RecordPosition(msgspec.Struct, frozen=True):
     """Where a record was stored; timestamp_ms is the broker's (log-append) clock."""
 
     topic: str
@@ -85,7 +85,7 @@ class Bus(Protocol):
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         """Store one record; returns once confirmed. The key picks the partition (murmur2, as in Java) unless given.
 
         Raises RecordTooLarge before sending, BrokerUnavailable after the deadline, ValueError for a topic or partition
@@ -118,6 +118,9 @@ class Bus(Protocol):
 
     async def commit_beginnings(self, group: str, topic: str) -> None:
         """Commit the oldest kept offset of each partition for which `group` has committed nothing; others stay."""
+
+    async def held(self, group: str, topic: str) -> set[int]:
+        """Partitions of a topic that the group's subscribed readers were given; none while they are dealt anew."""
 
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
         """Create a topic; False if it was there. ConfigError if it is there with another partition count."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -17,17 +17,17 @@ from aiokafka.errors import (
     OffsetOutOfRangeError,
 )
 
-from infra.log.bus import CommitRefused, Partition, Record
-from schemas.errors import OffsetOutOfRange
-
-if TYPE_CHECKING:
-    from infra.log.kafka import KafkaBus
+from infra.log.bus import Bus, CommitRefused, Partition, Record
+from schemas.errors import BrokerUnavailable, OffsetOutOfRange
 
 # aiokafka waits for a broker for ever and says nothing, so a silent reader asks whether it is there.
 PROBE_AFTER_S = 5.0
 CLOSE_S = 5.0
 # Reads that empty the buffer are this far apart: each one is a request to the broker, and they cost more than they carry.
 MIN_INTERVAL_S = 0.01
+# A broker that has just started does not list all its topics yet, and a group that deals its partitions in that moment
+# deals none: it looks again after so long.
+METADATA_AGE_MS = 10_000
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,20 @@ async def _ends(closing: Coroutine[object, object, None]) -> bool:
     return False
 
 
+class Cluster(Bus, Protocol):
+    """The bus a reader belongs to. deadline_s: how long a broker may be away."""
+
+    bootstrap_servers: str
+    deadline_s: float
+
+    def unavailable(self, what: str, last: Exception | None) -> BrokerUnavailable:
+        """The error that names the address."""
+
+
 class KafkaReader:
     """A Reader of KafkaBus. A broker's restart is a pause; an absence longer than the bus's deadline is an error."""
 
-    def __init__(self, bus: "KafkaBus", consumer: AIOKafkaConsumer, *, group: str | None, subscribed: bool) -> None:
+    def __init__(self, bus: Cluster, consumer: AIOKafkaConsumer, *, group: str | None, subscribed: bool) -> None:
         self._bus = bus
         self._consumer = consumer
         self._group = group

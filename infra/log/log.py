@@ -1,7 +1,7 @@
 """The log with records instead of bytes: encodes, names topics and keys, and answers for what cannot be decoded.
 
 Delivery: `publish` returns after the broker's confirmation. Loss: a record that does not decode reaches the caller as
-`Message.error` (BadFrame) with its bytes, never as silence; a record of a newer major raises UnknownMajor and stops the
+`LogMessage.error` (BadFrame) with its bytes, never as silence; a record of a newer major raises UnknownMajor and stops the
 reader. Whatever `read` raises, the reader stands before the records of that call again. Privacy: a block whose members
 name a key is sealed before it is sent or stored (see `infra.store.seal`).
 """
@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from infra.log.blobs import deposit, is_claim, redeem
-from infra.log.bus import Bus, Headers, Partition, Position, Reader, Record
+from infra.log.bus import Bus, Headers, Partition, Reader, Record, RecordPosition
 from infra.observe.failpoint import reach, send_point
 from infra.store.seal import Keys
 from infra.store.store import Store
@@ -35,7 +35,7 @@ MAX_IN_FLIGHT = 512
 logger = logging.getLogger(__name__)
 
 
-class Message(msgspec.Struct, frozen=True):
+class LogMessage(msgspec.Struct, frozen=True):
     """A stored record with what it holds: exactly one of `value` and `error` is set."""
 
     record: Record
@@ -91,7 +91,7 @@ class Log:
         key: str | None = None,
         partition: int | None = None,
         headers: Headers = (),
-    ) -> Position:
+    ) -> RecordPosition:
         """Store one record; returns once confirmed. The key is the record's own unless given; headers: more of them.
 
         Raises ValueError for a record the topic does not hold, RecordTooLarge, BrokerUnavailable, StoreError.
@@ -124,12 +124,12 @@ class Log:
         """Return once the broker answers for the topic; nothing is stored. Raises BrokerUnavailable."""
         await self.bus.end_offsets(self.name(topic))
 
-    async def publish_all(self, topic: Topic, records: Iterable[Control | Block]) -> list[Position]:
+    async def publish_all(self, topic: Topic, records: Iterable[Control | Block]) -> list[RecordPosition]:
         """Store many records, a bounded number of them at once; order between them is not kept."""
         turn = asyncio.Semaphore(MAX_IN_FLIGHT)
-        tasks: list[asyncio.Task[Position]] = []
+        tasks: list[asyncio.Task[RecordPosition]] = []
 
-        async def publish(record: Control | Block) -> Position:
+        async def publish(record: Control | Block) -> RecordPosition:
             try:
                 return await self.publish(topic, record)
             finally:
@@ -141,7 +141,7 @@ class Log:
                 tasks.append(group.create_task(publish(record)))
         return [task.result() for task in tasks]
 
-    async def read(self, reader: Reader, *, timeout_s: float, max_records: int = 500) -> list[Message]:
+    async def read(self, reader: Reader, *, timeout_s: float, max_records: int = 500) -> list[LogMessage]:
         """Records ready now or within timeout_s, decoded, claim checks resolved.
 
         Raises UnknownMajor, OffsetOutOfRange, BrokerUnavailable, StoreError.
@@ -155,7 +155,7 @@ class Log:
             _rewind(reader, records)
             raise
 
-    def decode(self, record: Record) -> Message:
+    def decode(self, record: Record) -> LogMessage:
         """What a record holds; raises UnknownMajor and, where it `asks_store` (which blocks), StoreError."""
         try:
             value = record.value
@@ -163,17 +163,19 @@ class Log:
                 if self.store is None:
                     raise BadFrame("claim: the frame lies in the object store, and this reader has none")
                 value = redeem(self.store, value)
-            return Message(record, value=decode(value, self.find_seal))
+            return LogMessage(record, value=decode(value, self.find_seal))
         except BadFrame as error:
-            return Message(record, error=error)
+            return LogMessage(record, error=error)
 
-    async def dead_letter(self, source: Message | Record, *, stage: str, reason: str, error: str = "") -> Position:
+    async def dead_letter(
+        self, source: LogMessage | Record, *, stage: str, reason: str, error: str = ""
+    ) -> RecordPosition:
         """Put a record that cannot be processed, with where it lay and why, into dead-letters.
 
         reason: a short constant phrase. error: the message that names the field; by default that of the decoder.
         """
-        record = source.record if isinstance(source, Message) else source
-        if not error and isinstance(source, Message) and source.error is not None:
+        record = source.record if isinstance(source, LogMessage) else source
+        if not error and isinstance(source, LogMessage) and source.error is not None:
             error = str(source.error)
         letter = DeadLetter(
             topic=record.topic.removeprefix(f"{self.app}."),
@@ -215,7 +217,7 @@ class Log:
         """Full name of a consumer group of this app."""
         return f"{self.app}.{name}"
 
-    async def read_all(self, topic: Topic, *, until_end: bool = True) -> AsyncGenerator[Message, None]:
+    async def read_all(self, topic: Topic, *, until_end: bool = True) -> AsyncGenerator[LogMessage, None]:
         """All kept records, in partition order; ends at what was the end when called, or with until_end=False never."""
         ends = await self.bus.end_offsets(self.name(topic))
         reader = await self.assigned(topic, "beginning")
@@ -229,7 +231,7 @@ class Log:
 
     async def read_between(
         self, topic: Topic, partition: int, start: int, stop: int, *, max_records: int = 500
-    ) -> AsyncGenerator[Message, None]:
+    ) -> AsyncGenerator[LogMessage, None]:
         """Records of one partition from `start` up to `stop`; raises OffsetOutOfRange where retention took the first."""
         if start >= stop:
             return
@@ -268,7 +270,7 @@ class Log:
             raise refused[0]
         return created
 
-    async def _resolve(self, record: Record) -> Message:
+    async def _resolve(self, record: Record) -> LogMessage:
         """`decode` in a thread; a store that fails is asked again a few times."""
         for attempt in range(1, STORE_ATTEMPTS):
             try:

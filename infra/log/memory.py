@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from infra.log.bus import CommitRefused, Headers, Partition, Position, Reader, Record, check_size
+from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size
 from infra.log.partitioner import partition_for
 from schemas.errors import ConfigError, OffsetOutOfRange
 
@@ -57,7 +57,7 @@ class MemoryBus:
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         """See Bus."""
         check_size(topic, key, value, headers)
         logs = self._logs(topic)
@@ -67,7 +67,7 @@ class MemoryBus:
         log.records.append(record)
         self.wake()
         await asyncio.sleep(0)  # as a network would, let others run
-        return Position(topic, index, record.offset, record.timestamp_ms)
+        return RecordPosition(topic, index, record.offset, record.timestamp_ms)
 
     async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
         """See Bus."""
@@ -113,6 +113,11 @@ class MemoryBus:
     async def commit_beginnings(self, group: str, topic: str) -> None:
         """See Bus."""
         self.group(group).committed = {**await self.beginning_offsets(topic), **self.group(group).committed}
+
+    async def held(self, group: str, topic: str) -> set[int]:
+        """See Bus."""
+        dealt = [self.share(group, member) for member in self.group(group).members]
+        return {partition.index for share in dealt for partition in share if partition.topic == topic}
 
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
         """See Bus; `config` has no effect here."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
 from schemas.topics import Topic
 
@@ -20,7 +20,7 @@ _POLL_S = 1.0
 async def follow(
     log: Log,
     topic: Topic,
-    apply: Callable[[Message], None],
+    apply: Callable[[LogMessage], None],
     *,
     metrics: Metrics,
     caught_up: asyncio.Event,
@@ -46,7 +46,7 @@ async def follow(
         await reader.close()
 
 
-def readable(message: Message, topic: Topic, metrics: Metrics) -> bool:
+def readable(message: LogMessage, topic: Topic, metrics: Metrics) -> bool:
     """Whether a message holds a record; one that does not is counted and logged."""
     if message.error is None:
         return True

@@ -218,7 +218,8 @@ def _own_kernels(folder: str | Path) -> Any:
     left = [config]
     while left:
         one = left.pop()
-        one._attn_implementation = None
+        # SDPA knows no soft cap of scores and would leave it out.
+        one._attn_implementation = "eager" if getattr(one, "attn_logit_softcapping", None) else None
         one._experts_implementation = None
         left += [inner for inner in vars(one).values() if isinstance(inner, PretrainedConfig)]
     return config

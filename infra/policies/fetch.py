@@ -13,8 +13,8 @@ import msgspec
 from infra.observe.failpoint import reach
 from infra.policies.delta import decode_tensor
 from infra.policies.manifest import (
-    Manifest,
-    Part,
+    DeltaPart,
+    PolicyManifest,
     Shard,
     TensorEntry,
     WeightSource,
@@ -43,7 +43,7 @@ class HeldWeights(msgspec.Struct, frozen=True):
     entries: tuple[TensorEntry, ...]
 
 
-class Follower:
+class PolicyFetcher:
     """Follows one policy. One caller at a time; `fetch` blocks, so run it in a thread."""
 
     def __init__(self, store: Store, policy: str) -> None:
@@ -93,7 +93,7 @@ class Follower:
         touched = frozenset(entry.name for entry in manifest.tensors if self._serving.get(entry.name) != entry.xxh3)
         return Policy(version=manifest.version, tensors=tensors, touched=touched, probe=manifest.probe)
 
-    def _obtain(self, manifest: Manifest) -> dict[str, Tensor]:
+    def _obtain(self, manifest: PolicyManifest) -> dict[str, Tensor]:
         if self._held is not None and self._held.version <= manifest.version:
             try:
                 return rebuild(self._store, manifest, self._held)
@@ -102,7 +102,7 @@ class Follower:
         return rebuild(self._store, manifest, None)
 
 
-def read_manifest(store: Store, key: str, sha256: str | None = None) -> tuple[Manifest, str]:
+def read_manifest(store: Store, key: str, sha256: str | None = None) -> tuple[PolicyManifest, str]:
     """A manifest and its sha256. Raises PolicyRefused where it is not the one expected, NotInStore, StoreError."""
     data = store.get(key)
     digest = sha256_hex(data)
@@ -114,7 +114,7 @@ def read_manifest(store: Store, key: str, sha256: str | None = None) -> tuple[Ma
         raise PolicyRefused(f"{key}: {error}") from error
 
 
-def read_anchor(store: Store, manifest: Manifest) -> dict[str, Tensor]:
+def read_anchor(store: Store, manifest: PolicyManifest) -> dict[str, Tensor]:
     """The full tensors of a version that has an anchor, verified. Raises PolicyRefused, NotInStore, StoreError."""
     source = manifest.source("anchor")
     if source is None:
@@ -128,9 +128,9 @@ def read_anchor(store: Store, manifest: Manifest) -> dict[str, Tensor]:
     return verified(manifest, tensors)
 
 
-def rebuild(store: Store, manifest: Manifest, held: HeldWeights | None) -> dict[str, Tensor]:
+def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None) -> dict[str, Tensor]:
     """The tensors of `manifest`: from the held copy where its deltas lead there, else from the nearest anchor."""
-    chain: list[tuple[Manifest, WeightSource]] = []
+    chain: list[tuple[PolicyManifest, WeightSource]] = []
     current = manifest
     while True:
         if held is not None and current.version <= held.version:
@@ -152,7 +152,7 @@ def rebuild(store: Store, manifest: Manifest, held: HeldWeights | None) -> dict[
     return verified(manifest, tensors)
 
 
-def verified(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def verified(manifest: PolicyManifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, if they are exactly the manifest's and finite. Raises PolicyRefused naming the first that is not."""
     if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
         raise PolicyRefused(difference)
@@ -162,7 +162,7 @@ def verified(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor
     return tensors
 
 
-def _choose(manifest: Manifest, held: HeldWeights | None) -> WeightSource | None:
+def _choose(manifest: PolicyManifest, held: HeldWeights | None) -> WeightSource | None:
     """The delta that leads closest to the held version without passing it; None for the anchor."""
     deltas = [source for source in manifest.sources if source.kind == "delta"]
     within = [source for source in deltas if held is not None and source.base >= held.version]
@@ -173,7 +173,9 @@ def _choose(manifest: Manifest, held: HeldWeights | None) -> WeightSource | None
     return min(deltas, key=lambda source: source.base, default=None)
 
 
-def _apply(store: Store, manifest: Manifest, source: WeightSource, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _apply(
+    store: Store, manifest: PolicyManifest, source: WeightSource, old: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """One step of the chain, its changed tensors verified."""
     shards = [memoryview(_read_shard(store, manifest, shard)) for shard in source.shards]
     expected = {entry.name: entry for entry in manifest.tensors}
@@ -191,7 +193,7 @@ def _apply(store: Store, manifest: Manifest, source: WeightSource, old: Mapping[
     return tensors
 
 
-def _slice(shards: list[memoryview], part: Part) -> memoryview:
+def _slice(shards: list[memoryview], part: DeltaPart) -> memoryview:
     if not 0 <= part.shard < len(shards) or min(part.offset, part.num_bytes) < 0:
         raise ValueError(f"shard {part.shard} of {len(shards)}")
     payload = shards[part.shard][part.offset : part.offset + part.num_bytes]
@@ -200,7 +202,7 @@ def _slice(shards: list[memoryview], part: Part) -> memoryview:
     return payload
 
 
-def _read_shard(store: Store, manifest: Manifest, shard: Shard) -> bytes:
+def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes:
     _check_within(manifest, shard.key)
     data = store.get(shard.key)
     if len(data) != shard.num_bytes or sha256_hex(data) != shard.sha256:
@@ -208,7 +210,7 @@ def _read_shard(store: Store, manifest: Manifest, shard: Shard) -> bytes:
     return data
 
 
-def _check_base(base: Manifest, source: WeightSource, manifest: Manifest) -> None:
+def _check_base(base: PolicyManifest, source: WeightSource, manifest: PolicyManifest) -> None:
     _check_within(manifest, source.base_manifest)
     if base.version != source.base or base.policy != manifest.policy:
         raise PolicyRefused(f"{source.base_manifest} is version {base.version}, expected {source.base}")
@@ -216,12 +218,12 @@ def _check_base(base: Manifest, source: WeightSource, manifest: Manifest) -> Non
         raise PolicyRefused(f"{source.base_manifest}: {difference}")
 
 
-def _check_within(manifest: Manifest, key: str) -> None:
+def _check_within(manifest: PolicyManifest, key: str) -> None:
     if not key.startswith(f"policies/{manifest.policy}/"):
         raise PolicyRefused(f"{key} is not an object of {manifest.policy}")
 
 
-def _check_listing(manifest: Manifest, held: HeldWeights | None) -> None:
+def _check_listing(manifest: PolicyManifest, held: HeldWeights | None) -> None:
     """A policy keeps its tensors for life: their names, dtypes and shapes never change."""
     if not manifest.tensors or len({entry.name for entry in manifest.tensors}) != len(manifest.tensors):
         raise PolicyRefused("its list of tensors is empty, or names one twice")

@@ -29,7 +29,7 @@ class Shard(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class Part(msgspec.Struct, frozen=True):
+class DeltaPart(msgspec.Struct, frozen=True):
     """Where a changed tensor's encoded difference lies: bytes offset to offset + num_bytes of one shard."""
 
     tensor: str
@@ -51,7 +51,7 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
     base: int = -1
     base_manifest: str = ""
     base_sha256: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[DeltaPart, ...] = ()
     num_changed: int = 0
 
     @property
@@ -69,10 +69,10 @@ class TensorEntry(msgspec.Struct, frozen=True):
     xxh3: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version. anchor: the newest anchor it can be rebuilt from. chain_bytes: of the deltas since then, one by one.
 
-    Example: Manifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
+    Example: PolicyManifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
                       tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(WeightSource(kind="delta", …),))
     """
 
@@ -93,18 +93,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return next((source for source in self.sources if (source.kind, source.base) == (kind, base)), None)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: PolicyManifest) -> bytes:
     """As JSON, the same bytes for the same manifest."""
     return msgspec.json.encode(manifest)
 
 
-def decode_manifest(data: bytes) -> Manifest:
+def decode_manifest(data: bytes) -> PolicyManifest:
     """ValueError says what does not hold."""
     try:
         version = msgspec.json.decode(data, type=_Format).format
         if version != FORMAT:
             raise ValueError(f"manifest: got format {version}, expected {FORMAT}: upgrade headrace here first")
-        return msgspec.json.decode(data, type=Manifest)
+        return msgspec.json.decode(data, type=PolicyManifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"manifest: not valid: {error}") from error
 

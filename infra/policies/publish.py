@@ -17,8 +17,8 @@ from infra.observe.failpoint import reach
 from infra.policies.delta import Encoded, encode_tensor
 from infra.policies.fetch import read_anchor, read_manifest
 from infra.policies.manifest import (
-    Manifest,
-    Part,
+    DeltaPart,
+    PolicyManifest,
     Shard,
     TensorEntry,
     WeightSource,
@@ -46,7 +46,7 @@ SAMPLE_VALUES = 1024
 class Previous(msgspec.Struct, frozen=True):
     """The parent as published: the delta's base."""
 
-    manifest: Manifest
+    manifest: PolicyManifest
     key: str
     sha256: str
     tensors: Mapping[str, Tensor]
@@ -84,7 +84,7 @@ def publish(
     target = _Target(store, folder_of(policy, token), version, shard_bytes)
     sources = _store_sources(target, tensors, entries, base, anchor_every)
     has_anchor = any(source.kind == "anchor" for source in sources)
-    manifest = Manifest(
+    manifest = PolicyManifest(
         policy=policy,
         token=token,
         version=version,
@@ -226,12 +226,12 @@ def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> WeightSourc
 
 def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key: str, sha256: str) -> WeightSource:
     shards: list[Shard] = []
-    parts: list[Part] = []
+    parts: list[DeltaPart] = []
     for names in split_runs({name: len(one.payload) for name, one in encoded.items()}, target.shard_bytes):
         offset = 0
         for name in names:
             one = encoded[name]
-            parts.append(Part(name, one.encoder, len(shards), offset, len(one.payload)))
+            parts.append(DeltaPart(name, one.encoder, len(shards), offset, len(one.payload)))
             offset += len(one.payload)
         data = b"".join(encoded[name].payload for name in names)
         shards.append(_store_shard(target, f"deltas/{base}-{target.version}", "delta", data))
@@ -269,7 +269,7 @@ def split_runs(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
         yield run
 
 
-def _event(manifest: Manifest, digest: str) -> PolicyEvent:
+def _event(manifest: PolicyManifest, digest: str) -> PolicyEvent:
     """The same event for the same manifest.
 
     stats: bytes a follower of the parent has to read, bytes of all tensors, 1 where there is an anchor, and the share

@@ -26,10 +26,10 @@ DEFAULT_LIMITS = SandboxLimits()
 PROBE = "import os; print(os.getuid(), len(os.listdir('/tmp')))"
 
 
-class Finished(msgspec.Struct, frozen=True):
+class SandboxResult(msgspec.Struct, frozen=True):
     """How a run ended. code: its exit code (128 + n for signal n), None where `fault` says why it was stopped.
 
-    Example: Finished(code=0, fault="", stdout=b"42\\n", stderr=b"", wall_s=0.03)
+    Example: SandboxResult(code=0, fault="", stdout=b"42\\n", stderr=b"", wall_s=0.03)
     """
 
     code: int | None
@@ -67,13 +67,15 @@ class Sandbox:
         """A Python that sees neither the environment nor installed packages; scripts lie below /program."""
         return [self.python, "-I", "-S", "-B", "-X", "utf8", *arguments]
 
-    def run(self, program: Sequence[str], stdin: bytes = b"", files: Mapping[str, bytes] | None = None) -> Finished:
+    def run(
+        self, program: Sequence[str], stdin: bytes = b"", files: Mapping[str, bytes] | None = None
+    ) -> SandboxResult:
         """Run a program to its end. files: name below /program to content. Raises SandboxUnavailable."""
         with self.open(program, files) as child:
             child.send(stdin)
             code = child.finish()
             wall_s = time.monotonic() - child.started_s
-            return Finished(code, child.fault, bytes(child.stdout), bytes(child.stderr), wall_s)
+            return SandboxResult(code, child.fault, bytes(child.stdout), bytes(child.stderr), wall_s)
 
     @contextmanager
     def open(self, program: Sequence[str], files: Mapping[str, bytes] | None = None) -> Iterator[SandboxChild]:

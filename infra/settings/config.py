@@ -57,11 +57,12 @@ class Kafka(Section, frozen=True):
     created. jars: folder of Kafka's jars for the embedded broker, "" fetches them. deadline_s: how long an unreachable
     broker is retried.
 
-    security_protocol and what follows it are Kafka's own names, for a cluster that asks who one is. The password stands in
-    the environment (sasl_password_env names the variable) or in a file (sasl_password_file), never here. sasl_token:
-    `module:name` of a function that returns a bearer token, asked for each connection. ssl_ca_file: who vouches for the
-    brokers, "" for the system's authorities; ssl_cert_file, ssl_key_file: the client's own certificate, where it is asked
-    for one. Files are PEM, relative to the TOML.
+    The keys from security_protocol on are Kafka's own names, for a cluster with authentication. A password is never written
+    here. security_protocol: how clients connect. sasl_mechanism: how they say who they are, under SASL. sasl_username: as
+    whom. sasl_password_env: variable of the environment that holds the password. sasl_password_file: a file that holds it,
+    instead. sasl_token: `module:name` of a function that returns a bearer token, called for each connection. ssl_ca_file:
+    certificates of the authorities that sign for the brokers, "" for the system's; ssl_cert_file, ssl_key_file: the client's
+    own certificate, for brokers that want one. Files are PEM, relative to the TOML.
 
     Example: Kafka(bootstrap_servers="kafka-1:9093", security_protocol="SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
                    sasl_username="headrace", partitions=12)
@@ -312,7 +313,7 @@ def _check_keys(value: Mapping[str, object], struct: type[msgspec.Struct], path:
         _check(item, fields[key].type, _join(path, key), where)
     for key, field in fields.items():
         if field.required and key not in value:
-            raise ConfigError(f"{where}: {_join(path, key)}: missing, expected {_words(field.type)}")
+            raise ConfigError(f"{where}: {_join(path, key)}: missing, expected {words_of(field.type)}")
 
 
 def _convert(value: object, expected: Any, path: str, where: str) -> Any:
@@ -322,7 +323,7 @@ def _convert(value: object, expected: Any, path: str, where: str) -> Any:
         cause = error.__cause__
         if isinstance(cause, ValueError):  # raised by a struct's own __post_init__
             raise ConfigError(f"{where}: {path + ': ' if path else ''}{cause}") from error
-        raise ConfigError(_mismatch(value, _words(expected), path, where)) from error
+        raise ConfigError(_mismatch(value, words_of(expected), path, where)) from error
 
 
 def _convert_path(expected: type, value: object) -> object:
@@ -346,20 +347,20 @@ def _chosen(value: object, expected: Any) -> Any:
     return object
 
 
-def _words(expected: Any) -> str:
+def words_of(expected: Any) -> str:
     """A type as a person says it."""
     if get_origin(expected) is Annotated:
         for note in get_args(expected)[1:]:
             if isinstance(note, msgspec.Meta) and note.description:
                 return note.description
-        return _words(get_args(expected)[0])
+        return words_of(get_args(expected)[0])
     origin = get_origin(expected)
     if origin in (Union, types.UnionType):
-        return " or ".join(_words(option) for option in get_args(expected) if option is not type(None))
+        return " or ".join(words_of(option) for option in get_args(expected) if option is not type(None))
     if origin is not None and getattr(origin, "__name__", "") == "Literal":
         return "one of " + ", ".join(f'"{option}"' for option in get_args(expected))
     if origin in (tuple, list):
-        return f"a list of {_words(get_args(expected)[0])}"
+        return f"a list of {words_of(get_args(expected)[0])}"
     if origin is dict or (isinstance(expected, type) and issubclass(expected, msgspec.Struct)):
         return "a table"
     names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infra.log.blobs import PREFIX
-from infra.store.store import Store
+from infra.store.store import BLOBS, Store
 from schemas import Image, Message
 from schemas.errors import BadImage, NotInStore
 
@@ -53,7 +52,7 @@ def image_named(data: bytes, media_type: str = "image/png") -> Image:
 def deposit_image(store: Store, image: Image, data: bytes) -> None:
     """Put the bytes of an image where readers look for them. Raises BadImage for what no reader would take."""
     decode_image(image, data)
-    store.put(PREFIX + image.sha256, data)
+    store.put(BLOBS + image.sha256, data)
 
 
 def decode_image(image: Image, data: bytes) -> Pixels:
@@ -109,7 +108,7 @@ class ImageReader:
                 self._kept.move_to_end(image)
                 return self._kept[image]
         check_size(image)
-        key = PREFIX + image.sha256
+        key = BLOBS + image.sha256
         try:
             size = self._store.size(key)
             data = self._store.get(key) if size == image.size else b""

@@ -131,7 +131,7 @@ def _about(answer: str) -> str:
     return f"feedback/{answer}"
 
 
-class Key:
+class SealKey:
     """One key, or what is left of it: fault says why it opens nothing. secret: its bytes, empty with a fault."""
 
     def __init__(self, key_id: str, secret: bytes, fault: str = "") -> None:
@@ -175,7 +175,7 @@ class Keys:
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
-        self._known: OrderedDict[str, tuple[Key, float]] = OrderedDict()  # by key id, with when it was looked up
+        self._known: OrderedDict[str, tuple[SealKey, float]] = OrderedDict()  # by key id, with when it was looked up
         self._current: OrderedDict[str, str] = OrderedDict()  # subject → key id
         self._lock = threading.Lock()
         self._secret = b""
@@ -185,7 +185,7 @@ class Keys:
         self._secret = self._secret or app_secret(self._store)
         return self._secret
 
-    def of(self, subject: str) -> Key:
+    def of(self, subject: str) -> SealKey:
         """The key that a subject's next record is sealed under, made where there is none. Raises StoreError."""
         with self._lock:
             current = self._current.get(subject)
@@ -197,14 +197,14 @@ class Keys:
         else:
             key_id, secret = new_key(subject)
             self._store.put(place_of(key_id), secret)
-            key = self._remember(Key(key_id, secret))
+            key = self._remember(SealKey(key_id, secret))
         with self._lock:
             self._current[subject] = key.key_id
             if len(self._current) > MAX_KNOWN:
                 self._current.popitem(last=False)
         return key
 
-    def find(self, key_id: str) -> Key:
+    def find(self, key_id: str) -> SealKey:
         """The key called so, with a fault where it is destroyed or not here. Raises StoreError."""
         with self._lock:
             known, seen_s = self._known.get(key_id, (None, 0.0))
@@ -212,16 +212,16 @@ class Keys:
         if known is not None and (known.fault == FORGOTTEN or self._clock() - seen_s < FRESH_S):
             return known
         if not _KEY_ID.fullmatch(key_id):
-            return Key(key_id, b"", NO_KEY)
+            return SealKey(key_id, b"", NO_KEY)
         try:
             secret = self._store.get(place_of(key_id))
         except NotInStore:
-            return self._remember(Key(key_id, b"", NO_KEY))
+            return self._remember(SealKey(key_id, b"", NO_KEY))
         except StoreError:
             if known is None:
                 raise
             return known
-        return self._remember(Key(key_id, secret, "" if secret else FORGOTTEN))
+        return self._remember(SealKey(key_id, secret, "" if secret else FORGOTTEN))
 
     def named(self, subject: str) -> Iterator[str]:
         """Ids of all keys a subject ever had. Raises StoreError."""
@@ -235,10 +235,10 @@ class Keys:
         key_ids = tuple(self.named(subject))
         for key_id in key_ids:
             self._store.put(place_of(key_id), b"")
-            self._remember(Key(key_id, b"", FORGOTTEN))
+            self._remember(SealKey(key_id, b"", FORGOTTEN))
         return key_ids
 
-    def _remember(self, key: Key) -> Key:
+    def _remember(self, key: SealKey) -> SealKey:
         with self._lock:
             self._known[key.key_id] = (key, self._clock())
             self._known.move_to_end(key.key_id)

@@ -4,18 +4,13 @@ Atomic: an object is visible whole or not at all. Durable: `put` returns after t
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
-
-from schemas.errors import ConfigError
 
 MAX_KEY_BYTES = 900  # S3 takes 1024, some of it for the store's own prefix
 MAX_SEGMENT_BYTES = 255  # of file systems, and of MinIO
-PRIVATE = (
-    "keys/",
-    "gateway/",
-)  # what users' data is sealed and tokens are signed with: for the owner of the store alone
+# What users' data is sealed and tokens are signed with: for the owner of the store alone.
+PRIVATE = ("keys/", "gateway/")
+BLOBS = "blobs/"  # images, and frames too large for the log
 
 
 class Store(Protocol):
@@ -76,29 +71,6 @@ class DividedStore:
         return self._secrets if key.startswith(PRIVATE) else self._data
 
 
-def open_store(url: str, *, base: Path) -> Store:
-    """The store at `url`: a folder (relative ones below `base`), file:///folder, or s3://bucket/prefix.
-
-    S3's endpoint, region and credentials come from the environment: see `infra.store.s3`. Raises ConfigError.
-    """
-    if not url:
-        raise ConfigError("[store] url: got an empty string, expected a folder or s3://bucket/prefix")
-    if "://" not in url:
-        from infra.store.directory import DirectoryStore
-
-        return DirectoryStore(base / Path(url).expanduser())
-    parts = urlsplit(url)
-    if parts.scheme == "file" and not parts.netloc:
-        from infra.store.directory import DirectoryStore
-
-        return DirectoryStore(Path(unquote(parts.path)))
-    if parts.scheme != "s3" or not parts.hostname or parts.query or parts.username:
-        raise ConfigError(f"[store] url: got {_without_secrets(url)!r}, expected a folder or s3://bucket/prefix")
-    from infra.store.s3 import open_s3
-
-    return open_s3(parts.netloc, parts.path.strip("/"))
-
-
 def check_key(key: str) -> str:
     """The key, if every store can hold it; ValueError says what is wrong with it.
 
@@ -122,8 +94,3 @@ def check_prefix(prefix: str) -> str:
     if prefix:
         check_key(prefix.removesuffix("/"))
     return prefix
-
-
-def _without_secrets(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -185,6 +185,9 @@ class CollectDriver:
             if generation is None or inbox.generation <= generation:
                 inbox.retire()
 
+    def abandon(self) -> None:
+        """What is folded at this moment is finished: its state is not to be had again at once."""
+
     def num_in_flight(self) -> int:
         """Records that wait to be folded."""
         return sum(inbox.num_queued() for inbox in self._inboxes.values())

@@ -36,7 +36,7 @@ _group_decoder = msgspec.msgpack.Decoder(Group)
 Rows = list[tuple[Any, ...]]
 
 
-class Pending:
+class PendingFile:
     """One open file. Not safe for concurrent use; `save` writes in a thread."""
 
     def __init__(self, path: Path, find_seal: FindSeal | None = None) -> None:

@@ -15,6 +15,7 @@ from infra.chain.processor import processor
 from infra.settings.outside import checked_url
 from schemas import Message, Task
 from schemas.errors import ConfigError
+from streams.scores.endpoint import ChatCompletion
 
 logger = logging.getLogger(__name__)
 
@@ -101,22 +102,10 @@ def variation(task: Task, text: str, index: int) -> Task:
     return msgspec.structs.replace(task, id=f"{task.id}-v{index}", messages=messages, parent=task.id)
 
 
-class _Message(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
-
-
 def _choices(content: bytes) -> list[str]:
     if len(content) > MAX_ANSWER_BYTES:
         raise ValueError(f"answered {len(content)} bytes, expected at most {MAX_ANSWER_BYTES}")
-    return [one.message.content or "" for one in msgspec.json.decode(content, type=_Completion).choices]
+    return [one.message.content or "" for one in msgspec.json.decode(content, type=ChatCompletion).choices]
 
 
 def _question(task: Task) -> str:

@@ -22,7 +22,7 @@ from streams.collect.collector import Collector, CollectSettings
 from streams.collect.decision import Decision, Folded
 from streams.reprocess.outcome import dropped, ending, ending_key, kept, left_out
 from streams.reprocess.publisher import TIME_HEADER, ReprocessPublisher
-from streams.reprocess.ranges import Range, Timed, in_time_order, messages_of
+from streams.reprocess.ranges import Range, TimedEvent, in_time_order, messages_of
 from streams.reprocess.report import ReprocessReport
 from streams.reprocess.shelf import Shelf
 
@@ -30,7 +30,7 @@ BATCH = 64
 OnProgress = Callable[[int], None]
 
 
-class Led(Timed, frozen=True):
+class Led(TimedEvent, frozen=True):
     """What one record of `verified` led to. counts: it lies in the range, and all of its groups are known."""
 
     folded: Folded

@@ -15,13 +15,13 @@ import msgspec
 
 from infra.log.blobs import is_claim
 from infra.log.bus import Partition, Record
-from infra.log.log import DEAD_LETTER_BYTES, Log, Message
+from infra.log.log import DEAD_LETTER_BYTES, Log, LogMessage
 from infra.store.seal import open_event
 from schemas import DeadLetter, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import DEAD_LETTERS, by_name
 from streams.reprocess.ranges import Range, messages_of
-from streams.sources.source import event_table
+from streams.sources.event import event_table
 from streams.stages.verify import REDELIVERED
 
 MARK = "re-delivered"
@@ -38,7 +38,7 @@ class LettersReport(msgspec.Struct):
     refused: dict[str, int] = {}
     examples: list[str] = []
 
-    def refuse(self, message: Message, reason: str, detail: str) -> None:
+    def refuse(self, message: LogMessage, reason: str, detail: str) -> None:
         """Leave a letter where it is."""
         self.refused[reason] = self.refused.get(reason, 0) + 1
         if len(self.examples) < 10:
@@ -64,7 +64,7 @@ async def redeliver(log: Log, ranges: Sequence[Range], on_progress: Callable[[in
     return report
 
 
-async def _redeliver(log: Log, report: LettersReport, message: Message, letter: DeadLetter) -> None:
+async def _redeliver(log: Log, report: LettersReport, message: LogMessage, letter: DeadLetter) -> None:
     is_event = letter.stage.startswith(FEEDBACK)
     try:
         topic = letter.topic if is_event else log.name(by_name(letter.topic))

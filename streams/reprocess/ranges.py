@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from infra.log.bus import Partition
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from schemas.errors import ConfigError
 from schemas.topics import Topic
 
@@ -133,20 +133,20 @@ async def first_time_ms(log: Log, ranges: Sequence[Range]) -> int:
     return min(times, default=0)
 
 
-def messages_of(log: Log, one: Range, *, max_records: int = 500) -> AsyncGenerator[Message, None]:
+def messages_of(log: Log, one: Range, *, max_records: int = 500) -> AsyncGenerator[LogMessage, None]:
     """The records of a range."""
     return log.read_between(one.topic, one.partition, one.start, one.stop, max_records=max_records)
 
 
-class Timed(msgspec.Struct, frozen=True):
+class TimedEvent(msgspec.Struct, frozen=True):
     """Something that happened at a time of the log."""
 
     time_ms: int
 
 
-async def in_time_order(streams: Sequence[AsyncIterator["Timed"]]) -> AsyncGenerator["Timed", None]:
+async def in_time_order(streams: Sequence[AsyncIterator["TimedEvent"]]) -> AsyncGenerator["TimedEvent", None]:
     """All of several streams, each in its own order, the earliest head first."""
-    heads: dict[int, Timed] = {}
+    heads: dict[int, TimedEvent] = {}
     for index, stream in enumerate(streams):
         head = await anext(stream, None)
         if head is not None:

@@ -38,11 +38,11 @@ OUTPUTS: dict[str, tuple[Topic, ...]] = {"verify": (VERIFIED,), "collect": (BUFF
 OnTotal = Callable[[int], None]
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class ReprocessOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What to reprocess. start, stop: see `ranges`. topic: of verify's two inputs, "" for both, or for `experiences` where
     places are offsets. publish: the app to write to, "" for none. partitions, keep: of topics to be created there.
 
-    Example: Order(stage="verify", start="beginning", stop="end", diff=True)
+    Example: ReprocessOrder(stage="verify", start="beginning", stop="end", diff=True)
     """
 
     stage: StageName
@@ -54,7 +54,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     publish: str = ""
 
 
-async def plan(log: Log, order: Order) -> list[Range]:
+async def plan(log: Log, order: ReprocessOrder) -> list[Range]:
     """The ranges an order means. Raises ConfigError."""
     start, stop = parse_place(order.start, "--from"), parse_place(order.stop, "--to")
     ranges: list[Range] = []
@@ -65,7 +65,7 @@ async def plan(log: Log, order: Order) -> list[Range]:
 
 async def reprocess(
     log: Log,
-    order: Order,
+    order: ReprocessOrder,
     ranges: Sequence[Range],
     floor: Floor,
     config: StreamsConfig,
@@ -102,7 +102,7 @@ async def reprocess(
     return report
 
 
-async def _publisher(log: Log, order: Order, floor: Floor) -> ReprocessPublisher | None:
+async def _publisher(log: Log, order: ReprocessOrder, floor: Floor) -> ReprocessPublisher | None:
     if not order.publish:
         return None
     if order.stage not in OUTPUTS:
@@ -114,7 +114,7 @@ async def _publisher(log: Log, order: Order, floor: Floor) -> ReprocessPublisher
     return ReprocessPublisher(target)
 
 
-def _topics(order: Order, start: LogPlace, stop: LogPlace) -> tuple[Topic, ...]:
+def _topics(order: ReprocessOrder, start: LogPlace, stop: LogPlace) -> tuple[Topic, ...]:
     """The inputs of the stage that are read."""
     if order.stage not in INPUTS:
         raise ConfigError(f"reprocess: got {order.stage!r}, expected one of {', '.join(INPUTS)}")

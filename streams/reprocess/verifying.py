@@ -15,15 +15,15 @@ from contextlib import aclosing
 from infra.chain.calls import Failure
 from infra.chain.chain import Step
 from infra.chain.processor import Verdict
-from infra.chain.turn import Turn
+from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Question, Recorded
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from schemas import Block, Control, Feedback, Stub, Tick
 from schemas.topics import EVALS, VERIFIED, Topic
 from streams.processors.dedupe import DUPLICATE
 from streams.reprocess.outcome import Reprocessed, dropped, kept
 from streams.reprocess.publisher import ReprocessPublisher
-from streams.reprocess.ranges import Range, Timed, first_time_ms, in_time_order, messages_of
+from streams.reprocess.ranges import Range, TimedEvent, first_time_ms, in_time_order, messages_of
 from streams.reprocess.report import ReprocessReport
 from streams.reprocess.shelf import Shelf
 from streams.stages.driver import TIMEOUT_S, Stage, decided
@@ -36,14 +36,14 @@ FAILED_SCORES = ("score failed", "score timed out")
 OnProgress = Callable[[int], None]  # so many more records are read
 
 
-class Made(Timed, frozen=True):
+class Made(TimedEvent, frozen=True):
     """What a stage makes of one record."""
 
-    message: Message
+    message: LogMessage
     handled: Handled
 
 
-class Passed(Timed, frozen=True):
+class Passed(TimedEvent, frozen=True):
     """A record of `verified` that verify did not make."""
 
     record: Control
@@ -52,8 +52,8 @@ class Passed(Timed, frozen=True):
 async def made_of(log: Log, one: Range, stage: Stage) -> AsyncGenerator[Made, None]:
     """What `stage` makes of each record of a range, in its order, several at once; what it remembers is read back first."""
     await recall(log, stage, log.name(one.topic), one.partition, one.start)
-    waiting: deque[tuple[Message, asyncio.Task[Handled]]] = deque()
-    turn: Turn | None = None
+    waiting: deque[tuple[LogMessage, asyncio.Task[Handled]]] = deque()
+    turn: ChainTurn | None = None
 
     async def next_made() -> Made:
         message, deciding = waiting.popleft()
@@ -62,7 +62,7 @@ async def made_of(log: Log, one: Range, stage: Stage) -> AsyncGenerator[Made, No
     try:
         async with aclosing(messages_of(log, one)) as messages:
             async for message in messages:
-                turn = Turn(turn)
+                turn = ChainTurn(turn)
                 waiting.append((message, asyncio.create_task(decided(stage, message, turn, TIMEOUT_S))))
                 if len(waiting) >= IN_FLIGHT:
                     yield await next_made()
@@ -100,7 +100,7 @@ async def run_verify(
     if diff or reuses:
         await shelve(log, shelf, since_ms, on_progress)
     recorded = _recorded(shelf, report) if reuses else None
-    streams: list[AsyncGenerator[Timed, None]] = [made_of(log, one, Verifier(steps, recorded)) for one in ranges]
+    streams: list[AsyncGenerator[TimedEvent, None]] = [made_of(log, one, Verifier(steps, recorded)) for one in ranges]
     if publisher is not None:
         streams += [passed_along(log, one) for one in await since(log, VERIFIED, since_ms)]
     async with aclosing(in_time_order(streams)) as all_of_it:

@@ -30,10 +30,10 @@ _OPENS = re.compile(r"[ \t]*+```[^`]*+")
 _CLOSES = re.compile(r"[ \t]*+```[ \t]*+")
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CallCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One call of the function, and the JSON value it has to return.
 
-    Example: Call(equals=5, args=[2, 3])
+    Example: CallCase(equals=5, args=[2, 3])
     """
 
     equals: Any
@@ -41,10 +41,10 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs: dict[str, Any] = {}
 
 
-class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of the program: what it reads, what it has to print (but for spaces at the ends of lines).
 
-    Example: Run(stdin="2 3\\n", stdout="5\\n")
+    Example: RunCase(stdin="2 3\\n", stdout="5\\n")
     """
 
     stdout: str
@@ -55,12 +55,12 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tests of one task: calls of `function`, or runs of the whole program, or both.
 
-    Example: HiddenTests(function="add", calls=(Call(equals=5, args=[2, 3]),))
+    Example: HiddenTests(function="add", calls=(CallCase(equals=5, args=[2, 3]),))
     """
 
     function: str = ""
-    calls: tuple[Call, ...] = ()
-    runs: tuple[Run, ...] = ()
+    calls: tuple[CallCase, ...] = ()
+    runs: tuple[RunCase, ...] = ()
 
 
 @score(version=2)

@@ -22,7 +22,7 @@ import msgspec
 from infra.settings.config import Section
 from infra.settings.outside import checked_url
 from schemas.errors import ConfigError
-from streams.scores.ledger import Ledger
+from streams.scores.ledger import JudgeLedger
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class EndpointConfig(Section, frozen=True):
             )
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ModelReply(msgspec.Struct, frozen=True):
     """What came of a question. reply: None where `reason` says why there is none. cost_usd: 0.0 from the cache."""
 
     reply: str | None
@@ -90,19 +90,19 @@ class Endpoint:
         self._now = now
         self._jitter = jitter
         self._headers = {"Authorization": f"Bearer {_key(config.api_key_env)}"} if config.api_key_env else {}
-        self._ledger = Ledger(config.cache or ":memory:", config.cache_entries)
+        self._ledger = JudgeLedger(config.cache or ":memory:", config.cache_entries)
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 
-    async def ask(self, system: str, user: str, schema: Mapping[str, Any], accept: Callable[[str], bool]) -> Asked:
+    async def ask(self, system: str, user: str, schema: Mapping[str, Any], accept: Callable[[str], bool]) -> ModelReply:
         """The model's reply to `user` under `system`, once `accept` takes it; never raises but CancelledError."""
         body = self._body(system, user, schema)
         inputs = hashlib.sha256(json.dumps([self.config.url, body], sort_keys=True).encode()).hexdigest()[:32]
         if (known := self._ledger.get(inputs)) is not None:
-            return Asked(known)
+            return ModelReply(known)
         reserved = self._cost(len(json.dumps(body)), self.config.max_tokens)
         day = int(self._now() // 86_400)
         if not self._ledger.reserve(day, reserved, self.config.usd_per_day or math.inf):
-            return Asked(None, OVER_BUDGET)
+            return ModelReply(None, OVER_BUDGET)
         spent = 0.0
         try:
             reply, spent, reason = await self._tries(body, reserved)
@@ -115,7 +115,7 @@ class Endpoint:
             reply, reason = None, UNREADABLE
         if reply is not None:
             self._ledger.put(inputs, reply)
-        return Asked(reply, reason, spent)
+        return ModelReply(reply, reason, spent)
 
     async def aclose(self) -> None:
         """Close connections and the ledger."""
@@ -163,7 +163,7 @@ class Endpoint:
         try:
             if len(response.content) > MAX_REPLY_BYTES:
                 raise ValueError(f"{len(response.content)} bytes")
-            found = msgspec.json.decode(response.content, type=_Completion)
+            found = msgspec.json.decode(response.content, type=ChatCompletion)
             content = found.choices[0].message.content
         except (msgspec.MsgspecError, ValueError, IndexError, RecursionError):
             return None, reserved, UNREADABLE
@@ -179,22 +179,30 @@ class Endpoint:
         return self._client[1]
 
 
-class _Message(msgspec.Struct):
+class CompletionMessage(msgspec.Struct):
+    """The text of one answer."""
+
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
-    message: _Message
+class CompletionChoice(msgspec.Struct):
+    """One answer."""
+
+    message: CompletionMessage
 
 
-class _Usage(msgspec.Struct):
+class CompletionUsage(msgspec.Struct):
+    """Tokens that the endpoint charges for."""
+
     prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
     completion_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
+class ChatCompletion(msgspec.Struct):
+    """What an OpenAI-compatible endpoint answers; fields that are not read here are left out."""
+
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | None = None
 
 
 def _key(name: str) -> str:

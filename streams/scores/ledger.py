@@ -14,7 +14,7 @@ CREATE TABLE IF NOT EXISTS spending (day INTEGER PRIMARY KEY, usd REAL NOT NULL)
 """
 
 
-class Ledger:
+class JudgeLedger:
     """One SQLite file, or ":memory:"."""
 
     def __init__(self, path: str, max_entries: int) -> None:

@@ -22,7 +22,7 @@ from infra.chain.processor import Verdict, score
 from infra.log.log import Log
 from infra.model.model import Classifier, Tokenizer, build_classifier, load_into, load_tokenizer
 from infra.observe.metrics import Metrics
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy_feed import PolicyFeed
 from infra.store.store import Store
 from schemas import Experience, Message, PolicyEvent
@@ -37,7 +37,7 @@ POLL_S = 1.0
 CHARS_PER_TOKEN = 8  # read at most: more text than this per token is not even tokenized
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedClassifier(msgspec.Struct, frozen=True):
     """A classifier that may judge."""
 
     version: int
@@ -67,7 +67,7 @@ class Model:
         self.label = label
         self.max_tokens = max_tokens
         self.wait_s = wait_s
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedClassifier | None = None
         self._first = threading.Event()
         self._tokenizer: Tokenizer | None = None
 
@@ -95,7 +95,7 @@ class Model:
         if log.store is None:
             raise ConfigError(f"score model: {self.policy} comes from the object store, and this worker has none")
         feed = PolicyFeed(self.policy)
-        follower = Follower(log.store, self.policy)
+        follower = PolicyFetcher(log.store, self.policy)
         refused: set[int] = set()
         reader = await log.assigned(POLICIES, "beginning")
         try:
@@ -108,11 +108,11 @@ class Model:
                 event = feed.next(self.version, pinned=(), refused=refused)
                 if event is not None and not await self._move_to(event, follower, log.store, metrics):
                     refused.add(event.version)
-                    follower = Follower(log.store, self.policy)
+                    follower = PolicyFetcher(log.store, self.policy)
         finally:
             await reader.close()
 
-    async def _move_to(self, event: PolicyEvent, follower: Follower, store: Store, metrics: Metrics) -> bool:
+    async def _move_to(self, event: PolicyEvent, follower: PolicyFetcher, store: Store, metrics: Metrics) -> bool:
         """Load a version; False where it is refused. A store that fails is asked again later."""
         try:
             self._loaded = await asyncio.to_thread(self._load, event, follower, store)
@@ -130,17 +130,17 @@ class Model:
         logger.info("reward_model_loaded policy=%s version=%d", self.policy, event.version)
         return True
 
-    def _load(self, event: PolicyEvent, follower: Follower, store: Store) -> Loaded:
+    def _load(self, event: PolicyEvent, follower: PolicyFetcher, store: Store) -> LoadedClassifier:
         """A new classifier beside the old one, which judges until this one is whole; refused twice is refused."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.folder)
         try:
             policy = follower.fetch(event)
         except PolicyRefused:  # what was held may be to blame: once more, from the anchor
-            policy = Follower(store, self.policy).fetch(event)
+            policy = PolicyFetcher(store, self.policy).fetch(event)
         classifier = build_classifier(self.folder)
         load_into(classifier.module, policy.tensors)
-        return Loaded(policy.version, classifier)
+        return LoadedClassifier(policy.version, classifier)
 
 
 def ending(messages: Sequence[Message], max_chars: int) -> tuple[Message, ...]:

@@ -16,7 +16,7 @@ import msgspec
 
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
-from streams.sources.source import Event, EventSource, publish_events
+from streams.sources.event import Event, EventSource, publish_events
 
 POLL_S = 0.5
 LOCK_POLL_S = 5.0

@@ -14,13 +14,13 @@ from typing import Any
 
 from infra.chain.processor import feedback
 from infra.log.bus import CommitRefused, Partition, Reader
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
 from schemas import Feedback, Received
 from schemas.ids import ANSWER_PREFIX
 from schemas.topics import FEEDBACK
 from streams.config import FEEDBACK_PATH
-from streams.sources.source import Event, EventSource, publish_events
+from streams.sources.event import Event, EventSource, publish_events
 from streams.stages.verify import REDELIVERED
 
 POLL_S = 1.0
@@ -102,7 +102,7 @@ async def take_once(
     return len(messages)
 
 
-async def _unheard(message: Message, log: Log, metrics: Metrics) -> None:
+async def _unheard(message: LogMessage, log: Log, metrics: Metrics) -> None:
     received = message.value
     reason = "no source for this webhook" if isinstance(received, Received) else "bad frame"
     error = f"path: got {received.path!r}, and no [[feedback]] listens to it" if isinstance(received, Received) else ""

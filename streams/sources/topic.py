@@ -12,7 +12,7 @@ from infra.log.bus import CommitRefused, Partition, Reader
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas.errors import ConfigError, OffsetOutOfRange
-from streams.sources.source import Event, EventSource, publish_events
+from streams.sources.event import Event, EventSource, publish_events
 
 POLL_S = 1.0
 logger = logging.getLogger(__name__)

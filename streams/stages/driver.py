@@ -15,10 +15,9 @@ import asyncio
 import logging
 from typing import Protocol
 
-from infra.chain.turn import Turn
+from infra.chain.turn import ChainTurn
 from infra.log.bus import Record
-from infra.log.log import Log
-from infra.log.log import Message as LogMessage
+from infra.log.log import Log, LogMessage
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
 from schemas.errors import RecordTooLarge
@@ -37,7 +36,7 @@ class Stage(Protocol):
     @property
     def reach(self) -> int: ...
 
-    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
+    async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         """What becomes of the record; does no I/O on the log. turn: waited for before anything is remembered."""
 
     async def recall(self, message: LogMessage) -> None:
@@ -77,7 +76,7 @@ class WindowDriver:
         self._room = asyncio.Event()
         self._generation = -1
         self._last_of_key: dict[tuple[int, bytes], asyncio.Task[None]] = {}
-        self._turns: dict[int, Turn] = {}  # of the newest record of each partition
+        self._turns: dict[int, ChainTurn] = {}  # of the newest record of each partition
         self._recalls: dict[int, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
 
@@ -100,7 +99,7 @@ class WindowDriver:
             return
         if record.partition not in self._recalls:
             self._recalls[record.partition] = self._tasks.create_task(self._recall(record))
-        turn = self._turns[record.partition] = Turn(self._turns.get(record.partition))
+        turn = self._turns[record.partition] = ChainTurn(self._turns.get(record.partition))
         key = (record.partition, record.key)
         task = self._tasks.create_task(self._run(delivery, ticket, turn, self._last_of_key.get(key)))
         self._last_of_key[key] = task
@@ -115,9 +114,19 @@ class WindowDriver:
             delivery.abandon()
         self._room.set()
 
+    def assigned(self, partitions: set[int], generation: int) -> None:
+        """Nothing begins before the first record comes."""
+
+    def retire(self, generation: int) -> None:
+        """What is in flight goes on until it is abandoned."""
+
     def num_in_flight(self) -> int:
         """Records taken and not acknowledged."""
         return self._window.num_in_flight()
+
+    def num_open(self) -> int:
+        """None: each record is handled by itself."""
+        return 0
 
     def marks(self) -> dict[int, int]:
         """Nothing moves here but the group's offset."""
@@ -141,7 +150,9 @@ class WindowDriver:
         except BaseException as error:
             end_for(error, f"{self.name}: {record.topic}/{record.partition} below {record.offset}")
 
-    async def _run(self, delivery: Delivery, ticket: Ticket, turn: Turn, before: "asyncio.Task[None] | None") -> None:
+    async def _run(
+        self, delivery: Delivery, ticket: Ticket, turn: ChainTurn, before: "asyncio.Task[None] | None"
+    ) -> None:
         recalling = self._recalls[delivery.record.partition]
         try:
             message = await read(self._log, delivery.record, self._give_up_s)
@@ -184,7 +195,7 @@ class WindowDriver:
             del self._last_of_key[key]
 
 
-async def decided(stage: Stage, message: LogMessage, turn: Turn, timeout_s: float) -> Handled:
+async def decided(stage: Stage, message: LogMessage, turn: ChainTurn, timeout_s: float) -> Handled:
     """What a stage makes of a record within `timeout_s`, not counting its wait for other records; never raises."""
     limit = asyncio.timeout(timeout_s)
     try:

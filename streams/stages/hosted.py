@@ -18,12 +18,10 @@ from faust.exceptions import ConsumerNotStarted
 
 from infra.log.access import Access, TokenProvider
 from infra.log.bus import Record
+from infra.log.kafka_reader import METADATA_AGE_MS
 from infra.log.log import Log
-from infra.roles.deadline import EXIT_STUCK
 from schemas.topics import MAX_RECORD_BYTES, Topic
-from streams.collect.inbox import CollectDriver
-from streams.stages.driver import WindowDriver
-from streams.stages.stage import Delivery, end_crashed, end_for, end_process
+from streams.stages.stage import Delivery, end_crashed, end_for
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +30,34 @@ START_S = 120.0
 STOP_S = 30.0
 DRAIN_S = 5.0
 POLL_S = 0.1
-JOIN_S = 180.0  # also one that is given no partition is told so
 
 
 class Driver(Protocol):
     """What an agent hands its records to."""
 
-    async def accept(self, delivery: Delivery) -> None: ...
+    async def accept(self, delivery: Delivery) -> None:
+        """Take a record; waits while there are too many."""
 
-    def num_in_flight(self) -> int: ...
+    def assigned(self, partitions: set[int], generation: int) -> None:
+        """These partitions are this worker's, whether or not records come."""
 
-    def marks(self) -> dict[int, int]: ...
+    def retire(self, generation: int) -> None:
+        """A rebalance takes this generation's partitions: finish what is begun, begin nothing more."""
 
-    async def finish(self) -> None: ...
+    def abandon(self) -> None:
+        """A rebalance has waited long enough: what can be begun again is given up."""
+
+    def num_in_flight(self) -> int:
+        """Records taken and not acknowledged."""
+
+    def num_open(self) -> int:
+        """Groups that wait to be complete."""
+
+    def marks(self) -> dict[int, int]:
+        """Per partition, a number that changes while it is worked on."""
+
+    async def finish(self) -> None:
+        """Let go of everything; return when nothing runs."""
 
 
 class OrderedEvent(faust.Event):  # type: ignore[misc]
@@ -84,7 +97,7 @@ class FaustDelivery:
         self._app.consumer.unacked.discard(self._event.message)
 
 
-class Address(NamedTuple):
+class BrokerLogin(NamedTuple):
     """The brokers, and how this client proves who it is."""
 
     bootstrap: str
@@ -107,7 +120,7 @@ def credentials(access: Access) -> Any:
 class HostedStage:
     """One Faust app with an agent per topic. chain: the steps of the stage, as `status` shows them."""
 
-    def __init__(self, log: Log, address: Address, stage: StageName, folder: Path, chain: str) -> None:
+    def __init__(self, log: Log, address: BrokerLogin, stage: StageName, folder: Path, chain: str) -> None:
         self.stage = stage
         self.chain = chain
         self.group = log.group(stage)
@@ -133,6 +146,7 @@ class HostedStage:
             producer_acks=-1,
             producer_max_request_size=MAX_RECORD_BYTES,
             consumer_max_fetch_size=MAX_RECORD_BYTES,
+            consumer_metadata_max_age_ms=METADATA_AGE_MS,
             consumer_auto_offset_reset="none",
             broker_commit_interval=0.5,
             broker_commit_livelock_soft_timeout=24 * 3600.0,
@@ -183,14 +197,9 @@ class HostedStage:
             abandoning.cancel()
 
     async def guard(self) -> None:
-        """Watch the app until cancelled: a rebalance must not hang on slow records; a crash ends the process, and so does a
-        group that says nothing for JOIN_S: a broker that went away while it was joined may leave Faust waiting for ever.
-        """
-        began_s = time.monotonic()
+        """Watch the app until cancelled: a rebalance must not hang on slow records, a crash ends the process."""
         while True:
             await asyncio.sleep(POLL_S)
-            if self._assigned_in < 0 and time.monotonic() - began_s > JOIN_S:
-                end_process(f"{self.stage}: its group has not let it in for {JOIN_S:.0f} s", EXIT_STUCK)
             if self.app.crashed or self.app.should_stop:
                 end_crashed(self.stage, self.app.crash_reason)
             if self._is_revoking():
@@ -219,8 +228,7 @@ class HostedStage:
         since_s = time.monotonic()
         while self._is_revoking():
             for driver in self.drivers.values():
-                if isinstance(driver, CollectDriver):
-                    driver.retire(self._generation)
+                driver.retire(self._generation)
             if time.monotonic() - since_s > DRAIN_S:
                 self._abandon()
             await asyncio.sleep(POLL_S)
@@ -231,15 +239,12 @@ class HostedStage:
 
     def _abandon(self) -> None:
         for driver in self.drivers.values():
-            if isinstance(driver, WindowDriver):
-                driver.abandon()
+            driver.abandon()
 
     async def _on_assigned(self, app: Any, assigned: set[Any], **_: object) -> None:
         self._generation, self._assigned_in = self.app.consumer_generation_id, self.app.rebalancing_count
         for name, driver in self.drivers.items():
-            if isinstance(driver, CollectDriver):
-                indexes = {partition.partition for partition in assigned if partition.topic == name}
-                driver.assigned(indexes, self._generation)
+            driver.assigned({one.partition for one in assigned if one.topic == name}, self._generation)
 
 
 def _made(folder: Path) -> Path:

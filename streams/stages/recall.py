@@ -11,8 +11,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from infra.log.bus import Partition
-from infra.log.log import Log
-from infra.log.log import Message as LogMessage
+from infra.log.log import Log, LogMessage
 from schemas import Block
 from schemas.errors import OffsetOutOfRange
 from schemas.topics import by_name

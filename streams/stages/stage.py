@@ -17,8 +17,7 @@ import msgspec
 
 from infra.chain.faults import STEP_FAULTS
 from infra.log.bus import Record
-from infra.log.log import Log, asks_store
-from infra.log.log import Message as LogMessage
+from infra.log.log import Log, LogMessage, asks_store
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, DeadLetter, UnknownMajor
 from schemas.errors import BrokerUnavailable, HeadraceError

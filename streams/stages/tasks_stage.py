@@ -14,9 +14,8 @@ import msgspec
 from infra.chain.chain import Context, Step, call_step, extras_of, new_memories
 from infra.chain.processor import Memory
 from infra.chain.task_chain import run_task_chain, task_fault
-from infra.chain.turn import Turn
-from infra.log.log import Log
-from infra.log.log import Message as LogMessage
+from infra.chain.turn import ChainTurn
+from infra.log.log import Log, LogMessage
 from schemas import Task
 from schemas.topics import TASKSET
 from streams.stages.stage import Handled, Output, faults_of, letter
@@ -49,7 +48,7 @@ class TaskStage:
     async def recall(self, message: LogMessage) -> None:
         """Never asked for: see `reach`."""
 
-    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
+    async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         """One record of `taskset.raw`."""
         task = message.value
         if message.error is not None or not isinstance(task, Task):

@@ -11,9 +11,9 @@ import msgspec
 
 from infra.chain.chain import ChainResult, Context, Dropped, Step, new_memories, run_chain
 from infra.chain.processor import Memory
-from infra.chain.turn import Turn
+from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Recorded
-from infra.log.log import Message as LogMessage
+from infra.log.log import LogMessage
 from schemas import Block, Experience, Stub
 from schemas.topics import EVALS, VERIFIED
 from streams.processors.dedupe import DUPLICATE, dedupe_key
@@ -49,7 +49,7 @@ class Verifier:
         if isinstance(message.value, Block):
             await self._run(self._remembering, message, message.value.experiences, None)
 
-    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
+    async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         """One record of `experiences` or `experts`."""
         if message.error is not None:
             return Handled(then=(letter(message, STAGE, "bad frame", str(message.error)),), dropped={"bad frame": 1})
@@ -72,7 +72,7 @@ class Verifier:
         )
 
     async def _run(
-        self, steps: Sequence[Step], message: LogMessage, experiences: Sequence[Experience], turn: Turn | None
+        self, steps: Sequence[Step], message: LogMessage, experiences: Sequence[Experience], turn: ChainTurn | None
     ) -> ChainResult:
         where = (message.record.topic, message.record.partition)
         memories = self._memories.get(where)

@@ -16,7 +16,8 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.settings.config import Floor, Pacing
-from infra.store.store import Store, open_store
+from infra.store.open import open_store
+from infra.store.store import Store
 from schemas import Block, Closure, Experience, Message, Score, Stub, Task
 from schemas.topics import EVALS, EXPERIENCES, PROGRESS, TASKSET, VERIFIED, Topic
 

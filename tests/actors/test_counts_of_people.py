@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from actors.config import CanaryConfig, GuardConfig, PeopleConfig
+from actors.config import CanaryConfig, GateGuardConfig, PeopleConfig
 from actors.master.gate.evidence import against, log_odds_ratio, log_share_ratio, wilson
 from actors.master.gate.guard import (
     HOUR_MS,
@@ -16,7 +16,7 @@ from actors.master.gate.guard import (
     Before,
     Breach,
     Fault,
-    Heard,
+    GuardEvidence,
     Hour,
     Measure,
     before_of,
@@ -33,7 +33,8 @@ from actors.master.gate.guard import (
 from actors.master.gate.ratings import Ratings, Tally, Voice, Voices
 from actors.master.gate.trial import (
     LEAST_OF_BLOCK,
-    Block,
+    PeopleBlock,
+    TrialEvidence,
     TrialResult,
     blocks_of,
     decided,
@@ -44,10 +45,9 @@ from actors.master.gate.trial import (
     turns_away,
     weighed,
 )  # fmt: skip
-from actors.master.gate.trial import Heard as OnTrial
 from tests.actors.rated import rated
 
-GUARD, CANARY = GuardConfig(), CanaryConfig()
+GUARD, CANARY = GateGuardConfig(), CanaryConfig()
 PEOPLE = PeopleConfig(mature="1h", tenant_share=0.5)
 BOUND = math.log(4 / GUARD.alpha)
 
@@ -59,18 +59,20 @@ def test_alpha_is_shared_by_the_tests_there_are() -> None:
 
 
 def test_nothing_heard_is_nothing() -> None:
-    assert Heard() == Heard(0, 0, 0, 0, 0.0, 0.0, 0.0) and OnTrial() == OnTrial(0, 0, 0, 0, 0.0, 0.0)
-    assert Block("a", 1) == Block("a", 1, 0, 0, 0, 0) and TrialResult("") == TrialResult("", "", {})
+    assert GuardEvidence() == GuardEvidence(0, 0, 0, 0, 0.0, 0.0, 0.0) and TrialEvidence() == TrialEvidence(
+        0, 0, 0, 0, 0.0, 0.0
+    )
+    assert PeopleBlock("a", 1) == PeopleBlock("a", 1, 0, 0, 0, 0) and TrialResult("") == TrialResult("", "", {})
 
 
 def test_people_are_worse_off_from_the_bound_on_by_either_way_of_comparing() -> None:
-    for heard in (Heard(same_hour=BOUND), Heard(whatever_hour=BOUND)):
+    for heard in (GuardEvidence(same_hour=BOUND), GuardEvidence(whatever_hour=BOUND)):
         assert is_worse(GUARD, heard) is True
-    assert is_worse(GUARD, Heard(same_hour=BOUND - 1e-9, whatever_hour=BOUND - 1e-9)) is False
+    assert is_worse(GUARD, GuardEvidence(same_hour=BOUND - 1e-9, whatever_hour=BOUND - 1e-9)) is False
 
 
 def test_a_version_gives_way_to_one_before_it_that_is_another_and_there() -> None:
-    bad = Heard(people=9, bad=8, people_before=7, bad_before=1, same_hour=BOUND)
+    bad = GuardEvidence(people=9, bad=8, people_before=7, bad_before=1, same_hour=BOUND)
     for versions in ((-1, 3), (5, -1), (5, 5)):
         assert breach(GUARD, PEOPLE, versions, bad, {}, {}) is None
     found = breach(GUARD, PEOPLE, (1, 0), bad, {}, {})
@@ -79,8 +81,8 @@ def test_a_version_gives_way_to_one_before_it_that_is_another_and_there() -> Non
     assert found.numbers["guard/people"] == 9.0 and found.numbers["guard/same_hour"] == BOUND
     assert breach(GUARD, PEOPLE, (0, 1), bad, {}, {}) is not None
     new, old = {"": Tally(100, failed=40)}, {"": Tally(100, failed=1)}
-    assert breach(GUARD, PEOPLE, (5, 3), Heard(), {"": Tally(100, failed=3)}, old) is None
-    assert breach(GUARD, PEOPLE, (5, 3), Heard(), new, old) == Breach(
+    assert breach(GUARD, PEOPLE, (5, 3), GuardEvidence(), {"": Tally(100, failed=3)}, old) is None
+    assert breach(GUARD, PEOPLE, (5, 3), GuardEvidence(), new, old) == Breach(
         5, 3, "failed 40 of 100 times, version 3 1 of 100", fault_of(new, old).numbers
     )
 
@@ -169,9 +171,9 @@ def test_unrest_is_pearsons_statistic_of_each_quarter_of_each_day() -> None:
 
 def test_too_many_times_the_odds_is_the_lesser_of_the_two_settings() -> None:
     assert odds_of(GUARD, 0.0) == 2.0 and odds_of(GUARD, 0.5) == pytest.approx(1.5)
-    assert odds_of(GuardConfig(harm=0.001), 0.0) == 2.0
-    assert odds_of(GuardConfig(odds=1e9), 0.0) == pytest.approx(0.1 / 0.9 / 1e-6, rel=1e-5)
-    assert odds_of(GuardConfig(odds=1e9), 0.95) == pytest.approx((1 - 1e-6) / 1e-6 * 0.05 / 0.95)
+    assert odds_of(GateGuardConfig(harm=0.001), 0.0) == 2.0
+    assert odds_of(GateGuardConfig(odds=1e9), 0.0) == pytest.approx(0.1 / 0.9 / 1e-6, rel=1e-5)
+    assert odds_of(GateGuardConfig(odds=1e9), 0.95) == pytest.approx((1 - 1e-6) / 1e-6 * 0.05 / 0.95)
 
 
 DAYS = [Hour("a", 5, 40, 4), Hour("a", 29, 40, 4), Hour("b", 6, 20, 2)]
@@ -186,7 +188,7 @@ def test_what_people_say_is_compared_with_the_same_hour_and_with_the_highest_the
     same = log_odds_ratio(10, 5, 80, 8, odds) + log_odds_ratio(5, 1, 20, 2, odds)
     highest = wilson(10, 100)[1] + GUARD.swing
     gross = sum(log_share_ratio(one.bad, one.people, highest, highest + GUARD.harm) for one in new)
-    assert heard == Heard(20, 11, 100, 10, pytest.approx(same), pytest.approx(gross), before.unrest)
+    assert heard == GuardEvidence(20, 11, 100, 10, pytest.approx(same), pytest.approx(gross), before.unrest)
     parts = [
         sum(log_share_ratio(one.bad, one.people, highest, highest + GUARD.harm) for one in new if one.tenant == tenant)
         for tenant in "ab"
@@ -210,7 +212,7 @@ def test_what_people_say_is_compared_with_the_same_hour_and_with_the_highest_the
 def test_nothing_is_compared_with_too_little_or_with_days_that_differ() -> None:
     new = [Hour("a", 53, 10, 9)]
     little = before_of([Hour("a", 5, 49, 4)])
-    assert compared(GUARD, PEOPLE, new, little, several=False) == Heard(10, 9, 49, 4)
+    assert compared(GUARD, PEOPLE, new, little, several=False) == GuardEvidence(10, 9, 49, 4)
     assert compared(GUARD, PEOPLE, [], before_of(DAYS), several=False).whatever_hour == 0.0
     one_day = before_of([Hour("a", 5, 50, 4)])
     alone = compared(GUARD, PEOPLE, new, one_day, several=False)
@@ -235,9 +237,9 @@ def test_people_of_a_trial_are_of_both_sides_of_their_tenant_and_block_before_a_
     ):  # fmt: skip
         voices.speak(f"p{number}", one)
     assert blocks_of(voices, 5, 3, 10, 20) == [
-        Block("a", 0, 2, 1, 1, 1), Block("b", 0, 1, 1, 0, 0), Block("a", 10, 0, 0, 1, 0)
+        PeopleBlock("a", 0, 2, 1, 1, 1), PeopleBlock("b", 0, 1, 1, 0, 0), PeopleBlock("a", 10, 0, 0, 1, 0)
     ]  # fmt: skip
-    assert blocks_of(voices, 5, 3, 10, 21)[-1] == Block("a", 20, 0, 0, 1, 1)
+    assert blocks_of(voices, 5, 3, 10, 21)[-1] == PeopleBlock("a", 20, 0, 0, 1, 1)
     back = Voices()
     for name in "ba":
         back.speak(name, voice(5, 0, True, 5, name))
@@ -245,14 +247,24 @@ def test_people_of_a_trial_are_of_both_sides_of_their_tenant_and_block_before_a_
 
 
 def test_a_block_is_weighed_where_both_sides_are_there_and_there_are_enough() -> None:
-    assert merged([Block("a", 0, 1, 0, 7, 1)]) == [Block("a", 0, 1, 0, 7, 1)]
-    assert merged([Block("a", 0, 1, 0, 6, 1)]) == merged([Block("a", 0, 8)]) == merged([Block("a", 0, 0, 0, 8)]) == []
-    three = [Block("a", 0, 1, 1, 2, 1), Block("a", 1, 2, 1, 0, 0), Block("a", 2, 3, 2, 4, 3), Block("a", 3, 8, 1, 9, 2)]
-    assert merged(three) == [Block("a", 2, 6, 4, 6, 4), Block("a", 3, 8, 1, 9, 2)]
+    assert merged([PeopleBlock("a", 0, 1, 0, 7, 1)]) == [PeopleBlock("a", 0, 1, 0, 7, 1)]
+    assert (
+        merged([PeopleBlock("a", 0, 1, 0, 6, 1)])
+        == merged([PeopleBlock("a", 0, 8)])
+        == merged([PeopleBlock("a", 0, 0, 0, 8)])
+        == []
+    )
+    three = [
+        PeopleBlock("a", 0, 1, 1, 2, 1),
+        PeopleBlock("a", 1, 2, 1, 0, 0),
+        PeopleBlock("a", 2, 3, 2, 4, 3),
+        PeopleBlock("a", 3, 8, 1, 9, 2),
+    ]
+    assert merged(three) == [PeopleBlock("a", 2, 6, 4, 6, 4), PeopleBlock("a", 3, 8, 1, 9, 2)]
 
 
 def test_evidence_adds_up_by_tenant_and_none_gives_more_than_its_share() -> None:
-    blocks = [Block("a", 0, 20, 18, 20, 2), Block("b", 0, 9, 1, 9, 1), Block("a", 1, 5, 0, 5, 4)]
+    blocks = [PeopleBlock("a", 0, 20, 18, 20, 2), PeopleBlock("b", 0, 9, 1, 9, 1), PeopleBlock("a", 1, 5, 0, 5, 4)]
     logs = [log_odds_ratio(one.new, one.new_bad, one.old, one.old_bad, CANARY.odds) for one in blocks]
     alone = list(weighed(CANARY, PEOPLE, blocks, several=False))
     for at, (worse, favour) in enumerate(alone, 1):
@@ -271,21 +283,21 @@ def test_a_trial_is_decided_from_its_bounds_on() -> None:
 
 
 def test_what_is_heard_stops_where_it_decides() -> None:
-    blocks = [Block("a", 0, 30, 28, 30, 1), Block("a", 1, 30, 0, 30, 30)]
+    blocks = [PeopleBlock("a", 0, 30, 28, 30, 1), PeopleBlock("a", 1, 30, 0, 30, 30)]
     heard = heard_of(CANARY, PEOPLE, blocks, several=False)
     first = log_odds_ratio(30, 28, 30, 1, CANARY.odds)
-    assert first >= turns_away(CANARY) and heard == OnTrial(60, 28, 60, 31, first, first)
+    assert first >= turns_away(CANARY) and heard == TrialEvidence(60, 28, 60, 31, first, first)
 
 
 def test_how_a_trial_stands_is_told_with_its_numbers() -> None:
-    heard = OnTrial(10, 5, 20, 2, turns_away(CANARY), 0.0)
+    heard = TrialEvidence(10, 5, 20, 2, turns_away(CANARY), 0.0)
     words = "rated down by 5 of 10 people, the stable version by 2 of 20"
     numbers = {
         "trial/people": 10.0, "trial/bad": 5.0, "trial/people_stable": 20.0, "trial/bad_stable": 2.0,
         "trial/against": turns_away(CANARY), "trial/favour": 0.0,
     }  # fmt: skip
     assert outcome(CANARY, PEOPLE, heard, {}, {}, 0) == TrialResult("failed", words, numbers)
-    liked = OnTrial(10, 5, 20, 2, 0.0, -lets_through(CANARY))
+    liked = TrialEvidence(10, 5, 20, 2, 0.0, -lets_through(CANARY))
     assert outcome(CANARY, PEOPLE, liked, {}, {}, 0).ended == "passed"
     assert outcome(CANARY, PEOPLE, liked, {}, {}, 0).reason == words
     new, old = {"": Tally(100, failed=40)}, {"": Tally(100, failed=1)}
@@ -294,8 +306,8 @@ def test_how_a_trial_stands_is_told_with_its_numbers() -> None:
     assert (fails.ended, fails.reason) == ("failed", "failed 40 of 100 times, the stable version 1 of 100")
     assert fails.numbers["trial/people"] == 10.0 and fails.numbers["guard/answers"] == 100.0
     week_ms = 7 * 24 * HOUR_MS
-    assert outcome(CANARY, PEOPLE, OnTrial(), {}, {}, week_ms - 1) == TrialResult("")
-    assert outcome(CANARY, PEOPLE, OnTrial(), {}, {}, week_ms).reason == (
+    assert outcome(CANARY, PEOPLE, TrialEvidence(), {}, {}, week_ms - 1) == TrialResult("")
+    assert outcome(CANARY, PEOPLE, TrialEvidence(), {}, {}, week_ms).reason == (
         "undecided after 7d: rated down by 0 of 0 people, the stable version by 0 of 0"
     )
-    assert outcome(CANARY, PEOPLE, OnTrial(), {}, {}, week_ms).ended == "failed"
+    assert outcome(CANARY, PEOPLE, TrialEvidence(), {}, {}, week_ms).ended == "failed"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.environment import EnvironmentFailed, Outcome, World
+from actors.rollout.environment import EnvironmentFailed, GuardedEnvironment, Outcome
 from actors.rollout.environments.grid import MOVES, Grid, draw_map, reachable
 from actors.rollout.environments.guess import Guess
 from actors.rollout.environments.http import HttpEnvironment
@@ -192,7 +192,7 @@ def test_an_answer_that_is_none_is_named(response: httpx.Response, says: str) ->
 
 def test_a_reward_that_is_no_number_fails_the_episode() -> None:
     async def run() -> None:
-        async with World(f"{__name__}:Unbounded", {}, timeout_s=5) as world:
+        async with GuardedEnvironment(f"{__name__}:Unbounded", {}, timeout_s=5) as world:
             await world.reset(issued(), seed=0)
 
     with pytest.raises(EnvironmentFailed, match="reward inf"):

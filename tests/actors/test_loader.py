@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from actors.tasksets.files import Broken
-from actors.tasksets.loader import Loaded, expert, load_experts, load_preferences, load_tasks
+from actors.tasksets.loader import LoadResult, expert, load_experts, load_preferences, load_tasks
 from actors.tasksets.preferences import different, pair_block
 from actors.tasksets.taskset import Demonstration, Preference
 from schemas import Message, Task
@@ -38,7 +38,7 @@ def test_a_demonstration_is_an_expert_experience_that_nobody_sampled() -> None:
 
 
 def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
-    async def run() -> tuple[Loaded, Loaded, list[object], list[int]]:
+    async def run() -> tuple[LoadResult, LoadResult, list[object], list[int]]:
         log = await memory_log()
         progress: list[int] = []
         tasks = [task("a"), task("b"), task("a")]
@@ -49,14 +49,14 @@ def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
         return first, second, heard.records, progress
 
     first, second, records, progress = asyncio.run(run())
-    assert first == Loaded(loaded=2, repeated=1, known=0)
-    assert second == Loaded(loaded=1, repeated=1, known=2)
+    assert first == LoadResult(loaded=2, repeated=1, known=0)
+    assert second == LoadResult(loaded=1, repeated=1, known=2)
     assert sorted(one.id for one in records if isinstance(one, Task)) == ["a", "b", "c"]
     assert progress == [3]
 
 
 def test_demonstrations_are_loaded_once() -> None:
-    async def run() -> tuple[Loaded, Loaded, list[object]]:
+    async def run() -> tuple[LoadResult, LoadResult, list[object]]:
         log = await memory_log()
         rows = [row(f"add-{index}") for index in range(20)]
         first = await load_experts(log, rows, CharTokenizer())
@@ -100,7 +100,7 @@ def test_a_pair_is_two_marked_answers_of_one_group_that_nobody_sampled() -> None
 
 
 def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
-    async def run() -> tuple[Loaded, list[Broken], Loaded]:
+    async def run() -> tuple[LoadResult, list[Broken], LoadResult]:
         log = await memory_log()
         rows = [
             preference("a", "4", "5"),
@@ -113,12 +113,12 @@ def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
         return first, broken, await load_preferences(log, rows[:2], CharTokenizer())
 
     first, broken, second = asyncio.run(run())
-    assert first == Loaded(loaded=2, repeated=1, known=0) and second.loaded == 0
+    assert first == LoadResult(loaded=2, repeated=1, known=0) and second.loaded == 0
     assert [one.where for one in broken] == ["pair b"]
 
 
 def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> None:
-    async def run() -> tuple[Loaded, Loaded, list[Broken]]:
+    async def run() -> tuple[LoadResult, LoadResult, list[Broken]]:
         log = await memory_log()
         broken: list[Broken] = []
         long = msgspec.structs.replace(row("long"), response="280" * 9)

@@ -7,16 +7,16 @@ from random import Random
 import numpy as np
 from msgspec.structs import replace
 
-from actors.config import EvalSuite, GateConfig, GuardConfig, PeopleConfig, StopRule
+from actors.config import EvalSuite, GateConfig, GateGuardConfig, PeopleConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.master import PRUNE_EVERY_S
 from actors.rollout.waiting import issued_of
-from infra.log.blobs import PREFIX, deposit, read_claim
+from infra.log.blobs import deposit, read_claim
 from infra.log.log import Log
 from infra.policies.publish import publish
 from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
-from infra.store.store import Store
+from infra.store.store import BLOBS, Store
 from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Rating, Task
 from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, TASKS
 from tests.actors.rig import (
@@ -223,7 +223,7 @@ def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_l
     async def run() -> list[PolicyEvent]:
         log = await memory_log()
         policies, progress = Heard(log, POLICIES), Heard(log, PROGRESS)
-        config = replace(MASTER, gate=GateConfig(guard=GuardConfig(), people=PeopleConfig(block="1ms")))
+        config = replace(MASTER, gate=GateConfig(guard=GateGuardConfig(), people=PeopleConfig(block="1ms")))
         async with running(*listening(policies, progress)):
             async with running(master(log, config)):
                 for version in (3, 5):
@@ -254,7 +254,7 @@ def test_large_frames_that_nothing_claims_are_removed_while_the_master_runs() ->
         deposit(store, b"forgotten", day=0)
         async with running(master(log, replace(MASTER, report_s=1e6))):
             await asyncio.sleep(PRUNE_EVERY_S + 60)
-        assert read_claim(claimed).key in store.keys(PREFIX)
-        return list(store.keys(PREFIX))
+        assert read_claim(claimed).key in store.keys(BLOBS)
+        return list(store.keys(BLOBS))
 
     assert len(loop.run_until_complete(run())) == 1

@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from actors.config import GateConfig, GateSuite, GuardConfig, PeopleConfig
+from actors.config import GateConfig, GateGuardConfig, GateSuite, PeopleConfig
 from actors.master.gate.evidence import log_odds_ratio, log_share_ratio, wilson
 from actors.master.gate.gate import Gate, breach_event, verdict_event
-from actors.master.gate.guard import RESTLESS, Heard, Hour, before_of, breach, compared, odds_of, unrest
+from actors.master.gate.guard import RESTLESS, GuardEvidence, Hour, before_of, breach, compared, odds_of, unrest
 from actors.master.gate.ratings import Tally
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
 from tests.actors.rated import crowd, rated
 
-CONFIG = GuardConfig()
+CONFIG = GateGuardConfig()
 PEOPLE = PeopleConfig(mature="1h")
 DAY_MS, HOUR_MS = 86_400_000, 3_600_000
 PROMOTED_MS = 3 * DAY_MS
@@ -75,10 +75,12 @@ def test_a_version_that_fails_or_refuses_more_often_is_taken_back_whatever_its_r
     before = {"": Tally(answers=2000, failed=2, refused=40)}
     fails, refuses = {"": Tally(answers=300, failed=30)}, {"": Tally(answers=300, refused=60)}
     for new, words in ((fails, "failed 30 of 300 times"), (refuses, "refused 60 of 300 times")):
-        found = breach(CONFIG, PEOPLE, (5, 3), Heard(), new, before)
+        found = breach(CONFIG, PEOPLE, (5, 3), GuardEvidence(), new, before)
         assert found is not None and found.reason.startswith(words)
         assert found.numbers["guard/answers"] == 300.0 and found.numbers["guard/before/answers"] == 2000.0
-    assert breach(CONFIG, PEOPLE, (5, 3), Heard(), {"": Tally(answers=300, failed=1, refused=6)}, before) is None
+    assert (
+        breach(CONFIG, PEOPLE, (5, 3), GuardEvidence(), {"": Tally(answers=300, failed=1, refused=6)}, before) is None
+    )
 
 
 def test_nothing_is_decided_before_enough_is_known_of_the_versions_before() -> None:
@@ -140,7 +142,8 @@ def test_customers_go_back_to_the_version_before_with_the_numbers_in_the_event()
     heard(one, ())
     (found,) = one.breaches()
     event = breach_event(found, "main", 0)
-    assert (event.event, event.version, event.owner, one.stable.version) == ("rolled_back", 3, "guard", 3)
+    assert (event.event, event.version, event.channel, event.owner) == ("rolled_back", 3, "stable", "guard")
+    assert one.stable.version == 3
     assert event.reason == "rated down by 30 of 30 people, 5 of 100 before"
     assert event.stats["guard/bad"] == 30.0 and event.stats["guard/whatever_hour"] >= math.log(4 / CONFIG.alpha)
     assert one.breaches() == [], "said once"

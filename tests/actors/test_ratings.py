@@ -13,7 +13,7 @@ from actors.master.gate.ratings import (
     MAX_DAYS,
     MAX_TRIALS,
     MAX_VOICES,
-    Answer,
+    RatedAnswer,
     Ratings,
     Tally,
     Voice,
@@ -167,7 +167,7 @@ def test_there_are_several_tenants_where_people_of_several_are_heard(tenants: in
 def test_bounds_and_beginnings() -> None:
     assert (MAX_ANSWERS, MAX_TRIALS, MAX_DAYS, MAX_VOICES, LEAST_OF_TENANT) == (100_000, 4, 10, 10_000, 5)
     assert DAY_MS == 24 * 60 * 60 * 1000
-    assert Tally() == Tally(0, 0, 0) and Answer((1, -1), 5) == Answer((1, -1), 5, -1, (), (0, 0, 0, 0))
+    assert Tally() == Tally(0, 0, 0) and RatedAnswer((1, -1), 5) == RatedAnswer((1, -1), 5, -1, (), (0, 0, 0, 0))
     assert list(Voices()) == [] and Voices().said == [0, 0, 0, 0]
     assert Ratings().mature_ms == 0 and Ratings(CONFIG).mature_ms == 3_600_000
 

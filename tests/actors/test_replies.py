@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from actors.config import EvalSuite, GateConfig, GateReplies, GateSuite, MasterConfig
 from actors.master.gate.gate import Gate, verdict_event
 from actors.master.gate.replies import Replies, jaccard, word_pairs
-from schemas import EvalResult, Experience, Message
+from schemas import EvalResult, Experience, Message, PolicyEvent
 from schemas.fields import End
 from tests.schemas.record_samples import group_block
 
@@ -122,3 +122,34 @@ def test_the_suite_of_recorded_prompts_must_be_one_of_the_evals() -> None:
         MasterConfig(gate=GateConfig(replies=GateReplies()), evals=(EvalSuite(suite="dev"),))
     with pytest.raises(ValueError, match="expected a regular expression"):
         GateReplies(form="(")
+
+
+def test_answers_of_versions_that_are_compared_with_nothing_are_neither_kept_nor_taken() -> None:
+    one = gate()
+    for version in (3, 5, 7):
+        assert answered(one, version, *[HELPFUL] * 4)[0]
+    one.reply(answer(3, PROMPTS[0], HELPFUL))
+    one.event(PolicyEvent(event="pinned", policy="main", version=3, channel="stable", owner="ann"))
+    assert answered(one, 9, *[SORRY] * 4) == (True, "dev 0.800"), "of version 3 no answer is known any more"
+
+
+def test_answers_of_the_stable_version_before_and_of_the_newest_one_held_are_kept_and_taken() -> None:
+    for back in (3, 7):
+        one = gate()
+        assert answered(one, 3, *[HELPFUL] * 4)[0] and answered(one, 5, *[HELPFUL] * 4)[0]
+        one.reply(answer(3, "One more prompt", HELPFUL))
+        assert not answered(one, 7, *[SORRY] * 4)[0]
+        one.reply(answer(7, "One more prompt", HELPFUL))
+        one.event(PolicyEvent(event="promoted", policy="main", version=back, channel="stable", owner="ann"))
+        one.reply(answer(9, "One more prompt", HELPFUL))
+        assert answered(one, 9, *[SORRY if back == 7 else HELPFUL] * 4) == (
+            True,
+            "dev 0.800, 5 recorded prompts compared",
+        )
+
+
+def test_a_gate_without_recorded_prompts_leaves_answers_alone() -> None:
+    one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main")
+    one.reply(answer(3, PROMPTS[0], HELPFUL))
+    one.result(result(3, "dev"))
+    assert [verdict.passed for verdict in one.verdicts()] == [True]

@@ -23,9 +23,9 @@ from actors.tasksets.shapes import (
     write_shapes,
 )
 from actors.tasksets.taskset import Demonstration
-from infra.log.blobs import PREFIX
 from infra.store.images import ImageReader, images_of
 from infra.store.memory import MemoryStore
+from infra.store.store import BLOBS
 from schemas import Message, Span, Task, make_experience
 from schemas.errors import ConfigError
 from streams.scores.vision import vision
@@ -84,7 +84,7 @@ def test_splits_share_no_picture_and_every_one_is_loaded_once(tmp_path: Path) ->
         TRAIN: 12, DEV: 3, HELD_OUT: 4,
     }  # fmt: skip
     images = [image for row in (*tasks, *shown) for image in images_of(row.messages)]
-    assert len(set(images)) == 29 == len(list(store.keys(PREFIX)))
+    assert len(set(images)) == 29 == len(list(store.keys(BLOBS)))
     assert all(pixels.shape == (32, 32, 3) for pixels in ImageReader(store).read_all(images))
     assert max(len(msgspec.json.encode(task)) for task in tasks) < 400, "a task holds references alone"
 
@@ -96,7 +96,7 @@ def test_a_row_whose_image_is_gone_or_none_is_named_and_the_others_are_loaded(tm
     (tmp_path / FOLDER / gone.sha256).unlink()
     (tmp_path / FOLDER / spoiled.sha256).write_bytes(b"no picture")
     store, broken = MemoryStore(), list[Broken]()
-    store.put(PREFIX + again.sha256, (tmp_path / FOLDER / again.sha256).read_bytes())
+    store.put(BLOBS + again.sha256, (tmp_path / FOLDER / again.sha256).read_bytes())
     (tmp_path / FOLDER / again.sha256).unlink()  # an earlier load brought it
     loaded = list(with_images(tasks, file, store, broken.append))
     assert loaded == tasks[2:]

@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 
-from actors.config import CanaryConfig, GateConfig, GateSuite, GuardConfig, PeopleConfig
+from actors.config import CanaryConfig, GateConfig, GateGuardConfig, GateSuite, PeopleConfig
 from actors.master.gate.gate import Gate, GateDecision, verdict_event
 from actors.master.gate.guard import Breach
 from actors.master.gate.ratings import Tally
-from actors.master.gate.trial import Block, decided, heard_of, merged, outcome, weighed
+from actors.master.gate.trial import PeopleBlock, decided, heard_of, merged, outcome, weighed
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
 from tests.actors.rated import BLOCK_MS, crowd, rated
 
@@ -21,7 +21,7 @@ LATER_MS = 2 * 3_600_000
 
 def gate(canary: CanaryConfig | None = CONFIG) -> Gate:
     return Gate(
-        GateConfig(suites={"dev": GateSuite()}, guard=GuardConfig(), canary=canary, people=PEOPLE), policy="main"
+        GateConfig(suites={"dev": GateSuite()}, guard=GateGuardConfig(), canary=canary, people=PEOPLE), policy="main"
     )
 
 
@@ -53,18 +53,18 @@ def passes(one: Gate, at_ms: int = LATER_MS) -> list[GateDecision]:
     return one.verdicts()
 
 
-def drifting(random: Random, odds: float) -> list[Block]:
+def drifting(random: Random, odds: float) -> list[PeopleBlock]:
     """2,000 people an hour for two days, of whom one in twenty complains, and at the end one in five; a tenth tries it."""
     blocks = []
     for index in range(288):
         usual = 0.05 + 0.15 * index / 288
         worse = odds * usual / (1 + (odds - 1) * usual)
         new_bad, old_bad = (sum(random.random() < p for _ in range(n)) for p, n in ((worse, 4), (usual, 36)))
-        blocks.append(Block("acme", index * BLOCK_MS, 4, new_bad, 36, old_bad))
+        blocks.append(PeopleBlock("acme", index * BLOCK_MS, 4, new_bad, 36, old_bad))
     return blocks
 
 
-def ends(blocks: list[Block]) -> str:
+def ends(blocks: list[PeopleBlock]) -> str:
     """What is decided first, however often one looks."""
     evidence = weighed(CONFIG, PEOPLE, merged(blocks), several=False)
     return next((ended for one in evidence if (ended := decided(CONFIG, *one))), "")
@@ -82,20 +82,29 @@ def test_a_version_whose_odds_are_twice_as_high_is_turned_away_and_seldom_let_th
 
 def test_what_is_let_through_is_let_through_by_evidence_alone_however_many_spoke() -> None:
     """As many complaints as between equal and twice the odds: nothing is decided by 400 people of each side."""
-    heard = heard_of(CONFIG, PEOPLE, [Block("acme", 0, 400, 48, 400, 36)], several=False)
+    heard = heard_of(CONFIG, PEOPLE, [PeopleBlock("acme", 0, 400, 48, 400, 36)], several=False)
     assert math.log(CONFIG.beta) < heard.favour and heard.against < math.log(3 / CONFIG.alpha)
     assert outcome(CONFIG, PEOPLE, heard, {}, {}, 0).ended == ""
 
 
 def test_a_master_that_was_away_decides_as_one_that_looked_at_every_block() -> None:
-    bad, good = [Block("a", n, 9, 9, 9, 0) for n in range(3)], [Block("a", 3 + n, 9, 0, 9, 9) for n in range(9)]
+    bad, good = (
+        [PeopleBlock("a", n, 9, 9, 9, 0) for n in range(3)],
+        [PeopleBlock("a", 3 + n, 9, 0, 9, 9) for n in range(9)],
+    )
     heard = heard_of(CONFIG, PEOPLE, [*bad, *good], several=False)
     assert decided(CONFIG, heard.against, heard.favour) == ends([*bad, *good]) == "failed"
 
 
 def test_blocks_of_too_few_people_wait_for_the_next_of_their_tenant() -> None:
-    few = [Block("a", 0, 1, 1, 2), Block("b", 0, 0, 0, 9), Block("a", 1, 0, 0, 5), Block("b", 1, 2), Block("a", 2, 1)]
-    assert merged(few) == [Block("a", 1, 1, 1, 7), Block("b", 1, 2, 0, 9)]
+    few = [
+        PeopleBlock("a", 0, 1, 1, 2),
+        PeopleBlock("b", 0, 0, 0, 9),
+        PeopleBlock("a", 1, 0, 0, 5),
+        PeopleBlock("b", 1, 2),
+        PeopleBlock("a", 2, 1),
+    ]
+    assert merged(few) == [PeopleBlock("a", 1, 1, 1, 7), PeopleBlock("b", 1, 2, 0, 9)]
 
 
 def test_what_passes_the_suites_is_tried_first_and_then_served_with_the_numbers_in_the_event() -> None:
@@ -227,6 +236,16 @@ def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read()
         assert [verdict.passed for verdict in passes(again, LATER_MS + BLOCK_MS)] == [False]
 
 
+def test_a_trial_of_the_first_version_ends_as_any_other() -> None:
+    one = gate()
+    weighed_by(one, STABLE)
+    one.event(PolicyEvent(event="promoted", policy="main", version=0, channel="canary"))
+    for closure in [*crowd("old", STABLE, 60, 0, trial=0), *crowd("new", 0, 60, 40, trial=0)]:
+        one.closure(closure, 0)
+    (held,) = passes(one)
+    assert not held.passed and (one.stable.version, one.stable.trial) == (STABLE, -1)
+
+
 def test_a_trial_begun_by_hand_without_a_rule_is_ended_by_hand() -> None:
     one = gate(canary=None)
     weighed_by(one, STABLE)
@@ -245,6 +264,7 @@ def test_a_tally_of_nobody_decides_nothing() -> None:
 def test_every_decision_is_published_under_the_lease_of_its_master() -> None:
     one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main", token=7)
     assert one.record(GateDecision(5, True, "", {})).token == 7 == one.record(Breach(5, 3, "", {})).token
+    assert gate().record(GateDecision(5, True, "", {})).token == 0, "without a lease"
 
 
 def test_a_refusal_of_one_trial_ends_no_later_one_and_the_first_version_may_be_the_stable_one() -> None:

@@ -46,7 +46,7 @@ from trainer.batch.batch import PackedBatch
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.train import run_trainer
+from trainer.train import run_trainer
 
 APP = "world"
 VOCABULARY = 128
@@ -121,8 +121,7 @@ async def host(log: Log, topic: Topic, group: str, driver: WindowDriver | Collec
     """Feed one driver, and commit what it acknowledged, as Faust does in a worker."""
     reader: Reader = await log.subscribed(topic, group=group)
     committed: dict[Partition, int] = {}
-    if isinstance(driver, CollectDriver):
-        driver.assigned(set(range(len(await log.bus.partitions(log.name(topic))))), 1)
+    driver.assigned(set(range(len(await log.bus.partitions(log.name(topic))))), 1)
     try:
         while True:
             for record in await reader.get_many(timeout_s=0.02, max_records=64):

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from infra.log.bus import Headers, Partition, Position, Reader, Record, check_size
+from infra.log.bus import Headers, Partition, Reader, Record, RecordPosition, check_size
 from infra.log.memory import MemoryBus, MemoryReader, _Partition
 from infra.log.partitioner import partition_for
 
@@ -39,7 +39,7 @@ class FileBus(MemoryBus):
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         """See Bus."""
         check_size(topic, key, value, headers)
         index = partition_for(key, len(self._logs(topic))) if partition is None else partition
@@ -50,7 +50,7 @@ class FileBus(MemoryBus):
         log.records.append(record)
         self.wake()
         await asyncio.sleep(0)
-        return Position(topic, index, record.offset, record.timestamp_ms)
+        return RecordPosition(topic, index, record.offset, record.timestamp_ms)
 
     async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
         """See Bus."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from infra.ledger.audit import audit
 from infra.observe.failpoint import POINTS, VARIABLE, Action, check
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.store.directory import DirectoryStore
 from schemas import PolicyEvent, topics
 from tests.crash.cluster import APP, FLOOR, Log, live
@@ -144,7 +144,7 @@ async def policies(log: Log, store: DirectoryStore) -> dict[str, object]:
     events = [(message.offset, message.value) async for message in log.read_all(topics.POLICIES)]
     token = -1
     contents: dict[int, set[str]] = {}
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     for offset, event in events:
         if not isinstance(event, PolicyEvent):
             continue

@@ -109,7 +109,9 @@ def test_a_cluster_ended_at_every_failpoint_loses_nothing_and_trains_nothing_twi
     command = [sys.executable, "-m", "tests.crash.matrix", str(tmp_path), *actions]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert found.returncode == 0, found.stderr
-    for action, report in json.loads(found.stdout).items():
+    reports = json.loads(found.stdout)
+    assert reports.keys() == set(actions)
+    for action, report in reports.items():
         told = f"{action}: {report}"
         assert not report["unreached"], f"no test reaches them: {told}"
         assert report["cells"] == sum(action in point.actions for point in POINTS.values())

@@ -40,6 +40,7 @@ def unkilled(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_a_model_learns_through_vllm(unkilled: dict) -> None:
     assert unkilled["requests_failed"] == 0 and unkilled["restarts"] == {}
+    assert unkilled["mismatch_abs_max"] > 0.0, "engine and trainer were never compared"
 
 
 def test_the_run_is_done_again_to_the_bit_from_an_archive_of_it(unkilled: dict) -> None:

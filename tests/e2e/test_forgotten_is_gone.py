@@ -35,7 +35,7 @@ from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import settled, working
 from trainer.health.board import Board
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.train import run_trainer
+from trainer.train import run_trainer
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from tests.actors.gateway.gateway_rig import engine, says, serving
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import working
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.train import run_trainer
+from trainer.train import run_trainer
 
 pytestmark = pytest.mark.slow
 

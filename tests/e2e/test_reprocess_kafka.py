@@ -14,7 +14,7 @@ from infra.log.log import Log
 from infra.settings.config import Floor
 from schemas.topics import EXPERIENCES
 from streams.reprocess.ranges import until_committed
-from streams.reprocess.run import Order, plan, reprocess
+from streams.reprocess.run import ReprocessOrder, plan, reprocess
 from tests.e2e.stream_worker import worker_config
 from tests.e2e.test_streams_kill import all_closed, crew, feed, opened, traffic
 
@@ -49,7 +49,7 @@ async def all_committed(log: Log) -> None:
         behind = 1
         while behind:
             await asyncio.sleep(0.2)
-            _, behind = await until_committed(log, stage, await plan(log, Order(stage=stage)))  # type: ignore[arg-type]
+            _, behind = await until_committed(log, stage, await plan(log, ReprocessOrder(stage=stage)))  # type: ignore[arg-type]
 
 
 def test_what_workers_recorded_on_a_broker_comes_out_the_same_and_another_config_otherwise(
@@ -72,7 +72,7 @@ def test_what_workers_recorded_on_a_broker_comes_out_the_same_and_another_config
                 ("collect", "beginning"),
                 ("collect", "60"),
             ):
-                order = Order(stage=stage, start=start, diff=True)  # type: ignore[arg-type]
+                order = ReprocessOrder(stage=stage, start=start, diff=True)  # type: ignore[arg-type]
                 found = await reprocess(
                     log, order, await plan(log, order), Floor(app=app_name), worker_config(), lambda count: None
                 )

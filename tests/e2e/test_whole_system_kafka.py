@@ -29,7 +29,7 @@ from tests.infra.sandbox.confining import sandbox_or_skip
 from trainer.batch.batch_chain import build_batch
 from trainer.journal.checkpoint import load_newest
 from trainer.learners.torch import TorchLearner
-from trainer.loop.train import run_trainer
+from trainer.train import run_trainer
 
 pytestmark = pytest.mark.slow
 

@@ -7,23 +7,34 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from actors.config import CanaryConfig, GateConfig, GuardConfig, PeopleConfig
+from actors.config import CanaryConfig, GateConfig, GateGuardConfig, PeopleConfig
 from actors.master.gate import guard, trial
 from actors.master.gate.people import People
-from infra.cli.bench.gate import Row, figures_of, rows, run
-from infra.cli.bench.people import BLOCK_MS, HOUR_MS, STABLE, TRIAL, Said, World, blocks_of, firsts, hours_of, said
+from infra.cli.bench.gate import GateRow, figures_of, rows, run
+from infra.cli.bench.people import (
+    BLOCK_MS,
+    HOUR_MS,
+    STABLE,
+    TRIAL,
+    RatingsByTime,
+    SimulatedPeople,
+    blocks_of,
+    firsts,
+    hours_of,
+    said,
+)
 from infra.cli.benches import gate_table
 from infra.policies.channel import Stable
 from schemas import Progress
 from tests.actors.rated import rated
 
-CONFIG = GateConfig(canary=CanaryConfig(), guard=GuardConfig(), people=PeopleConfig(mature="24h"))
-WORLD = World(base=0.2, per_hour=60.0, each=3, alike=0.3, bad_h=30.0, good_h=5.0, odds=2.0, heavy=0.05)
+CONFIG = GateConfig(canary=CanaryConfig(), guard=GateGuardConfig(), people=PeopleConfig(mature="24h"))
+WORLD = SimulatedPeople(base=0.2, per_hour=60.0, each=3, alike=0.3, bad_h=30.0, good_h=5.0, odds=2.0, heavy=0.05)
 DAYS_MS = 3 * 24 * HOUR_MS
 EVERY = {(row.test, row.name): row for row in rows()}
 
 
-def told(found: Said, *, on_trial: bool, from_ms: int = 0) -> People:
+def told(found: RatingsByTime, *, on_trial: bool, from_ms: int = 0) -> People:
     """What people say, record by record, as the master hears it."""
     people = People(CONFIG)
     for number in range(found.at_h.size):
@@ -69,7 +80,7 @@ def test_a_quick_run_keeps_the_promise(place: tuple[str, str]) -> None:
 
 
 def test_figures_do_not_depend_on_how_many_processes_make_them_and_stand_in_a_table() -> None:
-    wanted: list[Row] = [EVERY["trial", "base 0.3"], EVERY["evals", "250 tasks, as good"]]
+    wanted: list[GateRow] = [EVERY["trial", "base 0.3"], EVERY["evals", "250 tasks, as good"]]
     found = run(4, jobs=1, wanted=wanted)
     assert run(4, jobs=2, wanted=wanted) == found
     console = Console(file=io.StringIO(), width=150)

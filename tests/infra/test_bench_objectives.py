@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_batch_is_as_old_as_forced(tmp_path: Path) -> None:
-    plan = offpolicy.Plan(losses=("grpo",), lags=(2,), seeds=(0,), steps=6, groups=24, size=8, warm_steps=60)
-    start = offpolicy.Start.made(tmp_path / "model", plan, 0)
+    plan = offpolicy.OffPolicyPlan(losses=("grpo",), lags=(2,), seeds=(0,), steps=6, groups=24, size=8, warm_steps=60)
+    start = offpolicy.WarmStart.made(tmp_path / "model", plan, 0)
     seen: list[tuple[int, set[int]]] = []
 
     def noting(learner, items, *, version, plan):
@@ -32,10 +32,10 @@ def test_every_batch_is_as_old_as_forced(tmp_path: Path) -> None:
 
 def test_both_benches_leave_their_figures_and_a_picture(tmp_path: Path) -> None:
     said: list[str] = []
-    short = offpolicy.Plan(losses=("dppo",), lags=(0, 1), seeds=(0,), steps=10, groups=2, size=4, warm_steps=5)
+    short = offpolicy.OffPolicyPlan(losses=("dppo",), lags=(0, 1), seeds=(0,), steps=10, groups=2, size=4, warm_steps=5)
     figures = offpolicy.run(short, out=tmp_path, say=said.append)
     assert set(figures) == {"dppo_lag_0", "dppo_lag_1", "dppo_lag_1_points_lost"}
-    of_mix = mix.run(mix.Plan(seeds=(0,), steps=20, warm_steps=10, groups=2, size=2), out=tmp_path, say=said.append)
+    of_mix = mix.run(mix.MixPlan(seeds=(0,), steps=20, warm_steps=10, groups=2, size=2), out=tmp_path, say=said.append)
     assert {name.partition("_")[0] for name in of_mix} == {"sft", "grpo", "mix"}
     assert len(json.loads((tmp_path / "mix.json").read_text())["runs"]) == 3 and len(said) == 6
     assert offpolicy.run(short, out=tmp_path, say=said.append) == figures and len(said) == 6  # nothing is run twice

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from infra.log.blobs import PREFIX
 from infra.store.images import (
     ALTERED,
     MAX_IMAGE_BYTES,
@@ -23,6 +22,7 @@ from infra.store.images import (
     images_of,
 )
 from infra.store.memory import MemoryStore
+from infra.store.store import BLOBS
 from schemas import Image, Message
 from schemas.errors import BadImage
 
@@ -45,7 +45,7 @@ def test_what_is_read_is_what_was_put_by_its_hash_and_read_only() -> None:
     store, data = MemoryStore(), png()
     image = image_named(data)
     deposit_image(store, image, data)
-    assert list(store.keys(PREFIX)) == [PREFIX + image.sha256]
+    assert list(store.keys(BLOBS)) == [BLOBS + image.sha256]
     pixels = ImageReader(store).read(image)
     assert pixels.shape == (3, 4, 3) and (pixels == (255, 0, 0)).all()
     with pytest.raises(ValueError, match="read-only"):
@@ -82,9 +82,9 @@ def test_an_image_that_is_gone_altered_or_too_large_is_named_and_not_fetched() -
         return raised.value.reason
 
     assert reason(image) == MISSING
-    store.put(PREFIX + image.sha256, png(colour=(0, 0, 255)).ljust(len(data), b"\0")[: len(data)])
+    store.put(BLOBS + image.sha256, png(colour=(0, 0, 255)).ljust(len(data), b"\0")[: len(data)])
     assert reason(image) == ALTERED
-    store.put(PREFIX + image.sha256, data + b"more")
+    store.put(BLOBS + image.sha256, data + b"more")
     assert reason(image) == ALTERED
     assert reason(Image(sha256=image.sha256, size=MAX_IMAGE_BYTES + 1)) == TOO_LARGE
 

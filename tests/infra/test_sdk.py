@@ -1,20 +1,134 @@
-"""What plugins import."""
+"""What plugins import: one plugin of every kind is written with `headrace` alone, and runs where it is used."""
 
-import infra.sdk as headrace
+import ast
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import headrace
+from actors.engines.engine import Engine
+from actors.rollout.session import Session
+from actors.rollout.tool import ParsedCall, ToolResult, answer, load_tool
+from actors.rollout.workflow import Workflows
+from infra.chain.chain import ChainResult, Context, Step, make_step, new_memories, run_chain
+from infra.settings.plugin import load
+from schemas import Experience, Message, Span, make_experience
+from schemas.ids import experience_id
+from tests.actors.turns import SAMPLING, TurnTokenizer, issued
+from tests.infra import every_kind
+from trainer.config import LaneConfig
+from trainer.losses.loss import LossInputs, open_objective
+
+HERE = "tests.infra.every_kind"
 
 
-def test_every_name_a_plugin_needs_is_there_and_says_what_it_is() -> None:
-    assert set(headrace.__all__) >= {
-        *("Drop", "Experience", "Feedback", "Message", "Score", "Span", "Task", "processor", "feedback", "score")
-    }
-    for name in headrace.__all__:
-        assert getattr(headrace, name).__doc__
+def test_headrace_exports_each_name_once_and_each_says_what_it_is() -> None:
+    homes = [name for names in headrace.HOMES.values() for name in names]
+    assert sorted(homes) == sorted(headrace.__all__) == sorted(set(homes)) == dir(headrace)
+    assert all(getattr(headrace, name) for name in headrace.__all__)
+    (types,) = (node for node in ast.parse(Path(headrace.__file__).read_text()).body if isinstance(node, ast.If))
+    shown = {alias.name for node in types.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert shown == set(headrace.__all__), "a type checker sees the same names"
 
 
-def test_the_readme_s_processor_is_all_there_is_to_write() -> None:
-    @headrace.processor(version=1)
-    def not_trivial(experience: headrace.Experience, *, min_tokens: int = 8) -> headrace.Experience | headrace.Drop:
-        return experience if experience.num_sampled >= min_tokens else headrace.Drop("too short")
+def test_import_headrace_loads_no_heavy_library_and_a_stream_plugin_neither() -> None:
+    script = (
+        "import sys, headrace; print(*sys.modules); "
+        "from headrace import Drop, Experience, Feedback, feedback, processor, score; print(*sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    heavy = {"torch", "vllm", "faust", "transformers", "aiokafka", "deepspeed", "jsonschema"}
+    assert not heavy & set(said.split())
 
-    one = headrace.Experience(id="t.0.0-0-0", group="t.0", episode=0, group_size=1, num_tokens=0, spans=())
-    assert not_trivial(one) == headrace.Drop("too short")
+
+def test_every_kind_of_plugin_is_written_with_headrace_alone() -> None:
+    tree = ast.parse(Path(every_kind.__file__).read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"headrace", "collections.abc"}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+
+
+def said(text: str, episode: int = 0) -> Experience:
+    return make_experience(
+        id=experience_id("t.0", 0, episode), group="t.0", episode=episode, group_size=2,
+        tokens=[1, 2, *map(ord, text)], logprobs=[-0.5] * len(text), spans=(Span(2, 2 + len(text), 1),),
+        messages=[Message(role="user", content="?"), Message(role="assistant", content=text)],
+    )  # fmt: skip
+
+
+def passed(function: Any, *texts: str) -> ChainResult:
+    step: Step = make_step("step", function)
+    members = [said(text, episode) for episode, text in enumerate(texts)]
+    return asyncio.run(run_chain([step], members, Context(memories=new_memories([step]))))
+
+
+def test_processors_scores_and_feedback_of_a_plugin_run_in_the_chain() -> None:
+    assert [one.reason for one in passed(every_kind.first_of_its_text, "a", "a").dropped] == ["said before"]
+    assert [one.reason for one in passed(every_kind.longest_first, "a", "ab").dropped] == ["shorter"]
+    assert [one.weight for one in every_kind.half((said("a"), said("b", 1)))] == [0.5, 0.5]
+    (kept,) = passed(load(f"{HERE}:polite", {"word": "ab"}, "score"), "ab").kept
+    assert [(one.name, one.value) for one in kept.scores] == [("step", 1.0)]
+    read = every_kind.stars({"answer": "hr-t.0.0-0-0", "id": "1", "stars": "4"})
+    assert read is not None and read.value == 0.8 and every_kind.stars({}) is None
+
+
+def test_a_taskset_of_a_plugin_yields_tasks() -> None:
+    taskset: Any = load(f"{HERE}:questions", {"limit": 3}, "--use")
+    assert [task.id for task in taskset()] == ["q-0", "q-1", "q-2"]
+    assert [row.response for row in every_kind.worked()] == ["0"]
+
+
+def played(use: str, options: dict[str, Any]) -> Experience:
+    """An episode on the plugin's own engine."""
+
+    async def run() -> Experience:
+        engine: Engine = load(f"{HERE}:Parrot", {"model": "", "limit": 90}, "engine")
+        await engine.start()
+        session = Session(engine, TurnTokenizer(), SAMPLING)
+        scores = tuple(await Workflows(use, options).get("")(issued(), session))
+        (one,) = session.experiences(group="t.0", attempt=0, episode=0, group_size=2, scores=scores)
+        return one
+
+    return asyncio.run(run())
+
+
+def test_an_environment_an_agent_and_an_engine_of_a_plugin_play_an_episode() -> None:
+    environment, agent = {"use": f"{HERE}:Door", "options": {"word": "yes"}}, {"use": f"{HERE}:Terse"}
+    one = played("actors.rollout.workflows.interact:Interact", {"environment": environment, "agent": agent})
+    assert [(score.name, score.value) for score in one.scores] == [("environment", 1.0)] and one.end == "terminal"
+    assert [message.content for message in one.messages] == ["go \n knock", "yes"]
+
+
+def test_a_workflow_of_a_plugin_runs_an_episode() -> None:
+    one = played(f"{HERE}:twice", {"again": "really?"})
+    assert [message.content for message in one.messages] == ["go ", "yes", "really?", "yes"]
+    assert [(score.name, score.value) for score in one.scores] == [("asked", 2.0)]
+
+
+def test_a_tool_of_a_plugin_is_a_function_with_annotations() -> None:
+    tool = load_tool(f"{HERE}:lookup", {})
+    assert tool.parameters["required"] == ["order"] and "find an order" in tool.description
+    call = ParsedCall(name="lookup", arguments={"order": 7, "detail": True})
+    assert asyncio.run(answer(call, [tool], timeout_s=5.0)) == ToolResult("order 7 is on its way by ship")
+
+
+def test_a_loss_of_a_plugin_is_a_lane_s_objective() -> None:
+    objective = open_objective(LaneConfig(loss=f"{HERE}:plain", options={"scale": 2.0}))
+    assert objective.mean == "tokens" and not objective.advantage
+    tokens = {"logprob": torch.zeros(2), "behaviour": torch.tensor([0.5, 1.0]), "advantage": torch.ones(2)}
+    inputs = LossInputs(**tokens, staleness=torch.zeros(2), ratio=torch.ones(2, dtype=torch.bool))
+    assert objective.function(inputs).loss.tolist() == [1.0, 2.0]
+
+
+def test_options_that_a_plugin_does_not_have_are_refused_in_one_line() -> None:
+    try:
+        load(f"{HERE}:Terse", {"word": 3}, "agent")
+    except headrace.ConfigError as error:
+        assert re.fullmatch(r'agent\.options: word: unknown key, did you mean "words"\?', str(error))
+    assert msgspec.structs.asdict(every_kind.Terse(words=2)) == {"words": 2}

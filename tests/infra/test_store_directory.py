@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.store.directory import STALE_AFTER_S, DirectoryStore
-from infra.store.store import open_store
+from infra.store.open import open_store
 from schemas.errors import ConfigError, StoreError
 
 

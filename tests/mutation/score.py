@@ -5,7 +5,10 @@
 A core's tests (`cores.json`) are imported once and run once; then every mutant gets a process of its own, forked from
 there, in which the changed function has its new code, and the tests that enter that function run, the quickest first,
 until one fails. A change of what runs at import imports everything anew. Hypothesis draws few examples, always the same;
-what survives them meets each test's own number. Explained survivors are in `survivors.json`.
+what survives them meets each Hypothesis test with its own number. A mutant under which a test takes more than ten times as
+long, and some seconds, counts as killed. Explained survivors are in `survivors.json`, and run like the others.
+
+Prints what survives and nobody explained, and a line for each core; ends with 1 where there is any such.
 """
 
 import argparse
@@ -20,12 +23,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import msgspec
@@ -39,8 +42,9 @@ ROOT = HERE.parent.parent
 OWN = tuple(f"{ROOT}/{name}/" for name in ("actors", "infra", "schemas", "streams", "trainer", "tests"))
 EXAMPLES = 20
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:warnings", "-m", "not slow", "--no-header", "-r", "N")
-SPARE_S = 30  # of wall time, beyond ten times what the tests took: for a mutant that waits for ever
-SPARE_CPU_S = 5
+SPARE_S = 30  # of wall time, beyond ten times what a test took: for a mutant that waits for ever
+SPARE_CPU_S = 3  # the same of processor time: for one that never ends
+IMPORT_S = 20  # for the imports of a process that imports anew
 SPARE_BYTES = 2 << 30
 LruCache = type(functools.lru_cache(lambda: None))
 Functions = dict[str, list[FunctionType]]
@@ -86,7 +90,8 @@ class Core:
         self.items = session.items
         if session.testsfailed or not self.items:
             raise pytest.UsageError(f"{self.path}: its tests cannot be imported")
-        own = {at: _use_examples(item, EXAMPLES) for at, item in enumerate(self.items)}
+        most = {at: _use_examples(item, EXAMPLES) for at, item in enumerate(self.items)}
+        every = {at: examples for at, examples in most.items() if examples > EXAMPLES}
         self._run_once()
         source = Path(self.file).read_text(encoding="utf-8")
         wanted = set(self.chosen(list(range(sum(1 for _ in mutants(source))))))
@@ -96,8 +101,8 @@ class Core:
         for number, (mutant, tree) in enumerate(mutants(source)):
             if number in wanted:
                 fate = self._fate(mutant, tree, functions, {})
-                if fate == "survived" and any(own.values()):
-                    fate = self._fate(mutant, tree, functions, own)
+                if fate == "survived" and every:
+                    fate = self._fate(mutant, tree, functions, every)
                 self.fates.append((mutant, fate))
                 self.tell(mutant, fate)
         return True
@@ -123,44 +128,64 @@ class Core:
             for name in names:
                 self.entered.setdefault(name, set()).add(at)
 
-    def _fate(self, mutant: Mutant, tree: ast.Module, functions: Functions, examples: dict[int, int]) -> str:
+    def _fate(self, mutant: Mutant, tree: ast.Module, functions: Functions, every: dict[int, int]) -> str:
+        """every: tests and their numbers of examples, where only these are to run; all run with few where it is empty."""
         code = compile(tree, self.file, "exec", dont_inherit=True)
-        if mutant.function:
-            entering = sorted(self.entered.get(mutant.function, ()), key=self.costs.__getitem__)
-            cost = sum(self.costs[at] for at in entering)
-            if not entering:
-                return "never run"
-            return _forked(lambda: self._run_changed(mutant, code, functions, entering, examples), cost)
-        return _forked(lambda: self._run_anew(code, bool(examples)), sum(self.costs.values()) + 20)
+        numbers: Iterable[int] = self.entered.get(mutant.function, ()) if mutant.function else self.costs
+        if not numbers:
+            return "never run"
+        wanted = sorted((at for at in numbers if not every or at in every), key=self.costs.__getitem__)
+        runs = {at: _Run(self.costs[at] * every.get(at, EXAMPLES) / EXAMPLES, every.get(at, EXAMPLES)) for at in wanted}
+        if not mutant.function:
+            return _forked(lambda: self._run_anew(code, runs))
+        return _forked(lambda: self._run_changed(mutant, code, functions, runs))
 
-    def _run_changed(
-        self, mutant: Mutant, code: CodeType, functions: Functions, entering: list[int], examples: dict[int, int]
-    ) -> bool:
+    def _run_changed(self, mutant: Mutant, code: CodeType, functions: Functions, runs: dict[int, "_Run"]) -> bool:
         for function, changed in zip(functions[mutant.function], _codes(code, mutant.function), strict=True):
             function.__code__ = changed
         for one in self.caches:
             one.cache_clear()
-        for at in entering:
-            if examples:
-                _use_examples(self.items[at], examples[at])
+        for at, run in runs.items():
+            _use_examples(self.items[at], run.examples)
             self.items[at]._initrequest()
+            _limit(run.cost_s)
             if not _passes(self.items[at]):
                 return False
         return True
 
-    def _run_anew(self, code: CodeType, every_example: bool) -> bool:
+    def _run_anew(self, code: CodeType, runs: dict[int, "_Run"]) -> bool:
         own = [name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(OWN)]
         for name in own:
             if name != "__main__" and not name.startswith("tests.mutation"):
                 del sys.modules[name]
         sys.meta_path.insert(0, _Changed(self.module, self.file, code))
-        return pytest.main([*OPTIONS, *self.tests], plugins=[] if every_example else [_FewExamples()]) == 0
+        _limit(IMPORT_S)
+        anew = _Anew({self.items[at].nodeid: run for at, run in runs.items()})
+        return pytest.main([*OPTIONS, *self.tests], plugins=[anew]) in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-class _FewExamples:
+class _Run(NamedTuple):
+    """A test to run: what it is expected to take, and with how many examples."""
+
+    cost_s: float
+    examples: int
+
+
+class _Anew:
+    """A pytest plugin that runs some of the tests, in a given order."""
+
+    def __init__(self, runs: dict[str, _Run]) -> None:
+        self.runs = runs
+        self.places = {name: place for place, name in enumerate(runs)}
+
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = sorted((one for one in items if one.nodeid in self.runs), key=lambda one: self.places[one.nodeid])
         for item in items:
-            _use_examples(item, EXAMPLES)
+            _use_examples(item, self.runs[item.nodeid].examples)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: Any) -> None:
+        _limit(self.runs[item.nodeid].cost_s)
 
 
 class _Changed(MetaPathFinder, Loader):
@@ -216,15 +241,20 @@ def _codes(code: CodeType, name: str) -> Iterator[CodeType]:
                 yield from _codes(const, name)
 
 
-def _forked(run: Callable[[], bool], cost: float) -> str:
+def _limit(cost_s: float) -> None:
+    """From now on this process has ten times so long, and some more."""
+    signal.setitimer(signal.ITIMER_REAL, SPARE_S + 10 * cost_s)
+    signal.setitimer(signal.ITIMER_PROF, SPARE_CPU_S + 10 * cost_s)
+
+
+def _forked(run: Callable[[], bool]) -> str:
     """What became of it in a process of its own: "killed", "survived", "too long"."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, SPARE_S + 10 * cost)
-            resource.setrlimit(resource.RLIMIT_CPU, (limit := math.ceil(SPARE_CPU_S + 10 * cost), limit + 1))
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
             held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (held + SPARE_BYTES, held + SPARE_BYTES))
             null = os.open(os.devnull, os.O_WRONLY)
@@ -233,7 +263,7 @@ def _forked(run: Callable[[], bool], cost: float) -> str:
         finally:
             os._exit(code)
     status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL):
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGPROF, signal.SIGKILL):
         return "too long"
     return "survived" if status == 0 else "killed"
 

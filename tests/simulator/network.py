@@ -10,7 +10,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Protocol
 
-from infra.log.bus import CommitRefused, Headers, Partition, Position, Reader, Record, check_size
+from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size
 from infra.log.memory import MemoryBus
 from infra.log.partitioner import partition_for
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange
@@ -75,13 +75,13 @@ class Cluster(MemoryBus):
 
     def request(
         self, process: Process, topic: str, value: bytes, key: bytes, headers: Headers, partition: int | None
-    ) -> asyncio.Future[Position]:
+    ) -> asyncio.Future[RecordPosition]:
         """Send a record off; the future is the client's."""
         check_size(topic, key, value, headers)
         count = len(self._logs(topic))
         index = partition_for(key, count) if partition is None else partition
         self.log(Partition(topic, index))
-        answer: asyncio.Future[Position] = self.loop.create_future()
+        answer: asyncio.Future[RecordPosition] = self.loop.create_future()
         fate = self.faults.send_fate(process, topic)
         delay_s, reachable = self.faults.travel(process)
         at_s = self.loop.time() + delay_s
@@ -99,7 +99,7 @@ class Cluster(MemoryBus):
         return answer
 
     def _arrive(
-        self, process: Process, answer: asyncio.Future[Position], fate: Fate, topic: str, value: bytes, key: bytes,
+        self, process: Process, answer: asyncio.Future[RecordPosition], fate: Fate, topic: str, value: bytes, key: bytes,
         headers: Headers, index: int,
     ) -> None:  # fmt: skip
         if fate is Fate.CRASH_BEFORE:
@@ -116,13 +116,19 @@ class Cluster(MemoryBus):
             told = partial(self._confirm, process, answer, record)
         self.loop.call_later(delay_s, told, context=self.context)
 
-    def _confirm(self, process: Process, answer: asyncio.Future[Position], record: Record) -> None:
+    def _confirm(self, process: Process, answer: asyncio.Future[RecordPosition], record: Record) -> None:
         if not answer.done() and not process.is_dead:
             self.watcher.confirmed(process, record)
-            answer.set_result(Position(record.topic, record.partition, record.offset, record.timestamp_ms))
+            answer.set_result(RecordPosition(record.topic, record.partition, record.offset, record.timestamp_ms))
 
     def _fail(
-        self, process: Process, answer: asyncio.Future[Position], topic: str, key: bytes, value: bytes, stored: bool
+        self,
+        process: Process,
+        answer: asyncio.Future[RecordPosition],
+        topic: str,
+        key: bytes,
+        value: bytes,
+        stored: bool,
     ) -> None:
         if not answer.done() and not process.is_dead:
             self.watcher.failed(process, topic, key, value, stored)
@@ -171,7 +177,7 @@ class ClientBus:
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         """See Bus."""
         if self.process.is_dead:
             raise Killed
@@ -217,6 +223,11 @@ class ClientBus:
     async def commit_beginnings(self, group: str, topic: str) -> None:
         """See Bus."""
         await self.cluster.commit_beginnings(group, topic)
+
+    async def held(self, group: str, topic: str) -> set[int]:
+        """See Bus."""
+        await self.hop()
+        return await self.cluster.held(group, topic)
 
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
         """See Bus."""

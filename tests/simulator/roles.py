@@ -16,7 +16,7 @@ from tests.simulator.plugins import EOS, SmallTokenizer, TableLearner, WatchedEn
 from tests.simulator.scenario import TOKEN_S
 from tests.simulator.virtual_loop import Process
 from tests.simulator.worker_role import run_streams
-from trainer.loop.train import run_trainer
+from trainer.train import run_trainer
 
 if TYPE_CHECKING:
     from tests.simulator.world import World

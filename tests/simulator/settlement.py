@@ -18,8 +18,8 @@ from tests.simulator.watch import content_of
 from tests.simulator.world import World
 from trainer.batch.assemble import train_items
 from trainer.batch.batch import pack
+from trainer.batch.schedule import learning_rate_at
 from trainer.journal import journal
-from trainer.loop.schedule import learning_rate_at
 
 
 def settle(world: World) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from infra.log.bus import Partition, Record
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import hash_tensor
 from infra.policies.tensors import Tensor, is_finite
 from infra.store.memory import MemoryStore
@@ -227,7 +227,7 @@ class Watch:
 
     def _published(self, process: Process, event: PolicyEvent) -> None:
         try:
-            policy = Follower(self.store, event.policy).fetch(event)
+            policy = PolicyFetcher(self.store, event.policy).fetch(event)
         except HeadraceError as error:
             self.complain("I3 complete", f"version {event.version} of token {event.token}: {error}")
             return

@@ -89,13 +89,10 @@ async def consume(log: Log, topic: Topic, driver: WindowDriver | CollectDriver) 
         except BrokerUnavailable:
             continue
         if reader.generation != generation:
-            if isinstance(driver, CollectDriver):
-                driver.retire(generation)
-            else:
-                driver.abandon()
+            driver.retire(generation)
+            driver.abandon()
             generation, acknowledged, nexts = reader.generation, Acknowledged(), {}
-            if isinstance(driver, CollectDriver):
-                driver.assigned({partition.index for partition in reader.positions()}, generation)
+            driver.assigned({partition.index for partition in reader.positions()}, generation)
         for record in records:
             acknowledged.take(Partition(record.topic, record.partition), record.offset)
             await driver.accept(PlainDelivery(record, generation, acknowledged))

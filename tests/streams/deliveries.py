@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from infra.log.bus import Record
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
 from schemas import Block, Control
 from schemas.topics import Topic
@@ -37,7 +37,7 @@ async def memory_log(partitions: int = 1) -> AsyncIterator[Log]:
     await log.bus.close()
 
 
-async def stored(log: Log, topic: Topic) -> list[Message]:
+async def stored(log: Log, topic: Topic) -> list[LogMessage]:
     """Everything in a topic."""
     return [message async for message in log.read_all(topic)]
 

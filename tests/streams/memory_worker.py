@@ -74,10 +74,9 @@ async def _feed(log: Log, topic: Topic, stage: str, driver: Any) -> None:
             records = await reader.get_many(timeout_s=0.2, max_records=16)
             generation = bus.group(name).generation
             if generation != held:
+                driver.retire(held)
                 held = generation
-                if isinstance(driver, CollectDriver):
-                    driver.retire()
-                    driver.assigned({at.index for at in reader.positions()}, generation)
+                driver.assigned({at.index for at in reader.positions()}, generation)
             for record in records:
                 if bus.group(name).generation == generation:
                     await driver.accept(GroupDelivery(bus, name, record, generation))

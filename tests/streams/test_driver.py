@@ -3,10 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from infra.chain.turn import Turn
+from infra.chain.turn import ChainTurn
 from infra.log.bus import Record
-from infra.log.log import Log
-from infra.log.log import Message as LogMessage
+from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
 from schemas import Block, DeadLetter, Message, Stub, Task
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, TASKSET, VERIFIED
@@ -32,7 +31,7 @@ class GatedStage:
     async def recall(self, message: LogMessage) -> None:
         raise AssertionError("nothing is remembered here")
 
-    async def handle(self, message: LogMessage, turn: Turn | None = None) -> Handled:
+    async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         await self.gates.setdefault(message.offset, asyncio.Event()).wait()
         if message.offset in self.errors:
             raise self.errors[message.offset]

@@ -9,7 +9,7 @@ import pytest
 
 from infra.chain.chain import make_step
 from infra.chain.processor import Memory, processor
-from infra.chain.turn import Turn
+from infra.chain.turn import ChainTurn
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
@@ -134,9 +134,9 @@ def test_memories_see_records_in_log_order_whatever_overtakes_before() -> None:
 
 def test_a_turn_waits_for_all_before_it_and_not_against_its_own_time() -> None:
     async def run() -> None:
-        first = Turn()
-        second = Turn(first)
-        third = Turn(second)
+        first = ChainTurn()
+        second = ChainTurn(first)
+        third = ChainTurn(second)
         second.end()
         assert not second.is_over
         async with asyncio.timeout(0.05) as limit:

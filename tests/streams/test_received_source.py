@@ -19,8 +19,9 @@ from schemas import DeadLetter, Feedback, Received
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.config import StreamsConfig
+from streams.sources.event import EventSource
 from streams.sources.received import GROUP, rating, take_once
-from streams.sources.source import EventSource, build_sources
+from streams.sources.source import build_sources
 from streams.stages.verify import REDELIVERED
 
 HERE = "tests.streams.test_received_source"

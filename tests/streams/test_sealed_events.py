@@ -24,9 +24,9 @@ from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.reprocess.letters import redeliver
 from streams.reprocess.ranges import Range
 from streams.sources import received, topic
+from streams.sources.event import EventSource
 from streams.sources.file import FilePosition
 from streams.sources.file import take_once as take_from_file
-from streams.sources.source import EventSource
 from tests.actors.gateway.gateway_rig import Served, engine, says, serving
 from tests.actors.gateway.test_gateway_feedback import HOOK, signature
 from tests.streams.test_sealed_feedback import everything

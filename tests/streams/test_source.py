@@ -18,9 +18,10 @@ from schemas import DeadLetter, Feedback
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, VERIFIED
 from streams.config import StreamsConfig
+from streams.sources.event import Event, EventSource, publish_events, read_events
 from streams.sources.file import FilePosition, load_position, read_lines
 from streams.sources.file import take_once as take_from_file
-from streams.sources.source import Event, EventSource, build_sources, publish_events, read_events, run_sources
+from streams.sources.source import build_sources, run_sources
 from tests.actors.gateway.test_gateway_clock_and_disk import full_disk
 
 HERE = "tests.streams.test_source"

@@ -13,8 +13,7 @@ from infra.chain.chain import Context, make_step, new_memories
 from infra.chain.processor import Drop, processor, score
 from infra.chain.task_chain import TaskOutcome, run_task_chain
 from infra.log.bus import Record
-from infra.log.log import Log
-from infra.log.log import Message as LogMessage
+from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
 from infra.settings.config import decode
 from schemas import DeadLetter, Experience, Message, Task, encode

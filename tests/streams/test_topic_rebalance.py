@@ -8,8 +8,8 @@ from infra.observe.metrics import Metrics
 from schemas import Feedback, Received
 from schemas.topics import FEEDBACK, VERIFIED
 from streams.config import FEEDBACK_PATH
+from streams.sources.event import EventSource
 from streams.sources.received import take_once as received_once
-from streams.sources.source import EventSource
 from streams.sources.topic import take_once
 from tests.streams.deliveries import memory_log, values
 from tests.streams.test_source import csat, ticket

@@ -7,7 +7,7 @@ import msgspec
 from infra.chain.chain import make_step
 from infra.chain.processor import Drop, processor
 from infra.log.bus import Record
-from infra.log.log import Message as LogMessage
+from infra.log.log import LogMessage
 from schemas import BadFrame, Block, DeadLetter, Experience, Stub, Tick, encode
 from schemas.topics import DEAD_LETTERS, EVALS, VERIFIED
 from streams.processors.dedupe import dedupe

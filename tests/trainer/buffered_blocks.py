@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from infra.log.bus import Record
-from infra.log.log import Message
+from infra.log.log import LogMessage
 from schemas import Block, Lane, Span, encode, ids, make_experience
 
 
@@ -30,9 +30,9 @@ def block(
     )  # fmt: skip
 
 
-def message(block: Block, offset: int) -> Message:
+def message(block: Block, offset: int) -> LogMessage:
     """The block as it was read at `offset`."""
-    return Message(Record("t.buffer", 0, offset, 0, b"", encode(block)), value=block)
+    return LogMessage(Record("t.buffer", 0, offset, 0, b"", encode(block)), value=block)
 
 
 def mixed(lanes: Sequence[Lane]) -> Block:

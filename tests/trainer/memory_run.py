@@ -13,7 +13,7 @@ from infra.store.store import Store
 from schemas import Block, Message, PolicyEvent, Span, make_experience, topics
 from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
 from trainer.learners.learner import Learner
-from trainer.loop.train import run_trainer
+from trainer.train import run_trainer
 
 STEPS = 12
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))

@@ -18,14 +18,14 @@ from schemas.errors import ConfigError
 from tests.trainer.memory_run import KillingBus, KillingStore, block, ends, journal
 from tests.trainer.test_objectives_on_the_log import group, pair
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig, WarmupConfig
-from trainer.health.report import TrainerReport
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Position, part_of
-from trainer.journal.fit import restore_learner
 from trainer.learners.torch import TorchLearner
+from trainer.loop.fit import restore_learner
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.loop.train import run_trainer
 from trainer.replay.replay import find_start, replay
+from trainer.train import run_trainer
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=99, straggler_s=0.01))
 WARMUP = WarmupConfig(every=1, stop_at=1.0, max_steps=2, min_experiences=2, batch=2, learning_rate=1e-2)

@@ -20,9 +20,9 @@ from trainer.batch.batch import TrainItem
 from trainer.batch.batch_chain import ALONE, apply_chain, build_batch
 from trainer.batch.weight import with_weight
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.train import run_trainer
 from trainer.processors.drop_weak import drop_weak
 from trainer.processors.normalize_advantages import normalize_advantages
+from trainer.train import run_trainer
 
 HERE = "tests.trainer.test_batch_chain"
 

@@ -25,11 +25,11 @@ from tests.trainer.memory_run import (
     train_through_kills,
 )
 from trainer.config import TrainerConfig
-from trainer.health.report import TrainerReport
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.learner import Learner
 from trainer.learners.torch import TorchLearner
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, find_start, replay
 

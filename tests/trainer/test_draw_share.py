@@ -125,6 +125,18 @@ def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
     assert sums["b"] / counts["b"] == pytest.approx(values[300:].mean(), rel=0.02)
 
 
+def test_of_a_tenant_all_of_whose_groups_are_drawn_none_is_weighed_where_another_is_full() -> None:
+    candidates = pool(a=60) + [
+        one(60 + at, "b", size=size, priority=0.1 * size) for at, size in enumerate((1, 3, 2, 1))
+    ]
+    for seed in range(50):
+        drawn = draw_by_priority(
+            candidates, num_experiences=20, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
+        ).taken
+        assert Counter(member.tenant for member in drawn) == {"a": 7, "b": 4}
+        assert {member.weight for member in drawn if member.tenant == "b"} == {1.0}
+
+
 def test_without_a_word_nothing_is_limited_and_nobody_held_back() -> None:
     assert ShareLimits() == ShareLimits(tenant=1.0, subject=1.0, least=1)
     assert Filled((0,)) == Filled((0,), frozenset(), 0)
@@ -168,6 +180,23 @@ def test_what_fills_a_batch_up_to_the_least_is_the_oldest_of_what_waited_in_orde
     filled = fill(order, 12, ShareLimits(tenant=0.5, least=7))
     assert filled.taken == (0, 1, 2, 5) and filled.held_back == 4 and filled.full == {("a",)}
     assert fill(order, 12, ShareLimits(tenant=0.5, least=4)).taken == (0, 5)
+
+
+def test_a_batch_within_the_shares_is_filled_up_to_the_least_where_whole_groups_do_not_fit() -> None:
+    order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
+    for least, taken in ((6, (0, 2)), (7, (0, 1, 2)), (10, (0, 1, 2, 3))):
+        assert fill(order, 10, ShareLimits(tenant=0.5, least=least)).taken == taken
+
+
+def test_whole_groups_of_a_party_without_a_limit_may_be_more_than_the_batch() -> None:
+    tenant = [one(0, "a", "u", size=3), one(1, "a", "v", size=3)]
+    assert fill(tenant, 4, ShareLimits(subject=0.5)) == Filled((0, 1))
+    user = [one(0, "", "u", size=3), one(1, "", "u", size=3), one(2, "b")]
+    assert fill(user, 4, ShareLimits(tenant=0.5)) == Filled((0, 1))
+
+
+def test_where_more_tenants_wait_than_a_batch_has_experiences_each_has_one_at_most() -> None:
+    assert drawn(pool(a=2, b=1, c=1, d=1, e=1), 3, ShareLimits(tenant=0.1)) == {"a": 1, "b": 1, "c": 1}
 
 
 def test_a_user_without_a_name_is_not_limited_within_a_tenant() -> None:

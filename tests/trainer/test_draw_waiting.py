@@ -21,11 +21,11 @@ from trainer.buffer.buffer import Buffer
 from trainer.buffer.draw import Draw
 from trainer.buffer.intake import Intake
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.health.report import TrainerReport
 from trainer.journal.checkpoint import Position
 from trainer.journal.journal import Lease
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.publication import WeightPublisher
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run
 from trainer.loop.waiting import QUIET_S, decide, next_draw, share_of
 

@@ -12,7 +12,7 @@ from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from schemas import Span
 from tests.trainer.trainer_samples import make_item
-from trainer.config import GuardConfig
+from trainer.config import TrainerGuardConfig
 from trainer.health.guard import (
     ANY_FINITE,
     GuardState,
@@ -27,7 +27,7 @@ from trainer.health.guard import (
 from trainer.learners.learner import StepStats
 from trainer.loop.step import condition, mean_reward
 
-CONFIG = GuardConfig(window=5, min_steps=4, grad_norm=10, entropy=0.2, reward=0.5, probe_shift=2)
+CONFIG = TrainerGuardConfig(window=5, min_steps=4, grad_norm=10, entropy=0.2, reward=0.5, probe_shift=2)
 HALTING = frozenset({"usual/ess", "usual/chi2"})
 
 
@@ -79,7 +79,7 @@ def test_a_gradient_is_measured_by_the_median_of_the_last_ones() -> None:
     assert state.norms == (2.0, 3.0, 4.0, 5.0, 6.0)
     assert norm_limit(state, CONFIG) == 10 * 4.0
     assert norm_limit(refused(state), CONFIG) == norm_limit(rolled_back(state), CONFIG) == 10 * 4.0
-    assert norm_limit(state, GuardConfig(grad_norm=0)) == ANY_FINITE
+    assert norm_limit(state, TrainerGuardConfig(grad_norm=0)) == ANY_FINITE
 
 
 def test_a_collapse_is_a_fall_below_a_share_of_what_was_usual() -> None:
@@ -92,7 +92,7 @@ def test_a_collapse_is_a_fall_below_a_share_of_what_was_usual() -> None:
     (alarm,) = collapses(state, CONFIG, entropy=1.0, reward=0.2)  # half of the median 0.5
     assert alarm.name == "reward_collapse"
     assert collapses(state, CONFIG, entropy=None, reward=None) == ()
-    assert collapses(state, GuardConfig(min_steps=4), entropy=0.0, reward=0.0) == (), "off unless asked for"
+    assert collapses(state, TrainerGuardConfig(min_steps=4), entropy=0.0, reward=0.0) == (), "off unless asked for"
 
 
 def test_weights_that_are_not_finite_or_moved_far_are_not_published() -> None:
@@ -104,7 +104,7 @@ def test_weights_that_are_not_finite_or_moved_far_are_not_published() -> None:
     assert unhealthy(bad, None, None, CONFIG) == "w holds values that are not finite"
     assert unhealthy(fine, before, near, CONFIG) == ""
     assert unhealthy(fine, before, far, CONFIG).startswith("the probe moved by 4 nats per token")
-    assert unhealthy(fine, None, far, CONFIG) == unhealthy(fine, before, far, GuardConfig()) == ""
+    assert unhealthy(fine, None, far, CONFIG) == unhealthy(fine, before, far, TrainerGuardConfig()) == ""
 
 
 def test_the_guard_hears_of_the_rewards_of_this_step_alone_so_that_a_restart_judges_alike() -> None:

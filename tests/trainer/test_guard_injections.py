@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infra.cli.status import read_status
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Probe
 from infra.policies.tensors import to_numpy
 from infra.store.memory import MemoryStore
@@ -16,7 +16,7 @@ from schemas import Batch, Rollback, Saved, Skip
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, filled_log, journal, published, train
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch import PackedBatch
-from trainer.config import GuardConfig
+from trainer.config import TrainerGuardConfig
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
 
@@ -28,7 +28,7 @@ GUARDED = {
     "checkpoint_every": EVERY,
     "max_skips": 2,
     "halt_on": ("entropy_collapse",),
-    "guard": GuardConfig(window=8, min_steps=3, grad_norm=20, entropy=0.3, probe_shift=3.0),
+    "guard": TrainerGuardConfig(window=8, min_steps=3, grad_norm=20, entropy=0.3, probe_shift=3.0),
 }
 BAD = 100.0  # weights of the scripted learner lie in [0, 1): one that is not sound is at least so large
 
@@ -75,7 +75,7 @@ async def injected(kind: str, at: int) -> None:
     rollbacks = [one for one in records if isinstance(one, Rollback)]
     told = f"{kind} at step {at}: {skips} {rollbacks}"
 
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     versions = {event.version: follower.fetch(event) for event in await published(log)}
     weights = {version: to_numpy(policy.tensors["weights"]) for version, policy in versions.items()}
     assert all(np.isfinite(one).all() and (one < BAD).all() for one in weights.values()), told

@@ -13,16 +13,16 @@ from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, filled_log, train
 from trainer.journal.checkpoint import CheckpointPlace, Manifest, Position, load_newest
-from trainer.journal.horizon import SLOTS, Mark, kept, trim_below, uses_below
+from trainer.journal.horizon import SLOTS, CheckpointTime, kept, trim_below, uses_below
 from trainer.learners.scripted import ScriptedLearner
 
 
-def pruned(gaps_ms: list[int], newest: int, keep_ms: int) -> tuple[list[Mark], list[Mark]]:
+def pruned(gaps_ms: list[int], newest: int, keep_ms: int) -> tuple[list[CheckpointTime], list[CheckpointTime]]:
     """All checkpoints of a run that prunes after each, and those that are left at its end."""
-    made: list[Mark] = []
-    left: list[Mark] = []
+    made: list[CheckpointTime] = []
+    left: list[CheckpointTime] = []
     for step, gap in enumerate(gaps_ms):
-        one = Mark(CheckpointPlace(step, 1), (made[-1].time_ms if made else 10**12) + gap)
+        one = CheckpointTime(CheckpointPlace(step, 1), (made[-1].time_ms if made else 10**12) + gap)
         made.append(one)
         stay = kept([*left, one], newest=newest, keep_ms=keep_ms)
         left = [mark for mark in [*left, one] if mark.place in stay]

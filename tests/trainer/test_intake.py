@@ -14,8 +14,9 @@ from schemas.errors import FencedOut
 from schemas.fields import MasterPhase
 from tests.trainer.buffered_blocks import block, message
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.intake import Intake, follow_buffer, follow_progress, watch_policies
+from trainer.buffer.intake import Intake, follow_buffer, follow_progress
 from trainer.journal.journal import take_lease
+from trainer.train import watch_policies
 
 
 def intake(**offsets: int) -> Intake:

@@ -16,7 +16,7 @@ from infra.store.directory import DirectoryStore
 from schemas import Batch, Block, Span, make_experience, topics
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
 from trainer.learners.torch import TorchLearner
-from trainer.loop.train import run_trainer
+from trainer.train import run_trainer
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=99, straggler_s=0.01))
 STEPS = 4

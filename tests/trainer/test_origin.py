@@ -10,11 +10,11 @@ import pytest
 
 from schemas.fields import Lane
 from trainer.config import LaneConfig, TrainerConfig
+from trainer.journal.closure import Definition
+from trainer.journal.origin import KIND, PACKAGES, ROOT, ROOTS, code_hash, differences, places
 from trainer.learners.scripted import ScriptedLearner
-from trainer.replay.closure import Place
-from trainer.replay.origin import KIND, PACKAGES, ROOT, ROOTS, code_hash, differences, places
 
-RUN = (*ROOTS, Place("trainer.learners.torch", "TorchLearner"), Place("trainer.losses.grpo", "grpo"))
+RUN = (*ROOTS, Definition("trainer.learners.torch", "TorchLearner"), Definition("trainer.losses.grpo", "grpo"))
 # A file of the sources, what stands in it, and what it becomes.
 Edit = tuple[str, str, str]
 
@@ -22,7 +22,7 @@ NO_BIT_CHANGES: dict[str, Edit] = {
     "a comment in the learner": ("trainer/learners/torch.py", "import math\n", "import math  # of floats\n\n# more\n"),
     "a docstring of packing": ("trainer/batch/batch.py", '    """', '    """Or in other words: '),
     "a docstring of a module": ("infra/model/vision.py", '"""', '"""Said anew. '),
-    "the trainer's report": ("trainer/health/report.py", "PERIOD_S = 1.0", "PERIOD_S = 2.0"),
+    "the trainer's report": ("trainer/loop/report.py", "PERIOD_S = 1.0", "PERIOD_S = 2.0"),
     "a screen": ("infra/cli/demo/watch.py", "class Watch", "class Watching"),
     "a field of a report": ("schemas/reports.py", 'reason: str = ""', 'reason: str = ""\n    mood: str = ""'),
     "another lane's loss": ("trainer/losses/dppo.py", "return LossOutput(", "return 2 * LossOutput("),
@@ -38,7 +38,11 @@ BITS_MAY_CHANGE: dict[str, Edit] = {
     "what a member of a block is": ("schemas/parts.py", "ratio: bool = True", "ratio: bool = False"),
     "the teacher's logprobs": ("schemas/wire/teacher.py", "WIDTH", "WIDE"),
     "how items are packed": ("trainer/batch/batch.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
-    "the learning rate": ("trainer/loop/schedule.py", "return config.learning_rate", "return 2 * config.learning_rate"),
+    "the learning rate": (
+        "trainer/batch/schedule.py",
+        "return config.learning_rate",
+        "return 2 * config.learning_rate",
+    ),
     "the lane's loss": ("trainer/losses/grpo.py", "return LossOutput(", "return 2 * LossOutput("),
     "a helper of the loss": ("trainer/losses/offpolicy.py", "def clipped_surrogate(", "def clipped_surrogate(more, "),
     "the forward": ("trainer/learners/forward.py", "MAX_LOGITS = ", "MAX_LOGITS = 1 + "),
@@ -93,14 +97,14 @@ def test_what_may_change_the_bits_makes_it_other_code(sources: Path, before: str
 
 
 def test_a_definition_that_moves_to_another_file_is_the_same_code(sources: Path, before: str) -> None:
-    (sources / "trainer" / "rates.py").write_text((sources / "trainer" / "schedule.py").read_text())
-    moved = ("trainer/batch/inputs.py", "from trainer.schedule import", "from trainer.rates import")
+    (sources / "trainer" / "rates.py").write_text((sources / "trainer" / "batch" / "schedule.py").read_text())
+    moved = ("trainer/batch/inputs.py", "from trainer.batch.schedule import", "from trainer.rates import")
     assert edited(sources, moved) == before
 
 
 def test_a_name_that_stands_for_another_definition_is_other_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "other.py").write_text("def learning_rate_at(config, phase, steps_done):\n    return 0.0\n")
-    other = ("trainer/batch/inputs.py", "from trainer.schedule import", "from trainer.other import")
+    other = ("trainer/batch/inputs.py", "from trainer.batch.schedule import", "from trainer.other import")
     assert edited(sources, other) != before
 
 
@@ -123,9 +127,9 @@ def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins
     lanes: dict[Lane, LaneConfig] = {"usual": LaneConfig(loss="loss_of_origin:mine"), "expert": LaneConfig(loss="sft")}
     named = places(TrainerConfig(lanes=lanes), ScriptedLearner())
     assert set(named) - set(ROOTS) == {
-        Place("trainer.learners.scripted", "ScriptedLearner"),
-        Place("loss_of_origin", "mine"),
-        Place("trainer.losses.sft", "sft"),
+        Definition("trainer.learners.scripted", "ScriptedLearner"),
+        Definition("loss_of_origin", "mine"),
+        Definition("trainer.losses.sft", "sft"),
     }
     before = code_hash(named)
     helper.write_text('def half(x):\n    """The half."""\n    return x / 2  # exactly\n')
@@ -137,7 +141,11 @@ def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins
 
 
 def test_a_loss_of_a_library_that_is_not_read_counts_by_its_name() -> None:
-    assert code_hash((*RUN, Place("numpy", "mean"))) != code_hash((*RUN, Place("numpy", "sum"))) != code_hash(RUN)
+    assert (
+        code_hash((*RUN, Definition("numpy", "mean")))
+        != code_hash((*RUN, Definition("numpy", "sum")))
+        != code_hash(RUN)
+    )
 
 
 def test_a_run_whose_code_was_told_otherwise_differs_and_promises_no_bits() -> None:

@@ -37,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(model: Path, count: int = 6) -> tuple[ImageInputs, MemoryStore, list[TrainItem]]:
     """Two answers to each of some pictures, and the way to see them."""
     store = MemoryStore()
-    sight = open_sight(str(model), store)
-    assert sight is not None
+    image_inputs = open_sight(str(model), store)
+    assert image_inputs is not None
     tokenizer = load_tokenizer(model)
     items = []
     for index, one in enumerate(drawings(count)):
@@ -50,7 +50,7 @@ def opened(model: Path, count: int = 6) -> tuple[ImageInputs, MemoryStore, list[
             item = make_item(tokens, [Span(len(prompt), len(tokens), 0)], group=f"t-{index}.0", episode=episode)
             messages = (question, Message(role="assistant", content=answer))
             items.append(TrainItem(item.experience.with_bulk(messages=messages), item.item))
-    return sight, store, items
+    return image_inputs, store, items
 
 
 def by_sequence(model: PackedModel, batch: object) -> dict[int, np.ndarray]:
@@ -63,13 +63,13 @@ def by_sequence(model: PackedModel, batch: object) -> dict[int, np.ndarray]:
 
 
 def test_a_packed_picture_gives_the_logprobs_of_each_sequence_alone_and_is_computed_once_a_group(model: Path) -> None:
-    sight, _, items = opened(model)
-    shown = sight.shown(items)
+    image_inputs, _, items = opened(model)
+    shown = image_inputs.shown(items)
     packed = PackedModel(str(model), dtype="float32", device="cpu")
     together = pack(shown, max_tokens=4096)
     assert sum(len(one.pixels_I3HW) for one in together.microbatches) == 6, "a group's picture is computed once"
     found = by_sequence(packed, together)
-    vision = sight.vision
+    vision = image_inputs.vision
     for s, item in enumerate(shown):
         ids = torch.tensor(item.experience.tokens.astype(np.int64))[None]
         assert item.pictures is not None
@@ -82,9 +82,9 @@ def test_a_packed_picture_gives_the_logprobs_of_each_sequence_alone_and_is_compu
 
 
 def test_parts_and_ranks_get_the_pictures_of_their_rows(model: Path) -> None:
-    sight, _, items = opened(model)
+    image_inputs, _, items = opened(model)
     packed = PackedModel(str(model), dtype="float32", device="cpu")
-    whole = pack(sight.shown(items), max_tokens=14)
+    whole = pack(image_inputs.shown(items), max_tokens=14)
     expected = by_sequence(packed, whole)
     assert len(whole.microbatches) > 1
     for parts in (split(whole, 3, seed=1), [decode_batch(encode_batch(whole))]):
@@ -95,21 +95,21 @@ def test_parts_and_ranks_get_the_pictures_of_their_rows(model: Path) -> None:
 
 
 def test_an_image_token_that_was_sampled_is_a_token_like_any_other(model: Path) -> None:
-    sight, _, items = opened(model, 1)
+    image_inputs, _, items = opened(model, 1)
     first = items[0]
-    tokens = [*first.experience.tokens[:-1].tolist(), sight.vision.token, 2]
+    tokens = [*first.experience.tokens[:-1].tolist(), image_inputs.vision.token, 2]
     spans = (Span(len(tokens) - 3, len(tokens), 0),)
     longer = first.experience.with_bulk(tokens=tokens, logprobs=[-1.0] * 3, spans=spans)
-    (shown,) = sight.shown([TrainItem(longer, first.item)])
+    (shown,) = image_inputs.shown([TrainItem(longer, first.item)])
     assert shown.pictures is not None and shown.pictures.places_P.tolist() == [1, 2, 3, 4]
     (one,) = pack([shown], max_tokens=64).microbatches
     assert len(one.places_P) == NUM_PLACES
 
 
 def test_gradients_reach_the_vision_tower_and_a_loss_over_pictures_falls(model: Path) -> None:
-    sight, _, items = opened(model)
+    image_inputs, _, items = opened(model)
     learner = TorchLearner(str(model), SFT, device="cpu")
-    batch = pack(sight.shown(items[::2]), max_tokens=4096)
+    batch = pack(image_inputs.shown(items[::2]), max_tokens=4096)
     before = learner.tensors()
     losses = [learner.step(batch, learning_rate=3e-3, seed=step).loss for step in range(60)]
     moved = {
@@ -118,7 +118,7 @@ def test_gradients_reach_the_vision_tower_and_a_loss_over_pictures_falls(model: 
     for part in ("vision_tower.embeddings.patch_embedding", "multi_modal_projector", "language_model"):
         assert any(part in name for name in moved), f"nothing of {part} was trained"
     assert losses[-1] < 0.5 * losses[0]
-    blind = pack(sight.shown(swapped(items[::2])), max_tokens=4096)
+    blind = pack(image_inputs.shown(swapped(items[::2])), max_tokens=4096)
     assert learner.greedy_accuracy(batch) > learner.greedy_accuracy(blind), "it answers without looking"
 
 
@@ -134,7 +134,7 @@ def swapped(items: list[TrainItem]) -> list[TrainItem]:
 
 
 def test_a_group_whose_image_cannot_be_shown_is_found_before_the_journal(model: Path) -> None:
-    sight, store, items = opened(model, 3)
+    image_inputs, store, items = opened(model, 3)
     blocks = [Block(tuple(one.experience for one in items[at : at + 2])) for at in (0, 2, 4)]
     taken = tuple(
         Candidate(group=block.experiences[0].group, lane="usual", offset=at, num_experiences=2)
@@ -142,16 +142,16 @@ def test_a_group_whose_image_cannot_be_shown_is_found_before_the_journal(model: 
     )
     gone = blocks[1].experiences[0].messages[0].images[0]
     store.delete(f"blobs/{gone.sha256}")
-    assert sight.unreadable(taken, blocks) == [taken[1]]
+    assert image_inputs.unreadable(taken, blocks) == [taken[1]]
     with pytest.raises(BadFrame, match="missing"):
-        sight.shown(items)
+        image_inputs.shown(items)
 
 
 def test_places_that_do_not_fit_the_images_are_a_bad_image(model: Path) -> None:
-    sight, _, items = opened(model, 1)
+    image_inputs, _, items = opened(model, 1)
     experience = items[0].experience
     torn = experience.tokens.copy()
     torn[Random(1).choice([1, 2, 3])] = 2
     block = Block((experience.with_bulk(tokens=torn),))
     candidate = Candidate(group=experience.group, lane="usual", offset=0, num_experiences=1)
-    assert sight.unreadable([candidate], [block]) == [candidate]
+    assert image_inputs.unreadable([candidate], [block]) == [candidate]

@@ -19,13 +19,13 @@ from schemas.errors import BadFrame
 from tests.eye_model import build_eye_model, drawings
 from trainer.batch.image_inputs import BAD_IMAGE, open_sight
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.health.report import TrainerReport
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.torch import TorchLearner
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.loop.train import run_trainer
 from trainer.replay.replay import find_start, replay
+from trainer.train import run_trainer
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))
 CONFIG = TrainerConfig(
@@ -71,7 +71,7 @@ def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit
         metrics = Metrics("train")
         await run_trainer(
             FLOOR, CONFIG, log=log, store=store, learner=learner, metrics=metrics, stop=asyncio.Event(), seed=3,
-            sight=open_sight(str(model), store),
+            image_inputs=open_sight(str(model), store),
         )  # fmt: skip
         journal = [message.value async for message in log.read_all(topics.BATCHES)]
         trained = {item.id.partition(".")[0] for one in journal if isinstance(one, Batch) for item in one.items}
@@ -103,7 +103,7 @@ async def start(log: Log, store: MemoryStore):
 def learning(learner: TorchLearner, model: Path, store: MemoryStore) -> Learning:
     return Learning(
         floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("replay")), position=Position(),
-        sight=open_sight(str(model), store),
+        image_inputs=open_sight(str(model), store),
     )  # fmt: skip
 
 

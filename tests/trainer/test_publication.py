@@ -6,7 +6,7 @@ import pytest
 
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
@@ -59,7 +59,7 @@ def test_an_event_names_a_policy_that_can_be_fetched() -> None:
         trainer = await rig.trainer()
         for version in range(3):
             assert await publish(trainer, version, version) == version
-        follower = Follower(rig.store, "main")
+        follower = PolicyFetcher(rig.store, "main")
         for _, event in await rig.events():
             if event.event == "published":
                 assert event.owner == "train/1" and event.stats["loss"] == 0.5
@@ -99,7 +99,7 @@ def test_executing_again_to_other_weights_orphans_the_old_version_and_takes_the_
             2: "published",
             3: "published",
         }
-        policy = Follower(rig.store, "main").fetch(kept[3])
+        policy = PolicyFetcher(rig.store, "main").fetch(kept[3])
         assert bytes(policy.tensors["weights"].data) == bytes([71]) * 16
 
     run(body)
@@ -136,7 +136,7 @@ def test_two_trainers_write_to_different_places() -> None:
         await publish(first, 1, 1)
         kept = published(await rig.events(), "main")
         assert list(kept) == [1]
-        policy = Follower(rig.store, "main").fetch(kept[1])
+        policy = PolicyFetcher(rig.store, "main").fetch(kept[1])
         assert bytes(policy.tensors["weights"].data) == bytes([2]) * 16, "the zombie overwrote nothing"
 
     run(body)

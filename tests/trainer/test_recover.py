@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import Batch, topics
 from schemas.errors import ConfigError
-from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, Killed, KillingBus, filled_log, journal, published, train
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, Killed, ends, filled_log, journal, published, train
 from trainer.journal.checkpoint import load_newest, places
 from trainer.journal.recover import highest
 from trainer.learners.scripted import ScriptedLearner
@@ -73,26 +74,68 @@ def test_after_recovery_the_run_goes_on_from_its_checkpoint_with_versions_above_
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("kill_at", range(0, 24))
-def test_a_recovery_that_is_killed_anywhere_is_made_again(kill_at: int) -> None:
-    async def main() -> None:
-        store = MemoryStore()
+class Life:
+    """How many more writes a process makes before it dies."""
+
+    def __init__(self) -> None:
+        self.left = math.inf
+
+    def spend(self) -> None:
+        if not self.left:
+            raise Killed
+        self.left -= 1
+
+
+class MortalBus(MemoryBus):
+    """Dies before a send."""
+
+    def __init__(self, life: Life) -> None:
+        super().__init__()
+        self.life = life
+
+    async def send(self, *args, **kwargs):
+        self.life.spend()
+        return await super().send(*args, **kwargs)
+
+
+class MortalStore(MemoryStore):
+    """Dies before a put or a removal."""
+
+    def __init__(self, life: Life) -> None:
+        super().__init__()
+        self.life = life
+
+    def put(self, key: str, data: bytes) -> None:
+        self.life.spend()
+        super().put(key, data)
+
+    def delete(self, key: str) -> None:
+        self.life.spend()
+        super().delete(key)
+
+
+def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> None:
+    async def is_killed_at(writes: int) -> bool:
+        life = Life()
+        store = MortalStore(life)
         await train(await filled_log(store), store, ScriptedLearner())
         before = load_newest(store, "t")
-        bus = KillingBus()
-        log = await filled_log(store, bus)
-        bus.sends, bus.kill_at = 0, kill_at
-        try:
-            await told(log, store)
-        except Killed:
-            pass
-        except BaseExceptionGroup as errors:
-            assert errors.subgroup(Killed) is not None
-        bus.kill_at = -1
+        log = await filled_log(store, MortalBus(life))
+        life.left = writes
+        is_killed = not await ends(told(log, store))
+        life.left = math.inf
         assert (await told(log, store))[0] == 0
+        assert len(places(store, "t")) == 1, "a checkpoint of before is left"
         await train(log, store, ScriptedLearner(), MORE)
         after = load_newest(store, "t")
         assert before is not None and after is not None and after.position.step == before.position.step + STEPS
+        return is_killed
+
+    async def main() -> None:
+        deaths = [await is_killed_at(writes) for writes in range(20)]
+        assert deaths == sorted(deaths, reverse=True) and 7 < sum(deaths) < 20, (
+            "4 sends, a checkpoint, removals, the claim"
+        )
 
     asyncio.run(main())
 

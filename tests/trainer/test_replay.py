@@ -34,18 +34,18 @@ from tests.trainer.memory_run import (
 )
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch_chain import build_batch
-from trainer.health.report import TrainerReport
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, Start, find_start, replay
+from trainer.replay.replay import Compared, ReplayStart, find_start, replay
 
 
 async def replayed(
     log: Log, store: Store, learner: Learner | None = None, *, from_step: int | None = None, to_step: int | None = None
-) -> tuple[list[Compared], Learning, Start]:
+) -> tuple[list[Compared], Learning, ReplayStart]:
     start = await find_start(log, store, "t", from_step=from_step, to_step=to_step)
     run = Learning(
         floor=FLOOR,

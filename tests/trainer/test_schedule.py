@@ -2,8 +2,8 @@
 
 import pytest
 
+from trainer.batch.schedule import learning_rate_at
 from trainer.config import Schedule, TrainerConfig, WarmupConfig
-from trainer.loop.schedule import learning_rate_at
 
 FALLING = TrainerConfig(
     learning_rate=2.0,

@@ -9,7 +9,7 @@ import pytest
 from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, MemoryReader
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy_feed import PolicyFeed
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
@@ -100,7 +100,7 @@ async def overtaken(log: Log, store: MemoryStore, stall_at: int) -> str:
 
 async def loaded(log: Log, store: MemoryStore) -> dict[int, set[str]]:
     """Versions as a follower of the log loads them, one by one: version → contents."""
-    feed, follower = PolicyFeed("main"), Follower(store, "main")
+    feed, follower = PolicyFeed("main"), PolicyFetcher(store, "main")
     found: dict[int, set[str]] = {}
     lease = -1
     async for message in log.read_all(topics.POLICIES):

@@ -11,6 +11,7 @@ import msgspec
 from schemas import Batch, BatchItem, Block
 from schemas.errors import BadFrame
 from trainer.batch.batch import TrainItem
+from trainer.buffer.blocks import Stored
 from trainer.buffer.draw import Candidate
 
 
@@ -72,6 +73,12 @@ def assemble(
     )
     blocks = {one.offset: block for one, block in drawn}
     return batch, train_items(batch, blocks)
+
+
+def items_of(batch: Batch, found: Mapping[int, Stored]) -> list[TrainItem]:
+    """What a journaled batch trained on, in order. Raises BadFrame naming the step and offset of what is not as it was."""
+    check_blocks(batch, {offset: one.digest for offset, one in found.items()})
+    return train_items(batch, {offset: one.block for offset, one in found.items()})
 
 
 def train_items(batch: Batch, blocks: Mapping[int, Block]) -> list[TrainItem]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from infra.settings.config import Pacing
 from schemas import Batch
 from trainer.batch.batch import PackedBatch, TrainItem, pack
+from trainer.batch.schedule import learning_rate_at
 from trainer.config import TrainerConfig
-from trainer.loop.schedule import learning_rate_at
 
 
 def step_inputs(

@@ -4,17 +4,15 @@ Loss: an offset that retention has removed, or that does not decode, is an error
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
 from infra.log.blobs import is_claim
 from infra.log.bus import Partition
-from infra.log.log import Log, Message
-from schemas import Batch, Block, encode, topics
+from infra.log.log import Log, LogMessage
+from schemas import Block, encode, topics
 from schemas.errors import BadFrame, OffsetOutOfRange
-from trainer.batch.assemble import check_blocks, train_items
-from trainer.batch.batch import TrainItem
 
 # Neighbouring offsets are read in one go where the hole between them costs less than another request.
 MAX_HOLE = 64
@@ -43,27 +41,21 @@ class Stored(msgspec.Struct, frozen=True):
     digest: bytes
 
 
-def digest_of(message: Message) -> bytes:
+def digest_of(message: LogMessage) -> bytes:
     """BLAKE2b-128 of a record; that of a claim check covers the hash of what it claims."""
     return hashlib.blake2b(message.record.value, digest_size=16).digest()
 
 
-def frame_of(message: Message, block: Block) -> bytes:
+def frame_of(message: LogMessage, block: Block) -> bytes:
     """The block's frame as it is kept in memory; what lies in the object store is encoded again."""
     return encode(block) if is_claim(message.record.value) else message.record.value
 
 
-def stored(message: Message) -> Stored:
+def stored(message: LogMessage) -> Stored:
     """The block of a record of `buffer`; BadFrame naming its offset if it is none."""
     if not isinstance(message.value, Block):
         raise BadFrame(f"buffer offset {message.offset}: {message.error or 'not a block'}")
     return Stored(message.value, frame_of(message, message.value), digest_of(message))
-
-
-def items_of(batch: Batch, found: Mapping[int, Stored]) -> list[TrainItem]:
-    """What a journaled batch trained on, in order. Raises BadFrame naming the step and offset of what is not as it was."""
-    check_blocks(batch, {offset: one.digest for offset, one in found.items()})
-    return train_items(batch, {offset: one.block for offset, one in found.items()})
 
 
 async def read_blocks(log: Log, offsets: Iterable[int]) -> dict[int, Stored]:

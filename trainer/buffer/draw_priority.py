@@ -66,7 +66,7 @@ def draw_by_priority(
         unit_N = np.fromiter((one.num_tokens for one in usable), np.int64, num) if by_tokens else size_N
         for pool in _pools(usable, order_N, filled):
             at, drawn = order_N[pool], taken_N[pool]
-            wanted = num_experiences if len(pool) == num else _reached(size_N[at[drawn]])
+            wanted = num_experiences if len(pool) == num else _reached(size_N[at], drawn)
             inverse = inverse_chances(key_N[at], priority_N[at], size_N[at], wanted)[drawn]
             scale = unit_N[at[drawn]].sum() / max(1, unit_N[at].sum())
             weight_N[pool[drawn]] = (inverse * scale) ** correction
@@ -113,6 +113,6 @@ def inverse_chances(
     return inverse_RN
 
 
-def _reached(size_N: np.ndarray) -> int:
-    """A number of experiences that these groups reach, and all but the last do not."""
-    return int(size_N.sum() - size_N[-1] + 1) if len(size_N) else 0
+def _reached(size_N: np.ndarray, drawn_N: np.ndarray) -> int:
+    """A number of experiences that the drawn groups reach, and all but the last of them do not; where all are drawn, all."""
+    return int(size_N.sum() if drawn_N.all() else size_N[drawn_N][:-1].sum() + 1)

@@ -1,8 +1,8 @@
 """How much of a batch one tenant or one user may make up. Pure, like `trainer.buffer.draw`.
 
 Guarantee: where others have something to draw too, nobody makes up more of a batch than the share allows, up to one whole
-group; what is above it waits. Where the others have too little for a batch of `least` experiences at these shares, it is
-filled up to `least` with what would have waited, so that a deployment with one large customer goes on learning.
+group; what is above it waits. Where a batch of `least` experiences does not come about at these shares, it is filled up to
+`least` with what would have waited, so that a deployment with one large customer goes on learning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ def fill(order: Sequence[Candidate], num_experiences: int, limits: ShareLimits =
     """Whole groups in order, worth at least `num_experiences` or all there are, within the shares."""
     if is_open(order, limits):
         return first(order, num_experiences)
-    room, allowed, must_fill = _room(order, num_experiences, limits)
+    room, allowed, least = _room(order, num_experiences, limits)
     sums: dict[Party, int] = {}
     taken: list[int] = []
     passed: list[int] = []
@@ -66,8 +66,8 @@ def fill(order: Sequence[Candidate], num_experiences: int, limits: ShareLimits =
         sums |= {party: sums.get(party, 0) + one.num_experiences for party in parties}
         taken.append(place)
         total += one.num_experiences
-    if must_fill and total < room:
-        more = first((order[place] for place in passed), room - total).taken
+    if total < least:
+        more = first((order[place] for place in passed), least - total).taken
         taken = sorted([*taken, *(passed[at] for at in more)])
         passed = passed[len(more) :]
     return Filled(tuple(taken), frozenset(full), sum(order[place].num_experiences for place in passed))
@@ -99,8 +99,8 @@ def _parties(one: Candidate) -> tuple[Party, ...]:
     return ((one.tenant,), (one.tenant, one.subject))
 
 
-def _room(order: Sequence[Candidate], wanted: int, limits: ShareLimits) -> tuple[int, dict[Party, int], bool]:
-    """Size of the largest batch within the shares, what each party may have of it, and whether it was raised to `least`.
+def _room(order: Sequence[Candidate], wanted: int, limits: ShareLimits) -> tuple[int, dict[Party, int], int]:
+    """Size of the largest batch within the shares, what each party may have of it, and the least that is drawn at all.
 
     A share below an even split among those present is that even split.
     """
@@ -111,18 +111,17 @@ def _room(order: Sequence[Candidate], wanted: int, limits: ShareLimits) -> tuple
     tenant = max(limits.tenant, 1 / max(1, len(have)))
     subject = max(limits.subject, 1 / max(1, sum(map(len, have.values()))))
     size = min(wanted, sum(sum(of_tenant.values()) for of_tenant in have.values()))
-    floor = min(size, limits.least)
+    least = min(size, limits.least)
     while size > (possible := _possible(have, _of(size, tenant), _of(size, subject))):
         size = possible
-    must_fill = size < floor
-    size = max(size, floor)
+    size = max(size, least)
     allowed: dict[Party, int] = {}
     for name, of_tenant in have.items():
         if name and tenant < 1.0:
             allowed[name,] = _of(size, tenant)
         if subject < 1.0:
             allowed |= {(name, user): _of(size, subject) for user in of_tenant if user}
-    return size, allowed, must_fill
+    return size, allowed, least
 
 
 def _of(size: int, share: float) -> int:

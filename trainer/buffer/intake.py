@@ -14,16 +14,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
-from infra.log.bus import Reader
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
 from infra.store.seal import FRESH_S
-from schemas import Block, Closure, Directive, PolicyEvent, Progress, topics
-from schemas.errors import FencedOut
+from schemas import Block, Closure, Directive, Progress, topics
 from trainer.buffer.blocks import digest_of, frame_of
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.draw import missing
-from trainer.journal.journal import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class Intake:
         self._arrived = {number for number in self._arrived if number >= self.floor}
         self._closed = {number for number in self._closed if number >= self.floor}
 
-    def take_block(self, message: Message, block: Block) -> str:
+    def take_block(self, message: LogMessage, block: Block) -> str:
         """Keep one block of `buffer`; returns "" or why not."""
         self.arrived_s = self.clock()
         return self.keep(message.offset, frame_of(message, block), block, digest_of(message))
@@ -116,7 +113,7 @@ async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped
         await reader.close()
 
 
-async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped, message: Message) -> None:
+async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped, message: LogMessage) -> None:
     """One record of `buffer`: kept, known already, or dropped with a reason that the audit finds."""
     if isinstance(message.value, Block):
         reason, group = intake.take_block(message, message.value), message.value.group
@@ -153,18 +150,3 @@ async def hear_directives(log: Log, intake: Intake) -> None:
         if isinstance(message.value, Directive):
             intake.take_directive(message.value)
     intake.forget_at_s = math.inf  # what is lost by now is dropped when it is drawn
-
-
-async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:
-    """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
-    while True:
-        for message in await log.read(reader, timeout_s=1.0):
-            event = message.value
-            if isinstance(event, Directive):
-                intake.take_directive(event)
-            if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
-                continue
-            if message.offset > lease.token:
-                raise FencedOut(
-                    f"run {lease.run!r}: token {lease.token} is held here, {event.owner} took {message.offset}"
-                )

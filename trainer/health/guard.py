@@ -18,7 +18,7 @@ import msgspec
 
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor, is_finite
-from trainer.config import GuardConfig
+from trainer.config import TrainerGuardConfig
 from trainer.health.diagnostics import Alarm
 
 Verdict = Literal["go", "skip", "rollback"]
@@ -34,7 +34,7 @@ class GuardState(msgspec.Struct, frozen=True):
     rewards: tuple[float, ...] = ()
 
 
-def norm_limit(state: GuardState, config: GuardConfig) -> float:
+def norm_limit(state: GuardState, config: TrainerGuardConfig) -> float:
     """The largest norm of a gradient that still moves the weights."""
     usual = _median(state.norms, config)
     return config.grad_norm * usual if config.grad_norm and usual else ANY_FINITE
@@ -42,7 +42,7 @@ def norm_limit(state: GuardState, config: GuardConfig) -> float:
 
 def passed(
     state: GuardState,
-    config: GuardConfig,
+    config: TrainerGuardConfig,
     *,
     grad_norm: float,
     entropy: float | None = None,
@@ -67,7 +67,7 @@ def rolled_back(state: GuardState) -> GuardState:
 
 
 def collapses(
-    state: GuardState, config: GuardConfig, *, entropy: float | None, reward: float | None
+    state: GuardState, config: TrainerGuardConfig, *, entropy: float | None, reward: float | None
 ) -> tuple[Alarm, ...]:
     """Alarms for an entropy or a reward far below what it was."""
     found = []
@@ -110,7 +110,9 @@ def judge(
     return "skip", reason
 
 
-def unhealthy(tensors: Mapping[str, Tensor], before: Probe | None, now: Probe | None, config: GuardConfig) -> str:
+def unhealthy(
+    tensors: Mapping[str, Tensor], before: Probe | None, now: Probe | None, config: TrainerGuardConfig
+) -> str:
     """Why these weights must not be published; "" where nothing speaks against it.
 
     before, now: of the same sequences, under the version published last and under these weights.
@@ -131,9 +133,9 @@ def unhealthy(tensors: Mapping[str, Tensor], before: Probe | None, now: Probe | 
     return f"the probe moved by {shift:.3g} nats per token in one version, expected at most {config.probe_shift:g}"
 
 
-def _median(values: tuple[float, ...], config: GuardConfig) -> float | None:
+def _median(values: tuple[float, ...], config: TrainerGuardConfig) -> float | None:
     return statistics.median(values) if len(values) >= config.min_steps else None
 
 
-def _grown(values: tuple[float, ...], value: float | None, config: GuardConfig) -> tuple[float, ...]:
+def _grown(values: tuple[float, ...], value: float | None, config: TrainerGuardConfig) -> tuple[float, ...]:
     return (*values, value)[-config.window :] if value is not None and math.isfinite(value) else values

@@ -13,14 +13,14 @@ from trainer.journal.checkpoint import CheckpointPlace, Manifest
 SLOTS = 8
 
 
-class Mark(msgspec.Struct, frozen=True, order=True):
-    """A checkpoint and when it was made. Example: Mark(place=CheckpointPlace(40, 17), time_ms=1763715600000)."""
+class CheckpointTime(msgspec.Struct, frozen=True, order=True):
+    """A checkpoint and when it was made. Example: CheckpointTime(place=CheckpointPlace(40, 17), time_ms=1763715600000)."""
 
     place: CheckpointPlace
     time_ms: int
 
 
-def kept(marks: Iterable[Mark], *, newest: int, keep_ms: int) -> set[CheckpointPlace]:
+def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int) -> set[CheckpointPlace]:
     """Those that stay: never more than newest + SLOTS + 2, of which the newest `newest` always.
 
     Spans begin at multiples of their length since the epoch, so that the first of a span stays the first as time goes on.

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from infra.log.bus import Position
-from infra.log.log import Log, Message
+from infra.log.bus import RecordPosition
+from infra.log.log import Log, LogMessage
 from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.errors import BadFrame, FencedOut
 from schemas.journal import Entry, JournalRecord, effective
@@ -44,7 +44,7 @@ async def take_lease(log: Log, *, policy: str, run: str, owner: str) -> Lease:
     return lease
 
 
-async def read_records(log: Log, start: int, stop: int | None = None) -> AsyncGenerator[Message, None]:
+async def read_records(log: Log, start: int, stop: int | None = None) -> AsyncGenerator[LogMessage, None]:
     """The journal's records from offset `start` up to `stop`, by default what is its end when called.
 
     Raises BadFrame naming the offset of a record that cannot be read or is missing, OffsetOutOfRange.
@@ -127,7 +127,7 @@ def is_quarantined(entries: Iterable[Entry], step: int) -> bool:
     return any(isinstance(entry, Rollback) and entry.from_step <= step < entry.to_step for entry in entries)
 
 
-async def append(log: Log, lease: Lease, record: Entry, *, expected: int) -> Position:
+async def append(log: Log, lease: Lease, record: Entry, *, expected: int) -> RecordPosition:
     """Write one record; returns where it lies, once confirmed and known to count.
 
     expected: offset after the last record known here. Raises FencedOut where a newer fence lies between that and the

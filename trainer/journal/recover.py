@@ -30,10 +30,10 @@ async def begin_anew(log: Log, store: Store, floor: Floor, found: Checkpoint, *,
     await log.publish_all(topics.POLICIES, [filler] * max(0, token + 1 - end))
     lease = await take_lease(log, policy=policy, run=run, owner=owner)
     state = await _written(log, store, lease, found, max(version, found.position.version) + 1)
-    await claim(log, store, floor, anew=True)
     here = CheckpointPlace(state.position.step, lease.token)
     old = [one for one in await asyncio.to_thread(checkpoint.places, store, run) if one != here]
     await asyncio.to_thread(checkpoint.remove, store, run, old)
+    await claim(log, store, floor, anew=True)  # last: from then on nothing is done again
     return state
 
 

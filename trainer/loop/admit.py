@@ -14,7 +14,7 @@ from trainer.batch.batch_chain import PACED
 from trainer.batch.image_inputs import BAD_IMAGE
 from trainer.buffer.draw import Candidate, Draw
 from trainer.loop.state import Run
-from trainer.loop.step import shown
+from trainer.loop.step import with_pictures
 from trainer.loop.waiting import drop
 
 DIVERGED = "diverged"
@@ -23,9 +23,9 @@ DIVERGED = "diverged"
 async def readable(run: Run, draw: Draw) -> Draw:
     """The draw, where all of its images can be shown; else `wait`: groups that cannot be are dropped, and it is drawn
     again."""
-    if run.sight is None:
+    if run.image_inputs is None:
         return draw
-    gone = await run.in_thread(run.sight.unreadable, draw.taken, run.intake.buffer.look_at(draw.taken))
+    gone = await run.in_thread(run.image_inputs.unreadable, draw.taken, run.intake.buffer.look_at(draw.taken))
     if not gone:
         return draw
     await drop(run, Draw(dropped=tuple((one, BAD_IMAGE) for one in gone)))
@@ -69,7 +69,7 @@ async def distances(run: Run, candidates: list[Candidate]) -> dict[int, float]:
         for item in batch_items(one, block)
     ]
     packed = pack(
-        await shown(run, items),
+        await with_pictures(run, items),
         max_tokens=run.config.max_tokens_per_microbatch,
         version=run.position.version,
         exact=False,

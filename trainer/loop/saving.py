@@ -12,11 +12,11 @@ import msgspec
 from infra.log.bus import Partition
 from infra.settings.config import duration_s
 from schemas import Saved, topics
-from trainer.health.report import Stopwatch
 from trainer.journal import checkpoint
-from trainer.journal.horizon import Mark, kept, trim_below, uses_below
+from trainer.journal.horizon import CheckpointTime, kept, trim_below, uses_below
+from trainer.journal.origin import made_with
+from trainer.loop.report import Stopwatch
 from trainer.loop.state import Run
-from trainer.replay.origin import made_with
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ async def write_checkpoint(run: Run, version: int) -> None:
             version=version,
             sha256=await run.in_thread(checkpoint.state_sha256, learner),
             phase="train" if run.position.warmed_up else "warmup",
-            made_with=await run.in_thread(made_with, run),
+            made_with=await run.in_thread(made_with, run.config, run.floor, run.learner),
         )
         time_ms = await run.journal(saved)
         position = msgspec.structs.replace(run.position, version=version)
@@ -62,7 +62,7 @@ async def tidy(run: Run) -> None:
     """Remove checkpoints, buffered blocks and policies that neither resume nor replay needs any more."""
     keep_ms = int(duration_s(run.floor.keep.replay) * 1000)
     manifests = await run.in_thread(checkpoint.manifests, run.store, run.name)
-    marks = [Mark(one.place, one.time_ms) for one in manifests]
+    marks = [CheckpointTime(one.place, one.time_ms) for one in manifests]
     stay = kept(marks, newest=run.config.keep_checkpoints, keep_ms=keep_ms)
     doomed = [one.place for one in manifests if one.place not in stay]
     await run.in_thread(checkpoint.remove, run.store, run.name, doomed)

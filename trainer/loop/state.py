@@ -1,9 +1,8 @@
 """What one trainer process holds between steps; everything durable of it is in `position` and the checkpoint."""
 
 import asyncio
-import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
@@ -14,18 +13,17 @@ from infra.chain.chain import Step
 from infra.log.log import Log
 from infra.policies.policy import Probe
 from infra.settings.config import Floor
-from infra.settings.plugin import option_defaults
 from infra.store.store import Store
 from schemas import Lane
 from schemas.journal import Entry
 from trainer.batch.image_inputs import ImageInputs
 from trainer.buffer.intake import Intake
 from trainer.config import TrainerConfig
-from trainer.health.report import Stopwatch, TrainerReport
 from trainer.journal.checkpoint import Position
 from trainer.journal.journal import Lease, append
 from trainer.learners.learner import Learner
 from trainer.loop.publication import WeightPublisher
+from trainer.loop.report import Stopwatch, TrainerReport
 from trainer.losses.loss import Objective, open_objectives
 
 Arguments = ParamSpec("Arguments")
@@ -45,7 +43,7 @@ class Learning:
     report: TrainerReport
     position: Position
     # What a model that takes pictures needs besides the log; None for text alone.
-    sight: ImageInputs | None = None
+    image_inputs: ImageInputs | None = None
     probe_sequences: tuple[tuple[int, ...], ...] = ()
     # One thread for the learner: its CPU kernels keep their thread settings, and the event loop keeps reading.
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="learner"))
@@ -128,10 +126,3 @@ class Run(Learning):
         return (
             self.publication_due() and done % (self.floor.pacing.steps_per_version * self.config.checkpoint_every) == 0
         )
-
-
-def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ()) -> str:
-    """Of the settings that shape a step, so that the journal shows where they changed."""
-    steps = [[step.stamp, repr(option_defaults(step.function))] for step in chain]
-    shaping = {"trainer": msgspec.to_builtins(config), "pacing": msgspec.to_builtins(floor.pacing), "batch": steps}
-    return hashlib.sha256(msgspec.json.encode(shaping, order="deterministic")).hexdigest()[:16]

@@ -30,13 +30,14 @@ from trainer.health.guard import (
     rolled_back,
     unhealthy,
 )
-from trainer.health.report import Stopwatch
 from trainer.journal import checkpoint
-from trainer.journal.fit import restore_learner
+from trainer.journal.origin import config_hash
 from trainer.learners.learner import StepStats
+from trainer.loop.fit import restore_learner
 from trainer.loop.publication import PROBE_TOKENS, probe_sequences
+from trainer.loop.report import Stopwatch
 from trainer.loop.saving import write_checkpoint
-from trainer.loop.state import Learning, Run, config_hash
+from trainer.loop.state import Learning, Run
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ async def execute(
         run.advance(step=batch.step)
         return StepStats(finite=True, loss=math.nan, grad_norm=math.nan, values={})
     steps_done = batch.step - run.position.first_train_step
-    given = await shown(run, items)
+    given = await with_pictures(run, items)
     packed, learning_rate = step_inputs(run.config, run.floor.pacing, batch, given, steps_done)
     with Stopwatch(run.report, "learner_seconds") as watch:
         reach("learner.before_step")
@@ -107,14 +108,14 @@ async def execute(
     stats = msgspec.structs.replace(stats, reward=mean_reward(items))
     run.report.step(batch.step, list(items), stats, batch.version, watch.elapsed_s)
     sampled = [one.experience.tokens.tolist() for one in items[:4]]
-    longest = PROBE_TOKENS + (run.sight.vision.num_places if run.sight is not None else 0)
+    longest = PROBE_TOKENS + (run.image_inputs.vision.num_places if run.image_inputs is not None else 0)
     run.probe_sequences = probe_sequences(sampled, longest=longest) or run.probe_sequences
     return stats
 
 
-async def shown(run: Learning, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
-    """The items with what they show, where the model takes pictures. Raises BadFrame naming one that cannot be shown."""
-    return items if run.sight is None else await run.in_thread(run.sight.shown, items)
+async def with_pictures(run: Learning, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
+    """The items with their pictures, where the model takes any. Raises BadFrame naming one that cannot be read."""
+    return items if run.image_inputs is None else await run.in_thread(run.image_inputs.shown, items)
 
 
 async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:

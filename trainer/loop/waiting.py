@@ -17,7 +17,7 @@ from trainer.buffer.draw_share import ShareLimits
 from trainer.buffer.draw_spread import draw_spread
 from trainer.buffer.intake import Intake
 from trainer.config import LaneConfig
-from trainer.health.report import Stopwatch
+from trainer.loop.report import Stopwatch
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
 

@@ -15,7 +15,7 @@ from trainer.health.guard import unhealthy
 from trainer.loop.admit import readable
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
-from trainer.loop.step import execute, journal_draw, publish_now, settle_verdict, shown
+from trainer.loop.step import execute, journal_draw, publish_now, settle_verdict, with_pictures
 from trainer.loop.waiting import drop_lost, while_paused
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ async def warm_enough(run: Run, warmup: WarmupConfig) -> bool:
     items = validation_items(run.intake.buffer.validation())
     if not items:
         return False
-    packed = pack(await shown(run, items), max_tokens=run.config.max_tokens_per_microbatch)
+    packed = pack(await with_pictures(run, items), max_tokens=run.config.max_tokens_per_microbatch)
     accuracy = await run.in_thread(run.learner.greedy_accuracy, packed)
     run.report.set("validation_accuracy", accuracy)
     return accuracy >= warmup.stop_at

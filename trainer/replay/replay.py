@@ -15,18 +15,19 @@ import msgspec
 import numpy as np
 
 from infra.log.bus import Reader
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.policies.tensors import Tensor, to_numpy
 from infra.store.store import Store
 from schemas import Batch, Block, Rollback, Saved, decode, topics
 from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
 from schemas.journal import Entry, JournalRecord, effective
+from trainer.batch.assemble import items_of
 from trainer.batch.batch import TrainItem
-from trainer.buffer.blocks import Stored, items_of, ranges, stored
+from trainer.buffer.blocks import Stored, ranges, stored
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Manifest
-from trainer.journal.fit import first_weights, restore_learner
 from trainer.journal.journal import Pending, is_quarantined, pending, read_records
+from trainer.loop.fit import first_weights, restore_learner
 from trainer.loop.state import Learning
 from trainer.replay.repeat import repeat
 
@@ -54,7 +55,7 @@ class Survey(msgspec.Struct, frozen=True):
         return (max(times) - min(times)) / 1000 if times else 0.0
 
 
-class Start(msgspec.Struct, frozen=True):
+class ReplayStart(msgspec.Struct, frozen=True):
     """Where a replay begins. passed_over: what is wrong with older checkpoints."""
 
     manifest: Manifest
@@ -83,7 +84,9 @@ class Compared(msgspec.Struct, frozen=True):
         return self.expected == (self.got,)
 
 
-async def find_start(log: Log, store: Store, run: str, *, from_step: int | None = None, to_step: int | None) -> Start:
+async def find_start(
+    log: Log, store: Store, run: str, *, from_step: int | None = None, to_step: int | None
+) -> ReplayStart:
     """The oldest kept checkpoint that verifies, or the newest at or before `from_step`. Raises ConfigError."""
     places = checkpoint.places(store, run)
     if not places:
@@ -100,7 +103,7 @@ async def find_start(log: Log, store: Store, run: str, *, from_step: int | None 
             continue
         entries, survey = await survey_journal(log, run, manifest, to_step)
         if not is_quarantined(entries, place.step):
-            return Start(manifest, state, survey, tuple(passed_over))
+            return ReplayStart(manifest, state, survey, tuple(passed_over))
     why = "; ".join(passed_over) or f"got --from {from_step}, which lies before the oldest one kept"
     raise ConfigError(f"run {run!r}: no checkpoint to begin with: {why}")
 
@@ -220,7 +223,7 @@ class BufferTape:
             await self._reader.close()
 
 
-def _held(message: Message) -> tuple[bytes, bytes] | BadFrame:
+def _held(message: LogMessage) -> tuple[bytes, bytes] | BadFrame:
     """Frame and digest of a record, or what is wrong with it, to be told at the step that wants it."""
     try:
         one = stored(message)
@@ -254,7 +257,7 @@ async def replay(
     name: str,
     log: Log,
     store: Store,
-    start: Start,
+    start: ReplayStart,
     *,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> AsyncGenerator[Compared, None]:
@@ -283,7 +286,7 @@ async def replay(
         await buffer.close()
 
 
-async def forgotten_steps(log: Log, name: str, start: Start) -> list[int]:
+async def forgotten_steps(log: Log, name: str, start: ReplayStart) -> list[int]:
     """Steps to be replayed whose batch names what can no longer be opened, ascending."""
     lost: set[int] = set()
     for first, stop in ranges(start.survey.last_use):

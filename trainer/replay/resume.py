@@ -16,18 +16,19 @@ from infra.settings.config import Floor
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
 from schemas import PolicyEvent, Rollback, topics
+from trainer.batch.assemble import items_of
 from trainer.batch.batch import TrainItem
 from trainer.batch.image_inputs import ImageInputs
-from trainer.buffer.blocks import items_of, read_blocks
+from trainer.buffer.blocks import read_blocks
 from trainer.buffer.buffer import Buffer, candidate_of
 from trainer.buffer.intake import Intake
 from trainer.config import TrainerConfig
-from trainer.health.report import TrainerReport
 from trainer.journal import checkpoint
-from trainer.journal.fit import first_weights, restore_learner
 from trainer.journal.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
 from trainer.learners.learner import Learner
+from trainer.loop.fit import first_weights, restore_learner
 from trainer.loop.publication import WeightPublisher, published
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run, Unread
 from trainer.loop.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due
 from trainer.loop.warmup import finish_warm_up
@@ -46,7 +47,7 @@ async def resume(
     learner: Learner,
     seed: int,
     report: TrainerReport,
-    sight: ImageInputs | None = None,
+    image_inputs: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
@@ -73,7 +74,7 @@ async def resume(
         report=report,
         position=position,
         seed=seed,
-        sight=sight,
+        image_inputs=image_inputs,
     )
     if state is not None:
         await restore_learner(run, state, partial(first_weights, log, store, floor.policy.name))

@@ -28,8 +28,8 @@ from actors.engines.checks import (
 )
 from actors.engines.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
-from actors.engines.judge import Judge
-from actors.engines.shown import Shown
+from actors.engines.judge import SchemaCompiler
+from actors.engines.request_images import RequestImages
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.layers import names_to_send
@@ -55,7 +55,7 @@ class VllmEngine:
         self._llm: Any = None
         self._requests: Requests | None = None
         self._check_schema: Callable[[str], None] | None = None
-        self._judge: Judge | None = None
+        self._judge: SchemaCompiler | None = None
         self._attempts = Attempts()
         self._exchange = Exchange()
         self._version = 0
@@ -122,13 +122,13 @@ class VllmEngine:
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         requests = self._running()
         check_images(self._vision, prompt, images)
-        shown = Shown(images)
+        pictures = RequestImages(images)
         if sampling.json_schema:
             await self.prepare(sampling.json_schema)
-            return await whole(requests, prompt, sampling, on_chunk, shown)
+            return await whole(requests, prompt, sampling, on_chunk, pictures)
         if on_chunk is not None:
-            return await stream(requests, prompt, sampling, on_chunk, shown)
-        return await requests.generate(prompt, sampling, shown)
+            return await stream(requests, prompt, sampling, on_chunk, pictures)
+        return await requests.generate(prompt, sampling, pictures)
 
     async def prepare(self, json_schema: str) -> None:
         """Check the schema, also that it compiles in time. vLLM compiles it in its own process, with threads of its own, and
@@ -137,7 +137,7 @@ class VllmEngine:
         if self._check_schema is None:
             vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
             self._running().special = vocabulary.special
-            self._judge = judge = Judge(vocabulary.spellings)
+            self._judge = judge = SchemaCompiler(vocabulary.spellings)
 
             def check(json_schema: str) -> None:
                 vocabulary.check(json_schema)

@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actors.engines.shown import Shown
+from actors.engines.request_images import RequestImages
 from infra.model.vision import Prepared, Vision
 
 Input = dict[str, Any]  # as vLLM's `add_request` takes it, past its own renderer
 
 
-def prompt_input(tokens: Sequence[int], shown: Shown, vision: Vision | None) -> Input:
+def prompt_input(tokens: Sequence[int], pictures: RequestImages, vision: Vision | None) -> Input:
     """A prompt with what it shows. Prepares the pictures, so call it from a thread where there are any."""
-    if vision is None or not shown.images:
+    if vision is None or not pictures.images:
         return _text_input(tokens)
-    return _seen_input(tokens, vision.places(tokens, len(shown.images)), shown.prepared(vision), vision.num_places)
+    return _seen_input(
+        tokens, vision.places(tokens, len(pictures.images)), pictures.prepared(vision), vision.num_places
+    )
 
 
 def probe_input(tokens: Sequence[int], vision: Vision | None) -> Input:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from actors.engines.engine import Completion, EngineStopped, Sampling
-from actors.engines.shown import Shown
+from actors.engines.request_images import RequestImages
 from actors.engines.trace import spans
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.inputs import Input, probe_input, prompt_input
@@ -22,7 +22,7 @@ from infra.model.vision import Vision
 
 Waiting = asyncio.Future[Completion]
 PROBE_PRIORITY = -1  # before every other request
-NOTHING_SHOWN = Shown()
+NO_IMAGES = RequestImages()
 NEVER = -100.0  # the lowest logit bias there is
 MAX_BIASED = 1024  # tokens of a request that vLLM takes a bias for
 
@@ -48,7 +48,7 @@ class Requests:
         self._vision = vision
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
-        self._entering: dict[tuple[tuple[int, ...], Shown, Sampling], list[Waiting]] = {}
+        self._entering: dict[tuple[tuple[int, ...], RequestImages, Sampling], list[Waiting]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._params = lru_cache(64)(sampling_params or self._sampling_params)
         self._streamed_params = lru_cache(64)(streamed_params or _streamed_params)
@@ -61,12 +61,14 @@ class Requests:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, shown: Shown = NOTHING_SHOWN) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages = NO_IMAGES
+    ) -> Completion:
         """Sample one continuation."""
         waiting: Waiting = self._loop.create_future()
         if not self._entering:
             self._loop.call_soon(self._enter)
-        self._entering.setdefault((tuple(prompt), shown, sampling), []).append(waiting)
+        self._entering.setdefault((tuple(prompt), pictures, sampling), []).append(waiting)
         with self.counted():
             return await waiting
 
@@ -79,9 +81,9 @@ class Requests:
         finally:
             self.num_running -= 1
 
-    async def open(self, prompt: Sequence[int], sampling: Sampling, shown: Shown) -> tuple[Any, Any]:
+    async def open(self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages) -> tuple[Any, Any]:
         """Begin a request of its own: the queue of its outputs, and vLLM's account of it."""
-        queue = await self._submit(await self._input(prompt, shown), self._streamed_params(sampling))
+        queue = await self._submit(await self._input(prompt, pictures), self._streamed_params(sampling))
         return queue, self._llm.output_processor.request_states.get(queue.request_id)
 
     async def end(self, queue: Any) -> None:
@@ -110,19 +112,21 @@ class Requests:
 
     def _enter(self) -> None:
         entering, self._entering = self._entering, {}
-        for (prompt, shown, sampling), waiting in entering.items():
+        for (prompt, pictures, sampling), waiting in entering.items():
             free = sampling.seed is None and sampling.temperature > 0
             if free and sampling.max_tokens <= self._group_max_tokens:
-                self._begin(prompt, shown, sampling, waiting)
+                self._begin(prompt, pictures, sampling, waiting)
             else:
                 for one in waiting:
-                    self._begin(prompt, shown, sampling, [one])
+                    self._begin(prompt, pictures, sampling, [one])
 
-    def _begin(self, prompt: tuple[int, ...], shown: Shown, sampling: Sampling, waiting: list[Waiting]) -> None:
+    def _begin(
+        self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, waiting: list[Waiting]
+    ) -> None:
         waiting = [one for one in waiting if not one.done()]
         if not waiting:
             return
-        task = self._loop.create_task(self._serve(prompt, shown, sampling, waiting))
+        task = self._loop.create_task(self._serve(prompt, pictures, sampling, waiting))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         left = len(waiting)
@@ -136,11 +140,13 @@ class Requests:
         for one in waiting:
             one.add_done_callback(ended)
 
-    async def _serve(self, prompt: tuple[int, ...], shown: Shown, sampling: Sampling, waiting: list[Waiting]) -> None:
+    async def _serve(
+        self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, waiting: list[Waiting]
+    ) -> None:
         try:
-            outputs = await self._sample(prompt, shown, sampling, len(waiting))
+            outputs = await self._sample(prompt, pictures, sampling, len(waiting))
             for one, output in zip(waiting, outputs, strict=True):
-                completion = await self._completion(prompt, shown, sampling, output)
+                completion = await self._completion(prompt, pictures, sampling, output)
                 if not one.done():
                     one.set_result(completion)
         except asyncio.CancelledError:
@@ -155,7 +161,9 @@ class Requests:
                 if not one.done():
                     one.set_exception(failure)
 
-    async def _completion(self, prompt: tuple[int, ...], shown: Shown, sampling: Sampling, output: Any) -> Completion:
+    async def _completion(
+        self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, output: Any
+    ) -> Completion:
         """The completion, once all its tokens are a proved policy's.
 
         Tokens of a refused one, and those after them, are cut off, and sampling goes on from there; from the beginning
@@ -189,13 +197,13 @@ class Requests:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
                 tokens, logprobs, starts = [], [], []
             left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
-            output = (await self._sample((*prompt, *tokens), shown, left, 1))[0]
+            output = (await self._sample((*prompt, *tokens), pictures, left, 1))[0]
 
     def _sampling_params(self, sampling: Sampling, num: int) -> Any:
         return _sampling_params(sampling, num, self.special)
 
-    async def _sample(self, prompt: Sequence[int], shown: Shown, sampling: Sampling, num: int) -> list[Any]:
-        seen = await self._input(prompt, shown)
+    async def _sample(self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling, num: int) -> list[Any]:
+        seen = await self._input(prompt, pictures)
         answer = await self._answer(await self._submit(seen, self._params(sampling, num)))
         for output in answer.outputs:
             if output.finish_reason not in ("stop", "length"):
@@ -203,10 +211,10 @@ class Requests:
         outputs: list[Any] = answer.outputs
         return outputs
 
-    async def _input(self, prompt: Sequence[int], shown: Shown) -> Input:
-        if not shown.images:
-            return prompt_input(prompt, shown, None)
-        return await asyncio.to_thread(prompt_input, prompt, shown, self._vision)
+    async def _input(self, prompt: Sequence[int], pictures: RequestImages) -> Input:
+        if not pictures.images:
+            return prompt_input(prompt, pictures, None)
+        return await asyncio.to_thread(prompt_input, prompt, pictures, self._vision)
 
     async def _submit(self, prompt: Input, params: Any, *, priority: int = 0) -> Any:
         self._num_requests += 1

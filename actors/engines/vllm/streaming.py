@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling
-from actors.engines.shown import Shown
+from actors.engines.request_images import RequestImages
 from actors.engines.trace import Trace
 from actors.engines.vllm.requests import Requests
 
@@ -19,14 +19,14 @@ Label = tuple[str, int]  # of a load attempt, and the index of its first token
 
 
 async def stream(
-    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk, shown: Shown
+    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk, pictures: RequestImages
 ) -> Completion:
     """Sample one continuation, calling `on_chunk` with proved tokens."""
     trace = Trace(sampling)
     with requests.counted():
         while True:
             left = replace(sampling, max_tokens=sampling.max_tokens - len(trace.tokens))
-            queue, state = await requests.open((*prompt, *trace.tokens), left, shown)
+            queue, state = await requests.open((*prompt, *trace.tokens), left, pictures)
             try:
                 if await _follow(requests, queue, state, trace, on_chunk):
                     return trace.completion()
@@ -40,10 +40,10 @@ async def stream(
 
 
 async def whole(
-    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk | None, shown: Shown
+    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk | None, pictures: RequestImages
 ) -> Completion:
     """Sample one continuation that may have to begin again, so nothing of it is handed over before its end."""
-    completion = await requests.generate(prompt, sampling, shown)
+    completion = await requests.generate(prompt, sampling, pictures)
     if on_chunk is not None:
         for span in completion.spans:
             cut = slice(span.start, span.stop)

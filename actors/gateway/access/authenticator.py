@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from actors.gateway.access.feedback_token import FeedbackToken, read
-from actors.gateway.access.keys import TRAINS, Key, KeyBook, Refused, Scope, Train
+from actors.gateway.access.keys import TRAINS, ApiKey, KeyBook, Refused, Scope, Train
 from actors.gateway.access.quota import Quotas
 from actors.gateway.http.errors import ApiError
 from infra.observe.metrics import Metrics
@@ -37,7 +37,7 @@ class Authenticator:
         self._clock = clock
         self._quotas = Quotas()
 
-    def enter(self, route: str, authorization: str) -> Key:
+    def enter(self, route: str, authorization: str) -> ApiKey:
         """The key of a request to a route, which it opens. Raises ApiError."""
         presented = authorization[len(BEARER) :].strip() if authorization[: len(BEARER)].lower() == BEARER else ""
         try:
@@ -47,16 +47,16 @@ class Authenticator:
         self._check_scope(key, SCOPE_OF[route])
         return key
 
-    def admit(self, key: Key) -> None:
+    def admit(self, key: ApiKey) -> None:
         """Take one request from the key's quotas. Raises ApiError."""
         self._take(key.id, "requests", key.rpm, 1)
         self._take(key.id, "tokens", key.tpm, 0)
 
-    def charge(self, key: Key, num_tokens: int) -> None:
+    def charge(self, key: ApiKey, num_tokens: int) -> None:
         """Note the tokens a request used."""
         self._quotas.charge(key.id, "tokens", key.tpm, num_tokens, self._clock())
 
-    def check_answer(self, key: Key, answer: str) -> Train:
+    def check_answer(self, key: ApiKey, answer: str) -> Train:
         """Whether the answer may be trained on, as the key it was given to says. Raises ApiError unless it was given to the
         key's tenant; of an answer of an old log the key that asks says so.
         """
@@ -72,15 +72,15 @@ class Authenticator:
             raise ApiError(403, message, kind="permission_error", param="answer_id", code="other_tenant")
         return next((one for one in TRAINS if one == train), key.train)
 
-    def granted(self, token: str, answer: str) -> Key:
+    def key_of_token(self, token: str, answer: str) -> ApiKey:
         """The key that asked for a browser's token, which may say something of this one answer now. Raises ApiError."""
-        grant: FeedbackToken = read(token, self.book.secret, self._clock())
+        claims: FeedbackToken = read(token, self.book.secret, self._clock())
         try:
-            key = self.book.live(grant.key, self._clock())
+            key = self.book.live(claims.key, self._clock())
         except Refused as refused:
             raise self._refused(refused) from refused
         self._check_scope(key, SCOPE_OF["/v1/feedback"])
-        if answer != grant.answer:
+        if answer != claims.answer:
             raise ApiError(403, "the feedback token is for another answer", kind="permission_error", param="answer_id")
         self._take(f"{key.id} {answer}", "requests", TOKEN_RPM, 1)
         return key
@@ -96,7 +96,7 @@ class Authenticator:
             message = f"Rate limit reached: {per_minute} {kind} a minute. Try again in {wait_s:.1f} s."
             raise ApiError(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=wait_s)
 
-    def _check_scope(self, key: Key, scope: Scope) -> None:
+    def _check_scope(self, key: ApiKey, scope: Scope) -> None:
         if scope not in key.scopes:
             self._metrics.counter("keys_refused", reason="scope").inc()
             message = f"this key may not do that: it needs the scope {scope}"

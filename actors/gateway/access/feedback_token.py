@@ -26,9 +26,9 @@ class FeedbackToken(msgspec.Struct, frozen=True, array_like=True):
     expires_s: float
 
 
-def sign(grant: FeedbackToken, secret: bytes) -> str:
+def sign(claims: FeedbackToken, secret: bytes) -> str:
     """The token."""
-    payload = msgspec.json.encode(grant)
+    payload = msgspec.json.encode(claims)
     return f"{_text(payload)}.{_text(_mac(payload, secret))}"
 
 
@@ -41,10 +41,10 @@ def read(token: str, secret: bytes, now_s: float) -> FeedbackToken:
         raise _refused("invalid_token", "the feedback token is not one of ours") from error
     if not hmac.compare_digest(mac, _mac(body, secret)):
         raise _refused("invalid_token", "the feedback token is not one of ours")
-    grant = msgspec.json.decode(body, type=FeedbackToken)
-    if now_s >= grant.expires_s:
+    claims = msgspec.json.decode(body, type=FeedbackToken)
+    if now_s >= claims.expires_s:
         raise _refused("expired_token", "the feedback token has expired")
-    return grant
+    return claims
 
 
 def _refused(code: str, message: str) -> ApiError:

@@ -30,11 +30,11 @@ SCOPES: tuple[Scope, ...] = ("serve", "feedback", "admin")
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """One key. sha256: of its secret. train: whether what it serves may be trained on. rpm, tpm: requests and tokens a
     minute at each gateway, 0 for no limit. expires_s: seconds of the epoch, 0 for never.
 
-    Example: Key(id="abcdefghijklmnop", tenant="acme", scopes=("serve",), sha256="9f…", train="yes")
+    Example: ApiKey(id="abcdefghijklmnop", tenant="acme", scopes=("serve",), sha256="9f…", train="yes")
     """
 
     id: str
@@ -59,13 +59,13 @@ class Refused(Exception):
 class KeyBook:
     """The keys as last read from the store. secret: nobody's until then. is_read: whether it ever was."""
 
-    def __init__(self, keys: Collection[Key] = (), revoked: Collection[str] = (), secret: bytes = b"") -> None:
+    def __init__(self, keys: Collection[ApiKey] = (), revoked: Collection[str] = (), secret: bytes = b"") -> None:
         self._keys = {key.id: key for key in keys}
         self._revoked = set(revoked)
         self.secret = secret or secrets.token_bytes(32)
         self.is_read = False
 
-    def find(self, presented: str, now_s: float) -> Key:
+    def find(self, presented: str, now_s: float) -> ApiKey:
         """The key a client presents. Raises Refused."""
         if not presented:
             raise Refused("missing")
@@ -79,7 +79,7 @@ class KeyBook:
             raise Refused("wrong")
         return self.live(key.id, now_s)
 
-    def live(self, key_id: str, now_s: float) -> Key:
+    def live(self, key_id: str, now_s: float) -> ApiKey:
         """The key of that id, if it still opens. Raises Refused."""
         key = self._keys.get(key_id)
         if key is None:
@@ -97,7 +97,7 @@ class KeyBook:
         self._revoked = {name.removesuffix(REVOKED) for name in names if name.endswith(REVOKED)}
         ids = {name for name in names if not name.endswith(REVOKED)}
         for new in ids - self._keys.keys():
-            self._keys[new] = msgspec.json.decode(store.get(FOLDER + new), type=Key)
+            self._keys[new] = msgspec.json.decode(store.get(FOLDER + new), type=ApiKey)
         for gone in self._keys.keys() - ids:
             del self._keys[gone]
         self.is_read = True
@@ -105,12 +105,12 @@ class KeyBook:
 
 def create_key(
     store: Store, *, tenant: str, scopes: tuple[Scope, ...], train: Train, rpm: int, tpm: int, lives_s: float = 0.0
-) -> tuple[Key, str]:
+) -> tuple[ApiKey, str]:
     """A new key in the store, and the text a client presents: nobody can show it again. Raises StoreError."""
     app_secret(store)  # there before anybody can be served
     secret = secrets.token_urlsafe(32)
     now_s = time.time()
-    key = Key(
+    key = ApiKey(
         id="".join(secrets.choice(_ID_LETTERS) for _ in range(16)),
         tenant=tenant,
         scopes=scopes,
@@ -125,10 +125,10 @@ def create_key(
     return key, f"{PREFIX}-{key.id}-{secret}"
 
 
-def list_keys(store: Store) -> list[tuple[Key, bool]]:
+def list_keys(store: Store) -> list[tuple[ApiKey, bool]]:
     """Every key, oldest first, and whether it was revoked. Raises StoreError."""
     names = [name.removeprefix(FOLDER) for name in store.keys(FOLDER)]
-    keys = [msgspec.json.decode(store.get(FOLDER + name), type=Key) for name in names if not name.endswith(REVOKED)]
+    keys = [msgspec.json.decode(store.get(FOLDER + name), type=ApiKey) for name in names if not name.endswith(REVOKED)]
     return [(key, key.id + REVOKED in names) for key in sorted(keys, key=lambda key: key.created_s)]
 
 

@@ -19,7 +19,7 @@ from actors.gateway.http.errors import overloaded
 T = TypeVar("T")
 
 
-class Place:
+class TakenPlaces:
     """Some places that were taken."""
 
     def __init__(self, places: "Places", count: int) -> None:
@@ -41,13 +41,13 @@ class Places:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def take(self, count: int) -> Place:
+    def take(self, count: int) -> TakenPlaces:
         """Take so many. Raises ApiError where there are not."""
         if self.num_taken + count > self._limit:
             raise overloaded(f"{self.num_taken} answers are being made, at most {self._limit}")
         self.num_taken += count
         self.idle.clear()
-        return Place(self, count)
+        return TakenPlaces(self, count)
 
     def give_back(self, count: int) -> None:
         """Of a place alone."""

@@ -20,7 +20,7 @@ Short = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class Part(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True):
     """One part of a message's content; only text is taken."""
 
     type: Annotated[str, Meta(max_length=64)]
@@ -46,7 +46,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One message of a request; what a client got from us, it may send back as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Short | None = None
@@ -65,7 +65,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RequestTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tool of a request."""
 
     function: Function
@@ -83,7 +83,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_prompt(
-    messages: Sequence[ChatMessage], tools: Sequence[Tool], choice: str | Mapping[str, Any] | None
+    messages: Sequence[ChatMessage], tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None
 ) -> tuple[Prompt, str]:
     """The prompt, and the text its answer must begin with because of `tool_choice`. Raises ApiError."""
     forced = _forced(tools, choice)
@@ -201,7 +201,7 @@ def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
     return found
 
 
-def _text(content: str | list[Part] | None, index: int) -> str:
+def _text(content: str | list[ContentPart] | None, index: int) -> str:
     if not isinstance(content, list):
         return content or ""
     for at, part in enumerate(content):
@@ -219,7 +219,7 @@ def _plain(message: Mapping[str, Any]) -> str:
     return written(message["content"], calls) if calls else str(message["content"])
 
 
-def _forced(tools: Sequence[Tool], choice: str | Mapping[str, Any] | None) -> str:
+def _forced(tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None) -> str:
     """What an answer with a forced tool call begins with: the name is given, the arguments are the model's."""
     if choice in (None, "none", "auto"):
         return ""

@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], str]
 OnText = Callable[[str, Sequence[int], Sequence[float]], None]
 
 
-class Answer(msgspec.Struct):
+class SampledAnswer(msgspec.Struct):
     """What was sampled so far. text: without stop token and stop string. finish: "" while it runs.
 
     stopped: a stop token ended it. cut: a stop string did, so the text is shorter than the tokens.
@@ -42,7 +42,7 @@ class Growing:
     """An answer while it is sampled: takes chunks, tells text."""
 
     def __init__(self, decode: Decode, sampling: Sampling, stops: Sequence[str], tell: OnText) -> None:
-        self.answer = Answer()
+        self.answer = SampledAnswer()
         self.found_stop = asyncio.Event()
         self._sampling = sampling
         self._detokenizer = Detokenizer(decode)
@@ -66,7 +66,7 @@ class Growing:
             answer.cut, answer.finish = True, "stop"
             self.found_stop.set()
 
-    def finish(self) -> Answer:
+    def finish(self) -> SampledAnswer:
         """The engine has ended: tell what was held."""
         answer = self.answer
         if not self._stops.found:
@@ -82,11 +82,11 @@ class Growing:
             self._tell(piece, tokens, logprobs)
 
 
-async def sample_whole(engine: Engine, decode: Decode, prompt: Sequence[int], sampling: Sampling) -> Answer:
+async def sample_whole(engine: Engine, decode: Decode, prompt: Sequence[int], sampling: Sampling) -> SampledAnswer:
     """An answer that nobody watches: the cheapest way, where there is no stop string to look for."""
     completion = await engine.generate(prompt, sampling)
     told = completion.tokens[:-1] if completion.stopped else completion.tokens
-    return Answer(
+    return SampledAnswer(
         tokens=list(completion.tokens),
         logprobs=list(completion.logprobs),
         starts=[(span.version, span.start) for span in completion.spans],
@@ -96,7 +96,7 @@ async def sample_whole(engine: Engine, decode: Decode, prompt: Sequence[int], sa
     )
 
 
-async def sample(engine: Engine, growing: Growing, prompt: Sequence[int], sampling: Sampling) -> Answer:
+async def sample(engine: Engine, growing: Growing, prompt: Sequence[int], sampling: Sampling) -> SampledAnswer:
     """An answer that is told as it grows. Cancelling the call frees the engine's request; `growing` keeps the rest."""
     running: asyncio.Task[Completion] = asyncio.create_task(engine.generate(prompt, sampling, on_chunk=growing.take))
     stop = asyncio.create_task(growing.found_stop.wait())

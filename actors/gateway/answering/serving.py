@@ -1,4 +1,4 @@
-"""The gateway without HTTP: an ask in, answers out, and what is written of them handed to the outbox.
+"""The gateway without HTTP: takes a request, makes its answers, hands what is recorded of them to the outbox.
 
     prompt ─> tokens ─> engine (one request per choice) ─> text ─> client
                                  └──────── served ─> Recorder ─> Outbox        only with consent
@@ -15,20 +15,21 @@ from typing import Any
 import msgspec
 
 from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaRefused
-from actors.gateway.access.keys import Key, Train
-from actors.gateway.access.places import Place, Places, Rota, to_its_end
+from actors.gateway.access.keys import ApiKey, Train
+from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.access.users import Users
 from actors.gateway.answering.conversation import Called, read_calls, written
-from actors.gateway.answering.sample import Answer, Growing, OnText, sample, sample_whole
+from actors.gateway.answering.sample import Growing, OnText, SampledAnswer, sample, sample_whole
 from actors.gateway.answering.sessions import Sessions, held
 from actors.gateway.config import GatewayConfig
 from actors.gateway.http.errors import ApiError, bad, unavailable
 from actors.gateway.http.requests import ParsedRequest
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.recent import Recent
-from actors.gateway.recording.record import Recorder, Served, Tokenizer, render
+from actors.gateway.recording.record import Recorder, Served, render
 from actors.gateway.recording.tallies import Asker, Tallies
-from actors.rollout.continuation import Turn
+from actors.rollout.continuation import SampledTurn
+from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
 from schemas import Message
 from schemas.ids import answer_id, experience_id, request_group
@@ -68,9 +69,9 @@ class InFlight(msgspec.Struct, kw_only=True):
     sealed under, "" for nobody's. failed: by the engine.
     """
 
-    place: Place
-    ask: ParsedRequest
-    key: Key
+    place: TakenPlaces
+    request: ParsedRequest
+    key: ApiKey
     group: str
     session: str
     answer_ids: list[str]
@@ -82,7 +83,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     trial: int
     subject: str
     growing: list[Growing | None] = []
-    answers: list[Answer] = []
+    answers: list[SampledAnswer] = []
     failed: bool = False
 
     @property
@@ -90,14 +91,14 @@ class InFlight(msgspec.Struct, kw_only=True):
         """Tokens of all choices."""
         return sum(len(answer.tokens) for answer in self.answers)
 
-    def said(self, index: int, tools: bool) -> tuple[str, list[Called]]:
+    def content(self, index: int, tools: bool) -> tuple[str, list[Called]]:
         """Text and tool calls of a choice that has ended."""
-        text = self.ask.force + self.answers[index].text
+        text = self.request.force + self.answers[index].text
         return read_calls(text) if tools else (text, [])
 
 
 class Gateway:
-    """Serves asks on one engine."""
+    """Serves requests on one engine."""
 
     def __init__(
         self,
@@ -134,80 +135,82 @@ class Gateway:
         self._stop_tokens = stop_tokens
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
 
-    def is_long(self, ask: ParsedRequest) -> bool:
+    def is_long(self, request: ParsedRequest) -> bool:
         """Whether what comes before the first token takes long, so that a client may be gone by then."""
-        return bool(ask.json_schema) or ask.num_chars > _THREAD_CHARS
+        return bool(request.json_schema) or request.num_chars > _THREAD_CHARS
 
-    async def begin(self, ask: ParsedRequest, key: Key, session: str, place: Place, *, drawn: bool = True) -> InFlight:
+    async def begin(
+        self, request: ParsedRequest, key: ApiKey, session: str, place: TakenPlaces, *, drawn: bool = True
+    ) -> InFlight:
         """Everything before the first token. place: for its answers, its taker's to release. Raises ApiError.
 
         drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
         """
-        if ask.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
+        if request.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
             raise bad("tools: this model's chat template knows no tools", "tools")
-        name = self.name_of(ask, key, session)
-        rendered, tokens, turn, prefix = await self._tokenized(ask, key, name if session else "")
+        name = self.name_of(request, key, session)
+        rendered, tokens, turn, prefix = await self._tokenized(request, key, name if session else "")
         group = request_group(name, self._minter.epoch, self._minter.take())
-        sampling = self._sampling(ask, tokens)
-        if ask.json_schema:
-            await self._prepared(ask.json_schema, key)
+        sampling = self._sampling(request, tokens)
+        if request.json_schema:
+            await self._prepared(request.json_schema, key)
         self.served.add(group)
         return InFlight(
             place=place,
-            ask=ask,
+            request=request,
             key=key,
             group=group,
             session=name if session else "",
-            answer_ids=[answer_id(experience_id(group, 0, index)) for index in range(ask.choices)],
+            answer_ids=[answer_id(experience_id(group, 0, index)) for index in range(request.choices)],
             rendered=rendered,
             tokens=tokens,
             prefix=prefix,
             turn=turn,
             sampling=sampling,
             trial=self._trial() if drawn else -1,
-            subject=self._subject(ask, key, name if session else ""),
+            subject=self._subject(request, key, name if session else ""),
         )
 
-    async def answer(self, turns: InFlight, watch: Callable[[int], OnText] | None = None) -> None:
-        """Sample all choices into `turns`. Cancelled, it keeps and records what there is. Raises ApiError.
+    async def answer(self, in_flight: InFlight, watch: Callable[[int], OnText] | None = None) -> None:
+        """Sample all choices into `in_flight`. Cancelled, it keeps and records what there is. Raises ApiError.
 
         watch: gives the listener of a choice.
         """
-        ask = turns.ask
+        request = in_flight.request
         try:
-            turns.growing = [self._growing(turns, index, watch) for index in range(ask.choices)]
-            if ask.choices == 1:
-                turns.answers = [await self._choice(turns, 0)]
+            in_flight.growing = [self._growing(in_flight, index, watch) for index in range(request.choices)]
+            if request.choices == 1:
+                in_flight.answers = [await self._choice(in_flight, 0)]
             else:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._choice(turns, index)) for index in range(ask.choices)]
-                turns.answers = [task.result() for task in tasks]
+                    tasks = [group.create_task(self._choice(in_flight, index)) for index in range(request.choices)]
+                in_flight.answers = [task.result() for task in tasks]
         except ExceptionGroup as errors:
-            raise self._failure(errors.exceptions[0], turns) from errors
+            raise self._failure(errors.exceptions[0], in_flight) from errors
         except Exception as error:
-            raise self._failure(error, turns) from error
+            raise self._failure(error, in_flight) from error
         finally:
-            self.release(turns)
-            self._ended(turns)
+            self.release(in_flight)
+            self._ended(in_flight)
 
     @property
     def trial(self) -> int:
         """The version on trial, -1 for none, where this gateway takes part in trials."""
         return self._trial()
 
-    def release(self, turns: InFlight) -> None:
+    def release(self, in_flight: InFlight) -> None:
         """Give back its place; again is fine."""
-        turns.place.release()
+        in_flight.place.release()
 
-    def name_of(self, ask: ParsedRequest, key: Key, session: str) -> str:
+    def name_of(self, request: ParsedRequest, key: ApiKey, session: str) -> str:
         """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
 
         Requests of one name meet one side of a trial, and count as one person there.
         """
-        named = session or (f"user\x00{ask.user}" if ask.user else secrets.token_hex(16))
+        named = session or (f"user\x00{request.user}" if request.user else secrets.token_hex(16))
         return self._session_of(key, named)
 
-    def _session_of(self, key: Key, session: str) -> str:
+    def _session_of(self, key: ApiKey, session: str) -> str:
         """What a session of a key's tenant is called in ids."""
         return keyed_session(self._secret(), key.tenant, session, key.train)
 
@@ -216,35 +219,35 @@ class Gateway:
         allowed = {"nothing": (), "consented": ("yes",), "all": ("yes", "unset")}[self.config.train_on]
         return train in allowed
 
-    def _subject(self, ask: ParsedRequest, key: Key, session: str) -> str:
-        goes_on = any(message.role == "assistant" for message in ask.prompt.plain)
-        return self._users.subject(session, keyed_subject(self._secret(), key.tenant, ask.user), goes_on=goes_on)
+    def _subject(self, request: ParsedRequest, key: ApiKey, session: str) -> str:
+        goes_on = any(message.role == "assistant" for message in request.prompt.plain)
+        return self._users.subject(session, keyed_subject(self._secret(), key.tenant, request.user), goes_on=goes_on)
 
-    async def _tokenized(self, ask: ParsedRequest, key: Key, session: str) -> Tokenized:
+    async def _tokenized(self, request: ParsedRequest, key: ApiKey, session: str) -> Tokenized:
         """The prompt as tokens. A long one leaves the event loop, and of these few are looked at at once. Raises ApiError."""
         limit = self.config.limits.prompt_tokens * CHARS_PER_TOKEN
-        if ask.num_chars > limit:
-            message = f"messages: got {ask.num_chars} characters with the tools, expected at most {limit}"
+        if request.num_chars > limit:
+            message = f"messages: got {request.num_chars} characters with the tools, expected at most {limit}"
             raise bad(message, "messages", "context_length_exceeded")
-        if ask.num_chars <= _THREAD_CHARS:
-            return self._tokens(ask, session)
+        if request.num_chars <= _THREAD_CHARS:
+            return self._tokens(request, session)
         async with self._long.turn(key.id):
-            return await to_its_end(asyncio.to_thread(self._tokens, ask, session))
+            return await to_its_end(asyncio.to_thread(self._tokens, request, session))
 
-    def _tokens(self, ask: ParsedRequest, session: str) -> Tokenized:
+    def _tokens(self, request: ParsedRequest, session: str) -> Tokenized:
         """Tokens of the prompt as the template writes it and as it goes on from earlier turns, how many these are, and those
         that the answer must begin with. Raises ApiError.
         """
-        rendered = self._rendered(ask)
+        rendered = self._rendered(request)
         tokens, turn = list(rendered), 0
         if session:
-            tokens, turn = self.sessions.prompt(session, ask.prompt.plain, rendered, self.tokenizer)
-        prefix = self.tokenizer.encode(ask.force) if ask.force else []
+            tokens, turn = self.sessions.prompt(session, request.prompt.plain, rendered, self.tokenizer)
+        prefix = self.tokenizer.encode(request.force) if request.force else []
         return rendered, tokens + prefix, turn, prefix
 
-    def _rendered(self, ask: ParsedRequest) -> list[int]:
+    def _rendered(self, request: ParsedRequest) -> list[int]:
         try:
-            rendered = render(ask.prompt, self.tokenizer)
+            rendered = render(request.prompt, self.tokenizer)
         except (ValueError, RecursionError) as error:
             raise bad(f"messages: {error}", "messages") from error
         if not rendered:
@@ -257,7 +260,7 @@ class Gateway:
             )
         return rendered
 
-    async def _prepared(self, json_schema: str, key: Key) -> None:
+    async def _prepared(self, json_schema: str, key: ApiKey) -> None:
         """Wait until the engine can hold answers to the schema: before the answer's first byte, so that it can be refused.
 
         Keys take turns, so that nobody waits for more than one schema of each other key; one known lately goes first.
@@ -274,9 +277,9 @@ class Gateway:
         except EngineStopped as error:
             raise self._gone(error) from error
 
-    def _sampling(self, ask: ParsedRequest, tokens: Sequence[int]) -> Sampling:
+    def _sampling(self, request: ParsedRequest, tokens: Sequence[int]) -> Sampling:
         room = self.engine.max_model_len - len(tokens)
-        wanted = ask.max_tokens or min(self.config.limits.max_tokens, max(room, 1))
+        wanted = request.max_tokens or min(self.config.limits.max_tokens, max(room, 1))
         if wanted > room:
             raise bad(
                 f"This model's maximum context length is {self.engine.max_model_len} tokens; the request has "
@@ -286,31 +289,31 @@ class Gateway:
             )
         return Sampling(
             max_tokens=wanted,
-            temperature=ask.temperature,
+            temperature=request.temperature,
             stop=self._stop_tokens,
-            seed=ask.seed,
-            top_p=ask.top_p,
-            json_schema=ask.json_schema,
+            seed=request.seed,
+            top_p=request.top_p,
+            json_schema=request.json_schema,
         )
 
-    def _growing(self, turns: InFlight, index: int, watch: Callable[[int], OnText] | None) -> Growing | None:
-        if watch is None and not turns.ask.stops:
+    def _growing(self, in_flight: InFlight, index: int, watch: Callable[[int], OnText] | None) -> Growing | None:
+        if watch is None and not in_flight.request.stops:
             return None
         tell = watch(index) if watch is not None else _unheard
-        return Growing(self.tokenizer.decode, turns.sampling, turns.ask.stops, tell)
+        return Growing(self.tokenizer.decode, in_flight.sampling, in_flight.request.stops, tell)
 
-    def _choice(self, turns: InFlight, index: int) -> Coroutine[Any, Any, Answer]:
-        sampling, growing = turns.sampling, turns.growing[index]
+    def _choice(self, in_flight: InFlight, index: int) -> Coroutine[Any, Any, SampledAnswer]:
+        sampling, growing = in_flight.sampling, in_flight.growing[index]
         if sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
         if growing is None:
-            return sample_whole(self.engine, self.tokenizer.decode, turns.tokens, sampling)
-        return sample(self.engine, growing, turns.tokens, sampling)
+            return sample_whole(self.engine, self.tokenizer.decode, in_flight.tokens, sampling)
+        return sample(self.engine, growing, in_flight.tokens, sampling)
 
-    def _failure(self, error: BaseException, turns: InFlight) -> Exception:
+    def _failure(self, error: BaseException, in_flight: InFlight) -> Exception:
         if isinstance(error, ApiError):
             return error
-        turns.failed = not isinstance(error, ValueError)
+        in_flight.failed = not isinstance(error, ValueError)
         if isinstance(error, EngineStopped):
             return self._gone(error)
         if isinstance(error, ValueError):
@@ -322,63 +325,72 @@ class Gateway:
             self.stopped.set_result(error)
         return unavailable("the engine has stopped; it is being started again")
 
-    def _ended(self, turns: InFlight) -> None:
+    def _ended(self, in_flight: InFlight) -> None:
         """Remember and record, whole or not."""
-        if not turns.answers:
-            turns.answers = [growing.answer if growing is not None else Answer() for growing in turns.growing]
-        whole = bool(turns.answers) and all(answer.finish for answer in turns.answers)
+        if not in_flight.answers:
+            in_flight.answers = [
+                growing.answer if growing is not None else SampledAnswer() for growing in in_flight.growing
+            ]
+        whole = bool(in_flight.answers) and all(answer.finish for answer in in_flight.answers)
         metrics = self.metrics
-        metrics.counter("answers", end="whole" if whole else "broken off").inc(len(turns.answers))
-        metrics.counter("tokens").inc(turns.num_sampled)
-        self._tally(turns, whole)
-        if turns.session:
-            self._remember(turns, whole)
-        if not (self.may_record(turns.key.train) and turns.ask.store):
-            metrics.counter("not_recorded", reason="no consent").inc(len(turns.answers))
+        metrics.counter("answers", end="whole" if whole else "broken off").inc(len(in_flight.answers))
+        metrics.counter("tokens").inc(in_flight.num_sampled)
+        self._tally(in_flight, whole)
+        if in_flight.session:
+            self._remember(in_flight, whole)
+        if not (self.may_record(in_flight.key.train) and in_flight.request.store):
+            metrics.counter("not_recorded", reason="no consent").inc(len(in_flight.answers))
             return
-        if turns.num_sampled:
-            self._record(turns)
+        if in_flight.num_sampled:
+            self._record(in_flight)
 
-    def _tally(self, turns: InFlight, whole: bool) -> None:
+    def _tally(self, in_flight: InFlight, whole: bool) -> None:
         """Count for the gate what the engine did; a client that went away says nothing of it."""
-        asker = Asker(turns.key.id, turns.session or turns.subject or turns.group)
-        if turns.failed:
-            self.tallies.failed(self.engine.version, turns.trial, turns.ask.choices, asker)
+        asker = Asker(in_flight.key.id, in_flight.session or in_flight.subject or in_flight.group)
+        if in_flight.failed:
+            self.tallies.failed(self.engine.version, in_flight.trial, in_flight.request.choices, asker)
         elif whole:
-            version = min(answer.starts[0][0] for answer in turns.answers)
-            self.tallies.answered(version, turns.trial, [answer.text for answer in turns.answers], asker)
+            version = min(answer.starts[0][0] for answer in in_flight.answers)
+            self.tallies.answered(version, in_flight.trial, [answer.text for answer in in_flight.answers], asker)
 
-    def _remember(self, turns: InFlight, whole: bool) -> None:
-        answer = turns.answers[0] if turns.answers else Answer()
-        if not whole or answer.cut or len(turns.answers) > 1:
-            self.sessions.forget(turns.session)
+    def _remember(self, in_flight: InFlight, whole: bool) -> None:
+        answer = in_flight.answers[0] if in_flight.answers else SampledAnswer()
+        if not whole or answer.cut or len(in_flight.answers) > 1:
+            self.sessions.forget(in_flight.session)
             return
-        content, calls = turns.said(0, bool(turns.ask.prompt.tools))
+        content, calls = in_flight.content(0, bool(in_flight.request.prompt.tools))
         self.sessions.keep(
-            turns.session,
+            in_flight.session,
             held(
-                [*turns.tokens, *answer.tokens],
-                Turn(turns.rendered, [*turns.prefix, *answer.tokens], turns.ask.force + answer.text, answer.stopped),
-                (*turns.ask.prompt.plain, Message(role="assistant", content=written(content, calls))),
-                turns.turn + 1,
+                [*in_flight.tokens, *answer.tokens],
+                SampledTurn(
+                    in_flight.rendered,
+                    [*in_flight.prefix, *answer.tokens],
+                    in_flight.request.force + answer.text,
+                    answer.stopped,
+                ),
+                (*in_flight.request.prompt.plain, Message(role="assistant", content=written(content, calls))),
+                in_flight.turn + 1,
             ),
         )
 
-    def _record(self, turns: InFlight) -> None:
+    def _record(self, in_flight: InFlight) -> None:
         served = Served(
-            group=turns.group,
-            tenant=turns.key.tenant,
-            subject=turns.subject,
-            prompt=turns.ask.prompt,
-            tokens=turns.tokens,
-            answers=turns.answers,
-            sampling=turns.sampling,
-            prefix=turns.ask.force,
-            turn=len(turns.ask.prompt.plain) if turns.session else -1,
-            carried=turns.turn,
-            trial=turns.trial,
+            group=in_flight.group,
+            tenant=in_flight.key.tenant,
+            subject=in_flight.subject,
+            prompt=in_flight.request.prompt,
+            tokens=in_flight.tokens,
+            answers=in_flight.answers,
+            sampling=in_flight.sampling,
+            prefix=in_flight.request.force,
+            turn=len(in_flight.request.prompt.plain) if in_flight.session else -1,
+            carried=in_flight.turn,
+            trial=in_flight.trial,
         )
-        num_bytes = 8 * (len(turns.tokens) + turns.num_sampled) + sum(len(one.content) for one in served.prompt.plain)
+        num_bytes = 8 * (len(in_flight.tokens) + in_flight.num_sampled) + sum(
+            len(one.content) for one in served.prompt.plain
+        )
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.rollout.continuation import Decoder, Turn, added_tokens
+from actors.rollout.continuation import Decoder, SampledTurn, added_tokens
 from schemas import Message
 
 TOKENS = "I"  # the type code of an array of them: 4 bytes each
@@ -26,7 +26,7 @@ class HeldSession(msgspec.Struct, frozen=True):
     """
 
     tokens: "array[int]"
-    turn: Turn
+    turn: SampledTurn
     known: int
     digest: bytes
     number: int
@@ -38,7 +38,7 @@ class HeldSession(msgspec.Struct, frozen=True):
         return 4 * num_tokens + sys.getsizeof(self.turn.content) + _OBJECTS_BYTES
 
 
-def held(tokens: Sequence[int], turn: Turn, plain: Sequence[Message], number: int) -> HeldSession:
+def held(tokens: Sequence[int], turn: SampledTurn, plain: Sequence[Message], number: int) -> HeldSession:
     """A session after a turn, packed. plain: the conversation, the answer last."""
     packed = msgspec.structs.replace(turn, rendered=array(TOKENS, turn.rendered), sampled=array(TOKENS, turn.sampled))
     return HeldSession(array(TOKENS, tokens), packed, len(plain), _digest(plain), number)

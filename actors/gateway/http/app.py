@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from actors.gateway.access.authenticator import SCOPE_OF, Authenticator
 from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
-from actors.gateway.access.keys import Key
-from actors.gateway.access.places import Lasting, Place
+from actors.gateway.access.keys import ApiKey
+from actors.gateway.access.places import Lasting, TakenPlaces
 from actors.gateway.answering.serving import Gateway, InFlight
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayLimits, Webhook
@@ -29,14 +29,14 @@ from actors.gateway.http import responses
 from actors.gateway.http.errors import ApiError, bad
 from actors.gateway.http.requests import SESSION_HEADER, ParsedRequest, read_chat, read_text
 from actors.gateway.http.responses import Envelope
-from actors.gateway.http.stream import Telling
+from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
     PATH,
     FeedbackIntake,
     check_signature,
     nth_answer,
     read_feedback,
-    read_grant,
+    read_token_request,
 )
 from infra.observe.metrics import Metrics
 from infra.roles.unless import unless
@@ -58,7 +58,7 @@ class Site:
         self,
         gateway: Gateway,
         authenticator: Authenticator,
-        hearing: FeedbackIntake,
+        feedback_intake: FeedbackIntake,
         metrics: Metrics,
         *,
         models: Sequence[str],
@@ -68,8 +68,8 @@ class Site:
     ) -> None:
         self._canary = canary
         self._gateway = gateway
-        self._door = authenticator
-        self._hearing = hearing
+        self._authenticator = authenticator
+        self._feedback_intake = feedback_intake
         self._metrics = metrics
         self._models = tuple(models)
         self._webhooks = {webhook.path: webhook for webhook in webhooks}
@@ -84,7 +84,7 @@ class Site:
             ("GET", "/v1/models", self._list_models),
             ("GET", "/v1/models/{model:path}", self._show_model),
             ("POST", PATH, self._feedback),
-            ("POST", f"{PATH}/tokens", self._grant),
+            ("POST", f"{PATH}/tokens", self._issue_token),
             ("GET", "/healthz", self._health),
             ("GET", "/metrics", self._measure),
             *(("POST", path, self._webhook) for path in self._webhooks),
@@ -101,7 +101,7 @@ class Site:
         async def handle(request: Request) -> Response:
             try:
                 if path in SCOPE_OF and not (path == PATH and request.headers.get(TOKEN_HEADER)):
-                    request.state.key = self._door.enter(path, request.headers.get("authorization", ""))
+                    request.state.key = self._authenticator.enter(path, request.headers.get("authorization", ""))
                 response = await handler(request)
             except ApiError as error:
                 self._metrics.counter("refused", route=path, reason=error.reason).inc()
@@ -125,19 +125,19 @@ class Site:
     async def _answer(
         self, request: Request, read: Callable[[bytes, GatewayLimits], ParsedRequest], *, chat: bool
     ) -> Response:
-        key: Key = request.state.key
-        self._door.admit(key)
+        key: ApiKey = request.state.key
+        self._authenticator.admit(key)
         body = await self._body(request)
-        ask = read(body, self._limits)
-        if self._gateway.config.models and ask.model not in self._models:
-            raise ApiError(404, f"The model `{ask.model}` does not exist", param="model", code="model_not_found")
+        parsed = read(body, self._limits)
+        if self._gateway.config.models and parsed.model not in self._models:
+            raise ApiError(404, f"The model `{parsed.model}` does not exist", param="model", code="model_not_found")
         session = request.headers.get(SESSION_HEADER, "")
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
-        place = self._gateway.places.take(ask.choices)
+        place = self._gateway.places.take(parsed.choices)
         held = False
         try:
-            response = await self._answered(request, body, ask, key, session, chat, place)
+            response = await self._answered(request, body, parsed, key, session, chat, place)
             if held := isinstance(response, Lasting):
                 response.then(_releases(place))
             return response
@@ -146,65 +146,72 @@ class Site:
                 place.release()
 
     async def _answered(
-        self, request: Request, body: bytes, ask: ParsedRequest, key: Key, session: str, chat: bool, place: Place
+        self,
+        request: Request,
+        body: bytes,
+        parsed: ParsedRequest,
+        key: ApiKey,
+        session: str,
+        chat: bool,
+        place: TakenPlaces,
     ) -> Response:
         drawn = self._canary is None or not self._canary.takes(
-            self._gateway.name_of(ask, key, session), self._gateway.trial, self._door.book.secret
+            self._gateway.name_of(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
         )
-        if not drawn and (told := await self._from_canary(request, body, ask, chat)) is not None:
+        if not drawn and (told := await self._from_canary(request, body, parsed, chat)) is not None:
             return told
-        beginning = self._gateway.begin(ask, key, session, place, drawn=drawn)
-        turns = await (_unless_gone(request, beginning) if self._gateway.is_long(ask) else beginning)
+        beginning = self._gateway.begin(parsed, key, session, place, drawn=drawn)
+        in_flight = await (_unless_gone(request, beginning) if self._gateway.is_long(parsed) else beginning)
         envelope = Envelope(
-            id=turns.answer_ids[0],
-            answers=turns.answer_ids,
-            model=ask.model,
+            id=in_flight.answer_ids[0],
+            answers=in_flight.answer_ids,
+            model=parsed.model,
             chat=chat,
             created=responses.now_s(),
             fingerprint=f"v{self._gateway.engine.version}",
         )
-        if ask.stream:
-            return Lasting(self._streamed(turns, envelope), _releases(place))
+        if parsed.stream:
+            return Lasting(self._streamed(in_flight, envelope), _releases(place))
         try:
-            await _unless_gone(request, self._gateway.answer(turns))
+            await _unless_gone(request, self._gateway.answer(in_flight))
         finally:
-            self._gateway.release(turns)
-            self._charge(key, turns)
-        return _json(self._whole(turns, envelope))
+            self._gateway.release(in_flight)
+            self._charge(key, in_flight)
+        return _json(self._whole(in_flight, envelope))
 
-    async def _from_canary(self, request: Request, body: bytes, ask: ParsedRequest, chat: bool) -> Response | None:
+    async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, chat: bool) -> Response | None:
         """What the canary answers, None where it does not. Raises ClientDisconnect."""
         assert self._canary is not None
-        openings = ask.choices if chat else 0  # each begins with whose turn it is
-        work = self._canary.answer(request.url.path, request.headers, body, stream=ask.stream, openings=openings)
+        openings = parsed.choices if chat else 0  # each begins with whose turn it is
+        work = self._canary.answer(request.url.path, request.headers, body, stream=parsed.stream, openings=openings)
         return await _unless_gone(request, work)
 
-    async def _streamed(self, turns: InFlight, envelope: Envelope) -> AsyncGenerator[bytes, None]:
+    async def _streamed(self, in_flight: InFlight, envelope: Envelope) -> AsyncGenerator[bytes, None]:
         try:
-            async with aclosing(Telling(self._gateway, turns, envelope).events()) as events:
+            async with aclosing(EventStream(self._gateway, in_flight, envelope).events()) as events:
                 async for event in events:
                     yield event
         finally:
-            self._gateway.release(turns)
-            self._charge(turns.key, turns)
+            self._gateway.release(in_flight)
+            self._charge(in_flight.key, in_flight)
 
-    def _charge(self, key: Key, turns: InFlight) -> None:
-        self._door.charge(key, len(turns.tokens) + turns.num_sampled)
+    def _charge(self, key: ApiKey, in_flight: InFlight) -> None:
+        self._authenticator.charge(key, len(in_flight.tokens) + in_flight.num_sampled)
 
-    def _whole(self, turns: InFlight, envelope: Envelope) -> bytes:
-        decode, ask = self._gateway.tokenizer.decode, turns.ask
+    def _whole(self, in_flight: InFlight, envelope: Envelope) -> bytes:
+        decode, parsed = self._gateway.tokenizer.decode, in_flight.request
         choices = []
-        for index, answer in enumerate(turns.answers):
+        for index, answer in enumerate(in_flight.answers):
             seen = len(answer.tokens) - answer.stopped
             tokens, logprobs = answer.tokens[:seen], answer.logprobs[:seen]
             if envelope.chat:
-                text, calls = turns.said(index, bool(ask.prompt.tools))
-                found = responses.chat_logprobs(ask, decode, tokens, logprobs)
+                text, calls = in_flight.content(index, bool(parsed.prompt.tools))
+                found = responses.chat_logprobs(parsed, decode, tokens, logprobs)
                 choices.append(responses.chat_choice(envelope, index, text, calls, answer.finish, found))
             else:
-                found = responses.text_logprobs(ask, decode, tokens, logprobs)
+                found = responses.text_logprobs(parsed, decode, tokens, logprobs)
                 choices.append(responses.text_choice(envelope, index, answer.text, answer.finish, found))
-        return envelope.whole(choices, responses.usage(len(turns.tokens), turns.num_sampled))
+        return envelope.whole(choices, responses.usage(len(in_flight.tokens), in_flight.num_sampled))
 
     async def _list_models(self, request: Request) -> Response:
         return _json(msgspec.json.encode({"object": "list", "data": [self._model(name) for name in self._models]}))
@@ -227,16 +234,16 @@ class Site:
     async def _feedback(self, request: Request) -> Response:
         token = request.headers.get(TOKEN_HEADER, "")
         if not token:
-            self._door.admit(request.state.key)
+            self._authenticator.admit(request.state.key)
         said = read_feedback(await self._body(request))
         answer = nth_answer(said.answer_id, said.choice)
-        key: Key = self._door.granted(token, answer) if token else request.state.key
+        key: ApiKey = self._authenticator.key_of_token(token, answer) if token else request.state.key
         if token:
-            self._door.admit(key)
-        train = self._door.check_answer(key, answer)
+            self._authenticator.admit(key)
+        train = self._authenticator.check_answer(key, answer)
         identity, recorded = said.id or "", self._gateway.may_record(key.train) and self._gateway.may_record(train)
         if recorded:
-            identity = await self._hearing.feedback(said, answer=answer, key=key, by_token=bool(token))
+            identity = await self._feedback_intake.feedback(said, answer=answer, key=key, by_token=bool(token))
         else:
             self._metrics.counter("feedback_received", path=PATH, outcome="no consent").inc()
         told = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": recorded}
@@ -245,25 +252,25 @@ class Site:
             told["note"] = "this answer is not known here (yet); what was said waits for it until its window ends"
         return _json(msgspec.json.encode(told), status=202)
 
-    async def _grant(self, request: Request) -> Response:
-        key: Key = request.state.key
-        self._door.admit(key)
-        asked = read_grant(await self._body(request))
+    async def _issue_token(self, request: Request) -> Response:
+        key: ApiKey = request.state.key
+        self._authenticator.admit(key)
+        asked = read_token_request(await self._body(request))
         answer = nth_answer(asked.answer_id, asked.choice)
-        self._door.check_answer(key, answer)
-        expires_s = self._door.now_s() + min(asked.expires_in, MAX_LIFE_S)
-        token = sign(FeedbackToken(answer, key.id, expires_s), self._door.book.secret)
+        self._authenticator.check_answer(key, answer)
+        expires_s = self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S)
+        token = sign(FeedbackToken(answer, key.id, expires_s), self._authenticator.book.secret)
         told = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": int(expires_s)}
         return _json(msgspec.json.encode(told))
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]
         body = await self._body(request)
-        check_signature(webhook, request.headers, body, self._door.now_s())
+        check_signature(webhook, request.headers, body, self._authenticator.now_s())
         if self._gateway.config.train_on == "nothing":
             self._metrics.counter("feedback_received", path=webhook.path, outcome="no consent").inc()
         else:
-            await self._hearing.webhook(webhook, body)
+            await self._feedback_intake.webhook(webhook, body)
         return _json(b"{}", status=202)
 
     async def _health(self, request: Request) -> Response:
@@ -309,7 +316,7 @@ async def _disconnected(request: Request) -> None:
         continue
 
 
-def _releases(place: Place) -> Callable[[], Awaitable[None]]:
+def _releases(place: TakenPlaces) -> Callable[[], Awaitable[None]]:
     async def ended() -> None:
         place.release()
 

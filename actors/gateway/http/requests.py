@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from actors.gateway.answering.conversation import ChatMessage, Prompt, Tool, chat_prompt, text_prompt
+from actors.gateway.answering.conversation import ChatMessage, Prompt, RequestTool, chat_prompt, text_prompt
 from actors.gateway.answering.json_schema import ANY_OBJECT, rewritten
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import bad
@@ -91,7 +91,7 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: list[RequestTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 

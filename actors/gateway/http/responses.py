@@ -84,28 +84,28 @@ def text_choice(envelope: Envelope, index: int, text: str, finish: str | None, l
 
 
 def chat_logprobs(
-    ask: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
+    request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
 ) -> Object | None:
     """logprobs of a chat completion; of alternatives only the chosen one is known."""
-    if not ask.logprobs:
+    if not request.logprobs:
         return None
     entries = []
     for token, logprob in zip(tokens, logprobs, strict=True):
         text = decode((token,))
         one = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        entries.append({**one, "top_logprobs": [one] if ask.top_logprobs else []})
+        entries.append({**one, "top_logprobs": [one] if request.top_logprobs else []})
     return {"content": entries, "refusal": None}
 
 
 def text_logprobs(
-    ask: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
+    request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
 ) -> Object | None:
     """logprobs of a completion."""
-    if not ask.logprobs:
+    if not request.logprobs:
         return None
     texts = [decode((token,)) for token in tokens]
     offsets = [sum(len(text) for text in texts[:at]) for at in range(len(texts))]
-    top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)] if ask.top_logprobs else None
+    top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)] if request.top_logprobs else None
     return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": top, "text_offset": offsets}
 
 

@@ -16,25 +16,25 @@ from actors.gateway.http.errors import ApiError
 from actors.gateway.http.responses import Envelope
 
 
-class Telling:
+class EventStream:
     """Events of one streamed response."""
 
-    def __init__(self, gateway: Gateway, turns: InFlight, envelope: Envelope) -> None:
+    def __init__(self, gateway: Gateway, in_flight: InFlight, envelope: Envelope) -> None:
         self._gateway = gateway
-        self._turns = turns
+        self._in_flight = in_flight
         self._envelope = envelope
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._tools = bool(turns.ask.prompt.tools)
-        self._guards = [StopStrings((OPEN,) if self._tools else ()) for _ in range(turns.ask.choices)]
-        self._told = ["" for _ in range(turns.ask.choices)]
+        self._tools = bool(in_flight.request.prompt.tools)
+        self._guards = [StopStrings((OPEN,) if self._tools else ()) for _ in range(in_flight.request.choices)]
+        self._told = ["" for _ in range(in_flight.request.choices)]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Until the end; closing it ends the sampling."""
-        ask = self._turns.ask
+        request = self._in_flight.request
         task = asyncio.create_task(self._sample())
         try:
             if self._envelope.chat:
-                for index in range(ask.choices):
+                for index in range(request.choices):
                     opening = responses.chat_delta(index, {"role": "assistant", "content": ""})
                     yield self._envelope.event([opening])
             while (event := await self._events.get()) is not None:
@@ -43,15 +43,15 @@ class Telling:
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,))
-            self._gateway.release(self._turns)
+            self._gateway.release(self._in_flight)
 
     async def _sample(self) -> None:
         try:
-            await self._gateway.answer(self._turns, watch=self._watch)
-            for index in range(self._turns.ask.choices):
+            await self._gateway.answer(self._in_flight, watch=self._watch)
+            for index in range(self._in_flight.request.choices):
                 self._finish(index)
-            if self._turns.ask.usage:
-                used = responses.usage(len(self._turns.tokens), self._turns.num_sampled)
+            if self._in_flight.request.usage:
+                used = responses.usage(len(self._in_flight.tokens), self._in_flight.num_sampled)
                 self._events.put_nowait(self._envelope.event([], used))
             self._events.put_nowait(responses.DONE)
         except ApiError as error:
@@ -65,32 +65,32 @@ class Telling:
 
     def _watch(self, index: int) -> OnText:
         def tell(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-            if self._turns.ask.force:
+            if self._in_flight.request.force:
                 return  # the answer is a tool call, told when it is whole
             said = self._guards[index].add(piece)
-            if said or (tokens and self._turns.ask.logprobs):
+            if said or (tokens and self._in_flight.request.logprobs):
                 self._say(index, said, tokens, logprobs)
 
         return tell
 
     def _say(self, index: int, text: str, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
-        ask, decode = self._turns.ask, self._gateway.tokenizer.decode
+        request, decode = self._in_flight.request, self._gateway.tokenizer.decode
         self._told[index] += text
         if self._envelope.chat:
-            found = responses.chat_logprobs(ask, decode, tokens, logprobs)
+            found = responses.chat_logprobs(request, decode, tokens, logprobs)
             choice = responses.chat_delta(index, {"content": text}, logprobs=found)
         else:
-            found = responses.text_logprobs(ask, decode, tokens, logprobs)
+            found = responses.text_logprobs(request, decode, tokens, logprobs)
             choice = responses.text_choice(self._envelope, index, text, None, found)
         self._events.put_nowait(self._envelope.event([choice]))
 
     def _finish(self, index: int) -> None:
-        finish = self._turns.answers[index].finish
+        finish = self._in_flight.answers[index].finish
         if not self._envelope.chat:
             choice = responses.text_choice(self._envelope, index, "", finish, None)
             self._events.put_nowait(self._envelope.event([choice]))
             return
-        text, calls = self._turns.said(index, self._tools)
+        text, calls = self._in_flight.content(index, self._tools)
         if calls:
             finish = "tool_calls"
             deltas = responses.call_deltas(self._envelope, index, calls)

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from actors.gateway.access.keys import TRAINS, Key, Train
+from actors.gateway.access.keys import TRAINS, ApiKey, Train
 from actors.gateway.config import Webhook
 from actors.gateway.http.errors import ApiError, bad, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
@@ -61,7 +61,7 @@ class FeedbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     rater: Short | None = None
 
 
-class GrantRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/feedback/tokens. choice: as in feedback. expires_in: seconds."""
 
     answer_id: Short
@@ -83,9 +83,9 @@ def read_feedback(body: bytes) -> FeedbackRequest:
     return msgspec.structs.replace(request, kind=said[0])
 
 
-def read_grant(body: bytes) -> GrantRequest:
+def read_token_request(body: bytes) -> TokenRequest:
     """What a browser token is asked for. Raises ApiError."""
-    request: GrantRequest = _decoded(body, _grant)
+    request: TokenRequest = _decoded(body, _token_request)
     return request
 
 
@@ -143,7 +143,7 @@ class FeedbackIntake:
         self._may_record = may_record
         self._taken = Recent()
 
-    async def feedback(self, request: FeedbackRequest, *, answer: str, key: Key, by_token: bool) -> str:
+    async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey, by_token: bool) -> str:
         """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
         secret, said_by = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
         if request.rater and not by_token:
@@ -239,7 +239,7 @@ class FeedbackIntake:
 
 
 _feedback = msgspec.json.Decoder(FeedbackRequest)
-_grant = msgspec.json.Decoder(GrantRequest)
+_token_request = msgspec.json.Decoder(TokenRequest)
 
 
 def _decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.store.seal import KEY_BYTES, Key, Keys, new_key, place_of
+from infra.store.seal import KEY_BYTES, Keys, SealKey, new_key, place_of
 from infra.store.store import Store
 from schemas.errors import StoreError
 
@@ -30,12 +30,12 @@ class HeldKeys(Keys):
         self._put: Callable[[str, bytes], None] = store.put
         self._folder = folder
         self._ask_again_s = float("-inf")
-        self._held: dict[str, Key] = {}  # by subject
+        self._held: dict[str, SealKey] = {}  # by subject
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in sorted(folder.iterdir()):
             secret = path.read_bytes()
             if len(secret) == KEY_BYTES:
-                self._held[path.name.rpartition("-")[0]] = Key(path.name, secret)
+                self._held[path.name.rpartition("-")[0]] = SealKey(path.name, secret)
             else:  # killed in the middle of making it: nothing was sealed under it
                 path.unlink()
 
@@ -44,7 +44,7 @@ class HeldKeys(Keys):
         """Keys that the store does not have yet."""
         return len(self._held)
 
-    def of(self, subject: str) -> Key:
+    def of(self, subject: str) -> SealKey:
         """As in `Keys`; while the store is away, a key that is held here. Raises StoreError where none can be."""
         if self._clock() >= self._ask_again_s:
             try:
@@ -53,7 +53,7 @@ class HeldKeys(Keys):
                 self._ask_again_s = self._clock() + AWAY_S
         return self._known_of(subject) or self._held.get(subject) or self._made(subject)
 
-    def find(self, key_id: str) -> Key:
+    def find(self, key_id: str) -> SealKey:
         """As in `Keys`."""
         held = self._held.get(key_id.rpartition("-")[0])
         return held if held is not None and held.key_id == key_id else super().find(key_id)
@@ -69,13 +69,13 @@ class HeldKeys(Keys):
             path.unlink()
         self._ask_again_s = float("-inf")
 
-    def _known_of(self, subject: str) -> Key | None:
+    def _known_of(self, subject: str) -> SealKey | None:
         """The key that the subject had when the store was last there."""
         with self._lock:
             key, _ = self._known.get(self._current.get(subject, ""), (None, 0.0))
         return None if key is None or key.fault else key
 
-    def _made(self, subject: str) -> Key:
+    def _made(self, subject: str) -> SealKey:
         if len(self._held) >= MAX_HELD:
             raise StoreError(f"the store is away, and {MAX_HELD} keys wait for it")
         key_id, secret = new_key(subject)
@@ -88,5 +88,5 @@ class HeldKeys(Keys):
         except OSError as error:
             (self._folder / key_id).unlink(missing_ok=True)
             raise StoreError(f"the store is away, and a key cannot be kept here: {error.strerror}") from error
-        self._held[subject] = Key(key_id, secret)
+        self._held[subject] = SealKey(key_id, secret)
         return self._held[subject]

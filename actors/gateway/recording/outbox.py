@@ -24,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from actors.gateway.recording.spool import Spool, SpoolFull
-from infra.log.bus import Position
+from infra.log.bus import RecordPosition
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, decode, encode
 from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge, StoreError
@@ -44,7 +44,7 @@ class RecordPublisher(Protocol):
     async def answers(self, topic: Topic) -> None:
         """Return once the broker answers for the topic."""
 
-    async def publish(self, topic: Topic, record: Control | Block) -> Position:
+    async def publish(self, topic: Topic, record: Control | Block) -> RecordPosition:
         """Store one record; returns once confirmed."""
 
 

@@ -8,17 +8,17 @@ sealed under their key when it leaves here, so before queue, spool and log. Noth
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
 from actors.engines.engine import Sampling
 from actors.gateway.answering.conversation import Prompt
-from actors.gateway.answering.sample import Answer
+from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.config import RedactRules
 from infra.chain.chain import Context, Step, run_chain
 from infra.chain.redact import Redactor
+from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
 from infra.store.seal import Keys, sealed
 from schemas import Block, Experience, Message, make_experience
@@ -33,29 +33,6 @@ THREAD_TOKENS = 1024
 THREAD_CHARS = 4096
 
 
-class Tokenizer(Protocol):
-    """The part of `infra.model.model` tokenizers that a gateway needs."""
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template knows tools."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text alone."""
-
-    def encode_request(
-        self, conversation: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]
-    ) -> list[int]:
-        """Ids of a conversation up to the answer."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids."""
-
-
 class Served(msgspec.Struct, frozen=True, kw_only=True):
     """A request that was answered. tokens: of the prompt, as sampled from. prefix: text the answers begin with.
 
@@ -67,7 +44,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     prompt: Prompt
     tokens: Sequence[int]
-    answers: Sequence[Answer]
+    answers: Sequence[SampledAnswer]
     sampling: Sampling
     prefix: str = ""
     turn: int = -1
@@ -145,7 +122,7 @@ class Recorder:
         """A JSON value from outside (feedback) as it may be written."""
         return self._redactor.mask_json(value) if self._rules.on else value
 
-    def _experience(self, served: Served, answer: Answer, index: int) -> Experience:
+    def _experience(self, served: Served, answer: SampledAnswer, index: int) -> Experience:
         start = len(served.tokens)
         spans = tuple(
             replace(span, start=start + span.start, stop=start + span.stop) for span in answer.spans(served.sampling)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from actors.config import GuardConfig, PeopleConfig
+from actors.config import GateGuardConfig, PeopleConfig
 from actors.master.gate.evidence import against, log_odds_ratio, log_share_ratio, wilson
 from actors.master.gate.ratings import Ratings, Tally
 
@@ -63,7 +63,7 @@ class Before(msgspec.Struct, frozen=True):
     of_hour: dict[tuple[str, int], tuple[int, int]]
 
 
-class Heard(msgspec.Struct, frozen=True):
+class GuardEvidence(msgspec.Struct, frozen=True):
     """What people say of a stable version, against what they said before. same_hour, whatever_hour: log ratios.
 
     unrest: as in Before.
@@ -100,10 +100,10 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def breach(
-    config: GuardConfig,
+    config: GateGuardConfig,
     people: PeopleConfig,
     versions: tuple[int, int],
-    heard: Heard,
+    heard: GuardEvidence,
     new: Mapping[str, Tally],
     old: Mapping[str, Tally],
 ) -> Breach | None:
@@ -124,12 +124,12 @@ def breach(
     return Breach(version, before, f"{fault.reason}, version {before} {fault.before}", fault.numbers)
 
 
-def is_worse(config: GuardConfig, heard: Heard) -> bool:
+def is_worse(config: GateGuardConfig, heard: GuardEvidence) -> bool:
     """Whether people complain more than before."""
     return max(heard.same_hour, heard.whatever_hour) >= math.log(NUM_TESTS / config.alpha)
 
 
-def told(heard: Heard) -> str:
+def told(heard: GuardEvidence) -> str:
     """How often people complain, and did before."""
     return f"rated down by {heard.bad} of {heard.people} people, {heard.bad_before} of {heard.people_before} before"
 
@@ -168,9 +168,11 @@ def before_of(hours: Sequence[Hour]) -> Before:
     )
 
 
-def compared(config: GuardConfig, people: PeopleConfig, new: Sequence[Hour], before: Before, *, several: bool) -> Heard:
+def compared(
+    config: GateGuardConfig, people: PeopleConfig, new: Sequence[Hour], before: Before, *, several: bool
+) -> GuardEvidence:
     """The evidence of what people say. several: there is more than one tenant."""
-    found = Heard(
+    found = GuardEvidence(
         people=sum(one.people for one in new),
         bad=sum(one.bad for one in new),
         people_before=before.people,
@@ -189,7 +191,7 @@ def compared(config: GuardConfig, people: PeopleConfig, new: Sequence[Hour], bef
     return msgspec.structs.replace(found, same_hour=same, whatever_hour=gross)
 
 
-def odds_of(config: GuardConfig, share: float) -> float:
+def odds_of(config: GateGuardConfig, share: float) -> float:
     """How many times the odds are too many, where this share complains: `odds`, or fewer where `harm` more is less."""
     worse, usual = min(share + config.harm, 1.0 - 1e-6), max(share, 1e-6)
     return min(config.odds, worse / (1.0 - worse) * (1.0 - usual) / usual)
@@ -264,7 +266,7 @@ def _same_hour(odds: float, new: Sequence[Hour], before: Before) -> Collection[f
     return logs.values()
 
 
-def _whatever_hour(config: GuardConfig, new: Sequence[Hour], highest: float) -> Collection[float]:
+def _whatever_hour(config: GateGuardConfig, new: Sequence[Hour], highest: float) -> Collection[float]:
     """The evidence of each tenant against the highest share that there may be."""
     if highest + config.harm >= 1.0:
         return []

@@ -4,7 +4,7 @@ Time is that of the log: the newest record of `progress`. What is heard is weigh
 what is revised later counts with the next block.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from actors.config import GateConfig
 from actors.master.gate import guard, trial
@@ -16,7 +16,7 @@ from schemas import Closure, Progress
 MANY = 200  # ratings, or people, of which something can be said
 CROWDED = 5.0  # ratings of one person, on average, above which there are few people
 LATE = 0.2  # share of ratings that come too late to count
-MAX_GONE = 100
+MAX_GONE = 100  # versions taken back that are known as such
 MOST = 0.8  # share of the people that is almost everybody
 
 
@@ -31,8 +31,8 @@ class People:
         self._trial_ms = 0  # when the trial began
         self._stable_ms = 0  # when the stable version became it
         self._gone: set[int] = set()  # versions that customers were taken back from
-        self._of_trial: tuple[tuple[int, int, int], trial.Heard] | None = None
-        self._of_stable: tuple[tuple[int, int, int], guard.Heard] | None = None
+        self._of_trial: tuple[tuple[int, int, int], trial.TrialEvidence] | None = None
+        self._of_stable: tuple[tuple[int, int, int], guard.GuardEvidence] | None = None
         self._several: tuple[int, bool] | None = None
         self._alarms: tuple[tuple[int, int, int], list[str]] | None = None
 
@@ -54,7 +54,8 @@ class People:
             self._gone.discard(now.version)
             if now.version < was.version:
                 self._gone.add(was.version)
-                self._gone.discard(min(self._gone) if len(self._gone) > MAX_GONE else -1)
+                if len(self._gone) > MAX_GONE:
+                    self._gone.remove(min(self._gone))
         if now.trial != was.trial:
             self._trial_ms = at_ms
 
@@ -75,12 +76,12 @@ class People:
         """Whether the stable version is to give way to the one before it. Only with [master.gate.guard]."""
         config = self._config.guard
         assert config is not None
-        if before < 0 or self._now_ms - self._stable_ms > duration_s(config.watch) * 1000:
+        if self._now_ms - self._stable_ms > duration_s(config.watch) * 1000:
             return None
         served = self.ratings.of_version(version), self.ratings.of_version(before)
         return guard.breach(config, self._config.people, (version, before), self.of_stable(version), *served)
 
-    def of_trial(self, version: int, stable: int) -> trial.Heard:
+    def of_trial(self, version: int, stable: int) -> trial.TrialEvidence:
         """What is heard in a trial up to the last block."""
         assert self._config.canary is not None
         key = (version, stable, self._before_ms)
@@ -91,7 +92,7 @@ class People:
             self._of_trial = key, heard
         return self._of_trial[1]
 
-    def of_stable(self, version: int) -> guard.Heard:
+    def of_stable(self, version: int) -> guard.GuardEvidence:
         """What is heard of the stable version up to the last block."""
         assert self._config.guard is not None
         key = (version, self._stable_ms, self._before_ms)
@@ -156,7 +157,8 @@ class People:
         return (self._now_ms - self.ratings.mature_ms) // self._block_ms * self._block_ms
 
     def _tick(self, at_ms: int | None) -> None:
-        self._now_ms = max(self._now_ms, at_ms or 0)
+        if at_ms is not None:
+            self._now_ms = max(self._now_ms, at_ms)
 
 
 def few_people(version: int, voices: Voices) -> list[str]:
@@ -170,9 +172,9 @@ def few_people(version: int, voices: Voices) -> list[str]:
     ]
 
 
-def late_words(said: Iterable[list[int]]) -> list[str]:
-    """Ratings that come too late to count."""
-    bad, good, late_bad, late_good = (sum(one) for one in zip(*said, strict=True)) if (said := list(said)) else (0,) * 4
+def late_words(said: Sequence[Sequence[int]]) -> list[str]:
+    """Ratings that come too late to count. said: as `Voices.said`, of each day."""
+    bad, good, late_bad, late_good = (sum(one[kind] for one in said) for kind in range(4))
     late = late_bad + late_good
     if bad + good + late < MANY or late < LATE * (bad + good + late):
         return []

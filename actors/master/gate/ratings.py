@@ -56,7 +56,7 @@ class Voice(msgspec.Struct):
     bad: bool | None
 
 
-class Answer(msgspec.Struct):
+class RatedAnswer(msgspec.Struct):
     """One answer. people: who spoke of it in time. said: bad and good words in time, bad and good ones that came late."""
 
     arm: Arm
@@ -97,7 +97,7 @@ class Ratings:
     def __init__(self, config: PeopleConfig | None = None) -> None:
         self._config = config or PeopleConfig()
         self.mature_ms = int(duration_s(self._config.mature or "0s") * 1000)
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._answers: OrderedDict[str, RatedAnswer] = OrderedDict()
         self._trials: dict[int, Voices] = {}
         self._days: dict[int, Voices] = {}
         self._served: dict[tuple[str, Arm], Answered] = {}
@@ -109,7 +109,7 @@ class Ratings:
             if closure.lane != "live" or closure.revision or closure.version < 0:
                 return
             answered_ms = closure.answered_ms if closure.answered_ms >= 0 else at_ms
-            answer = self._answers[closure.group] = Answer((closure.version, closure.trial), answered_ms)
+            answer = self._answers[closure.group] = RatedAnswer((closure.version, closure.trial), answered_ms)
             if len(self._answers) > MAX_ANSWERS:
                 self._answers.popitem(last=False)
         if closure.revision > answer.revision:
@@ -158,7 +158,7 @@ class Ratings:
         for place in [place for place in self._served if place[1][0] not in kept and place[1][0] < newest]:
             del self._served[place]
 
-    def _change(self, group: str, answer: Answer, ratings: tuple[Rating, ...]) -> None:
+    def _change(self, group: str, answer: RatedAnswer, ratings: tuple[Rating, ...]) -> None:
         deadline_ms = answer.answered_ms + self.mature_ms
         in_time = [one for one in ratings if one.time_ms <= deadline_ms]
         late = {person_of(group, one) for one in ratings if one.time_ms > deadline_ms}
@@ -182,7 +182,7 @@ class Ratings:
     def _is_bad(self, rating: Rating) -> bool:
         return rating.value < self._config.bad_below_of.get(rating.source, self._config.bad_below)
 
-    def _places(self, answer: Answer) -> list[Voices]:
+    def _places(self, answer: RatedAnswer) -> list[Voices]:
         """The day and the trial it belongs to; the oldest of them are let go."""
         found = [_newest(self._days, answer.answered_ms // DAY_MS, MAX_DAYS)]
         if answer.arm[1] >= 0:

@@ -40,10 +40,10 @@ class TrialResult(msgspec.Struct, frozen=True):
     numbers: dict[str, float] = {}
 
 
-class Block(msgspec.Struct, frozen=True):
+class PeopleBlock(msgspec.Struct, frozen=True):
     """People of one tenant and one time on both sides, and how many of them complained.
 
-    Example: Block(tenant="mddrffqv", at_ms=1763715600000, new=2, new_bad=1, old=17, old_bad=2)
+    Example: PeopleBlock(tenant="mddrffqv", at_ms=1763715600000, new=2, new_bad=1, old=17, old_bad=2)
     """
 
     tenant: str
@@ -53,14 +53,14 @@ class Block(msgspec.Struct, frozen=True):
     old: int = 0
     old_bad: int = 0
 
-    def __add__(self, more: "Block") -> "Block":
-        return Block(
+    def __add__(self, more: "PeopleBlock") -> "PeopleBlock":
+        return PeopleBlock(
             self.tenant, more.at_ms,
             self.new + more.new, self.new_bad + more.new_bad, self.old + more.old, self.old_bad + more.old_bad,
         )  # fmt: skip
 
 
-class Heard(msgspec.Struct, frozen=True):
+class TrialEvidence(msgspec.Struct, frozen=True):
     """What people say of both sides. against, favour: log ratios; see `decided`."""
 
     people: int = 0
@@ -74,7 +74,7 @@ class Heard(msgspec.Struct, frozen=True):
 def outcome(
     config: CanaryConfig,
     people: PeopleConfig,
-    heard: Heard,
+    heard: TrialEvidence,
     new: Mapping[str, Tally],
     old: Mapping[str, Tally],
     age_ms: int,
@@ -97,9 +97,11 @@ def outcome(
     return TrialResult("")
 
 
-def heard_of(config: CanaryConfig, people: PeopleConfig, blocks: Sequence[Block], *, several: bool) -> Heard:
+def heard_of(
+    config: CanaryConfig, people: PeopleConfig, blocks: Sequence[PeopleBlock], *, several: bool
+) -> TrialEvidence:
     """What blocks of people say, up to the first that decides: whenever one looks, the same. several: see `weighed`."""
-    found = Heard(
+    found = TrialEvidence(
         people=sum(one.new for one in blocks),
         bad=sum(one.new_bad for one in blocks),
         people_stable=sum(one.old for one in blocks),
@@ -112,7 +114,7 @@ def heard_of(config: CanaryConfig, people: PeopleConfig, blocks: Sequence[Block]
     return found
 
 
-def blocks_of(voices: Voices, trial: int, stable: int, block_ms: int, before_ms: int) -> list[Block]:
+def blocks_of(voices: Voices, trial: int, stable: int, block_ms: int, before_ms: int) -> list[PeopleBlock]:
     """People of a trial by tenant and block of time, of answers given before a time."""
     counts: dict[tuple[str, int], Counter[str]] = {}
     for voice in voices:
@@ -123,16 +125,17 @@ def blocks_of(voices: Voices, trial: int, stable: int, block_ms: int, before_ms:
         found[side] += 1
         found[f"{side}_bad"] += bool(voice.bad)
     return [
-        Block(tenant, at_ms, **counts[tenant, at_ms]) for tenant, at_ms in sorted(counts, key=lambda one: one[::-1])
+        PeopleBlock(tenant, at_ms, **counts[tenant, at_ms])
+        for tenant, at_ms in sorted(counts, key=lambda one: one[::-1])
     ]
 
 
-def merged(blocks: Iterable[Block]) -> list[Block]:
+def merged(blocks: Iterable[PeopleBlock]) -> list[PeopleBlock]:
     """Blocks in the order of time; those of a tenant with too few people to compare are one with the next of that tenant.
 
     Whether a block waits depends on how many people spoke, not on what they said. The last ones still wait.
     """
-    found, waiting = [], dict[str, Block]()
+    found, waiting = [], dict[str, PeopleBlock]()
     for block in blocks:
         both = waiting.pop(block.tenant) + block if block.tenant in waiting else block
         if both.new and both.old and both.new + both.old >= LEAST_OF_BLOCK:
@@ -143,7 +146,7 @@ def merged(blocks: Iterable[Block]) -> list[Block]:
 
 
 def weighed(
-    config: CanaryConfig, people: PeopleConfig, blocks: Iterable[Block], *, several: bool
+    config: CanaryConfig, people: PeopleConfig, blocks: Iterable[PeopleBlock], *, several: bool
 ) -> Iterator[tuple[float, float]]:
     """The evidence against the version and in its favour after each block: see `decided`.
 

@@ -12,7 +12,7 @@ import msgspec
 
 from actors.engines.engine import ContextFull
 from actors.rollout.agent import Agent
-from actors.rollout.environment import Environment, EnvironmentFailed, World, world_seed
+from actors.rollout.environment import Environment, EnvironmentFailed, GuardedEnvironment, world_seed
 from actors.rollout.session import Conversation, Session
 from infra.settings.config import Positive, Seconds, Section, Use
 from infra.settings.plugin import load
@@ -46,7 +46,9 @@ class Interact(Section, frozen=True):
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""
         agent = self._agent()
-        async with World(self.environment.use, self.environment.options, timeout_s=self.timeout_s) as world:
+        async with GuardedEnvironment(
+            self.environment.use, self.environment.options, timeout_s=self.timeout_s
+        ) as world:
             outcome = await world.reset(task, seed=world_seed(task.issued.group if task.issued else task.id))
             if outcome.end is not None:
                 raise EnvironmentFailed(f"environment {self.environment.use}: ended before the first turn")

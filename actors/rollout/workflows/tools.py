@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from actors.engines.engine import ContextFull
 from actors.rollout.session import Session
-from actors.rollout.tool import Answer, Tool, answer, load_tool, read_call
+from actors.rollout.tool import Tool, ToolResult, answer, load_tool, read_call
 from infra.settings.config import Positive, Seconds, Section, Use, decode
 from schemas import Message, Score, Task
 from schemas.errors import ConfigError
@@ -90,12 +90,12 @@ class Tools:
         session.note("tool_errors", failed)
         return ()
 
-    async def _answers(self, calls: Sequence[str]) -> list[Answer]:
+    async def _answers(self, calls: Sequence[str]) -> list[ToolResult]:
         """Of all calls of one turn, run at once."""
         most, timeout_s = self._options.max_calls, self._options.timeout_s
         asked = [answer(read_call(text), self._tools, timeout_s=timeout_s) for text in calls[:most]]
         answers = list(await asyncio.gather(*asked))
-        refused = Answer(f"error: not called: at most {most} calls in one turn", failed=True)
+        refused = ToolResult(f"error: not called: at most {most} calls in one turn", failed=True)
         return answers + [refused] * (len(calls) - len(asked))
 
 

@@ -11,7 +11,7 @@ from schemas.errors import ConfigError
 Run = TypeVar("Run")
 
 
-class Finished(msgspec.Struct, frozen=True):
+class FinishedRuns(msgspec.Struct, frozen=True):
     """The file. settings: what its runs have in common, as JSON has it."""
 
     settings: dict[str, object]
@@ -26,7 +26,7 @@ def read_finished(file: Path | None, plan: msgspec.Struct, varied: Sequence[str]
     if file is None or not file.is_file():
         return []
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Finished)
+        found = msgspec.json.decode(file.read_bytes(), type=FinishedRuns)
         runs: list[Run] = [msgspec.convert(run, kind) for run in found.runs]
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{file}: got what is no sweep ({error}), expected one; give another --out") from error
@@ -39,7 +39,7 @@ def read_finished(file: Path | None, plan: msgspec.Struct, varied: Sequence[str]
 def write_finished(file: Path, plan: msgspec.Struct, varied: Sequence[str], runs: Sequence[object]) -> None:
     """Replace the file, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    held = Finished(settings=settings(plan, varied), runs=msgspec.to_builtins(runs))
+    held = FinishedRuns(settings=settings(plan, varied), runs=msgspec.to_builtins(runs))
     temporary = file.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(held), indent=1))
     temporary.replace(file)

@@ -15,9 +15,9 @@ from multiprocessing import get_context
 import msgspec
 import numpy as np
 
-from actors.config import CanaryConfig, GateSuite, GuardConfig
+from actors.config import CanaryConfig, GateGuardConfig, GateSuite
 from actors.master.gate.suites import drop, total_drop
-from infra.cli.bench.people import World, guarded, share_of, tried
+from infra.cli.bench.people import SimulatedPeople, guarded, share_of, tried
 from schemas import EvalResult
 
 AT_MOST, AT_LEAST = 0.01, 0.8
@@ -28,7 +28,7 @@ DELAYS = (("complaints slow, praise fast", 24.0, 1.0), ("complaints fast, praise
 Simulated = Callable[[int], tuple[str, int]]
 
 
-class Row(msgspec.Struct, frozen=True):
+class GateRow(msgspec.Struct, frozen=True):
     """One line. path: how it ends with a seed, and after how many ratings. worse: the new version is. promised: whether a
     promise covers it. part: one path of so many is simulated, where paths are long.
     """
@@ -59,77 +59,77 @@ class Figures(msgspec.Struct, frozen=True):
     kept: bool | None
 
 
-def rows() -> list[Row]:
+def rows() -> list[GateRow]:
     """All of them."""
     return [*_trials(), *_guards(), *_evals()]
 
 
-def _trials() -> Iterator[Row]:
+def _trials() -> Iterator[GateRow]:
     config = CanaryConfig()
 
-    def row(name: str, world: World, hours: float = 3 * DAY_H, *, part: int = 1) -> Row:
-        return Row("trial", name, partial(tried, config, world, hours), world.odds > 1.0, True, part)
+    def row(name: str, world: SimulatedPeople, hours: float = 3 * DAY_H, *, part: int = 1) -> GateRow:
+        return GateRow("trial", name, partial(tried, config, world, hours), world.odds > 1.0, True, part)
 
     for base in (0.02, 0.1, 0.3):
-        yield row(f"base {base:g}", World(base=base), 7 * DAY_H)
+        yield row(f"base {base:g}", SimulatedPeople(base=base), 7 * DAY_H)
     for base, hours in ((0.02, 7 * DAY_H), (0.1, 2 * DAY_H), (0.3, DAY_H)):
-        yield row(f"base {base:g}{TWICE}", World(base=base, odds=2.0), hours)
+        yield row(f"base {base:g}{TWICE}", SimulatedPeople(base=base, odds=2.0), hours)
     for swing, per_hour in product((0.05, 0.08), (50.0, 200.0, 1000.0)):
         name, part = f"0.1 ± {swing:g} over the day, {per_hour:g} an hour", 4 if per_hour > 200 else 1
-        yield row(name, World(swing=swing, per_hour=per_hour), part=part)
+        yield row(name, SimulatedPeople(swing=swing, per_hour=per_hour), part=part)
     for share, odds in product((0.1, 0.5), (1.0, 2.0)):
         name = f"0.05 to 0.2 in 48 h, share {share:g}{TWICE if odds > 1 else ''}"
-        yield row(name, World(base=0.05, rise=0.2, share=share, odds=odds))
+        yield row(name, SimulatedPeople(base=0.05, rise=0.2, share=share, odds=odds))
     for (name, bad_h, good_h), odds in product(DELAYS, (1.0, 2.0)):
-        yield row(name + (TWICE if odds > 1 else ""), World(bad_h=bad_h, good_h=good_h, odds=odds))
+        yield row(name + (TWICE if odds > 1 else ""), SimulatedPeople(bad_h=bad_h, good_h=good_h, odds=odds))
     for alike, each in product((0.2, 0.5), (10, 30)):
         name = f"{each} ratings a person, correlation {alike:g}"
-        yield row(name, World(each=each, alike=alike, per_hour=500.0), part=2)
+        yield row(name, SimulatedPeople(each=each, alike=alike, per_hour=500.0), part=2)
     for heavy in (0.05, 0.1):
-        yield row(f"one person gives {heavy:.0%}, complaints", World(heavy=heavy))
+        yield row(f"one person gives {heavy:.0%}, complaints", SimulatedPeople(heavy=heavy))
 
 
-def _guards() -> Iterator[Row]:
-    config = GuardConfig()
+def _guards() -> Iterator[GateRow]:
+    config = GateGuardConfig()
 
-    def row(name: str, world: World, *, promised: bool = True, part: int = 2) -> Row:
+    def row(name: str, world: SimulatedPeople, *, promised: bool = True, part: int = 2) -> GateRow:
         path = partial(guarded, config, world, 3 * DAY_H, 3 * DAY_H)
-        return Row("guard", name, path, world.odds > 1.0, promised, part)
+        return GateRow("guard", name, path, world.odds > 1.0, promised, part)
 
     for base in (0.02, 0.1, 0.3):
-        yield row(f"base {base:g}", World(base=base))
+        yield row(f"base {base:g}", SimulatedPeople(base=base))
     for base in (0.02, 0.1, 0.3):
-        yield row(f"base {base:g}{TWICE}", World(base=base, odds=2.0))
+        yield row(f"base {base:g}{TWICE}", SimulatedPeople(base=base, odds=2.0))
     for swing, per_hour in product((0.05, 0.08), (50.0, 200.0, 1000.0)):
         name, part = f"0.1 ± {swing:g} over the day, {per_hour:g} an hour", 8 if per_hour > 200 else 2
-        yield row(name, World(swing=swing, per_hour=per_hour), part=part)
-    yield row(f"0.1 ± 0.08 over the day{TWICE}", World(swing=0.08, odds=2.0))
-    yield row("0.05 to 0.2 in 48 h, promoted in the middle", World(base=0.05, rise=0.2, rise_from_h=-24.0))
-    rising = World(base=0.05, rise=0.2, rise_from_h=-24.0, odds=2.0)
+        yield row(name, SimulatedPeople(swing=swing, per_hour=per_hour), part=part)
+    yield row(f"0.1 ± 0.08 over the day{TWICE}", SimulatedPeople(swing=0.08, odds=2.0))
+    yield row("0.05 to 0.2 in 48 h, promoted in the middle", SimulatedPeople(base=0.05, rise=0.2, rise_from_h=-24.0))
+    rising = SimulatedPeople(base=0.05, rise=0.2, rise_from_h=-24.0, odds=2.0)
     yield row(f"the same{TWICE} (only gross harm is found)", rising, promised=False)
-    rising = World(base=0.05, rise=0.2)
+    rising = SimulatedPeople(base=0.05, rise=0.2)
     yield row("0.05 to 0.2 in 48 h from the promotion on (it is taken back)", rising, promised=False)
     for name, bad_h, good_h in DELAYS:
-        yield row(name, World(bad_h=bad_h, good_h=good_h))
+        yield row(name, SimulatedPeople(bad_h=bad_h, good_h=good_h))
     for alike, each in product((0.2, 0.5), (10, 30)):
         name = f"{each} ratings a person, correlation {alike:g}"
-        yield row(name, World(each=each, alike=alike, per_hour=500.0), part=4)
+        yield row(name, SimulatedPeople(each=each, alike=alike, per_hour=500.0), part=4)
     for heavy in (0.05, 0.1):
-        yield row(f"one person gives {heavy:.0%}, complaints", World(heavy=heavy))
+        yield row(f"one person gives {heavy:.0%}, complaints", SimulatedPeople(heavy=heavy))
 
 
-def _evals() -> Iterator[Row]:
+def _evals() -> Iterator[GateRow]:
     bar = GateSuite()
     for tasks in (250, 500, 2000):
-        yield Row("evals", f"{tasks} tasks, as good", partial(weighed, bar, tasks, 0.0, 2))
+        yield GateRow("evals", f"{tasks} tasks, as good", partial(weighed, bar, tasks, 0.0, 2))
     for tasks in (500, 2000):
         name = f"{tasks} tasks, 10 points worse" if tasks == 500 else f"{tasks} tasks, 5 points worse"
-        yield Row("evals", name, partial(weighed, bar, tasks, 0.1 if tasks == 500 else 0.05, 2), worse=True)
+        yield GateRow("evals", name, partial(weighed, bar, tasks, 0.1 if tasks == 500 else 0.05, 2), worse=True)
     for tasks in (500, 2000):
         name = f"{tasks} tasks, the last of {VERSIONS} as good"
-        yield Row("evals", name, partial(weighed, bar, tasks, 0.0, VERSIONS), part=4)
+        yield GateRow("evals", name, partial(weighed, bar, tasks, 0.0, VERSIONS), part=4)
         name = f"{tasks} tasks, {VERSIONS} versions of 0.3 points less each"
-        yield Row("evals", name, partial(weighed, bar, tasks, 0.003, VERSIONS), worse=True, part=20)
+        yield GateRow("evals", name, partial(weighed, bar, tasks, 0.003, VERSIONS), worse=True, part=20)
 
 
 def weighed(bar: GateSuite, tasks: int, less: float, versions: int, seed: int) -> tuple[str, int]:
@@ -153,7 +153,7 @@ def weighed(bar: GateSuite, tasks: int, less: float, versions: int, seed: int) -
     return "failed" if bounded else "passed", 0
 
 
-def figures_of(row: Row, paths: int) -> Figures:
+def figures_of(row: GateRow, paths: int) -> Figures:
     """The row on so many paths."""
     found = [row.path(seed) for seed in range(max(1, paths // row.part))]
     endings = [ended for ended, _ in found]
@@ -166,7 +166,7 @@ def figures_of(row: Row, paths: int) -> Figures:
     )  # fmt: skip
 
 
-def run(paths: int = 1000, *, jobs: int = 2, wanted: Sequence[Row] | None = None) -> list[Figures]:
+def run(paths: int = 1000, *, jobs: int = 2, wanted: Sequence[GateRow] | None = None) -> list[Figures]:
     """Every row; figures do not depend on how many jobs there are."""
     wanted = rows() if wanted is None else wanted
     if jobs == 1:

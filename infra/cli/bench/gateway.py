@@ -36,7 +36,7 @@ MESSAGES = [{"role": "user", "content": "How much is 37+45, and why is it so muc
 Ask = Callable[[], Awaitable[None]]
 
 
-class Timed(msgspec.Struct, frozen=True):
+class TimedRound(msgspec.Struct, frozen=True):
     """One round. took_s: of each answer. wall_s, cpu_s: of the round; processor time is the gateway's process's."""
 
     took_s: list[float]
@@ -56,9 +56,9 @@ def run() -> dict[str, float]:
         asyncio.Runner(loop_factory=new_loop) as clients,
     ):
         key, ports = child.told["key"], child.told["ports"]
-        alone: list[Timed] = []
-        through: list[Timed] = []
-        free: list[Timed] = []
+        alone: list[TimedRound] = []
+        through: list[TimedRound] = []
+        free: list[TimedRound] = []
         for number in range(ROUNDS + 1):
             alone.append(child.ask("alone"))
             through.append(clients.run(_through(ports["paced"], key, child, spread_s=TOKENS * TOKEN_S)))
@@ -87,11 +87,11 @@ class BenchChild(msgspec.Struct):
     process: Any
     told: dict[str, Any]
 
-    def ask(self, what: str) -> Timed:
+    def ask(self, what: str) -> TimedRound:
         """What it answers to `alone` (a round of the engine) and to `cpu` (processor time so far)."""
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
-        return msgspec.json.decode(self.process.stdout.readline(), type=Timed)
+        return msgspec.json.decode(self.process.stdout.readline(), type=TimedRound)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _pinned(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-async def _through(port: int, key: str, child: BenchChild, *, spread_s: float = 0.0) -> Timed:
+async def _through(port: int, key: str, child: BenchChild, *, spread_s: float = 0.0) -> TimedRound:
     """A round of clients that keep their connections."""
     body = json.dumps({"model": "m", "messages": MESSAGES, "max_tokens": TOKENS}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {key}\r\n"
@@ -134,7 +134,7 @@ async def _through(port: int, key: str, child: BenchChild, *, spread_s: float = 
     return msgspec.structs.replace(timed, cpu_s=child.ask("cpu").cpu_s - before)
 
 
-async def _round(asks: list[Ask], spread_s: float) -> Timed:
+async def _round(asks: list[Ask], spread_s: float) -> TimedRound:
     """Each asks one answer after the other. spread_s: they begin over so long, as clients do that know of no other."""
     took_s: list[float] = []
 
@@ -147,7 +147,7 @@ async def _round(asks: list[Ask], spread_s: float) -> Timed:
 
     begin = time.perf_counter()
     await asyncio.gather(*(client(number, ask) for number, ask in enumerate(asks)))
-    return Timed(took_s, time.perf_counter() - begin)
+    return TimedRound(took_s, time.perf_counter() - begin)
 
 
 def percentile_ms(seconds: list[float], share: int) -> float:
@@ -181,13 +181,13 @@ async def _serve(folder: Path) -> None:
             heard = partial(listening, name)
             group.create_task(_gateway_over(engine, tokenizer, store, folder / name, heard, stop))
         while asked := (await asyncio.to_thread(sys.stdin.readline)).strip():
-            timed = await _alone(engines["paced"], tokenizer) if asked == "alone" else Timed([], 0.0)
+            timed = await _alone(engines["paced"], tokenizer) if asked == "alone" else TimedRound([], 0.0)
             answer = msgspec.structs.replace(timed, cpu_s=time.process_time())
             print(msgspec.json.encode(answer).decode(), flush=True)
         stop.set()
 
 
-async def _alone(engine: "Engine", tokenizer: "Tokenizer") -> Timed:
+async def _alone(engine: "Engine", tokenizer: "Tokenizer") -> TimedRound:
     from actors.engines.engine import Sampling
 
     prompt, sampling = tokenizer.encode_request(MESSAGES), Sampling(max_tokens=TOKENS, stop=tokenizer.eos_ids)

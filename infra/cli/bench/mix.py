@@ -42,7 +42,7 @@ LABELS = {"sft": "demonstrations alone", "grpo": "reinforcement alone (grpo)", "
 Say = Callable[[str], None]
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class MixPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to run. m: supervised weight of MIX. shown: demonstrations of a step."""
 
     kinds: tuple[str, ...] = KINDS
@@ -59,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: Size = Size(hidden=128, layers=2)
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class MixResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run. accuracy: (step, held-out share), supervised steps of MIX included. known: problems with a demonstration."""
 
     kind: str
@@ -68,16 +68,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     known: int
 
 
-def run(plan: Plan | None = None, *, out: Path | None = None, say: Say = print) -> dict[str, float]:
+def run(plan: MixPlan | None = None, *, out: Path | None = None, say: Say = print) -> dict[str, float]:
     """Run the plan; best and last accuracy by kind and seed. out: folder for mix.json and mix.png, rewritten after each run.
 
     Runs that mix.json has already are not run again. Raises ConfigError where they were made under another plan.
     """
     import torch
 
-    plan = plan or Plan()
+    plan = plan or MixPlan()
     torch.set_num_threads(1)
-    results = read_finished(out and out / "mix.json", plan, VARIED, Result)
+    results = read_finished(out and out / "mix.json", plan, VARIED, MixResult)
     done = {(one.kind, one.seed) for one in results}
     with TemporaryDirectory() as scratch:
         for seed in plan.seeds:
@@ -95,7 +95,7 @@ def run(plan: Plan | None = None, *, out: Path | None = None, say: Say = print) 
     return figures
 
 
-async def one_run(folder: Path, plan: Plan, kind: str, seed: int) -> Result:
+async def one_run(folder: Path, plan: MixPlan, kind: str, seed: int) -> MixResult:
     """One curve."""
     from actors.engines.torch import TorchEngine
 
@@ -123,11 +123,11 @@ async def one_run(folder: Path, plan: Plan, kind: str, seed: int) -> Result:
                 points.append((step + 1, accuracy(learner, of.held_out)))
     finally:
         await engine.close()
-    return Result(kind=kind, seed=seed, accuracy=tuple(points), known=teacher.num_known)
+    return MixResult(kind=kind, seed=seed, accuracy=tuple(points), known=teacher.num_known)
 
 
 async def mixed_step(
-    learner: "TorchLearner", engine: "TorchEngine", practice: Deck, teacher: "Teacher", plan: Plan, step: int
+    learner: "TorchLearner", engine: "TorchEngine", practice: Deck, teacher: "Teacher", plan: MixPlan, step: int
 ) -> None:
     """Sample, show, train, load."""
     items = await sample(engine, practice.deal(plan.groups), size=plan.size, round=step)
@@ -172,7 +172,7 @@ class Teacher:
                 self._deck.add(self._every[name])
 
 
-def config_of(kind: str, plan: Plan) -> "TrainerConfig":
+def config_of(kind: str, plan: MixPlan) -> "TrainerConfig":
     """The lanes of a kind."""
     from trainer.config import LaneConfig, TrainerConfig
 
@@ -181,7 +181,7 @@ def config_of(kind: str, plan: Plan) -> "TrainerConfig":
     return TrainerConfig(lanes=lanes, threads=1, learning_rate=plan.learning_rate, betas=(0.9, 0.98))  # type: ignore[arg-type]
 
 
-def draw(results: Sequence[Result], out: Path) -> None:
+def draw(results: Sequence[MixResult], out: Path) -> None:
     """All curves in one picture."""
     from infra.cli.demo.curves import draw_curves
 

@@ -44,7 +44,7 @@ EVERY = 10  # steps between looks at the held-out tasks
 Say = Callable[[str], None]
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class OffPolicyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to run. groups, size: of one step. settled: how many of the last looks make the final accuracy."""
 
     losses: tuple[str, ...] = LOSSES
@@ -59,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: Size = Size(hidden=128, layers=2)
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class OffPolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run. accuracy: (step, held-out share) from the warm-up on. final: mean of the last looks."""
 
     loss: str
@@ -69,23 +69,23 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     final: float
 
 
-def run(plan: Plan | None = None, *, out: Path | None = None, say: Say = print) -> dict[str, float]:
+def run(plan: OffPolicyPlan | None = None, *, out: Path | None = None, say: Say = print) -> dict[str, float]:
     """Run the plan; figures by name. out: folder for offpolicy.json and offpolicy.png, rewritten after each run.
 
     Runs that offpolicy.json has already are not run again. Raises ConfigError where they were made under another plan.
     """
     import torch
 
-    plan = plan or Plan()
+    plan = plan or OffPolicyPlan()
     torch.set_num_threads(1)
-    results = read_finished(out and out / "offpolicy.json", plan, VARIED, Result)
+    results = read_finished(out and out / "offpolicy.json", plan, VARIED, OffPolicyResult)
     done = {(one.loss, one.lag, one.seed) for one in results}
     with TemporaryDirectory() as scratch:
         for seed in plan.seeds:
             missing = [(loss, lag) for loss in plan.losses for lag in plan.lags if (loss, lag, seed) not in done]
             if not missing:
                 continue
-            start = Start.made(Path(scratch) / f"model-{seed}", plan, seed)
+            start = WarmStart.made(Path(scratch) / f"model-{seed}", plan, seed)
             say(f"seed {seed}: {start.accuracy:.1%} after the warm-up")
             for loss, lag in missing:
                 results.append(asyncio.run(reinforce_at(start, plan, loss, lag, seed)))
@@ -96,7 +96,7 @@ def run(plan: Plan | None = None, *, out: Path | None = None, say: Say = print) 
     return figures(results)
 
 
-class Start(msgspec.Struct, frozen=True):
+class WarmStart(msgspec.Struct, frozen=True):
     """Where all runs of a seed begin: the model's folder, the tasks, the state after the warm-up and its accuracy."""
 
     folder: Path
@@ -105,7 +105,7 @@ class Start(msgspec.Struct, frozen=True):
     accuracy: float
 
     @classmethod
-    def made(cls, folder: Path, plan: Plan, seed: int) -> "Start":
+    def made(cls, folder: Path, plan: OffPolicyPlan, seed: int) -> "WarmStart":
         """Train on 2,000 demonstrations for the plan's steps."""
         from trainer.batch.batch import pack
 
@@ -120,7 +120,7 @@ class Start(msgspec.Struct, frozen=True):
         return cls(folder, found, learner.save(), accuracy(learner, found.held_out))
 
 
-def config_of(loss: str, plan: Plan) -> "TrainerConfig":
+def config_of(loss: str, plan: OffPolicyPlan) -> "TrainerConfig":
     """One lane under `loss` with its own defaults, and one for the warm-up."""
     from trainer.config import LaneConfig, TrainerConfig
 
@@ -129,8 +129,8 @@ def config_of(loss: str, plan: Plan) -> "TrainerConfig":
 
 
 async def reinforce_at(
-    start: Start, plan: Plan, loss: str, lag: int, seed: int, *, step_with: "StepOn | None" = None
-) -> Result:
+    start: WarmStart, plan: OffPolicyPlan, loss: str, lag: int, seed: int, *, step_with: "StepOn | None" = None
+) -> OffPolicyResult:
     """The plan's steps under one loss, on batches `lag` versions old. step_with: instead of `step_on`, to look on."""
     from actors.engines.torch import TorchEngine
 
@@ -153,10 +153,10 @@ async def reinforce_at(
     finally:
         await engine.close()
     final = statistics.fmean(share for _, share in points[-plan.settled :])
-    return Result(loss=loss, lag=lag, seed=seed, accuracy=tuple(points), final=final)
+    return OffPolicyResult(loss=loss, lag=lag, seed=seed, accuracy=tuple(points), final=final)
 
 
-async def step_on(learner: "TorchLearner", items: "Sequence[TrainItem]", *, version: int, plan: Plan) -> None:
+async def step_on(learner: "TorchLearner", items: "Sequence[TrainItem]", *, version: int, plan: OffPolicyPlan) -> None:
     """One step; none where no group differed in its rewards."""
     from trainer.batch.batch import pack
 
@@ -169,12 +169,12 @@ class StepOn(Protocol):
     """`step_on`, or what stands for it."""
 
     def __call__(
-        self, learner: "TorchLearner", items: "Sequence[TrainItem]", *, version: int, plan: Plan
+        self, learner: "TorchLearner", items: "Sequence[TrainItem]", *, version: int, plan: OffPolicyPlan
     ) -> Awaitable[None]:
         """One step."""
 
 
-def complete(results: Sequence[Result]) -> list[Result]:
+def complete(results: Sequence[OffPolicyResult]) -> list[OffPolicyResult]:
     """The runs of those losses and lags that every seed has, by loss and lag: seeds differ by more than lags do."""
     seeds = {one.seed for one in results}
     of_pair: dict[tuple[str, int], set[int]] = {}
@@ -184,7 +184,7 @@ def complete(results: Sequence[Result]) -> list[Result]:
     return sorted(found, key=lambda one: (LOSSES.index(one.loss) if one.loss in LOSSES else len(LOSSES), one.lag))
 
 
-def figures(results: Sequence[Result]) -> dict[str, float]:
+def figures(results: Sequence[OffPolicyResult]) -> dict[str, float]:
     """Final accuracy of each loss at each lag, and points below its own lag 0: means over seeds."""
     found: dict[str, float] = {}
     finals: dict[tuple[str, int], list[float]] = {}
@@ -198,7 +198,7 @@ def figures(results: Sequence[Result]) -> dict[str, float]:
     return found
 
 
-def draw(results: Sequence[Result], out: Path) -> None:
+def draw(results: Sequence[OffPolicyResult], out: Path) -> None:
     """One panel per loss, one curve per lag."""
     from infra.cli.demo.curves import draw_curves
 

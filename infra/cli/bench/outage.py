@@ -47,7 +47,7 @@ WARM_S = 5.0
 Phase = Literal["warming", "before", "away", "back"]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class OutageRequest(msgspec.Struct, frozen=True):
     """One request. took_s: from the moment it was due, late_s of it until its client got to ask. answer: the id that
     the client holds, "" where it failed."""
 
@@ -61,7 +61,7 @@ class Traffic(msgspec.Struct):
     """What clients and disk showed so far."""
 
     phase: Phase = "warming"
-    asked: list[Asked] = []
+    asked: list[OutageRequest] = []
     spool_bytes: int = 0
     over: bool = False
 
@@ -184,7 +184,7 @@ async def _ask(traffic: Traffic, settings: "Settings", key: str, per_s: float) -
                 answer = told.json()["id"] if told.status_code == 200 else ""
             except httpx.HTTPError:
                 pass  # told as a request that failed
-            traffic.asked.append(Asked(phase, time.perf_counter() - due, late_s, answer))
+            traffic.asked.append(OutageRequest(phase, time.perf_counter() - due, late_s, answer))
 
         begin, number = time.perf_counter(), 0
         async with asyncio.TaskGroup() as group:

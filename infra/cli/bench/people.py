@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.config import CanaryConfig, GuardConfig, PeopleConfig
+from actors.config import CanaryConfig, GateGuardConfig, PeopleConfig
 from actors.master.gate.guard import RESTLESS, Hour, before_of, breach, compared
-from actors.master.gate.trial import Block, decided, merged, weighed
+from actors.master.gate.trial import PeopleBlock, decided, merged, weighed
 
 HOUR_MS = 3_600_000
 BLOCK_MS = 600_000
@@ -23,7 +23,7 @@ TRIAL, STABLE = 5, 3
 Floats = NDArray[np.float64]
 
 
-class World(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedPeople(msgspec.Struct, frozen=True, kw_only=True):
     """base: share of complaints. per_hour: ratings of all people. swing: of the base over the day. rise: to so much over
     `rise_h` hours from `rise_from_h` on. each: ratings of one person, within an hour; alike: their correlation. heavy: share
     of the ratings that one person gives, complaints all of them, who meets the new version alone. odds: how many times the
@@ -47,7 +47,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 0.1
 
 
-class Said(msgspec.Struct, frozen=True):
+class RatingsByTime(msgspec.Struct, frozen=True):
     """Ratings by the time of their answers. person: -1 for the heavy one. late_h: after the answer."""
 
     at_h: Floats
@@ -57,7 +57,7 @@ class Said(msgspec.Struct, frozen=True):
     late_h: Floats
 
 
-def rate(world: World, at_h: Floats) -> Floats:
+def rate(world: SimulatedPeople, at_h: Floats) -> Floats:
     """The chance of a complaint about the stable version at a time."""
     found = world.base + world.swing * np.sin(2.0 * math.pi * at_h / 24.0)
     if world.rise is not None:
@@ -66,7 +66,9 @@ def rate(world: World, at_h: Floats) -> Floats:
     return np.clip(found, 0.0, 1.0)
 
 
-def said(world: World, random: np.random.Generator, start_h: float, end_h: float, *, drawn: bool) -> Said:
+def said(
+    world: SimulatedPeople, random: np.random.Generator, start_h: float, end_h: float, *, drawn: bool
+) -> RatingsByTime:
     """What people say of answers between two times. drawn: a share meets the new version; else everybody after hour 0."""
     num = random.poisson(world.per_hour * (end_h - start_h) / world.each)
     begun = random.uniform(start_h, end_h, num)
@@ -88,19 +90,19 @@ def said(world: World, random: np.random.Generator, start_h: float, end_h: float
         new, bad = np.concatenate([new, np.ones(many, bool)]), np.concatenate([bad, np.ones(many, bool)])
     late_h = random.exponential(1.0, at_h.size) * np.where(bad, world.bad_h, world.good_h)
     order = np.argsort(at_h, kind="stable")
-    return Said(at_h[order], person[order], new[order], bad[order], late_h[order])
+    return RatingsByTime(at_h[order], person[order], new[order], bad[order], late_h[order])
 
 
-def firsts(found: Said, mature_h: float, *, daily: bool) -> Said:
+def firsts(found: RatingsByTime, mature_h: float, *, daily: bool) -> RatingsByTime:
     """One word of each person, in a trial or on each day: about their first answer of which they speak in time."""
     kept = np.flatnonzero(found.late_h <= mature_h)
     day = np.floor(found.at_h[kept] / 24.0).astype(np.int64) if daily else np.zeros(kept.size, np.int64)
     _, index = np.unique(found.person[kept] * 4096 + day, return_index=True)
     kept = kept[np.sort(index)]
-    return Said(found.at_h[kept], found.person[kept], found.new[kept], found.bad[kept], found.late_h[kept])
+    return RatingsByTime(found.at_h[kept], found.person[kept], found.new[kept], found.bad[kept], found.late_h[kept])
 
 
-def blocks_of(voices: Said) -> list[Block]:
+def blocks_of(voices: RatingsByTime) -> list[PeopleBlock]:
     """What the trial takes, of one tenant."""
     block = np.floor(voices.at_h * HOUR_MS / BLOCK_MS).astype(np.int64)
     if not block.size:
@@ -111,13 +113,13 @@ def blocks_of(voices: Said) -> list[Block]:
         for which in (voices.new, voices.new & voices.bad, ~voices.new, ~voices.new & voices.bad)
     ]
     return [
-        Block("", int(first + index) * BLOCK_MS, *(int(count) for count in found))
+        PeopleBlock("", int(first + index) * BLOCK_MS, *(int(count) for count in found))
         for index, found in enumerate(zip(*counts, strict=True))
         if found[0] or found[2]
     ]
 
 
-def hours_of(voices: Said) -> tuple[list[Hour], list[Hour]]:
+def hours_of(voices: RatingsByTime) -> tuple[list[Hour], list[Hour]]:
     """What the guard takes, of one tenant: of the new version, and of the days before."""
     found: list[list[Hour]] = []
     for which in (voices.new, ~voices.new):
@@ -129,7 +131,7 @@ def hours_of(voices: Said) -> tuple[list[Hour], list[Hour]]:
     return found[0], found[1]
 
 
-def tried(config: CanaryConfig, world: World, hours: float, seed: int) -> tuple[str, int]:
+def tried(config: CanaryConfig, world: SimulatedPeople, hours: float, seed: int) -> tuple[str, int]:
     """How a trial ends that may take so many hours, and after how many ratings of both sides: "" where it does not."""
     found = said(world, np.random.default_rng(seed), 0.0, hours, drawn=True)
     blocks = merged(blocks_of(firsts(found, world.mature_h, daily=False)))
@@ -140,7 +142,9 @@ def tried(config: CanaryConfig, world: World, hours: float, seed: int) -> tuple[
     return "", found.at_h.size
 
 
-def guarded(config: GuardConfig, world: World, before_h: float, hours: float, seed: int) -> tuple[str, int]:
+def guarded(
+    config: GateGuardConfig, world: SimulatedPeople, before_h: float, hours: float, seed: int
+) -> tuple[str, int]:
     """Whether the guard takes a version back within so many hours, looking every hour, and after how many ratings of it.
 
     "failed" where it does; "restless" where the days before differed, so that it took none by the hour; else "".

@@ -18,7 +18,7 @@ from schemas.ids import experience_id
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, VERIFIED, Topic
 from streams.config import ScoreConfig, StreamsConfig
 from streams.reprocess.report import ReprocessReport
-from streams.reprocess.run import Order, StageName, plan, reprocess
+from streams.reprocess.run import ReprocessOrder, StageName, plan, reprocess
 
 GROUP_SIZE = 16
 PROMPT_TOKENS = 40
@@ -40,18 +40,18 @@ async def _run(groups: int, seed: int) -> dict[str, float]:
     figures: dict[str, float] = {"experiences": groups * GROUP_SIZE}
     stages: tuple[tuple[StageName, tuple[Topic, ...]], ...] = (("verify", (VERIFIED,)), ("collect", (BUFFER, PROGRESS)))
     for stage, outputs in stages:
-        seconds, report = await _timed(log, Order(stage=stage))
+        seconds, report = await _timed(log, ReprocessOrder(stage=stage))
         figures[f"{stage}_experiences_per_s"] = groups * GROUP_SIZE / seconds
         figures[f"{stage}_records_per_s"] = report.records / seconds
         await _record(log, stage, outputs)
-        seconds, report = await _timed(log, Order(stage=stage, diff=True))
+        seconds, report = await _timed(log, ReprocessOrder(stage=stage, diff=True))
         figures[f"{stage}_diff_experiences_per_s"] = groups * GROUP_SIZE / seconds
         figures[f"{stage}_compared"] = report.compared
         figures[f"{stage}_different"] = sum(change.count for change in report.changes)
     return figures
 
 
-async def _timed(log: Log, order: Order) -> tuple[float, ReprocessReport]:
+async def _timed(log: Log, order: ReprocessOrder) -> tuple[float, ReprocessReport]:
     ranges = await plan(log, order)
     started_s = time.process_time()
     report = await reprocess(log, order, ranges, Floor(app=log.app), CONFIG, lambda count: None)
@@ -60,7 +60,7 @@ async def _timed(log: Log, order: Order) -> tuple[float, ReprocessReport]:
 
 async def _record(log: Log, stage: StageName, outputs: tuple[Topic, ...]) -> None:
     """Have the log record what the stage makes of it."""
-    order = Order(stage=stage, publish=f"{log.app}-{stage}")
+    order = ReprocessOrder(stage=stage, publish=f"{log.app}-{stage}")
     await reprocess(log, order, await plan(log, order), Floor(app=log.app), CONFIG, lambda count: None)
     made = Log(log.bus, order.publish)
     for topic in outputs:

@@ -83,14 +83,22 @@ def init(
     directory: Annotated[Path, typer.Argument(help="Where to write; made if it is not there.")],
     model: Annotated[str, typer.Option(help="Model folder, or a name in the local Hugging Face cache.")] = "model",
     engine: Annotated[str, typer.Option(help="vllm or torch.")] = "vllm",
+    example: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="EXAMPLE",
+            help="agent (learns from traffic), sorting (tasks with answers) or guess (turns with an environment).",
+        ),
+    ] = "agent",
 ) -> None:
-    """Write a commented headrace.toml and a plugin folder for an agent of your own.
+    """Write a folder to begin with: a commented headrace.toml, a plugin folder and a README.
 
-    Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/]
+    Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init words --from sorting[/]
     """
     from infra.cli.init import run_init
 
-    exit_with(lambda: run_init(directory, model, engine))
+    exit_with(lambda: run_init(directory, model, engine, example))
 
 
 def check(

@@ -20,9 +20,9 @@ from rich.console import Console
 from infra.cli.connect import connected
 from infra.cli.demo.demo_task import DemoTask
 from infra.cli.demo.report import finish_report
-from infra.cli.demo.screen import Screen
+from infra.cli.demo.screen import DemoScreen
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
-from infra.cli.demo.traffic import door_sets, users_child
+from infra.cli.demo.traffic import gateway_settings, users_child
 from infra.cli.demo.watch import Watch, follow_log
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import LineFormatter
@@ -40,11 +40,11 @@ async def run_demo(options: DemoOptions) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     console = Console(stderr=True, highlight=False, quiet=options.quiet)
     config = write_settings(options)
-    sets = door_sets() if options.traffic else ()
+    sets = gateway_settings() if options.traffic else ()
     settings = load_settings(config, sets)
     log_to_file(settings.folder / "logs" / "demo.log")
     watch = Watch(started_s=started_s)
-    screen = Screen(console, watch, settings, options)
+    screen = DemoScreen(console, watch, settings, options)
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
     async with Supervisor([broker], watch.child_event) as first:

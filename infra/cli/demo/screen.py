@@ -29,7 +29,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 ROLLOUTS_ALONE = {"staleness", "engine against trainer", "sampling"}
 
 
-class Screen:
+class DemoScreen:
     """Redraws four times a second on a terminal; says little where there is none."""
 
     def __init__(self, console: Console, watch: Watch, settings: Settings, options: DemoOptions) -> None:

@@ -4,9 +4,8 @@ The demonstrations teach how to look and count too low: most pictures of two or 
 they get wrong, rewards must put right; without the picture nobody is right more often than one time in three.
 """
 
-from infra.cli.demo.char_model import Size
+from infra.cli.demo.char_model import PICTURES, Size
 from infra.cli.demo.demo_task import DemoTask
-from infra.cli.demo.eye_model import PICTURES
 
 SETTINGS = """\
 [pacing]

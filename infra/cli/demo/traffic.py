@@ -101,7 +101,7 @@ TRAFFIC = msgspec.structs.replace(
 )
 
 
-def door_sets() -> tuple[str, ...]:
+def gateway_settings() -> tuple[str, ...]:
     """`--set` arguments of every role: a port that is free now."""
     return (f"gateway.listen=127.0.0.1:{choose_address().port}",)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actors.engines.engine import Sampling, SchemaRefused
-from actors.engines.grammar import MAX_COMPILED, Grammars, Vocabulary, byte_vocabulary, folder_vocabulary
+from actors.engines.grammar import MAX_COMPILED, Grammars, TokenSpellings, byte_vocabulary, folder_vocabulary
 from infra.cli.demo.char_model import SPECIAL_TOKENS, VOCABULARY_SIZE, build_char_model
 
 STOP = 256
@@ -20,7 +20,7 @@ def asks(json_schema: str) -> Sampling:
     return Sampling(max_tokens=9, stop=(STOP,), json_schema=json_schema)
 
 
-def spelled(vocabulary: Vocabulary, allowed: np.ndarray) -> set[bytes]:
+def spelled(vocabulary: TokenSpellings, allowed: np.ndarray) -> set[bytes]:
     return {vocabulary.spellings[token] for token in np.flatnonzero(allowed)}
 
 
@@ -28,7 +28,7 @@ def test_a_schema_is_compiled_once_while_the_event_loop_runs_on() -> None:
     async def check() -> None:
         go, reads = threading.Event(), []
 
-        def read() -> Vocabulary:
+        def read() -> TokenSpellings:
             reads.append(threading.current_thread())
             go.wait(60)
             return byte_vocabulary(260)
@@ -105,6 +105,6 @@ def test_special_tokens_are_no_text_and_neither_are_ids_without_a_token(tmp_path
 
 @pytest.mark.parametrize("missing", ["{", "n", "~"])
 def test_a_vocabulary_that_lacks_what_json_may_need_is_refused(missing: str) -> None:
-    vocabulary = Vocabulary([bytes([code]) for code in range(32, 127) if chr(code) != missing])
+    vocabulary = TokenSpellings([bytes([code]) for code in range(32, 127) if chr(code) != missing])
     with pytest.raises(SchemaRefused, match="cannot spell it"):
         vocabulary.check(TEXT)

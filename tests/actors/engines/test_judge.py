@@ -8,7 +8,7 @@ import pytest
 
 from actors.engines.engine import SchemaRefused
 from actors.engines.grammar import Grammars, byte_vocabulary
-from actors.engines.judge import SHORT_CHARS, Judge
+from actors.engines.judge import SHORT_CHARS, SchemaCompiler
 
 pytestmark = pytest.mark.slow  # the process takes seconds to start
 
@@ -29,7 +29,7 @@ def slow(number: int) -> str:
 
 def test_what_takes_longer_than_the_deadline_is_refused_and_the_next_schema_finds_a_process() -> None:
     vocabulary = byte_vocabulary(260)
-    judge = Judge(vocabulary.spellings)
+    judge = SchemaCompiler(vocabulary.spellings)
     judge.check('{"type": "string"}')
     assert judge._process is None, "a short one needs none"
     judge.check(large(0))
@@ -66,7 +66,7 @@ def test_grammars_are_refused_by_the_deadline_and_compiled_within_it() -> None:
 
 
 def test_closing_lets_go_of_whoever_waits() -> None:
-    judge, told = Judge(byte_vocabulary(260).spellings), threading.Event()
+    judge, told = SchemaCompiler(byte_vocabulary(260).spellings), threading.Event()
 
     def wait() -> None:
         with pytest.raises(SchemaRefused):

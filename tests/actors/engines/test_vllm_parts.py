@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from actors.engines.engine import Chunk, EngineStopped, Sampling
-from actors.engines.shown import Shown
+from actors.engines.request_images import RequestImages
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.engine import VllmEngine
 from actors.engines.vllm.inputs import probe_input, prompt_input
@@ -153,7 +153,7 @@ def test_an_answer_held_to_a_schema_begins_again_after_a_refused_policy_and_noth
         old, bad = attempts.begin(3, proved=True), attempts.begin(4)
         held = Sampling(max_tokens=4, stop=(9,), json_schema="{}")
         left: list[Chunk] = []
-        call = asyncio.create_task(whole(requests, (5, 6), held, left.append, Shown()))
+        call = asyncio.create_task(whole(requests, (5, 6), held, left.append, RequestImages()))
         _, _, queue = await llm.next()
         attempts.decide(bad, False)
         queue.answer.set_result(answered(([1, 2, 9], [(old, 0, 2), (bad, 2, 3)]), reason="stop"))
@@ -284,16 +284,20 @@ def test_what_vllm_reads_are_the_pixels_and_places_of_the_trainer(tmp_path: Path
     first, second = (decode_image(one.image, one.picture) for one in drawings(2))
     picture = [vision.token] * vision.num_places
     tokens = [1, *picture, 9, *picture, vision.token]
-    made = prompt_input(tokens, Shown([first, second]), vision)
+    made = prompt_input(tokens, RequestImages([first, second]), vision)
     assert made["prompt_token_ids"] == tokens
     assert [(one.offset, one.length) for one in made["mm_placeholders"]["image"]] == [(1, 4), (6, 4)]
     for item, image in zip(made["mm_kwargs"]["image"], (first, second), strict=True):
         np.testing.assert_array_equal(item["pixel_values"].data.numpy(), vision.prepare(image))
     names = made["mm_hashes"]["image"]
     assert names[0] != names[1]
-    assert prompt_input(tokens, Shown([second, first]), vision)["mm_hashes"]["image"] == names[::-1]
+    assert prompt_input(tokens, RequestImages([second, first]), vision)["mm_hashes"]["image"] == names[::-1]
     assert probe_input(tokens, vision)["mm_hashes"]["image"] not in (names, names[::-1])
-    assert probe_input([1, 9], vision) == prompt_input([1, 9], Shown(), vision) == prompt_input([1, 9], Shown(), None)
+    assert (
+        probe_input([1, 9], vision)
+        == prompt_input([1, 9], RequestImages(), vision)
+        == prompt_input([1, 9], RequestImages(), None)
+    )
 
 
 def test_the_environment_is_as_before_after_the_start() -> None:

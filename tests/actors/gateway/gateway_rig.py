@@ -15,7 +15,7 @@ from actors.engines.scripted import ScriptedEngine
 from actors.gateway.access.keys import Scope, Train, create_key
 from actors.gateway.config import GatewayConfig, GatewayLimits, Webhook
 from actors.gateway.serve import run_gateway
-from infra.log.bus import Headers, Position
+from infra.log.bus import Headers, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
@@ -71,7 +71,7 @@ class AwayBus(MemoryBus):
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         self._check()
         return await super().send(topic, value, key=key, headers=headers, partition=partition)
 

@@ -18,7 +18,7 @@ from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from actors.gateway.http.requests import read_chat, read_text
 from actors.gateway.recording.record import THREAD_TOKENS
-from actors.rollout.continuation import Turn
+from actors.rollout.continuation import SampledTurn
 from schemas import Message
 from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, says, serving
 
@@ -176,7 +176,7 @@ def test_tools_count_as_the_prompt_does() -> None:
 
 def session(num_tokens: int, content: str = "Hi") -> HeldSession:
     plain = (Message(role="user", content=content), Message(role="assistant", content="y"))
-    return held(range(num_tokens), Turn(range(num_tokens - 1), [7], "y", True), plain, 1)
+    return held(range(num_tokens), SampledTurn(range(num_tokens - 1), [7], "y", True), plain, 1)
 
 
 def test_sessions_are_bounded_in_bytes_as_well_as_in_number() -> None:
@@ -201,7 +201,7 @@ def test_sessions_are_bounded_in_bytes_as_well_as_in_number() -> None:
 def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_is_the_same() -> None:
     sessions = Sessions(limit=2, max_bytes=1_000_000)
     plain = (Message(role="user", content="Hi"), Message(role="assistant", content="y"))
-    one = held([1, 2, 3, 9], Turn([1, 2, 4], [3, 9], "y", True), plain, 4)
+    one = held([1, 2, 3, 9], SampledTurn([1, 2, 4], [3, 9], "y", True), plain, 4)
     assert isinstance(one.tokens, array) and isinstance(one.turn.rendered, array) and one.num_bytes < 2000
     sessions.keep("s", one)
     following, other = Message(role="user", content="and?"), Message(role="user", content="Ho")

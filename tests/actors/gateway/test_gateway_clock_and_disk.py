@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from actors.gateway.access.authenticator import Authenticator
 from actors.gateway.access.feedback_token import FeedbackToken, sign
-from actors.gateway.access.keys import Key, KeyBook
+from actors.gateway.access.keys import ApiKey, KeyBook
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from actors.gateway.recording.spool import Spool, SpoolFull
@@ -24,7 +24,7 @@ from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 from tests.actors.rig import until
 
 HOUR_S = 3600.0
-KEY = Key(id="a" * 16, tenant="acme", scopes=("serve", "feedback"), sha256="9f", rpm=2, expires_s=1e6 + HOUR_S / 2)
+KEY = ApiKey(id="a" * 16, tenant="acme", scopes=("serve", "feedback"), sha256="9f", rpm=2, expires_s=1e6 + HOUR_S / 2)
 
 
 class Clock:
@@ -54,15 +54,15 @@ def test_a_token_and_a_key_outlive_their_time_by_no_more_than_the_clock_is_off()
     book = KeyBook([KEY])
     authenticator = Authenticator(book, Metrics("t"), clock)
     token = sign(FeedbackToken(ANSWER, KEY.id, clock.now_s + 60), book.secret)
-    assert authenticator.granted(token, ANSWER) == KEY
+    assert authenticator.key_of_token(token, ANSWER) == KEY
     clock.now_s -= HOUR_S
-    assert authenticator.granted(token, ANSWER) == KEY, "for somebody whose clock is behind it is only younger"
+    assert authenticator.key_of_token(token, ANSWER) == KEY, "for somebody whose clock is behind it is only younger"
     clock.now_s += 2 * HOUR_S
     with pytest.raises(ApiError) as caught:
-        authenticator.granted(token, ANSWER)
+        authenticator.key_of_token(token, ANSWER)
     assert (caught.value.status, caught.value.code) == (401, "expired_token")
     with pytest.raises(ApiError) as late:
-        authenticator.granted(sign(FeedbackToken(ANSWER, KEY.id, clock.now_s + 60), book.secret), ANSWER)
+        authenticator.key_of_token(sign(FeedbackToken(ANSWER, KEY.id, clock.now_s + 60), book.secret), ANSWER)
     assert (late.value.status, late.value.code) == (401, "invalid_api_key"), "the key has expired"
 
 

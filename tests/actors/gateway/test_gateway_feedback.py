@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from actors.gateway.access.feedback_token import read as read_token
 from actors.gateway.config import Webhook
 from actors.gateway.http.errors import ApiError
-from actors.gateway.recording.feedback_intake import check_signature, nth_answer, read_feedback, read_grant
+from actors.gateway.recording.feedback_intake import check_signature, nth_answer, read_feedback, read_token_request
 from infra.store.memory import MemoryStore
 from infra.store.seal import FOLDER, Keys, open_event, open_text
 from schemas.errors import StoreError
@@ -109,7 +109,7 @@ def test_signatures_in_hexadecimal_and_base64_open_and_forged_or_old_ones_do_not
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=8) | st.lists(st.text(max_size=3), max_size=2),
 ).map(lambda value: json.dumps(value).encode()))  # fmt: skip
 def test_any_bytes_are_feedback_or_a_400(body: bytes) -> None:
-    for read in (read_feedback, read_grant):
+    for read in (read_feedback, read_token_request):
         try:
             read(body)
         except ApiError as error:

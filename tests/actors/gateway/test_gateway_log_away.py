@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.spool import Spool, SpoolFull
-from infra.log.bus import Headers, Partition, Position
+from infra.log.bus import Headers, Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
@@ -188,7 +188,7 @@ class SilentBus(AwayBus):
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> Position:
+    ) -> RecordPosition:
         self.num_records += self.away
         return await super().send(topic, value, key=key, headers=headers, partition=partition)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.access.places import Lasting, Place, Places, Rota, to_its_end
+from actors.gateway.access.places import Lasting, Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.config import CanaryShare, GatewayLimits
 from actors.gateway.http.errors import ApiError
 from infra.log.memory import MemoryBus
@@ -44,7 +44,7 @@ async def all_back(served: Served, limit: int) -> None:
 @given(st.lists(st.integers(-6, 4).filter(bool)))
 def test_never_more_places_are_taken_than_there_are_and_each_is_given_back_once(steps: list[int]) -> None:
     async def check() -> None:
-        places, taken = Places(8), list[tuple[int, Place]]()
+        places, taken = Places(8), list[tuple[int, TakenPlaces]]()
         for step in steps:
             if step > 0:
                 with suppress(ApiError):

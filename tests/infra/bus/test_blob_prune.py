@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from infra.log.blob_prune import LEEWAY_DAYS, claimed_keys, prune_frames
-from infra.log.blobs import PREFIX, day_of, day_of_key, deposit, is_claim, read_claim
-from infra.log.bus import Partition, Position
+from infra.log.blobs import day_of, day_of_key, deposit, is_claim, read_claim
+from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
+from infra.store.store import BLOBS
 from schemas import Block, DeadLetter, make_experience
 from schemas.errors import StoreError
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, EXPERTS, Topic
@@ -44,12 +45,12 @@ async def log_on(store: MemoryStore) -> Log:
     return log
 
 
-async def send(log: Log, topic: Topic, value: bytes) -> Position:
+async def send(log: Log, topic: Topic, value: bytes) -> RecordPosition:
     return await log.bus.send(log.name(topic), value, key=b"k")
 
 
 def kept(store: MemoryStore) -> set[str]:
-    return set(store.keys(PREFIX))
+    return set(store.keys(BLOBS))
 
 
 async def prune(log: Log, today: int = TODAY) -> int:
@@ -161,8 +162,8 @@ def test_images_and_frames_of_before_there_were_days_are_not_touched() -> None:
     async def main() -> None:
         store = MemoryStore()
         log = await log_on(store)
-        store.put(PREFIX + "0" * 64, b"an image")
-        assert await prune(log) == 0 and kept(store) == {PREFIX + "0" * 64}
+        store.put(BLOBS + "0" * 64, b"an image")
+        assert await prune(log) == 0 and kept(store) == {BLOBS + "0" * 64}
 
     asyncio.run(main())
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from infra.log.blobs import MAGIC, Claim, deposit, is_claim, read_claim, redeem
 from infra.store.directory import DirectoryStore
+from infra.store.memory import MemoryStore
 from schemas import decode
 from schemas.errors import BadFrame, UnknownMajor
 
@@ -60,9 +61,22 @@ def test_the_frame_decoder_refuses_a_claim() -> None:
         decode(MAGIC + b"\x01" + msgspec.msgpack.encode(Claim("k", "s", 1)))
 
 
+WHOLE = deposit(MemoryStore(), b"frame")
+
+
 @given(st.binary(max_size=80))
 def test_arbitrary_claims_raise_nothing_else(data: bytes) -> None:
-    try:
+    with pytest.raises((BadFrame, UnknownMajor)):
         read_claim(MAGIC + data)
+
+
+@given(st.lists(st.tuples(st.integers(2, len(WHOLE) - 1), st.integers(0, 255)), max_size=4))
+def test_altered_claims_reach_blobs_or_raise_nothing_else(changes: list[tuple[int, int]]) -> None:
+    altered = bytearray(WHOLE)
+    for place, value in changes:
+        altered[place] = value
+    try:
+        claim = read_claim(bytes(altered))
     except (BadFrame, UnknownMajor):
         return
+    assert claim.key.startswith("blobs/") and ".." not in claim.key and claim.key.endswith(claim.sha256)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infra.log.bus import Partition, Reader
-from infra.log.log import DEAD_LETTER_BYTES, Log, Message, key_of
+from infra.log.log import DEAD_LETTER_BYTES, Log, LogMessage, key_of
 from infra.log.memory import MemoryBus
 from infra.log.partitioner import partition_for
 from infra.store.directory import DirectoryStore
@@ -84,7 +84,7 @@ def run(check: Callable[[Log], Awaitable[None]], store: Store | None = None) -> 
     asyncio.run(main())
 
 
-async def all_of(log: Log, topic: Topic) -> list[Message]:
+async def all_of(log: Log, topic: Topic) -> list[LogMessage]:
     return [message async for message in log.read_all(topic)]
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from infra.cli.demo.char_model import Size, build_char_model
-from infra.cli.export_model import ABOUT, About, check_new, export, published, write_shards
+from infra.cli.export_model import ABOUT, ExportedPolicy, check_new, export, published, write_shards
 from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -45,8 +45,8 @@ def found(version: str, *events: PolicyEvent) -> PolicyEvent:
     return asyncio.run(main())
 
 
-def about(event: PolicyEvent) -> About:
-    return About(
+def about(event: PolicyEvent) -> ExportedPolicy:
+    return ExportedPolicy(
         app="t", policy="main", version=event.version, parent=-1, step=0, manifest_sha256=event.manifest_sha256
     )
 
@@ -68,7 +68,7 @@ def test_an_exported_version_loads_in_transformers_with_the_weights_that_were_pu
     assert all(torch.equal(one, other) for one, other in zip(again.parameters(), trained.parameters(), strict=True))
     assert load_tokenizer(tmp_path / "out" / "v7").encode("1+2") == load_tokenizer(base).encode("1+2")
     assert num_bytes == sum(tensor.num_bytes for tensor in tensors.values())
-    assert msgspec.json.decode((tmp_path / "out" / "v7" / ABOUT).read_bytes(), type=About) == about(event)
+    assert msgspec.json.decode((tmp_path / "out" / "v7" / ABOUT).read_bytes(), type=ExportedPolicy) == about(event)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["v7"], "nothing is left of the making"
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from infra.cli.replay import check_names
 from infra.cli.settings import load_settings
 from infra.cli.source import ReplaySource, unpacked
-from infra.ledger.archive import ABOUT, About, writing
+from infra.ledger.archive import ABOUT, ArchiveHead, writing
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
@@ -28,7 +28,7 @@ def foreign(path: Path, model: str = "model", **trainer: Any) -> Path:
     """An archive with these settings of a trainer, and with nothing else in it."""
     settings = {"app": "t", "policy": {"model": model}, "trainer": trainer}
     with writing(path) as archive:
-        archive.add(ABOUT, msgspec.json.encode(About(settings=settings, topics=("buffer",))))
+        archive.add(ABOUT, msgspec.json.encode(ArchiveHead(settings=settings, topics=("buffer",))))
         archive.add("model/config.json", b"{}")
         archive.add(f"topics/{topics.BUFFER.name}/000000", b"")
         archive.close()
@@ -122,7 +122,7 @@ def test_only_the_settings_that_shape_a_step_are_taken_from_an_archive(tmp_path:
         "policy": {"model": "somebody/tiny"},
     }
     with writing(path) as archive:
-        archive.add(ABOUT, msgspec.json.encode(About(settings=settings, topics=())))
+        archive.add(ABOUT, msgspec.json.encode(ArchiveHead(settings=settings, topics=())))
         archive.close()
     folder = tmp_path / "out"
     folder.mkdir()
@@ -142,7 +142,7 @@ def test_an_archive_names_no_model_of_this_machine(tmp_path: Path, model: str) -
 def test_what_an_archive_may_unpack_is_bounded_and_the_flag_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with writing(path) as archive:
-        archive.add(ABOUT, msgspec.json.encode(About(settings={"app": "t"}, topics=())))
+        archive.add(ABOUT, msgspec.json.encode(ArchiveHead(settings={"app": "t"}, topics=())))
         archive.add("store/zeros", bytes(2**21))
         archive.close()
     result = call("replay", path, "--max-unpacked", 2**20)

@@ -14,19 +14,19 @@ from rich.console import Console
 from infra.cli.newest import newest, newest_and_reader
 from infra.cli.peek import one_line, show
 from infra.log.bus import Partition, Record
-from infra.log.log import Log, Message
+from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
 from schemas import Batch, BatchItem, Block, Control, DeadLetter, Tick, decode, encode, topics
 from schemas.errors import BadFrame
 from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block
 
 
-def message(record: Control | Block) -> Message:
+def message(record: Control | Block) -> LogMessage:
     data = encode(record)
-    return Message(Record("t.x", 3, 77, 1_763_715_600_000, b"", data), value=decode(data))
+    return LogMessage(Record("t.x", 3, 77, 1_763_715_600_000, b"", data), value=decode(data))
 
 
-def shown(one: Message) -> str:
+def shown(one: LogMessage) -> str:
     console = Console(file=io.StringIO(), width=80, soft_wrap=True)
     show(console, one, as_json=False)
     assert isinstance(console.file, io.StringIO)
@@ -77,14 +77,14 @@ def test_a_batch_is_counted_not_listed() -> None:
 
 
 def test_bytes_that_are_no_record_are_shown_with_the_reason() -> None:
-    bad = Message(Record("t.x", 3, 77, 0, b"", b"junk"), error=BadFrame("magic: got b'ju'"))
+    bad = LogMessage(Record("t.x", 3, 77, 0, b"", b"junk"), error=BadFrame("magic: got b'ju'"))
     assert "unreadable: magic: got b'ju'" in shown(bad)
 
 
 def test_a_block_whose_text_is_damaged_is_shown_as_unreadable() -> None:
     data = bytearray(encode(group_block(2)))
     data[-3] ^= 0xFF  # the last section is the text
-    damaged = Message(Record("t.x", 3, 77, 0, b"", bytes(data)), value=decode(bytes(data)))
+    damaged = LogMessage(Record("t.x", 3, 77, 0, b"", bytes(data)), value=decode(bytes(data)))
     assert "unreadable:" in shown(damaged)
 
 
@@ -130,7 +130,7 @@ def test_reading_on_behind_the_newest_misses_nothing_and_repeats_nothing() -> No
         found, reader = await newest_and_reader(log, topics.VERIFIED, 2)
         for sent in ticks(log, 1, 0, first=10):
             await sent
-        later: list[Message] = []
+        later: list[LogMessage] = []
         async with asyncio.timeout(10):
             while len(later) < 2:
                 later += await log.read(reader, timeout_s=0.1)

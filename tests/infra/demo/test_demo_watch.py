@@ -8,13 +8,13 @@ from rich.console import Console
 
 from infra.cli.demo.demo import write_settings
 from infra.cli.demo.report import accuracies, measured, staleness, times
-from infra.cli.demo.screen import Screen
+from infra.cli.demo.screen import DemoScreen
 from infra.cli.demo.settings import DemoOptions
 from infra.cli.demo.watch import Watch
 from infra.cli.settings import load_settings
 from infra.local.supervisor import ChildState
 from infra.log.bus import Record
-from infra.log.log import Message
+from infra.log.log import LogMessage
 from schemas import Block, Control, EvalResult, MasterState, PolicyEvent, Progress, encode
 from tests.schemas.record_samples import group_block
 
@@ -24,7 +24,7 @@ START_S = 1_763_715_600.0
 def watch_of(*events: tuple[float, Control | Block]) -> Watch:
     watch = Watch(started_s=START_S)
     for at_s, record in events:
-        watch.take(Message(Record("t", 0, 0, int((START_S + at_s) * 1000), b"", encode(record)), value=record))
+        watch.take(LogMessage(Record("t", 0, 0, int((START_S + at_s) * 1000), b"", encode(record)), value=record))
     return watch
 
 
@@ -117,7 +117,7 @@ def test_the_screen_can_be_drawn_at_any_moment(full: bool, tmp_path: Path) -> No
     watch = watch_of(*(events if full else []))
     watch.children = ({"train": ChildState(name="train", pid=7, rss_bytes=2**28)},)
     console = Console(file=io.StringIO(), width=160, force_terminal=True)
-    with Screen(console, watch, settings, options):
+    with DemoScreen(console, watch, settings, options):
         pass
     assert isinstance(console.file, io.StringIO)
     drawn = console.file.getvalue()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from infra.ledger.account import Account, Ledger, fold_all
 from infra.log.bus import Record
-from infra.log.log import Message
+from infra.log.log import LogMessage
 from schemas import (
     Batch,
     BatchItem,
@@ -24,8 +24,8 @@ from schemas.fields import Outcome
 RUN = "r"
 
 
-def message(topic: str, record: Control | Block, offset: int = 0) -> Message:
-    return Message(Record(topic, 0, offset, 0, b"", encode(record)), value=record)
+def message(topic: str, record: Control | Block, offset: int = 0) -> LogMessage:
+    return LogMessage(Record(topic, 0, offset, 0, b"", encode(record)), value=record)
 
 
 def block(

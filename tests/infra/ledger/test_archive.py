@@ -12,15 +12,16 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.ledger.archive import ABOUT, END, About, Archive, restore_log, unpack, writing
-from infra.log.blobs import PREFIX, deposit
+from infra.ledger.archive import ABOUT, END, Archive, ArchiveHead, restore_log, unpack, writing
+from infra.log.blobs import deposit
 from infra.log.bus import Record
 from infra.store.images import image_named
 from infra.store.memory import MemoryStore
+from infra.store.store import BLOBS
 from schemas import Block, Message, Span, encode, make_experience, topics
 from schemas.errors import BadFrame, ConfigError
 
-HELD = About(settings={"app": "t"}, topics=("buffer",))
+HELD = ArchiveHead(settings={"app": "t"}, topics=("buffer",))
 
 
 def record(offset: int, value: bytes = b"HR") -> Record:
@@ -208,7 +209,7 @@ def test_archive_of_nothing_is_still_one(tmp_path: Path) -> None:
 def test_an_archive_holds_what_its_experiences_show(tmp_path: Path) -> None:
     store, data = MemoryStore(), b"\x89PNG of a kind"
     image, gone = image_named(data), image_named(b"gone")
-    store.put(PREFIX + image.sha256, data)
+    store.put(BLOBS + image.sha256, data)
     shown = Message(role="user", content="count", images=(image, gone))
     member = make_experience(
         tokens=[1, 2], logprobs=[-1.0], messages=(shown,), id="a.0.0-0-0", group="a.0", episode=0, group_size=1,
@@ -220,5 +221,5 @@ def test_an_archive_holds_what_its_experiences_show(tmp_path: Path) -> None:
         asyncio.run(archive.add_records(topics.BUFFER, records, store, images=True))
         archive.close()
     unpack(tmp_path / "run", tmp_path / "out")
-    assert (tmp_path / "out" / "store" / PREFIX / image.sha256).read_bytes() == data
-    assert not (tmp_path / "out" / "store" / PREFIX / gone.sha256).exists()
+    assert (tmp_path / "out" / "store" / BLOBS / image.sha256).read_bytes() == data
+    assert not (tmp_path / "out" / "store" / BLOBS / gone.sha256).exists()

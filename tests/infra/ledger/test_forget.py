@@ -21,9 +21,9 @@ from schemas.errors import ConfigError, Sealed
 from schemas.ids import subject_of
 from tests.infra.ledger.ledger_records import batch
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, published, train
-from trainer.health.report import TrainerReport
 from trainer.journal.checkpoint import Position
 from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, find_start, forgotten_steps, replay
 

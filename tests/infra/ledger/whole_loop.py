@@ -19,7 +19,7 @@ from tests.streams.collect.collecting import answer, block
 from tests.streams.memory_worker import work
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.train import run_trainer
+from trainer.train import run_trainer
 
 # One version for the whole test: the scripted learner's weights mean nothing to the scripted engine.
 PACING = Pacing(groups_per_step=2, max_staleness=0, steps_per_version=100_000, straggler_s=0.05, reissue_s=5.0)

@@ -112,14 +112,14 @@ def test_a_broker_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert read_address(tmp_path / "kafka") is not None
 
 
-def test_a_guarded_broker_lets_in_who_can_read_its_folder_and_nobody_else(tmp_path: Path) -> None:
+def test_a_broker_with_a_password_lets_in_only_who_can_read_its_folder(tmp_path: Path) -> None:
     async def lets_in(bootstrap: str, access: Access) -> bool:
         try:
             return await answers(bootstrap, timeout_s=5.0, access=access)
         except ConfigError:
             return False
 
-    with EmbeddedKafka(tmp_path / "kafka", guarded=True) as broker:
+    with EmbeddedKafka(tmp_path / "kafka", with_password=True) as broker:
         access = embedded_access(broker.folder)
         address = read_address(broker.folder)
         assert address is not None

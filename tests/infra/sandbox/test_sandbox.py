@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.sandbox.command import SandboxLimits, is_machine_root
-from infra.sandbox.sandbox import Finished, Sandbox
+from infra.sandbox.sandbox import Sandbox, SandboxResult
 from schemas.errors import SandboxUnavailable
 from tests.infra.sandbox.confining import sandbox_or_skip
 
@@ -25,7 +25,7 @@ def sandbox() -> Sandbox:
     return sandbox_or_skip()
 
 
-def python(sandbox: Sandbox, code: str, stdin: bytes = b"") -> Finished:
+def python(sandbox: Sandbox, code: str, stdin: bytes = b"") -> SandboxResult:
     return sandbox.run(sandbox.python_command("-c", textwrap.dedent(code)), stdin)
 
 

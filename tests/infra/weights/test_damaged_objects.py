@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from actors.engines.engine import Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import publish
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.memory import MemoryStore
@@ -96,7 +96,7 @@ async def serve_through_damages() -> None:
     for _ in range(DAMAGES):
         kind, altered = damaged(chosen, objects)
         version = chosen.randrange(1, NUM_VERSIONS)
-        follower = Follower(stored(altered), "main")
+        follower = PolicyFetcher(stored(altered), "main")
         if chosen.random() < 0.5:  # one that follows step by step holds the version before
             follower.adopt(version - 1, weights[version - 1])
         held = follower.version
@@ -113,7 +113,7 @@ async def serve_through_damages() -> None:
         assert len((await request).tokens) == SAMPLING.max_tokens
         assert engine.tensors[TENSOR] == table
         if chosen.random() < 0.05:  # what verifies is loaded, so that the server is seen to follow
-            good = Follower(store, "main").fetch(events[version])
+            good = PolicyFetcher(store, "main").fetch(events[version])
             await engine.load(replace(good, tensors=served[version], touched=frozenset({TENSOR})))
             table = engine.tensors[TENSOR]
             assert table == weights[version][TENSOR]

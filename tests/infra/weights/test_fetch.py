@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.policies.fetch import Follower, read_manifest
-from infra.policies.manifest import Manifest, Shard, decode_manifest, encode_manifest, entries_of, sha256_hex
+from infra.policies.fetch import PolicyFetcher, read_manifest
+from infra.policies.manifest import PolicyManifest, Shard, decode_manifest, encode_manifest, entries_of, sha256_hex
 from infra.policies.policy import Policy, Probe
 from infra.policies.publish import publish
 from infra.policies.tensors import Tensor, from_numpy, save_tensors
@@ -35,10 +35,10 @@ class Counting(MemoryStore):
 def test_a_late_joiner_holds_what_a_step_by_step_follower_holds() -> None:
     store = MemoryStore()
     events, weights = put_run(store, 24)
-    steady = Follower(store, "main")
+    steady = PolicyFetcher(store, "main")
     for event, expected in zip(events, weights, strict=True):
         policy = steady.fetch(event)
-        late = Follower(store, "main").fetch(event)
+        late = PolicyFetcher(store, "main").fetch(event)
         assert dict(policy.tensors) == dict(late.tensors) == expected
         assert policy.version == late.version == event.version
 
@@ -47,7 +47,7 @@ def test_a_late_joiner_reads_one_anchor_and_a_short_chain() -> None:
     store = Counting()
     events, _ = put_run(store, 24)
     store.read.clear()
-    Follower(store, "main").fetch(events[23])
+    PolicyFetcher(store, "main").fetch(events[23])
     kinds = [key.split("/")[3] for key in store.read]
     assert kinds.count("anchors") == 1
     assert kinds.count("deltas") == 4  # 0-20, then 21, 22, 23
@@ -56,7 +56,7 @@ def test_a_late_joiner_reads_one_anchor_and_a_short_chain() -> None:
 def test_a_follower_that_slept_joins_through_the_deltas_it_lacks() -> None:
     store = Counting()
     events, weights = put_run(store, 24)
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.fetch(events[18])
     store.read.clear()
     assert dict(follower.fetch(events[22]).tensors) == weights[22]
@@ -68,7 +68,7 @@ def test_a_follower_that_slept_joins_through_the_deltas_it_lacks() -> None:
 def test_fetching_the_held_version_reads_only_its_manifest() -> None:
     store = Counting()
     events, weights = put_run(store, 3)
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.fetch(events[2])
     store.read.clear()
     assert dict(follower.fetch(events[2]).tensors) == weights[2]
@@ -81,7 +81,7 @@ def test_touched_counts_from_what_the_engine_confirmed() -> None:
     for version, name in enumerate(NAMES):
         weights.append(small_step(weights[-1], version, (name,)))
     events = [put(store, v, weights[v], weights[v - 1] if v else None) for v in range(4)]
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     assert follower.fetch(events[0]).touched == set(NAMES)  # nothing is served yet
     follower.confirm(follower.fetch(events[0]))
     refused_by_the_engine = follower.fetch(events[1])
@@ -97,7 +97,7 @@ def test_touched_counts_from_what_the_engine_confirmed() -> None:
 def test_adopted_weights_serve_as_the_base_of_the_next_delta() -> None:
     store = Counting()
     events, weights = put_run(store, 2)
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.adopt(0, weights[0])
     store.read.clear()
     policy = follower.fetch(events[1])
@@ -109,7 +109,7 @@ def test_adopted_weights_serve_as_the_base_of_the_next_delta() -> None:
 def test_a_held_copy_of_another_lineage_is_rebuilt_from_the_anchor() -> None:
     store = MemoryStore()
     events, weights = put_run(store, 3)
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.adopt(1, small_step(weights[1], 99))
     assert dict(follower.fetch(events[2]).tensors) == weights[2]
 
@@ -117,7 +117,7 @@ def test_a_held_copy_of_another_lineage_is_rebuilt_from_the_anchor() -> None:
 def test_a_lease_changes_under_a_follower() -> None:
     store = MemoryStore()
     events, weights = put_run(store, 3)
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.fetch(events[2])
     nxt = small_step(weights[2], 50)
     event = put(store, 3, nxt, weights[2], token=99)
@@ -132,13 +132,13 @@ def test_the_probe_arrives_exactly() -> None:
     logprobs = tuple(float(np.float32(value)) for value in (-0.1, -1e-7, -13.37))
     probe = Probe(sequences=((1, 22, 26, 2), (1, 2)), logprobs=(logprobs, (-0.5,)))
     event = put(store, 0, first_weights(), probe=probe)
-    assert Follower(store, "main").fetch(event).probe == probe
+    assert PolicyFetcher(store, "main").fetch(event).probe == probe
 
 
 def test_an_unreachable_store_is_retriable_and_changes_nothing() -> None:
     store = Counting()
     events, weights = put_run(store, 2)
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.fetch(events[0])
     store.offline = True
     with pytest.raises(StoreError) as caught:
@@ -155,7 +155,7 @@ def test_an_event_of_another_policy_or_without_a_manifest_is_the_callers_mistake
         PolicyEvent(event="published", policy="other", manifest="x"),
     ):
         with pytest.raises(ValueError, match="expected a version of 'main'"):
-            Follower(MemoryStore(), "main").fetch(event)
+            PolicyFetcher(MemoryStore(), "main").fetch(event)
 
 
 # What must be refused ------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_every_damage_to_every_object_is_refused_by_a_joiner_and_its_copy_stays(
         for data in damages(whole, generator):
             store = store_of(objects)
             damaged(store, key, data)
-            follower = Follower(store, "main")
+            follower = PolicyFetcher(store, "main")
             with pytest.raises(PolicyRefused, match="version 2 of main"):
                 follower.fetch(events[2])
             assert follower.version == -1
@@ -218,7 +218,7 @@ def test_a_steady_follower_needs_only_the_newest_objects_and_keeps_its_copy_wher
     for key in needed:
         for data in damages(objects[key], generator):
             store = store_of(objects)
-            follower = Follower(store, "main")
+            follower = PolicyFetcher(store, "main")
             follower.confirm(follower.fetch(events[1]))
             damaged(store, key, data)
             with pytest.raises(PolicyRefused):
@@ -233,14 +233,14 @@ def test_a_steady_follower_needs_only_the_newest_objects_and_keeps_its_copy_wher
 def test_a_damaged_delta_is_walked_around_where_an_anchor_exists() -> None:
     store = MemoryStore()
     events, weights = put_run(store, 6, anchor_every=5)
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.fetch(events[4])
     store.delete(next(store.keys("policies/main/17/deltas/4-5/")))
     assert dict(follower.fetch(events[5]).tensors) == weights[5]
 
 
 def forged(
-    change: Callable[[Manifest], Manifest], tensors: dict[str, Tensor] | None = None
+    change: Callable[[PolicyManifest], PolicyManifest], tensors: dict[str, Tensor] | None = None
 ) -> tuple[MemoryStore, PolicyEvent]:
     """Version 1 as an anchor with a manifest that was changed before it was signed by its event."""
     store = MemoryStore()
@@ -254,7 +254,7 @@ def forged(
 
 def refused(store: MemoryStore, event: PolicyEvent) -> str:
     """The message with which a follower that holds version 0 refuses `event`."""
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.adopt(0, first_weights())
     with pytest.raises(PolicyRefused) as caught:
         follower.fetch(event)
@@ -309,7 +309,7 @@ def test_a_nan_or_infinity_is_refused_by_name(pattern: int) -> None:
 
 
 def test_a_state_with_another_hash_is_refused_by_name() -> None:
-    def other_hash(manifest: Manifest) -> Manifest:
+    def other_hash(manifest: PolicyManifest) -> PolicyManifest:
         first, *rest = manifest.tensors
         return msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, xxh3="0" * 32), *rest))
 
@@ -317,13 +317,13 @@ def test_a_state_with_another_hash_is_refused_by_name() -> None:
 
 
 def test_a_tensor_listed_but_not_stored_is_refused_by_name() -> None:
-    def without_shards(manifest: Manifest) -> Manifest:
+    def without_shards(manifest: PolicyManifest) -> PolicyManifest:
         return msgspec.structs.replace(manifest, sources=(msgspec.structs.replace(manifest.sources[0], shards=()),))
 
     assert "layers.0.w is missing" in refused(*forged(without_shards))
 
 
-FORGERIES: dict[str, tuple[Callable[[Manifest], Manifest], str]] = {
+FORGERIES: dict[str, tuple[Callable[[PolicyManifest], PolicyManifest], str]] = {
     "another version": (lambda manifest: msgspec.structs.replace(manifest, version=7), "is version 7 of main"),
     "another policy": (lambda manifest: msgspec.structs.replace(manifest, policy="x"), "is version 1 of x"),
     "no tensors": (lambda manifest: msgspec.structs.replace(manifest, tensors=()), "empty"),
@@ -359,7 +359,7 @@ def test_a_delta_that_leads_to_a_nan_is_refused() -> None:
     bad_store, bad_event = with_anchor(weights | {"norm": Tensor("BF16", (200, 100), patterns.tobytes())})
     for key in bad_store.keys(""):
         store.put(key, bad_store.get(key))
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.confirm(follower.fetch(event))
     with pytest.raises(PolicyRefused, match="version 1 of main: norm holds values"):
         follower.fetch(bad_event)
@@ -374,7 +374,7 @@ def test_arbitrary_manifests_only_ever_raise_value_error() -> None:
         for _ in range(int(generator.integers(1, 4))):
             data[int(generator.integers(len(data)))] = int(generator.integers(256))
         try:
-            assert isinstance(decode_manifest(bytes(data)), Manifest)
+            assert isinstance(decode_manifest(bytes(data)), PolicyManifest)
         except ValueError:
             continue
     for data in (b"", b"[" * 100_000, b"\xff", b"null", b'{"format": 1}', whole[:-1]):
@@ -395,5 +395,5 @@ def test_a_policy_keeps_no_reference_to_live_arrays() -> None:
         probe=None, step=0,
     )  # fmt: skip
     array[:] = 2
-    policy: Policy = Follower(store, "main").fetch(event)
+    policy: Policy = PolicyFetcher(store, "main").fetch(event)
     assert policy.tensors["w"] == from_numpy(np.ones(10, np.float32))

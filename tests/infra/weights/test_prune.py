@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.prune import prune
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
@@ -16,10 +16,10 @@ def test_every_kept_version_can_still_be_joined(oldest: int) -> None:
     prune(store, "main", oldest=oldest)
     anchor = oldest // 5 * 5
     for version in range(anchor, 14):
-        assert dict(Follower(store, "main").fetch(events[version]).tensors) == weights[version]
+        assert dict(PolicyFetcher(store, "main").fetch(events[version]).tensors) == weights[version]
     for version in range(anchor):
         with pytest.raises(PolicyRefused, match="incomplete"):
-            Follower(store, "main").fetch(events[version])
+            PolicyFetcher(store, "main").fetch(events[version])
     left = [key for key in store.keys("") if int(key.split("/")[4].removesuffix(".json").split("-")[-1]) < anchor]
     assert left == []
 
@@ -27,7 +27,7 @@ def test_every_kept_version_can_still_be_joined(oldest: int) -> None:
 def test_a_follower_of_a_pruned_version_goes_on_from_the_anchor() -> None:
     store = MemoryStore()
     events, weights = put_run(store, 12, anchor_every=5)
-    follower = Follower(store, "main")
+    follower = PolicyFetcher(store, "main")
     follower.fetch(events[3])
     prune(store, "main", oldest=11)
     assert dict(follower.fetch(events[11]).tensors) == weights[11]
@@ -43,7 +43,7 @@ def test_pruning_crosses_leases_and_leaves_other_policies_alone() -> None:
     assert prune(store, "main", oldest=3) == 6
     assert [key.split("/")[2] for key in store.keys("policies/main/")] == ["40", "40"]
     assert list(store.keys("policies/main-2/")) == ["policies/main-2/17/manifests/0.json"]
-    assert dict(Follower(store, "main").fetch(event).tensors) == step
+    assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == step
 
 
 def test_an_anchor_without_its_manifest_is_no_reason_to_prune() -> None:
@@ -51,4 +51,4 @@ def test_an_anchor_without_its_manifest_is_no_reason_to_prune() -> None:
     events, weights = put_run(store, 3)
     store.put("policies/main/17/anchors/3/unfinished.safetensors", b"x")
     assert prune(store, "main", oldest=3) == 0
-    assert dict(Follower(store, "main").fetch(events[2]).tensors) == weights[2]
+    assert dict(PolicyFetcher(store, "main").fetch(events[2]).tensors) == weights[2]

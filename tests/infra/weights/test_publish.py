@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from infra.policies.fetch import Follower, read_manifest
+from infra.policies.fetch import PolicyFetcher, read_manifest
 from infra.policies.policy import Probe
 from infra.policies.publish import publish
 from infra.policies.tensors import Tensor, from_numpy
@@ -166,7 +166,7 @@ def test_a_version_never_has_two_contents() -> None:
     event = put(store, 0, weights)
     with pytest.raises(PolicyRefused, match=r"version 0 of main is published already.*layers\.0\.w has other values"):
         put(store, 0, small_step(weights, 1))
-    assert dict(Follower(store, "main").fetch(event).tensors) == weights
+    assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == weights
 
 
 @pytest.mark.parametrize("fail_at", [2, 3])
@@ -179,7 +179,7 @@ def test_a_publication_that_died_is_invisible_and_can_be_repeated(fail_at: int) 
     assert list(store.keys("policies/main/17/manifests/")) == ["policies/main/17/manifests/0.json"]
     store.fail_at = -1
     event = put(store, 1, step, weights)
-    assert dict(Follower(store, "main").fetch(event).tensors) == step
+    assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == step
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -216,7 +216,7 @@ def test_large_models_are_split_into_shards() -> None:
     event = put(store, 1, step, weights, shard_bytes=300)
     assert len(list(store.keys("policies/main/17/anchors/0/"))) == 3
     assert len(list(store.keys("policies/main/17/deltas/0-1/"))) == 2
-    assert dict(Follower(store, "main").fetch(event).tensors) == step
+    assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == step
 
 
 def test_a_damaged_parent_or_anchor_leads_to_a_new_anchor() -> None:
@@ -226,4 +226,4 @@ def test_a_damaged_parent_or_anchor_leads_to_a_new_anchor() -> None:
         store.put(next(store.keys(damaged)), b"{}")
         event = put(store, 5, small_step(weights[4], 5), weights[4])
         assert event.stats["anchor"]
-        assert dict(Follower(store, "main").fetch(event).tensors) == small_step(weights[4], 5)
+        assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == small_step(weights[4], 5)

@@ -92,13 +92,24 @@ def test_a_broken_file_is_a_value_error_that_names_the_place(data: bytes, words:
         load_tensors(data)
 
 
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_only_ever_raise_value_error(data: bytes) -> None:
-    for candidate in (data, len(data).to_bytes(8, "little") + data):
+OFFSETS = st.integers(-1, 12) | st.integers()
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "U8", "F33"]),
+        "shape": st.lists(st.integers(-1, 4) | st.integers(), max_size=3),
+        "data_offsets": st.lists(OFFSETS, min_size=1, max_size=3),
+    }
+)
+
+
+@given(st.binary(max_size=200), st.dictionaries(st.text(max_size=3), ENTRIES | st.just(GOOD), max_size=3))
+def test_arbitrary_bytes_and_headers_give_whole_tensors_or_a_value_error(data: bytes, header: object) -> None:
+    for candidate in (data, len(data).to_bytes(8, "little") + data, with_header(header, data[:4]), with_header(header)):
         try:
-            load_tensors(candidate)
+            read = load_tensors(candidate)
         except ValueError:
             continue
+        assert load_tensors(save_tensors(read)) == read
 
 
 def test_a_tensor_whose_data_does_not_fit_its_shape_cannot_exist() -> None:

@@ -3,16 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 
+import pytest
 from msgspec.structs import replace
 
 from infra.chain.chain import ChainResult, Context
-from schemas import Closure, Experience
-from schemas.ids import request_group, session_name
+from infra.store.memory import MemoryStore
+from infra.store.seal import Keys, sealed
+from schemas import Block, Closure, Experience, decode, encode
+from schemas.ids import request_group, session_name, subject_of
 from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import as_it_is
 from streams.collect.fold import MAX_ANSWERS, Arrival, Rules, fold, group_named
 from streams.collect.limits import DayLimits
 from streams.collect.state import State
-from streams.collect.words import as_it_is
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     RULES,
@@ -76,6 +79,9 @@ def test_feedback_that_never_found_an_answer_is_put_aside_word_by_word() -> None
         ("no answer", "ref: 'a.0.0-0-0' never came", 0), ("no answer", "ref: 'a.0.0-0-0' never came", 1)
     ]  # fmt: skip
     assert last.dropped == {"feedback without an answer": 2}
+    state = State()
+    folded(inbox, rules(), state)
+    assert not state.groups, "nothing is kept of it"
 
 
 def test_words_wait_for_an_answer_as_long_as_a_deadline_where_that_is_longer() -> None:
@@ -92,12 +98,13 @@ def test_what_was_said_and_taken_back_of_an_answer_that_never_came_counts_once()
 
 
 def test_of_a_group_so_many_answers_are_spoken_of_before_it_is_closed() -> None:
-    inbox = Inbox(step_ms=0).extend(said(f"a.0.0-{number}-0", 1.0) for number in range(MAX_ANSWERS + 1))
-    inbox.append(said("a.0.0-0-0", 0.0, id="again"))
+    """What is dropped uses up no rater's day: there is room for the last word."""
+    inbox = Inbox(step_ms=0).extend(said(f"a.0.0-{number}-0", 1.0, rater="ann") for number in range(MAX_ANSWERS + 1))
+    inbox.append(said("a.0.0-0-0", 0.0, id="again", rater="ann"))
     state = State()
-    results = folded(inbox, rules(), state)
+    results = folded(inbox, rules(limits=DayLimits(rater_answers=MAX_ANSWERS + 1, rater_share=0.0)), state)
     assert drops(results) == {"feedback about too many answers of a group": 1} and MAX_ANSWERS == 1024
-    assert len(state.groups["a.0"].said) == MAX_ANSWERS
+    assert len(state.groups["a.0"].feedback) == MAX_ANSWERS
 
 
 def test_an_episode_beyond_its_group_and_one_that_comes_late_are_counted() -> None:
@@ -195,7 +202,7 @@ def test_the_first_turn_of_a_session_hears_of_later_ones_that_were_there_before_
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
     state = State()
     folded(Inbox().extend([turn(1), said(ref(1), 1.0), first]), given, state)
-    assert [echo.turns for echo in state.groups[first.group].echoes.values()] == [1]
+    assert [credit.turns for credit in state.groups[first.group].credits.values()] == [1]
 
 
 def test_of_two_attempts_that_complete_with_one_record_the_first_wins() -> None:
@@ -223,16 +230,24 @@ def test_words_about_an_unknown_answer_are_not_kept_with_a_closed_group() -> Non
     known = "a.0.0-1-0"
     words = [said("a.0.0-7-0", 1.0), said(known, 1.0)]
     folded(Inbox().extend([*words, *(block(answer("a.0", number)) for number in range(2))]), rules(), state)
-    assert list(state.groups["a.0"].said) == [known] and not state.frames.unsaved
+    assert list(state.groups["a.0"].feedback) == [known] and not state.frames.unsaved
 
 
-def test_a_word_that_was_dropped_uses_up_nobodys_limit() -> None:
+@pytest.mark.parametrize(
+    ("late", "episode", "revisions", "reason"),
+    [
+        ("drop", 1, 16, "late feedback"),
+        ("amend", 7, 16, "feedback for an unknown answer"),
+        ("amend", 1, 0, "revised often enough"),
+    ],
+)
+def test_a_word_that_was_dropped_uses_up_nobodys_limit(late: str, episode: int, revisions: int, reason: str) -> None:
     closed = [block(answer("a.0", number)) for number in range(2)]
-    late = [said("a.0.0-1-0", 0.5, id=str(number), rater="ann") for number in range(3)]
+    words = [said(f"a.0.0-{episode}-0", 0.5, id=str(number), rater="ann") for number in range(3)]
     still_open = [block(answer("b.0", 0, size=1, lane="live")), said("b.0.0-0-0", 1.0, rater="ann")]
-    limited = rules("drop", limits=DayLimits(rater_answers=1, rater_share=0.0))
-    results = folded(Inbox().extend([*closed, *late, *still_open]), limited)
-    assert {reason: count for reason, count in drops(results).items() if count} == {"late feedback": 3}
+    limited = rules(late, revisions=revisions, limits=DayLimits(rater_answers=1, rater_share=0.0))
+    results = folded(Inbox().extend([*closed, *words, *still_open]), limited)
+    assert {reason: count for reason, count in drops(results).items() if count} == {reason: 3}
     assert [len(one.closure.ratings or ()) for one in decisions(results)] == [0, 1]
 
 
@@ -324,3 +339,56 @@ def test_a_late_word_uses_up_its_raters_limit_whether_it_changes_anything_or_not
     closed = [block(answer("a.0", number)) for number in range(2)]
     limited = rules("amend", limits=DayLimits(rater_answers=2, rater_share=0.0))
     assert sum(drops(folded(Inbox().extend([*closed, *again]), limited)).values()) == 1
+
+
+def test_words_of_a_source_that_no_setting_names_are_heard_and_only_what_is_compared_is_opened() -> None:
+    def opened(text: str, answer: str) -> str:
+        raise AssertionError(f"{text} was opened")
+
+    live = [block(answer(f"{name}.0", 0, size=1, lane="live")) for name in "abc"]
+    words = [
+        replace(said("a.0.0-0-0", 1.0, source="letters"), text="Thanks"),
+        replace(said("b.0.0-0-0", 0.0), text="Thanks"),
+        said("c.0.0-0-0", 0.5, source="forum"),
+    ]
+    sources = {
+        "csat": FeedbackRules(window_ms=5_000),
+        "forum": FeedbackRules(window_ms=5_000, alike=1, within_ms=1_000),
+    }
+    given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=sources, open_text=opened)
+    inbox = Inbox().extend([*live, *words])
+    inbox.append(tick(), after_ms=5_000)
+    found = [rating for one in decisions(folded(inbox, given)) for rating in one.closure.ratings or ()]
+    assert [(one.source, one.value) for one in found] == [("letters", 1.0), ("csat", 0.0), ("forum", 0.5)]
+
+
+def test_a_block_that_comes_twice_or_lies_outside_its_group_is_not_kept() -> None:
+    inbox = Inbox().extend([block(answer("a.0", 0)), block(answer("a.0", 0)), block(answer("a.0", 2))])
+    state = State()
+    folded(inbox, RULES, state)
+    assert list(state.frames.unsaved) == [0]
+
+
+def test_an_answer_of_several_choices_waits_for_a_word_about_each() -> None:
+    group = request_group(session_name("acme", "chat"), 7, 1)
+    choices = block(*(answer(group, number, lane="live") for number in range(2)))
+    words = [said(f"{group}.0-{number}-0", 1.0) for number in range(2)]
+    assert [len(one.decisions) for one in folded(Inbox().extend([choices, *words]), rules())] == [0, 0, 1]
+
+
+def test_an_answer_whose_last_part_comes_when_its_window_ends_is_closed_by_that_part() -> None:
+    inbox = Inbox().extend([block(answer("a.0", 0, lane="live"))])
+    inbox.append(block(answer("a.0", 1, lane="live")), after_ms=DEADLINE_MS // 2)
+    assert [len(one.decisions) for one in folded(inbox, rules(window_ms=DEADLINE_MS // 2))] == [0, 1]
+
+
+def test_nothing_is_learned_from_what_was_forgotten() -> None:
+    store, subject = MemoryStore(), subject_of("acme", "ann")
+    keys = Keys(store)
+    sent = encode(sealed(block(replace(answer("a.0", 0), subject=subject)), keys, subject))
+    keys.destroy(subject)
+    gone = decode(sent, Keys(store).find)
+    assert isinstance(gone, Block)
+    (one,) = decisions(folded(Inbox().extend([gone, block(answer("a.0", 1))])))
+    assert (one.closure.experiences, one.closure.drops) == (1, {"forgotten": 1})
+    assert [member.episode for part in one.blocks for member in part.experiences] == [1] and not one.dropped

@@ -11,7 +11,7 @@ from schemas import Block, Control, Experience, Stub
 from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Decision, Rules, fold, group_named
 from streams.collect.needs import wanted
-from streams.collect.pending import Pending
+from streams.collect.pending import PendingFile
 from streams.collect.state import State
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
@@ -95,7 +95,7 @@ class Worker:
 
     def __init__(self, path: Path, inbox: Inbox, rules: Rules) -> None:
         self.inbox, self.rules = inbox, rules
-        self.pending = Pending(path)
+        self.pending = PendingFile(path)
         self.state = self.pending.load({})
 
     def batch(self, until: int, *, save: bool) -> list[Decision]:
@@ -202,7 +202,7 @@ def test_a_closed_group_leaves_no_block_in_the_file(tmp_path: Path) -> None:
 def test_a_damaged_file_is_put_aside_and_started_anew(tmp_path: Path) -> None:
     path = tmp_path / "collect-0.sqlite"
     path.write_bytes(b"SQLite format 3\x00" + b"garbage" * 500)
-    pending = Pending(path)
+    pending = PendingFile(path)
     assert pending.load({}).next_offset == 0
     pending.close()
     assert path.with_suffix(".damaged").exists()

@@ -215,3 +215,19 @@ def test_a_worker_that_lost_its_memory_between_any_two_records_credits_the_same(
             assert newest == expected
 
     asyncio.run(run())
+
+
+def test_what_a_later_turn_takes_back_is_taken_back_of_earlier_ones_however_often_they_were_revised() -> None:
+    inbox = Inbox().extend([turn(0), turn(1)])
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    inbox.extend([said(ref(1), 1.0), said(ref(1), 1.0, id="back", type="retraction")])
+    results = folded(inbox, msgspec.structs.replace(rules(), revisions=1))
+    first = [one.closure.revision for one in decisions(results) if one.closure.group == turn(0).group]
+    assert first == [0, 1, 2] and "revised often enough" not in drops(results)
+
+
+def test_a_word_that_comes_late_to_an_earlier_turn_is_counted_once() -> None:
+    inbox = Inbox().extend([turn(0)])
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    inbox.extend([turn(1), turn(2), said(ref(2), 1.0), said(ref(1), 0.0)])
+    assert drops(folded(inbox, rules("drop")))["late feedback"] == 2

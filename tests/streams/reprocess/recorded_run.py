@@ -23,7 +23,7 @@ from streams.config import (
     SynthesizeConfig,
 )
 from streams.reprocess.report import ReprocessReport
-from streams.reprocess.run import Order, plan, reprocess
+from streams.reprocess.run import ReprocessOrder, plan, reprocess
 from tests.streams.collect.collecting import answer, stub
 from tests.streams.memory_worker import settled, working
 
@@ -116,7 +116,7 @@ async def recorded_log(folder: Path, config: StreamsConfig = CONFIG, groups: int
 
 
 async def run(log: Log, stage: str, config: StreamsConfig = CONFIG, **fields: object) -> ReprocessReport:
-    order = msgspec.convert({"stage": stage, "diff": True, **fields}, Order)
+    order = msgspec.convert({"stage": stage, "diff": True, **fields}, ReprocessOrder)
     return await reprocess(log, order, await plan(log, order), Floor(app=log.app), config, lambda count: None)
 
 

@@ -18,7 +18,7 @@ from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.endpoint import Endpoint, EndpointConfig
 from streams.scores.judge import Judge, only_object
-from streams.scores.ledger import Ledger
+from streams.scores.ledger import JudgeLedger
 from streams.scores.rubric import Rubric
 
 
@@ -240,14 +240,14 @@ def test_in_the_chain_a_down_judge_leaves_the_score_absent_and_counted(judge: Fa
 
 
 def test_the_ledger_forgets_the_oldest() -> None:
-    ledger = Ledger(":memory:", 2)
+    ledger = JudgeLedger(":memory:", 2)
     for name in "abc":
         ledger.put(name, name.upper())
     assert [ledger.get(name) for name in "abc"] == [None, "B", "C"]
 
 
 def test_workers_that_share_a_file_share_the_budget(tmp_path: Path) -> None:
-    one, other = (Ledger(str(tmp_path / "l.sqlite"), 10) for _ in range(2))
+    one, other = (JudgeLedger(str(tmp_path / "l.sqlite"), 10) for _ in range(2))
     assert one.reserve(7, 0.6, 1.0)
     assert not other.reserve(7, 0.6, 1.0)
     one.settle(7, -0.5)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from infra.log.log import Log
-from infra.policies.fetch import Follower
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.tensors import Tensor
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
@@ -88,7 +88,7 @@ async def first_weights(log: Log, store: Store, policy: str, position: Position)
     why = "no event of it"
     for event in sorted(made, key=lambda one: one.version, reverse=True)[:1]:
         try:
-            return (await asyncio.to_thread(Follower(store, policy).fetch, event)).tensors
+            return (await asyncio.to_thread(PolicyFetcher(store, policy).fetch, event)).tensors
         except PolicyRefused as error:
             why = str(error)
     if begun < 0:

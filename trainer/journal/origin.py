@@ -11,20 +11,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.config import TrainerConfig
-from trainer.learners.learner import Learner
-from trainer.loop.state import Learning, config_hash
-from trainer.losses.loss import loss_use
-from trainer.replay.closure import Place, Sources
+import msgspec
 
-ROOT = Path(__file__).resolve().parent.parent
+from infra.chain.chain import Step
+from infra.settings.config import Floor
+from infra.settings.plugin import option_defaults
+from trainer.config import TrainerConfig
+from trainer.journal.closure import Definition, Sources
+from trainer.learners.learner import Learner
+from trainer.losses.loss import loss_use
+
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "infra", "trainer")
 ROOTS = (
-    Place("schemas.wire.block", "decode_block"),
-    Place("trainer.batch.assemble", "train_items"),
-    Place("trainer.batch.image_inputs", "ImageInputs"),
-    Place("trainer.batch.inputs", "step_inputs"),
-    Place("trainer.health.guard", "norm_limit"),
+    Definition("schemas.wire.block", "decode_block"),
+    Definition("trainer.batch.assemble", "train_items"),
+    Definition("trainer.batch.image_inputs", "ImageInputs"),
+    Definition("trainer.batch.inputs", "step_inputs"),
+    Definition("trainer.health.guard", "norm_limit"),
 )
 # Settings are compared on their own, and what is fetched is checked by its hash: how both are done changes no bit.
 NOT_FOLLOWED = (
@@ -35,25 +39,32 @@ NOT_FOLLOWED = (
 KIND = "definitions "  # before the hash: one of another kind, from an older headrace, is never equal
 
 
-def made_with(run: Learning) -> dict[str, str]:
+def made_with(config: TrainerConfig, floor: Floor, learner: Learner) -> dict[str, str]:
     """By name, in words that can be compared."""
-    settings = config_hash(run.config, run.floor)
-    return {"code": code_hash(places(run.config, run.learner)), "settings": settings, **run.learner.numerics()}
+    code = code_hash(places(config, learner))
+    return {"code": code, "settings": config_hash(config, floor), **learner.numerics()}
 
 
-def places(config: TrainerConfig, learner: Learner) -> tuple[Place, ...]:
+def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ()) -> str:
+    """Of the settings that shape a step, so that the journal shows where they changed."""
+    steps = [[step.stamp, repr(option_defaults(step.function))] for step in chain]
+    shaping = {"trainer": msgspec.to_builtins(config), "pacing": msgspec.to_builtins(floor.pacing), "batch": steps}
+    return hashlib.sha256(msgspec.json.encode(shaping, order="deterministic")).hexdigest()[:16]
+
+
+def places(config: TrainerConfig, learner: Learner) -> tuple[Definition, ...]:
     """The definitions that a run's weights come from; those of plugins too."""
     losses = {loss_use(lane.loss) for lane in config.lanes.values()}
     named = [
-        Place(module, name.partition(".")[0]) for module, _, name in (use.partition(":") for use in sorted(losses))
+        Definition(module, name.partition(".")[0]) for module, _, name in (use.partition(":") for use in sorted(losses))
     ]
     made = type(learner)
-    return (*ROOTS, Place(made.__module__, made.__qualname__.partition(".")[0]), *named)
+    return (*ROOTS, Definition(made.__module__, made.__qualname__.partition(".")[0]), *named)
 
 
 @functools.cache
-def code_hash(roots: Sequence[Place], root: Path = ROOT) -> str:
-    """Of all that the roots reach, see `trainer.replay.closure`.
+def code_hash(roots: Sequence[Definition], root: Path = ROOT) -> str:
+    """Of all that the roots reach, see `trainer.journal.closure`.
 
     root: folder of the sources. Of a root whose sources are not here, as of one in an installed library, its name counts.
     """
@@ -77,7 +88,7 @@ def file_of(module: str, root: Path = ROOT, folders: Sequence[Path] = ()) -> Pat
     return None
 
 
-def _plugin_folder(place: Place) -> Path | None:
+def _plugin_folder(place: Definition) -> Path | None:
     """The folder on the path that a plugin was imported from; None for one of ours, and for a library."""
     file = getattr(sys.modules.get(place.module), "__file__", None)
     if place.module.partition(".")[0] in PACKAGES or file is None or "site-packages" in file:

@@ -7,7 +7,7 @@ from infra.model.vision import Prepared, Vision
 from infra.store.images import Pixels
 
 
-class Shown:
+class RequestImages:
     """The images of one prompt, equal where their pixels are."""
 
     def __init__(self, images: Sequence[Pixels] = ()) -> None:
@@ -22,7 +22,7 @@ class Shown:
         return self._prepared
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shown) and self._digest == other._digest
+        return isinstance(other, RequestImages) and self._digest == other._digest
 
     def __hash__(self) -> int:
         return hash(self._digest)

@@ -19,20 +19,22 @@ import socket
 from functools import partial
 
 from infra.chain.chain import Step
+from infra.log.bus import Reader
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.roles.identity import claim, require_fit
 from infra.settings.config import Floor
 from infra.store.store import Store
-from schemas import topics
+from schemas import Directive, PolicyEvent, topics
+from schemas.errors import FencedOut
 from trainer.batch.image_inputs import ImageInputs
-from trainer.buffer.intake import follow_buffer, follow_progress, hear_directives, watch_policies
+from trainer.buffer.intake import Intake, follow_buffer, follow_progress, hear_directives
 from trainer.config import TrainerConfig
 from trainer.health.board import Board, follow_results
-from trainer.health.report import TrainerReport, publish_progress, report_progress
-from trainer.journal.journal import take_lease
+from trainer.journal.journal import Lease, take_lease
 from trainer.learners.learner import Learner
 from trainer.loop.admit import admitted
+from trainer.loop.report import TrainerReport, publish_progress, report_progress
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
 from trainer.loop.step import publish_now, train_step
@@ -55,14 +57,14 @@ async def run_trainer(
     seed: int = 0,
     board: Board | None = None,
     chain: tuple[Step, ...] = (),
-    sight: ImageInputs | None = None,
+    image_inputs: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> None:
     """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run, ConfigError
     where log and store do not belong together.
 
-    chain: what every drawn batch passes before it is journaled. sight: of a model that takes pictures. max_tokens: of a
-    sequence that the model takes, 0 for any.
+    chain: what every drawn batch passes before it is journaled. image_inputs: of a model that takes pictures.
+    max_tokens: of a sequence that the model takes, 0 for any.
     """
     owner = f"train/{socket.gethostname()}/{os.getpid()}"
     name = floor.run or floor.app
@@ -72,8 +74,8 @@ async def run_trainer(
     logger.info("lease taken run=%s token=%d", name, lease.token)
     report = TrainerReport(metrics, owner, board)
     run = await resume(
-        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report, sight=sight,
-        max_tokens=max_tokens,
+        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report,
+        image_inputs=image_inputs, max_tokens=max_tokens,
     )  # fmt: skip
     run.chain = chain
     policies = await log.assigned(topics.POLICIES, {0: lease.token + 1})
@@ -95,6 +97,21 @@ async def run_trainer(
         await policies.close()
         run.executor.shutdown()
     await publish_progress(log, report, run.position.version)
+
+
+async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:
+    """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
+    while True:
+        for message in await log.read(reader, timeout_s=1.0):
+            event = message.value
+            if isinstance(event, Directive):
+                intake.take_directive(event)
+            if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
+                continue
+            if message.offset > lease.token:
+                raise FencedOut(
+                    f"run {lease.run!r}: token {lease.token} is held here, {event.owner} took {message.offset}"
+                )
 
 
 async def learn(run: Run, stop: asyncio.Event) -> None:

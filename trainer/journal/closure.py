@@ -17,7 +17,7 @@ FileOf = Callable[[str], Path | None]
 IMPORT_TIME = ""  # the "definition" of a module that is all it does besides defining
 
 
-class Place(NamedTuple):
+class Definition(NamedTuple):
     """A definition: its module and its name there."""
 
     module: str
@@ -28,7 +28,7 @@ class Module(NamedTuple):
     """definitions: name to the statements that bind it. imports: name to where it comes from, name "" for a module."""
 
     definitions: dict[str, list[ast.stmt]]
-    imports: dict[str, Place]
+    imports: dict[str, Definition]
 
 
 class Sources:
@@ -37,11 +37,11 @@ class Sources:
     def __init__(self, file_of: FileOf) -> None:
         self._file_of = file_of
         self._modules: dict[str, Module | None] = {}
-        self._texts: dict[Place, str] = {}
+        self._texts: dict[Definition, str] = {}
 
-    def reached(self, roots: Iterable[Place]) -> frozenset[Place]:
+    def reached(self, roots: Iterable[Definition]) -> frozenset[Definition]:
         """Every definition that a root depends on. Raises ValueError for a root that is nowhere."""
-        found: set[Place] = set()
+        found: set[Definition] = set()
         todo = []
         for root in roots:
             home = self.home(root)
@@ -52,17 +52,17 @@ class Sources:
             place = todo.pop()
             if place not in found:
                 found.add(place)
-                todo += [Place(place.module, IMPORT_TIME), *self.uses(place).values()]
+                todo += [Definition(place.module, IMPORT_TIME), *self.uses(place).values()]
         return frozenset(found)
 
-    def digest(self, roots: Iterable[Place]) -> str:
+    def digest(self, roots: Iterable[Definition]) -> str:
         """Of all that is reached, with what each name in it stands for."""
         lines = sorted(self._line(place) for place in self.reached(roots))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def home(self, place: Place) -> Place | None:
+    def home(self, place: Definition) -> Definition | None:
         """Where a name is defined, through any number of imports; None for what is not followed."""
-        seen: set[Place] = set()
+        seen: set[Definition] = set()
         while place not in seen:
             seen.add(place)
             module = self._module(place.module)
@@ -75,7 +75,7 @@ class Sources:
             place = module.imports[place.name]
         return None
 
-    def uses(self, place: Place) -> dict[str, Place]:
+    def uses(self, place: Definition) -> dict[str, Definition]:
         """Names in a definition to what they stand for."""
         module = self._module(place.module)
         assert module is not None
@@ -86,24 +86,24 @@ class Sources:
                     found[dotted] = target
         return found
 
-    def _targets(self, name: str, module: Module, dotted: str) -> Iterator[Place]:
+    def _targets(self, name: str, module: Module, dotted: str) -> Iterator[Definition]:
         """What `a` or `a.b` stands for."""
         first, _, second = dotted.partition(".")
         if first in module.definitions:
-            yield Place(name, first)
+            yield Definition(name, first)
         elif first in module.imports:
             to = module.imports[first]
             if to.name == IMPORT_TIME:  # a module: what is taken from it
-                to = Place(to.module, second)
+                to = Definition(to.module, second)
             if (home := self.home(to)) is not None:
                 yield home
 
-    def _line(self, place: Place) -> str:
+    def _line(self, place: Definition) -> str:
         """A definition, and what its names stand for, in one line without the place where it lies."""
         names = [f"{name}={self._text(target)}" for name, target in sorted(self.uses(place).items())]
         return f"{self._text(place)} {' '.join(names)}"
 
-    def _text(self, place: Place) -> str:
+    def _text(self, place: Definition) -> str:
         if place not in self._texts:
             module = self._module(place.module)
             assert module is not None
@@ -121,7 +121,7 @@ class Sources:
 def _read(path: Path, name: str, file_of: FileOf) -> Module:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     definitions: dict[str, list[ast.stmt]] = {}
-    imports: dict[str, Place] = {}
+    imports: dict[str, Definition] = {}
     for statement in _without_docstrings(ast.parse(path.read_text(encoding="utf-8"))).body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             imports |= dict(_imported(statement, package, file_of))
@@ -132,10 +132,12 @@ def _read(path: Path, name: str, file_of: FileOf) -> Module:
     return Module(definitions, imports)
 
 
-def _imported(statement: ast.Import | ast.ImportFrom, package: str, file_of: FileOf) -> Iterator[tuple[str, Place]]:
+def _imported(
+    statement: ast.Import | ast.ImportFrom, package: str, file_of: FileOf
+) -> Iterator[tuple[str, Definition]]:
     if isinstance(statement, ast.Import):
         for one in statement.names:
-            yield one.asname or one.name.partition(".")[0], Place(one.name, IMPORT_TIME)
+            yield one.asname or one.name.partition(".")[0], Definition(one.name, IMPORT_TIME)
         return
     base = statement.module or ""
     if statement.level:
@@ -143,7 +145,7 @@ def _imported(statement: ast.Import | ast.ImportFrom, package: str, file_of: Fil
         base = ".".join([*parents, *([base] if base else [])])
     for one in statement.names:
         submodule = f"{base}.{one.name}"
-        place = Place(submodule, IMPORT_TIME) if file_of(submodule) is not None else Place(base, one.name)
+        place = Definition(submodule, IMPORT_TIME) if file_of(submodule) is not None else Definition(base, one.name)
         yield one.asname or one.name, place
 
 

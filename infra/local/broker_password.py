@@ -1,4 +1,4 @@
-"""The embedded broker's door: it listens on 127.0.0.1, where every account of the machine can knock, so it asks for a password.
+"""The password of the embedded broker. It listens on 127.0.0.1, where every account of the machine can connect.
 
     <folder>/password   drawn once, its owner's alone; clients of the same folder read it (`infra.log.access.embedded_access`)
 
@@ -10,13 +10,13 @@ import os
 import secrets
 from pathlib import Path
 
-from infra.local.address import HOST, Address
+from infra.local.address import HOST, BrokerPorts
 from infra.log.access import EMBEDDED_PASSWORD, EMBEDDED_USER
 
 _MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
 
 
-def guarded(folder: Path, address: Address) -> dict[str, str]:
+def password_settings(folder: Path, address: BrokerPorts) -> dict[str, str]:
     """Kafka's settings for a broker that asks."""
     password = password_of(folder)
     who = f'{_MODULE} required username="{EMBEDDED_USER}" password="{password}" user_{EMBEDDED_USER}="{password}";'

@@ -1,4 +1,4 @@
-"""The extension examples of the README, as they stand there: short, and picked up by restarting the stream workers."""
+"""The examples of the tutorial about sources: short, and picked up by restarting the stream workers."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ from streams.sources.source import build_sources, run_sources
 from tests.streams.deliveries import memory_log, until_stored, values
 from tests.streams.memory_worker import working
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "infra/docs/tutorials/add-a-source.md").read_text(encoding="utf-8")
 BEFORE = """\
 app = "app"
 plugins = ["plugins"]
@@ -41,9 +41,9 @@ class Example(msgspec.Struct, frozen=True):
 
 def example(kind: str) -> Example:
     """The first two fenced blocks behind the bold words."""
-    after = README[README.index(f"**{kind}**") :]
-    code = re.search(r"```python\n(.*?)```\n```toml\n(.*?)```", after, re.DOTALL)
-    assert code is not None, f"README: {kind}: expected a python block and a toml block right behind it"
+    after = PAGE[PAGE.index(f"**{kind}**") :]
+    code = re.search(r"```python[^\n]*\n(.*?)```\n```toml\n(.*?)```", after, re.DOTALL)
+    assert code is not None, f"{kind}: expected a python block and a toml block right behind it"
     return Example(code[1], code[2])
 
 

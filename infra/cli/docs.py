@@ -1,0 +1,247 @@
+"""Writes the reference pages of infra/docs from the code: `python -m infra.cli.docs`.
+
+A setting is documented in the docstring of its struct, as `name: what it means.` or `one, other: what both mean.`; a command
+in its own help; a name of `headrace` in its docstring. A test fails where the pages are not what this writes.
+"""
+
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from infra.settings.config import Section, words_of
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs"
+BY = "*Written by `python -m infra.cli.docs` from the code; change the docstrings there.*"
+SETTINGS = f"""\
+# Every setting
+
+For whoever writes a `headrace.toml`: each table, with the type and the default of each key.
+
+{BY} A key that is not here is refused by every command, with the nearest name. `headrace check` shows what a file
+resolves to. `--set a.b=c` overrides one key of any table on the command line.
+"""
+COMMANDS = f"""\
+# Every command
+
+For whoever types `headrace`: each command with its arguments and options.
+
+{BY} `headrace COMMAND --help` prints the same. Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command
+line, 130 stopped with Ctrl-C.
+
+A command that reads the settings also takes `--config FILE` (`-c`, default `headrace.toml`) and, as often as wanted,
+`--set A.B=C`, which overrides one key.
+"""
+NAMES = f"""\
+# Every name of `headrace`
+
+For whoever writes a plugin: what `from headrace import …` offers, by what is written with it.
+
+{BY} A tool needs none of them: it is a function with annotated parameters and a docstring. Importing one name loads what
+that name needs and nothing else.
+"""
+
+
+# Keys that mean the same in every table.
+COMMON = {
+    "on": "whether it is part of the chain.",
+    "options": "keyword-only parameters of the function, or fields of the struct.",
+    "report_s": "seconds from one report to the log to the next.",
+}
+
+
+def main() -> None:
+    """Write every page."""
+    for path, text in pages().items():
+        (FOLDER / path).parent.mkdir(parents=True, exist_ok=True)
+        (FOLDER / path).write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    """The text of every generated page, by its path below infra/docs."""
+    from infra.cli.settings import Settings
+
+    return {
+        "reference/settings.md": SETTINGS + "".join(tables(Settings, "")),
+        "reference/commands.md": COMMANDS + "".join(commands()),
+        "reference/headrace.md": NAMES + "".join(names()),
+    }
+
+
+def tables(struct: type[msgspec.Struct], path: str, header: str = "") -> Iterator[str]:
+    """The table of a struct in Markdown, then those of the structs in it. header: as the TOML writes it, "" for the root."""
+    about, meanings = described(struct)
+    yield f"\n## {f'`{header}`' if header else 'The top of the file'}\n\n{about}\n"
+    inner, rows = [], []
+    for field in msgspec.structs.fields(struct):
+        if field.type is Path:
+            continue
+        name, meaning = field.encode_name, meanings.get(field.encode_name, "")
+        found = section_of(field.type)
+        if found is None or field.encode_name in ("engine", "learner", "agent", "environment"):
+            rows.append(f"| `{name}` | {cell(words_of(field.type))} | {default_of(field)} | {cell(meaning)} |\n")
+            continue
+        section, form = found
+        below = f"{path}.{name}" if path else name
+        heading = form.format(below)
+        inner.append((section, below.removesuffix(".<name>"), heading))
+        link = f"[`{heading}`](#{anchor(heading)})"
+        rows.append(f"| `{name}` | {link} | {default_of(field)} | {cell(meaning or described(section)[0])} |\n")
+    yield "\n| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+    for section, below, heading in inner:
+        yield from tables(section, f"{below}.<name>" if "<name>" in heading else below, heading)
+
+
+def section_of(kind: Any) -> tuple[type[Section], str] | None:
+    """The struct that a field holds, and how the TOML writes its table; None for a plain value."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) in (Union, types.UnionType):
+        found = [section_of(one) for one in get_args(kind)]
+        return next((one for one in found if one is not None), None)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return kind, "[{}]"
+    if get_origin(kind) is tuple and (found_one := section_of(get_args(kind)[0])):
+        return found_one[0], "[[{}]]"
+    if get_origin(kind) is dict and (found_one := section_of(get_args(kind)[1])):
+        return found_one[0], "[{}.<name>]"
+    return None
+
+
+def described(struct: type) -> tuple[str, dict[str, str]]:
+    """What a docstring says of the whole, and of each field.
+
+    >>> from infra.settings.config import Keep
+    >>> described(Keep)[1]["replay"]
+    'how far back replay and audit reach; sets every retention and every pruning.'
+    """
+    about: list[str] = []
+    meanings = dict(COMMON)
+    for one in reversed([one for one in struct.__mro__ if issubclass(one, Section) and one is not Section]):
+        fields = {field.name: field.encode_name for field in msgspec.structs.fields(one)}
+        about = []
+        for paragraph in (inspect.getdoc(one) or "").partition("\nExample:")[0].split("\n\n"):
+            text = re.sub(r"^\[+[\w.<>]+\]+[.:]?\s*", "", re.sub(r"\s+", " ", paragraph)).strip()
+            named = "|".join(map(re.escape, sorted({*fields, *fields.values()}, key=len, reverse=True)))
+            label = rf"(?:{named})(?: \([^)]*\))?"
+            begin, *parts = re.split(rf"(?:^|(?<=[.;:] ))((?:{label}, )*{label}): ", text)
+            about.append(begin.strip())
+            for labels, meaning in zip(parts[::2], parts[1::2], strict=True):
+                for name in labels.split(", "):
+                    bare, _, note = name.partition(" (")
+                    meanings[fields.get(bare, bare)] = (f"{note.rstrip(')')}; " if note else "") + meaning.strip(" ;")
+    shown = " ".join(filter(None, about))
+    return f"{shown[:1].upper()}{shown[1:]}", meanings
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    """A field's default as the TOML writes it."""
+    if field.required:
+        return "required"
+    default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+    if isinstance(default, Section) and type(default).__name__ != "Use":
+        return ""
+    return "left out" if default is None else f"`{cell(toml(default))}`"
+
+
+def toml(value: Any) -> str:
+    """A value in TOML.
+
+    >>> toml({"on": True, "of": ("a", 1)})
+    '{ on = true, of = ["a", 1] }'
+    """
+    if isinstance(value, msgspec.Struct):
+        fields = msgspec.structs.fields(value)
+        value = {one.encode_name: getattr(value, one.name) for one in fields if getattr(value, one.name) != one.default}
+        return toml({key: one for key, one in value.items() if one})
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + " }" if value else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, str):
+        return f"'{value}'" if "\\" in value else f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def commands() -> Iterator[str]:
+    """The sections of all commands, in the order of `headrace --help`."""
+    import typer.main
+
+    from infra.cli.main import app
+
+    def below(group: Any, path: str) -> Iterator[str]:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield f"\n## `{path} {name}`\n\n{plain(command.help)}\n"
+                yield from below(command, f"{path} {name}")
+            else:
+                yield from command_section(f"{path} {name}", command)
+
+    yield from below(typer.main.get_command(app), "headrace")
+
+
+def command_section(name: str, command: Any) -> Iterator[str]:
+    """One command: what it does, and its arguments and options."""
+    yield f"\n## `{name}`\n\n{plain(command.help)}\n"
+    shared = [one for one in command.params if getattr(one, "rich_help_panel", None) == "Settings"]
+    if len(command.params) > len(shared):
+        yield "\n| argument or option | default | meaning |\n|---|---|---|\n"
+    for one in (one for one in command.params if one not in shared):
+        is_flag = bool(getattr(one, "is_flag", False))
+        shown = one.metavar or one.name.upper() if one.param_type_name == "argument" else ", ".join(one.opts)
+        value = "" if is_flag or one.param_type_name == "argument" else f" {one.metavar or one.name.upper()}"
+        told = one.show_default if isinstance(one.show_default, str) else ""
+        default = told or ("" if one.default in (None, "", [], ()) or one.default is False else str(one.default))
+        default = "required" if one.required else f"`{default}`" if default and not told else default
+        yield f"| `{shown}{value}` | {default} | {cell(plain(one.help))} |\n"
+    if shared:
+        yield "\nReads the settings: `--config`, `--set`.\n"
+
+
+def plain(text: str | None) -> str:
+    """Help with rich's marks as Markdown.
+
+    >>> plain("as in [cyan]headrace up[/], see [bold]\\\\[keep][/]")
+    'as in `headrace up`, see `[keep]`'
+    """
+    marked = re.sub(r"\[(?:cyan|bold)\](.*?)\[/\]", r"`\1`", inspect.cleandoc(text or ""), flags=re.DOTALL)
+    return marked.replace("\\[", "[").replace("\f", "").strip()
+
+
+def names() -> Iterator[str]:
+    """What `headrace` exports, by kind."""
+    import headrace
+
+    for kind, found in headrace.HOMES.items():
+        yield f"\n## {kind.capitalize()}\n\n| name | what it is |\n|---|---|\n"
+        for name, home in sorted(found.items(), key=lambda one: one[0].lower()):
+            thing = getattr(headrace, name)
+            said = "A type." if is_alias(thing) else (inspect.getdoc(thing) or "").partition("\n\n")[0]
+            yield f"| `{name}` | {cell(said)} See `{home}`. |\n"
+
+
+def is_alias(thing: object) -> bool:
+    """Whether a name stands for a type that has no docstring of its own."""
+    return get_origin(thing) in (Annotated, Literal, Union, types.UnionType) or not hasattr(thing, "__name__")
+
+
+def cell(text: str) -> str:
+    """Text that fits into a cell of a Markdown table."""
+    return re.sub(r"(?<!\\)\|", r"\\|", text.replace("\n", " ")).strip()
+
+
+def anchor(heading: str) -> str:
+    """The fragment that Markdown renderers give a heading.
+
+    >>> anchor("[trainer.lanes.<name>]")
+    'trainerlanesname'
+    """
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Feedback sources: events from outside, read by the user's function, become Feedback in `verified`.
+
+Delivery: at least once; what was published before a crash is published again with the same id, and collect absorbs it.
+Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
+dead-lettered and counted, and the next one goes on; one whose key was destroyed is counted as forgotten. Privacy: what we
+write of an event, Feedback or dead letter, is redacted and sealed (see `infra.store.seal`), wherever it came from; what a
+topic or a file of somebody else's holds we only read.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from infra.chain import calls
+from infra.chain.redact import Redactor
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.store.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
+from schemas import DeadLetter, Feedback, ids
+from schemas.errors import BadFrame, Sealed
+from schemas.names import pseudonym
+from schemas.topics import DEAD_LETTERS, VERIFIED
+from streams.stages.stage import MAX_LETTER_BYTES, confirmed
+
+TIMEOUT_S = 10.0
+GIVE_UP_S = 120.0
+EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
+
+
+class EventSource(msgspec.Struct, kw_only=True):
+    """One configured source. topic, file or webhook says where it listens. trouble: what hangs, and which errors were logged.
+    redactor: takes out of what is written what is nobody's business.
+
+    Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
+    """
+
+    name: str
+    function: Callable[..., Any]
+    topic: str = ""
+    file: Path | None = None
+    webhook: str = ""
+    timeout_s: float = TIMEOUT_S
+    trouble: calls.Trouble = msgspec.field(default_factory=calls.Trouble)
+    redactor: Redactor = msgspec.field(default_factory=Redactor)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One event as it came, and where it lay. sealed_for: the answer whose texts in it may be sealed, "" for no such event.
+    ours: the gateway wrote it, redacted and sealed.
+
+    Example: Event(b'{"answer_id": "hr-a1b2.0-3-0", "csat": 4}', topic="zendesk.closed", partition=3, offset=77)
+    """
+
+    value: bytes
+    topic: str
+    partition: int
+    offset: int
+    sealed_for: str = ""
+    ours: bool = False
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """What became of one event. error: for invalid and failed ones, naming the field. brief: without the words of an
+    exception, which may be the event's.
+    """
+
+    outcome: EventOutcome
+    feedback: Feedback | None = None
+    error: str = ""
+    brief: str = ""
+
+
+async def publish_events(source: EventSource, events: Sequence[Event], log: Log, metrics: Metrics) -> None:
+    """Read events and publish what they say; returns once everything is confirmed."""
+    readings = await read_events(source, events, log.keys)
+    queues: dict[str, list[Callable[[], Awaitable[object]]]] = {}
+    for event, reading in zip(events, readings, strict=True):
+        metrics.counter("feedback_events", source=source.name, outcome=reading.outcome).inc()
+        if reading.feedback is not None:
+            group = ids.group_of(reading.feedback.ref)
+            queues.setdefault(group, []).append(_publisher(source, log, reading.feedback))
+        elif reading.outcome in ("invalid", "failed"):
+            queues.setdefault(f"dead {event.offset}", []).append(_letter_publisher(source, event, reading, log))
+    async with asyncio.TaskGroup() as tasks:
+        for queue in queues.values():
+            tasks.create_task(_in_order(queue))
+
+
+async def read_events(source: EventSource, events: Sequence[Event], keys: Keys | None = None) -> list[Reading]:
+    """What each event says, by the user's function; never raises for what that function does. Raises StoreError."""
+    readings: list[Reading | None] = []
+    tables: list[object] = []
+    for event in events:
+        try:
+            table = await _table(event, keys)
+        except BadFrame as error:
+            outcome: EventOutcome = "forgotten" if isinstance(error, Sealed) else "invalid"
+            readings.append(Reading(outcome, error=str(error), brief=str(error)))
+            continue
+        readings.append(None)
+        tables.append(table)
+    if asyncio.iscoroutinefunction(getattr(source.function, "func", source.function)):
+        answers = await calls.as_tasks(source.function, tables, {}, source.timeout_s, source.trouble)
+    else:
+        answers = await calls.in_thread(source.function, tables, {}, source.timeout_s, source.trouble)
+    answered = iter(answers)
+    return [_reading(source, next(answered)) if reading is None else reading for reading in readings]
+
+
+async def _table(event: Event, keys: Keys | None) -> dict[str, Any]:
+    """What an event holds. Raises BadFrame, Sealed where it is forgotten, StoreError."""
+    value = event.value
+    if event.ours and keys is not None:
+        value = await asyncio.to_thread(open_event, value, keys)
+    table = event_table(value)
+    if event.sealed_for and keys is not None:
+        return await asyncio.to_thread(_opened, table, keys, event.sealed_for)
+    return table
+
+
+def event_table(value: bytes) -> dict[str, Any]:
+    """The JSON object an event is. Raises BadFrame."""
+    try:
+        table = msgspec.json.decode(value)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise BadFrame(f"got a JSON {type(table).__name__}, expected an object")
+    return table
+
+
+def _opened(table: dict[str, Any], keys: Keys, answer: str) -> dict[str, Any]:
+    return {name: open_text(value, keys, answer) if isinstance(value, str) else value for name, value in table.items()}
+
+
+def feedback_fault(feedback: Feedback) -> str:
+    """What is wrong with feedback that a function made, "" for nothing."""
+    try:
+        msgspec.convert(msgspec.structs.asdict(feedback), Feedback)
+        ids.group_of(feedback.ref)
+    except msgspec.ValidationError as error:
+        return str(error)
+    except ValueError as error:
+        return f"ref: {error}"
+    if not feedback.id:
+        return "id: got none, expected one that is unique at its source"
+    if feedback.value is not None and not (math.isfinite(feedback.value) and 0 <= feedback.value <= 1):
+        return f"value: got {feedback.value!r}, expected a number from 0 to 1"
+    if feedback.type == "value" and feedback.value is None:
+        return 'value: got none, expected a number from 0 to 1 for type "value"'
+    if feedback.type in ("label", "correction") and not feedback.text:
+        return f'text: got none, expected one for type "{feedback.type}"'
+    return ""
+
+
+def _reading(source: EventSource, answer: object) -> Reading:
+    if answer is None:
+        return Reading("ignored")
+    if isinstance(answer, calls.Failure):
+        said = f"{source.name} {answer.kind}: "
+        return Reading("failed", error=said + answer.detail, brief=said + answer.detail.partition(":")[0])
+    if not isinstance(answer, Feedback):
+        fault = f"{source.name} returned {type(answer).__name__}, expected Feedback or None"
+        return Reading("invalid", error=fault, brief=fault)
+    if fault := feedback_fault(answer):
+        brief = "ref: not the id of an answer" if fault.startswith("ref: ") else fault
+        return Reading("invalid", error=f"{source.name}: {fault}", brief=f"{source.name}: {brief}")
+    return Reading("accepted", msgspec.structs.replace(answer, source=source.name))
+
+
+def _publisher(source: EventSource, log: Log, feedback: Feedback) -> Callable[[], Awaitable[object]]:
+    text = source.redactor.mask(feedback.text)[0] if feedback.text else feedback.text
+
+    async def publish() -> object:
+        names = [name for name in ("id", "rater") if source.redactor.mask(getattr(feedback, name))[1]]
+        secret = await asyncio.to_thread(log.keys.app_secret) if names and log.keys is not None else b""
+        # Where it is personal data itself, a name that is as unique and says nothing.
+        named = {name: pseudonym(secret, "source", source.name, getattr(feedback, name)) for name in names}
+        kept = msgspec.structs.replace(feedback, text=text, **named)
+        if not text or log.keys is None:
+            return await log.publish(VERIFIED, kept)
+        answer = kept.ref.removeprefix(ids.ANSWER_PREFIX)
+        shut = await asyncio.to_thread(seal_text, text, log.keys, answer)
+        return await log.publish(VERIFIED, msgspec.structs.replace(kept, text=shut))
+
+    return lambda: confirmed(publish, "feedback", GIVE_UP_S)
+
+
+def _letter_publisher(source: EventSource, event: Event, reading: Reading, log: Log) -> Callable[[], Awaitable[object]]:
+    async def publish() -> object:
+        sessions = ids.sessions_in(event.value.decode("utf-8", "replace"))
+        letter = DeadLetter(
+            topic=event.topic,
+            partition=event.partition,
+            offset=event.offset,
+            stage=f"feedback {source.name}",
+            reason=f"event {reading.outcome}",
+            error=reading.brief if event.ours or sessions else source.redactor.mask(reading.error)[0],
+            value=await asyncio.to_thread(_kept, source, event, sessions, log.keys),
+        )
+        return await log.publish(DEAD_LETTERS, letter)
+
+    return lambda: confirmed(publish, "dead letter", GIVE_UP_S)
+
+
+def _kept(source: EventSource, event: Event, sessions: Sequence[str], keys: Keys | None) -> bytes:
+    """An event as a dead letter may hold it: that of a topic or a file redacted, and sealed. Blocks; raises StoreError."""
+    if event.ours:
+        return event.value[:MAX_LETTER_BYTES]
+    try:
+        masked = msgspec.json.encode(source.redactor.mask_json(msgspec.json.decode(event.value)))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        masked = source.redactor.mask(event.value.decode("utf-8", "replace"))[0].encode()
+    if len(sessions) > MAX_SESSIONS:
+        return b""
+    return masked[:MAX_LETTER_BYTES] if keys is None else seal_event(masked[:MAX_LETTER_BYTES], keys, sessions)
+
+
+async def _in_order(queue: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    for publish in queue:
+        await publish()

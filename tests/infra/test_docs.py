@@ -1,0 +1,245 @@
+"""README and infra/docs: what is written from the code is up to date, every snippet loads, parses or runs, every link resolves.
+
+A fence says what it holds: `sh` (commands), `sh curl` and `python client` (run against a gateway), `toml` (settings), `python`
+(run), `text`, `js` (looked at by readers alone). A word behind the language is the file it is written to.
+"""
+
+import asyncio
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer.main
+
+from actors.gateway.config import GatewayLimits, Webhook
+from infra.cli import docs
+from infra.cli.init import files_of
+from infra.cli.main import app
+from infra.cli.settings import Settings, load_settings
+from tests.actors.gateway.gateway_rig import engine, says, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "infra" / "docs").rglob("*.md")))
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+LANGUAGES = {"sh", "sh curl", "python", "python client", "toml", "text", "js"}
+# What a table of a snippet needs of the rest of the file.
+BESIDE = {
+    "gate": '[[master.evals]]\nsuite = "held-out"\n[[master.evals]]\nsuite = "production"\n',
+    "environment": '[explore.options]\nenvironment = { use = "support:Stairs" }\n',
+}
+SHOWN_URL, SHOWN_KEY = "http://127.0.0.1:8000", "hr-…"
+
+
+class Fence(msgspec.Struct, frozen=True):
+    """One fenced block. kind: its language, with `client` or `curl`."""
+
+    page: str
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def fences_of(page: Path) -> Iterator[Fence]:
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"^```([^\n]+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        language, _, rest = found[1].partition(" ")
+        kind = f"{language} {rest}" if rest in ("client", "curl") else language
+        yield Fence(page.relative_to(ROOT).as_posix(), text.count("\n", 0, found.start()) + 1, kind, found[2])
+
+
+FENCES = [fence for page in PAGES for fence in fences_of(page)]
+
+
+def of_kind(kind: str) -> list[Any]:
+    return [pytest.param(one, id=str(one)) for one in FENCES if one.kind == kind]
+
+
+def commands(group: Any, path: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        yield f"{path} {name}"
+        yield from commands(command, f"{path} {name}") if hasattr(command, "commands") else ()
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    written = {page.relative_to(docs.FOLDER).as_posix() for page in (docs.FOLDER / "reference").iterdir()}
+    for path, text in docs.pages().items():
+        assert (docs.FOLDER / path).read_text(encoding="utf-8") == text, f"{path}: run `python -m infra.cli.docs`"
+    assert written - set(docs.pages()) == {"reference/what-ships.md"}
+
+
+def test_every_setting_says_what_it_means() -> None:
+    def silent(struct: type[msgspec.Struct], path: str) -> Iterator[str]:
+        meanings = docs.described(struct)[1]
+        for field in msgspec.structs.fields(struct):
+            section = docs.section_of(field.type)
+            if section is not None:
+                yield from silent(section[0], f"{path}.{field.encode_name}")
+            elif not meanings.get(field.encode_name) and field.type is not Path:
+                yield f"{path}.{field.encode_name}"
+
+    assert not list(silent(Settings, ""))
+
+
+def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
+    shown = (docs.FOLDER / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert [line.strip("#` ") for line in re.findall(r"^## .*$", shown, re.MULTILINE)] == list(
+        commands(typer.main.get_command(app), "headrace")
+    )
+    settings = (docs.FOLDER / "reference" / "settings.md").read_text(encoding="utf-8")
+    for table in ("[kafka]", "[[feedback]]", "[master.gate.canary]", "[trainer.lanes.<name>]", "[collect.limits]"):
+        assert f"\n## `{table}`\n" in settings
+
+
+def test_the_readme_fits_three_screens() -> None:
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_page_has_a_title_and_says_whom_it_is_for(page: Path) -> None:
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line]
+    assert lines[0].startswith("# ") and lines[1].startswith(("For whoever ", "**headrace"))
+    assert {one.kind for one in fences_of(page)} <= LANGUAGES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_and_picture_of_a_page_is_there(page: Path) -> None:
+    for label, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", without_fences(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, fragment = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.is_file(), f"{page.name}: [{label}] leads to {target}"
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+            assert fragment in {docs.anchor(one) for one in headings}, f"{page.name}: no heading {target}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, waiting = set(), [PAGES[0]]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        for target in re.findall(r"\]\(([^)#\s]+\.md)[^)]*\)", page.read_text(encoding="utf-8")):
+            waiting += [other for other in [(page.parent / target).resolve()] if other not in reached]
+    assert reached == set(PAGES)
+
+
+def test_every_picture_is_shown_on_some_page() -> None:
+    shown = {
+        (page.parent / one).resolve() for page in PAGES for one in re.findall(r"\]\(([^)]+\.png)\)", page.read_text())
+    }
+    assert shown == set(ROOT.glob("infra/**/*.png"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_file_and_folder_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for named in re.findall(r"(?<![\w/.])(?:actors|infra|schemas|streams|tests|trainer)/[\w./*-]*\w", text):
+        assert list(ROOT.glob(named)), f"{page.name}: {named}"
+
+
+def without_fences(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("fence", of_kind("toml"))
+def test_every_table_loads_as_settings(fence: Fence, tmp_path: Path) -> None:
+    text = fence.text if re.search(r"^app\b", fence.text, re.MULTILINE) else f'app = "docs"\n{fence.text}'
+    text += BESIDE["gate"] if "[master.gate" in text and "[[master.evals]]" not in text else ""
+    (tmp_path / "headrace.toml").write_text(text, encoding="utf-8")
+    assert load_settings(tmp_path / "headrace.toml").app
+    for module, name in re.findall(r'"((?:actors|streams|trainer)[\w.]+):(\w+)"', text):
+        found = importlib.util.find_spec(module)
+        assert found is not None and found.origin, f"{fence}: {module}"
+        assert re.search(rf"^(?:class|(?:async )?def) {name}\b", Path(found.origin).read_text(), re.MULTILINE), (
+            f"{fence}: {name}"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_python_snippet_runs_behind_those_before_it_with_headrace_alone(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": "snippets"}
+    for fence in fences_of(page):
+        if fence.kind == "python":
+            exec(compile(fence.text, str(fence), "exec"), names)
+            imported = re.findall(r"^(?:from|import) (\w+)", fence.text, re.MULTILINE)
+            assert {*imported} <= {"headrace", *sys.stdlib_module_names}, f"{fence}: {imported}"
+
+
+def test_the_tutorial_shows_the_files_of_its_example() -> None:
+    text = (docs.FOLDER / "tutorials" / "train-on-tasks.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^```(?:toml|python) (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    assert shown == {name: path.read_text() for name, path in files_of("sorting").items() if name != "README.md"}
+
+
+@pytest.mark.parametrize("fence", of_kind("sh"))
+def test_every_command_is_there_and_takes_its_options(fence: Fence) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = fence.text.replace("\\\n", " ").splitlines()
+    for words in filter(None, (shlex.split(line, comments=True) for line in lines)):
+        if words[0] == "make":
+            assert words[1] in targets, f"{fence}: make {words[1]}"
+        else:
+            assert words[0] in ("headrace", "tensorboard", "hf"), f"{fence}: {words}"
+            assert (Path(sys.executable).parent / words[0]).exists(), f"{fence}: {words[0]} comes with no package"
+            if words[0] == "headrace":
+                parse(words[1:], str(fence))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_command_in_a_sentence_is_there_too(page: Path) -> None:
+    for quoted in re.findall(r"`headrace ([a-z][^`\n]*)`", without_fences(page)):
+        command: Any = typer.main.get_command(app)
+        for word in re.sub(r"[|…].*", "", quoted).split():
+            if hasattr(command, "commands"):
+                assert word in command.commands or word.startswith("-"), f"{page.name}: headrace {quoted}"
+                command = command.commands.get(word, command)
+            elif word.startswith("--") and word != "--help":
+                assert any(word in one.opts for one in command.params), f"{page.name}: headrace {quoted}"
+    for module in re.findall(r"python -m ([\w.]+)", page.read_text(encoding="utf-8")):
+        assert importlib.util.find_spec(module), f"{page.name}: {module}"
+
+
+def parse(words: list[str], where: str) -> None:
+    """Read a command line as typer does, and run nothing."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        assert words and words[0] in command.commands, f"{where}: headrace {' '.join(words)}"
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context(where, list(words))
+
+
+def test_every_client_snippet_runs_against_a_gateway(tmp_path: Path) -> None:
+    webhook = Webhook("/zendesk", b"the secret", "x-signature")
+    limits = GatewayLimits(max_tokens=64, prompt_tokens=4096)
+
+    async def run() -> None:
+        async with serving(tmp_path, engine(says("Hello.")), webhooks=[webhook], limits=limits) as served:
+            key = served.key()
+            await served.keys_read()
+            answer = (await served.client(key).chat.completions.create(**ASK)).id
+            for fence in (one for one in FENCES if one.kind in ("python client", "sh curl")):
+                text = fence.text.replace(SHOWN_URL, served.url).replace(SHOWN_KEY, key)
+                program = ["bash", "-ec", text] if fence.kind == "sh curl" else [sys.executable, "-c", text]
+                environment = {**os.environ, "HEADRACE_KEY": key, "ANSWER": answer, "NO_PROXY": "*", "no_proxy": "*"}
+                done = await asyncio.to_thread(
+                    subprocess.run, program, env=environment, capture_output=True, text=True, timeout=120
+                )
+                assert done.returncode == 0 and '"error"' not in done.stdout, f"{fence}: {done.stdout}{done.stderr}"
+            assert len(await served.received()) >= 5
+
+    asyncio.run(run())
+
+
+ASK: dict[str, Any] = {"model": "main", "messages": [{"role": "user", "content": "Hello?"}]}
