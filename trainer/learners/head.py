@@ -99,7 +99,7 @@ class Head:
             chunk = max(1, self._max_logits // (ARRAYS * self.num_tokens))
             return LinearLogprobs.apply(hidden, weight_VD, bias_V, target_N, temperature_N, self._softcap, chunk)  # type: ignore[no-untyped-call]
         if weight_VD.dtype != torch.float32:
-            return product(hidden.flatten(0, -2), weight_VD, bias_V).unflatten(0, hidden.shape[:-1])
+            return product(hidden.flatten(0, -2), weight_VD, bias_V).reshape(*hidden.shape[:-1], -1)
         return torch.nn.functional.linear(hidden.float(), weight_VD, bias_V)
 
 
