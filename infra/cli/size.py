@@ -67,6 +67,10 @@ def run_size(config: Path, sets: list[str], machine: Machine) -> int:
     settings = load_settings(config, sets)
     found = estimate(settings, machine)
     console = Screen()
+    console.print(
+        f"for GPUs of {_gb(machine.gpu)}, hosts of {_gb(machine.host)} with {_gb(machine.shm)} free in /dev/shm; a step each "
+        f"{machine.step_s:g} s (--help says how to name others)"
+    )
     for table in tables(settings, machine, found):
         console.print(table)
     for problem in found.problems:
