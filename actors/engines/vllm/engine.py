@@ -12,7 +12,6 @@ The tensors go through this host's memory, so the workers must run on it.
 
 import asyncio
 import gc
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,14 +31,15 @@ from actors.engines.once_per_schema import OncePerSchema
 from actors.engines.request_images import RequestImages
 from actors.engines.token_spellings import TokenSpellings, folder_vocabulary
 from actors.engines.vllm.attempts import Attempts
+from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment, exchange_folder
+from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment
 from actors.engines.vllm.streaming import stream, whole
 from infra.model.model import folder_tensors, load_model, model_tensors
 from infra.model.vision import load_vision
 from infra.policies.policy import Policy, Probe
-from infra.policies.tensors import Tensor, save_tensors
+from infra.policies.tensors import Tensor
 from infra.store.images import Pixels
 from schemas.errors import ConfigError, PolicyRefused
 
@@ -58,6 +58,7 @@ class VllmEngine:
         self._vocabulary: TokenSpellings | None = None
         self._judge: SchemaCompiler | None = None
         self._attempts = Attempts()
+        self._exchange = Exchange()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
         self._loads: set[asyncio.Task[LoadReport]] = set()
@@ -83,7 +84,6 @@ class VllmEngine:
         self._vision = await asyncio.to_thread(load_vision, self._folder)
         self._held = await asyncio.to_thread(self._folder_tensors)
         await asyncio.to_thread(self._build)
-        self._exchange = exchange_folder()
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         self._max_model_len = int(config.max_model_len)
@@ -110,7 +110,7 @@ class VllmEngine:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = requests = None
             gc.collect()  # it is part of cycles, and would shut down again, noisily, when the interpreter ends
-            shutil.rmtree(self._exchange, ignore_errors=True)
+            self._exchange.close()
 
     async def generate(
         self,
@@ -206,15 +206,14 @@ class VllmEngine:
     async def _load(self, policy: Policy) -> LoadReport:
         async with self._loading:
             names = await asyncio.to_thread(self._check, policy)
-            previous = {name: self._held[name] for name in names}
+            path = await asyncio.to_thread(self._exchange.write, {name: policy.tensors[name] for name in names})
             label = self._attempts.begin(policy.version)
             try:
                 try:
-                    wanted = {name: policy.tensors[name] for name in names}
-                    pause_ms, scores = await self._swap(wanted, label, policy.probe)
+                    pause_ms, scores = await self._swap(path, label, policy.probe)
                     difference = self._gate.check(policy, scores)
                 except PolicyRefused:
-                    await self._swap(previous, self._attempts.begin(self._version, proved=True), None)
+                    await self._undo(names)
                     self._attempts.decide(label, False)
                     raise
             except PolicyRefused:
@@ -227,17 +226,23 @@ class VllmEngine:
             self._attempts.decide(label, True)
             return LoadReport(pause_ms, difference)
 
+    async def _undo(self, names: Sequence[str]) -> None:
+        """Put the served tensors back. Raises EngineStopped where that cannot be done: then nothing it would say is true."""
+        try:
+            path = await asyncio.to_thread(self._exchange.write, {name: self._held[name] for name in names})
+            await self._swap(path, self._attempts.begin(self._version, proved=True), None)
+        except PolicyRefused as error:
+            raise EngineStopped(str(error)) from error
+
     def _check(self, policy: Policy) -> list[str]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
         return names_to_send(changed_names(self._held, policy.tensors), policy.tensors)
 
-    async def _swap(
-        self, tensors: Mapping[str, Tensor], label: str, probe: Probe | None
-    ) -> tuple[float, list[tuple[float, ...]]]:
-        """Put `tensors` in place between two steps; (milliseconds without sampling, the probe's scores)."""
-        path = self._exchange / f"{label}.safetensors"
-        await asyncio.to_thread(lambda: path.write_bytes(save_tensors(tensors)))
+    async def _swap(self, path: Path, label: str, probe: Probe | None) -> tuple[float, list[tuple[float, ...]]]:
+        """Put the tensors of a file in place between two steps, and remove it; (milliseconds without sampling, the probe's
+        scores).
+        """
         core, requests = self._llm.engine_core, self._running()
         begin = time.perf_counter()
         try:
@@ -254,7 +259,7 @@ class VllmEngine:
                 return_exceptions=True,
             )
         finally:
-            path.unlink(missing_ok=True)
+            self._exchange.discard(path)
         for result in results:
             if isinstance(result, BaseException):
                 if self._llm.errored:
