@@ -131,35 +131,36 @@ class Movement:
         self._seen[key] = (committed, mark)
         return now_s - self._moved_s[key]
 
-    def keep(self, held: set[tuple[str, int]]) -> None:
-        """Forget partitions that others hold: their time begins anew when they come back."""
-        for key in [key for key in self._seen if key not in held]:
+    def keep(self, topic: str, partitions: set[int]) -> None:
+        """Forget the topic's other partitions, which other workers hold: their time begins anew when they come back."""
+        for key in [key for key in self._seen if key[0] == topic and key[1] not in partitions]:
             del self._seen[key]
 
 
 async def watch(log: Log, held: Callable[[], list[HeldTopic]], metrics: Metrics, stuck_s: float) -> None:
-    """End the process when a partition it holds has lag and did not move for stuck_s; never returns."""
+    """End the process when a partition has lag and does not move for stuck_s, though it is this worker's or, of the worker's
+    group, not held by any: a group that never let this worker in, or dealt it nothing, is joined anew. Never returns.
+    """
     movement = Movement()
+    clock = asyncio.get_running_loop().time
     while True:
         await asyncio.sleep(WATCH_S)
-        holding = held()
-        movement.keep({(one.topic, partition) for one in holding for partition in one.partitions})
-        for one in holding:
+        for one in held():
             try:
                 ends = await log.bus.end_offsets(one.topic)
                 offsets = await log.bus.committed(one.group, one.topic)
+                others = await log.bus.held(one.group, one.topic) - one.partitions
             except BrokerUnavailable as error:
                 logger.warning("watch_failed error=%s", error)
                 continue
-            total = 0
-            for partition in one.partitions:
-                at = Partition(one.topic, partition)
-                committed = offsets.get(at, 0)
-                lag = max(0, ends.get(at, 0) - committed)
-                total += lag
+            lags = {at.index: max(0, end - offsets.get(at, 0)) for at, end in ends.items() if at.index not in others}
+            movement.keep(one.topic, set(lags))
+            for partition, lag in lags.items():
+                committed = offsets.get(Partition(one.topic, partition), 0)
                 mark = one.marks.get(partition, 0)
-                still_s = movement.stuck_for_s(one.topic, partition, lag, committed, mark, time.monotonic())
+                still_s = movement.stuck_for_s(one.topic, partition, lag, committed, mark, clock())
                 if still_s > stuck_s:
-                    where = f"{one.topic}/{partition}"
-                    end_process(f"{where}: {lag} records behind and nothing moved for {still_s:.0f} s", EXIT_STUCK)
-            metrics.gauge("lag", topic=one.topic).set(total)
+                    holder = "held here" if partition in one.partitions else f"held by no worker of {one.group}"
+                    behind = f"{lag} records behind and nothing moved for {still_s:.0f} s"
+                    end_process(f"{one.topic}/{partition}, {holder}: {behind}", EXIT_STUCK)
+            metrics.gauge("lag", topic=one.topic).set(sum(lags.get(partition, 0) for partition in one.partitions))

@@ -27,7 +27,7 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
 from infra.store.store import Store
-from schemas import PolicyEvent
+from schemas import Directive, PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from schemas.fields import Channel
 from schemas.topics import POLICIES
@@ -180,7 +180,9 @@ class PolicyFollower:
             await self._swap(policy, event)
 
     def _apply(self, message: LogMessage) -> None:
-        if isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
+        if isinstance(message.value, Directive):
+            self._feed.fence(message.value, message.offset)
+        elif isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
             self._runtime.metrics.gauge("policy_version_published").set(self._feed.newest)
         self._runtime.metrics.gauge("policy_version_stable").set(self._feed.stable.version)

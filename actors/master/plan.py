@@ -155,6 +155,7 @@ class Plan:
 
     def directive(self, directive: Directive, offset: int) -> None:
         """A word of an operator, or of another master; raises FencedOut for the lease of a later one."""
+        self.gate.directive(directive, offset)
         if directive.order == "lease":
             if offset > self.token:
                 raise FencedOut(f"this master holds lease {self.token}, {directive.owner} took lease {offset}")

@@ -14,7 +14,7 @@ from infra.cli.learning import learning_history
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.log.log import Log
-from infra.policies.channel import Stable, moved
+from infra.policies.channel import Stable, fenced, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.fields import Channel, Numbers, PolicyEventKind
@@ -28,8 +28,7 @@ async def run_move(
     """Append one move of a channel. version: -1 with `pinned` ends a pin. Raises ConfigError for one there is not."""
     settings = load_settings(config, sets)
     async with connected(settings) as log:
-        history = await policy_history(log, settings.policy.name)
-        before = stable_of(history, settings.policy.name)
+        history, before = await policy_history(log, settings.policy.name)
         check_move(history, before, kind, version)
         event = PolicyEvent(
             event=kind,
@@ -65,9 +64,8 @@ async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
     """Print what customers are served and every decision about it and about learning."""
     settings = load_settings(config, sets)
     async with reading(settings) as log:
-        history = await policy_history(log, settings.policy.name)
+        history, stable = await policy_history(log, settings.policy.name)
         orders = await learning_history(log)
-    stable = stable_of(history, settings.policy.name)
     made = decisions(history, orders)
     if as_json:
         told_of = {"stable": stable.version, "pinned": stable.pinned, "trial": stable.trial}
@@ -121,21 +119,17 @@ def check_move(history: Sequence[tuple[int, PolicyEvent]], stable: Stable, kind:
         raise ConfigError(f"rollback: got version {version}, expected one below the stable version {stable.version}")
 
 
-async def policy_history(log: Log, policy: str) -> list[tuple[int, PolicyEvent]]:
-    """Every event of one policy, with its time."""
+async def policy_history(log: Log, policy: str) -> tuple[list[tuple[int, PolicyEvent]], Stable]:
+    """Every event of one policy, with its time; and where its channel is after them."""
     found: list[tuple[int, PolicyEvent]] = []
-    async for message in log.read_all(topics.POLICIES):
-        if isinstance(message.value, PolicyEvent) and message.value.policy == policy:
-            found.append((message.timestamp_ms, message.value))
-    return found
-
-
-def stable_of(history: Sequence[tuple[int, PolicyEvent]], policy: str) -> Stable:
-    """Where the stable channel stands."""
     stable = Stable()
-    for _, event in history:
-        stable = moved(stable, event, policy)
-    return stable
+    async for message in log.read_all(topics.POLICIES):
+        if isinstance(message.value, Directive):
+            stable = fenced(stable, message.value, message.offset)
+        elif isinstance(message.value, PolicyEvent) and message.value.policy == policy:
+            found.append((message.timestamp_ms, message.value))
+            stable = moved(stable, message.value, policy)
+    return found, stable
 
 
 def told(stable: Stable) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from infra.cli.channel import ChannelDecision, decisions, policy_history, stable_of
+from infra.cli.channel import ChannelDecision, decisions, policy_history
 from infra.cli.connect import reading, store_of
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
@@ -25,7 +25,7 @@ from infra.policies.policy_feed import PolicyFeed
 from infra.policies.publish import SHARD_BYTES, split_runs
 from infra.policies.tensors import Tensor, save_tensors
 from infra.store.store import Store
-from schemas import PolicyEvent, topics
+from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError, NotInStore
 
 ABOUT = "headrace.json"
@@ -56,7 +56,7 @@ async def run_export_model(version: str, folder: Path, config: Path, sets: list[
     check_new(folder)
     async with reading(settings) as log:
         event = await published(log, settings.policy.name, version)
-        history = await policy_history(log, settings.policy.name)
+        history, _ = await policy_history(log, settings.policy.name)
     about = ExportedPolicy(
         app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
         manifest_sha256=event.manifest_sha256,
@@ -81,8 +81,9 @@ async def published(log: Log, policy: str, version: str) -> PolicyEvent:
     async for message in log.read_all(topics.POLICIES):
         if isinstance(message.value, PolicyEvent):
             feed.apply(message.value, message.offset)
-    stable = stable_of(await policy_history(log, policy), policy).version
-    names = {"newest": feed.newest, "stable": stable}
+        elif isinstance(message.value, Directive):
+            feed.fence(message.value, message.offset)
+    names = {"newest": feed.newest, "stable": feed.stable.version}
     if not version.isdigit() and version not in names:
         raise ConfigError(f'version: got "{version}", expected a number, "newest" or "stable"')
     event = feed.events.get(int(version) if version.isdigit() else names[version])

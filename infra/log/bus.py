@@ -119,6 +119,9 @@ class Bus(Protocol):
     async def commit_beginnings(self, group: str, topic: str) -> None:
         """Commit the oldest kept offset of each partition for which `group` has committed nothing; others stay."""
 
+    async def held(self, group: str, topic: str) -> set[int]:
+        """Partitions of a topic that the group's subscribed readers were given; none while they are dealt anew."""
+
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
         """Create a topic; False if it was there. ConfigError if it is there with another partition count."""
 

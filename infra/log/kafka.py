@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from aiokafka import AIOKafkaClient, AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.errors import (
     CommitFailedError,
     KafkaError,
@@ -23,7 +24,7 @@ from aiokafka.errors import (
 
 from infra.log.access import PLAINTEXT, Access, client_options, refusal
 from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
-from infra.log.kafka_reader import KafkaReader, may_pass, stop
+from infra.log.kafka_reader import METADATA_AGE_MS, KafkaReader, may_pass, stop
 from infra.log.memory import changed_count
 from infra.log.partitioner import partition_for
 from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
@@ -216,6 +217,19 @@ class KafkaBus:
 
         await self._retried(f"first commit of {group}", attempt)
 
+    async def held(self, group: str, topic: str) -> set[int]:
+        """See Bus."""
+
+        async def attempt() -> set[int]:
+            (answer,) = await self._admin_client().describe_consumer_groups([group])
+            ((code, _, _, _, _, members, *_),) = answer.groups
+            if code:
+                raise for_code(code)(group)
+            given = [ConsumerProtocol.ASSIGNMENT.decode(assignment) for *_, assignment in members if assignment]
+            return {one.partition for share in given for one in share.partitions() if one.topic == topic}
+
+        return await self._retried(f"who holds {topic} in {group}", attempt)
+
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
         """See Bus. On a cluster, replication is the broker's default.replication.factor."""
 
@@ -295,6 +309,7 @@ class KafkaBus:
             enable_auto_commit=False,
             request_timeout_ms=REQUEST_TIMEOUT_MS,
             retry_backoff_ms=RETRY_BACKOFF_MS,
+            metadata_max_age_ms=METADATA_AGE_MS,
             max_partition_fetch_bytes=MAX_RECORD_BYTES,
             session_timeout_ms=SESSION_TIMEOUT_MS,
             heartbeat_interval_ms=HEARTBEAT_MS,

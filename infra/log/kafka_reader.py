@@ -25,6 +25,9 @@ PROBE_AFTER_S = 5.0
 CLOSE_S = 5.0
 # Reads that empty the buffer are this far apart: each one is a request to the broker, and they cost more than they carry.
 MIN_INTERVAL_S = 0.01
+# A broker that has just started does not list all its topics yet, and a group that deals its partitions in that moment
+# deals none: it looks again after so long.
+METADATA_AGE_MS = 10_000
 
 logger = logging.getLogger(__name__)
 

@@ -114,6 +114,11 @@ class MemoryBus:
         """See Bus."""
         self.group(group).committed = {**await self.beginning_offsets(topic), **self.group(group).committed}
 
+    async def held(self, group: str, topic: str) -> set[int]:
+        """See Bus."""
+        dealt = [self.share(group, member) for member in self.group(group).members]
+        return {partition.index for share in dealt for partition in share if partition.topic == topic}
+
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
         """See Bus; `config` has no effect here."""
         if topic not in self._topics:

@@ -7,13 +7,13 @@ before count for nothing from then on. `promoted` in the canary channel begins a
 stable channel ends it, and so does `held` with its version. Without a trial a canary serves the stable version. Events of
 the candidate channel (all that a trainer publishes) change nothing.
 
-Guarantee: what a master decides that was overtaken and has not noticed yet moves nothing once a later master has decided
-anything. People's words always hold.
+Guarantee: what a master decides that was overtaken moves nothing, whether it has noticed or not: its decision lies behind
+the lease of the later one, so it may rest on what is no longer so. People's words always hold.
 """
 
 import msgspec
 
-from schemas import PolicyEvent
+from schemas import Directive, PolicyEvent
 from schemas.fields import Channel
 
 MASTERS = frozenset({"gate", "canary", "guard"})  # owners of what a master decides; any other is a person
@@ -21,7 +21,8 @@ MASTERS = frozenset({"gate", "canary", "guard"})  # owners of what a master deci
 
 class Stable(msgspec.Struct, frozen=True):
     """version: what is served, -1 before the first promotion. pinned: promotions wait. promoted: newest one that counts.
-    trial: the version that canaries serve, -1 where none is on trial. lease: newest token of a master that decided anything.
+    trial: the version that canaries serve, -1 where none is on trial. lease: of the newest master, the offset in `policies`,
+    -1 before the first.
 
     Example: Stable(version=40, promoted=40, trial=44)
     """
@@ -48,8 +49,15 @@ def moved(stable: Stable, event: PolicyEvent, policy: str) -> Stable:
     return stable if is_overtaken(stable, event) else msgspec.structs.replace(_after(stable, event), lease=event.token)
 
 
+def fenced(stable: Stable, directive: Directive, offset: int) -> Stable:
+    """The channel after a directive that lies at `offset`: a master that begins takes the word from all before it."""
+    if directive.order != "lease":
+        return stable
+    return msgspec.structs.replace(stable, lease=max(stable.lease, offset))
+
+
 def is_overtaken(stable: Stable, event: PolicyEvent) -> bool:
-    """Whether the master that decided this was overtaken by one that decided before."""
+    """Whether the master that decided this was overtaken before it did."""
     return event.owner in MASTERS and event.token < stable.lease
 
 

@@ -6,8 +6,8 @@ stable channel, which may be pinned or rolled back; the version an evaluation wa
 
 from collections.abc import Collection
 
-from infra.policies.channel import Stable, moved
-from schemas import PolicyEvent
+from infra.policies.channel import Stable, fenced, moved
+from schemas import Directive, PolicyEvent
 from schemas.fields import Channel
 
 _CARRIES_WEIGHTS = ("published", "rolled_back")
@@ -25,6 +25,10 @@ class PolicyFeed:
         self._token = -1
         self.events: dict[int, PolicyEvent] = {}
         self.newest = 0
+
+    def fence(self, directive: Directive, offset: int) -> None:
+        """Take the next directive. `offset`: where it lies in `policies`."""
+        self.stable = fenced(self.stable, directive, offset)
 
     def apply(self, event: PolicyEvent, offset: int) -> bool:
         """Take the next event; True if it announces weights to load. `offset`: where it lies in `policies`."""

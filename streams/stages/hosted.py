@@ -18,10 +18,10 @@ from faust.exceptions import ConsumerNotStarted
 
 from infra.log.access import Access, TokenProvider
 from infra.log.bus import Record
+from infra.log.kafka_reader import METADATA_AGE_MS
 from infra.log.log import Log
-from infra.roles.deadline import EXIT_STUCK
 from schemas.topics import MAX_RECORD_BYTES, Topic
-from streams.stages.stage import Delivery, end_crashed, end_for, end_process
+from streams.stages.stage import Delivery, end_crashed, end_for
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ START_S = 120.0
 STOP_S = 30.0
 DRAIN_S = 5.0
 POLL_S = 0.1
-JOIN_S = 180.0  # also one that is given no partition is told so
 
 
 class Driver(Protocol):
@@ -147,6 +146,7 @@ class HostedStage:
             producer_acks=-1,
             producer_max_request_size=MAX_RECORD_BYTES,
             consumer_max_fetch_size=MAX_RECORD_BYTES,
+            consumer_metadata_max_age_ms=METADATA_AGE_MS,
             consumer_auto_offset_reset="none",
             broker_commit_interval=0.5,
             broker_commit_livelock_soft_timeout=24 * 3600.0,
@@ -197,14 +197,9 @@ class HostedStage:
             abandoning.cancel()
 
     async def guard(self) -> None:
-        """Watch the app until cancelled: a rebalance must not hang on slow records; a crash ends the process, and so does a
-        group that says nothing for JOIN_S: a broker that went away while it was joined may leave Faust waiting for ever.
-        """
-        began_s = time.monotonic()
+        """Watch the app until cancelled: a rebalance must not hang on slow records, a crash ends the process."""
         while True:
             await asyncio.sleep(POLL_S)
-            if self._assigned_in < 0 and time.monotonic() - began_s > JOIN_S:
-                end_process(f"{self.stage}: its group has not let it in for {JOIN_S:.0f} s", EXIT_STUCK)
             if self.app.crashed or self.app.should_stop:
                 end_crashed(self.stage, self.app.crash_reason)
             if self._is_revoking():

@@ -4,7 +4,7 @@ import pytest
 
 from actors.config import EvalSuite, GateConfig, GateGuardConfig, GateSuite, MasterConfig
 from actors.master.gate.gate import REMEMBERED, Gate, verdict_event
-from schemas import Answered, EvalResult, PolicyEvent, Progress
+from schemas import Answered, Directive, EvalResult, PolicyEvent, Progress
 
 CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})
 
@@ -189,3 +189,13 @@ def test_what_was_served_is_kept_of_the_stable_version_and_the_one_before_it() -
     for version in (3, 5, 7):
         assert judged(one, version, 0.8) == [True]
     assert [len(one.people.ratings.of_version(version)) for version in (3, 5, 7)] == [0, 1, 1]
+
+
+def test_a_master_that_begins_leaves_out_what_an_overtaken_one_decided_and_decides_anew() -> None:
+    one = Gate(CONFIG, policy="main", token=9)
+    for offset in (4, 9):
+        one.directive(Directive(order="lease"), offset)
+    late = PolicyEvent(event="promoted", policy="main", version=3, token=4, channel="stable", owner="gate")
+    one.event(late)
+    assert one.stable.version == -1
+    assert judged(one, 3, 0.8) == [True] and one.stable.version == 3

@@ -376,3 +376,20 @@ def test_a_changed_partition_count_is_refused(hold: Callable[[Check], None]) -> 
             await bus.create_topic(topic, 6, {})
 
     hold(check)
+
+
+def test_the_group_knows_which_partitions_its_readers_hold(hold: Callable[[Check], None]) -> None:
+    async def check(bus: Bus, topic: str) -> None:
+        group = f"{topic}-group"
+        assert await bus.held(group, topic) == set()
+        await (await bus.assigned(await all_starts(bus, topic), group=group)).close()
+        assert await bus.held(group, topic) == set(), "who only commits for a group holds nothing"
+        await bus.send(topic, b"x", key=b"k", partition=2)
+        reader = await bus.subscribed([topic], group=group)
+        await take(reader, 1)
+        assert await bus.held(group, topic) == {0, 1, 2, 3}
+        assert await bus.held(group, f"{topic}.other") == set()
+        await reader.close()
+        assert await bus.held(group, topic) == set()
+
+    hold(check)

@@ -224,6 +224,11 @@ class ClientBus:
         """See Bus."""
         await self.cluster.commit_beginnings(group, topic)
 
+    async def held(self, group: str, topic: str) -> set[int]:
+        """See Bus."""
+        await self.hop()
+        return await self.cluster.held(group, topic)
+
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
         """See Bus."""
         return await self.cluster.create_topic(topic, partitions, config)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from schemas import PolicyEvent
+from schemas import Directive, PolicyEvent
 from tests.simulator.virtual_loop import Process
 
 Kind = Literal["asks", "hears", "loads"]
@@ -73,9 +73,10 @@ def stands(policies: Iterable[Any]) -> list[Stand]:
     stand, lease, master = Stand(), -1, -1
     found = [stand]
     for offset, event in enumerate(policies):
-        if isinstance(event, PolicyEvent) and not (event.owner == "gate" and event.token < master):
+        if isinstance(event, Directive) and event.order == "lease":
+            master = offset
+        elif isinstance(event, PolicyEvent) and not (event.owner == "gate" and event.token < master):
             channel, published = step(stand.channel, event), stand.published
-            master = max(master, event.token) if event.owner == "gate" else master
             if event.event == "lease":
                 lease = offset
             elif event.event == "published" and event.token >= lease:

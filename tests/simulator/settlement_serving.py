@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from schemas import Block, Closure, EvalResult, PolicyEvent, topics
+from schemas import Block, Closure, Directive, EvalResult, PolicyEvent, topics
 from schemas.ids import session_of
 from tests.simulator.scenario import MAX_DROP, SUITE
 from tests.simulator.settlement_choices import served_between, stands, wrong_choices
@@ -49,9 +49,10 @@ def check_verdicts(world: World, log: Logged) -> None:
     accuracy = {one.version: one.accuracy for _, one in log[topics.EVALS.name] if isinstance(one, EvalResult)}
     told, newest = stands(event for _, event in log[topics.POLICIES.name]), -1
     for record, event in log[topics.POLICIES.name]:
+        if isinstance(event, Directive) and event.order == "lease":
+            newest = record.offset
         if not isinstance(event, PolicyEvent) or event.owner != "gate" or event.token < newest:
             continue
-        newest = event.token
         own, before = event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
         allowed = own is not None and (before is None or own >= before - MAX_DROP)
         # Its token is where its lease lies: it had read that far, and may have stood still since.

@@ -19,8 +19,8 @@ from actors.master.gate.guard import Breach
 from actors.master.gate.people import People
 from actors.master.gate.replies import Replies
 from actors.master.gate.suites import drop, total_drop
-from infra.policies.channel import MASTERS, Stable, is_overtaken, moved
-from schemas import Closure, EvalResult, Experience, PolicyEvent, Progress
+from infra.policies.channel import MASTERS, Stable, fenced, is_overtaken, moved
+from schemas import Closure, Directive, EvalResult, Experience, PolicyEvent, Progress
 from schemas.fields import Channel
 
 REMEMBERED = 1000  # decided versions whose results are kept: somebody may go back to one
@@ -65,6 +65,10 @@ class Gate:
         if result.policy == self._policy and result.suite in (*self._config.suites, self._compared):
             self._required.add(result.suite)  # recorded prompts are waited for once there are some
             self._results.setdefault(result.version, {})[result.suite] = result
+
+    def directive(self, directive: Directive, offset: int) -> None:
+        """A directive of `policies`, and where it lies there."""
+        self.stable = fenced(self.stable, directive, offset)
 
     def event(self, event: PolicyEvent, at_ms: int | None = None) -> None:
         """A record of `policies`: what the channel is at, and what was decided before. at_ms: when it was logged."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from infra.local.supervisor import ChildEvent, ChildState
 from infra.log.log import Log, LogMessage
-from infra.policies.channel import Stable, moved
-from schemas import Block, EvalResult, PolicyEvent, Progress, topics
+from infra.policies.channel import Stable, fenced, moved
+from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, topics
 
 CONFIG_ERROR = 2
 
@@ -67,6 +67,8 @@ class Watch:
                     self.done.set()
         elif isinstance(record, EvalResult):
             self.accuracy.setdefault(record.suite, {})[record.version] = record.accuracy
+        elif isinstance(record, Directive):
+            self._channel = fenced(self._channel, record, message.offset)
         elif isinstance(record, PolicyEvent) and record.channel == "stable":
             self._move(record, message.timestamp_ms / 1000)
         elif isinstance(record, PolicyEvent) and record.event == "published":

@@ -1,12 +1,14 @@
 """The stable channel follows from the events of `policies` alone."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.policies.channel import Stable, is_overtaken, moved
-from schemas import PolicyEvent
-from schemas.fields import PolicyEventKind
+from infra.policies.channel import MASTERS, Stable, fenced, is_overtaken, moved
+from schemas import Directive, PolicyEvent
+from schemas.fields import DirectiveKind, PolicyEventKind
 
 
 def after(*moves: tuple[PolicyEventKind, int], policy: str = "main") -> Stable:
@@ -37,22 +39,43 @@ def test_a_rollback_ends_a_pin_and_forgets_what_was_promoted_above_it() -> None:
     assert not after(("promoted", 7), ("pinned", 7), ("rolled_back", 4)).pinned
 
 
-def test_what_an_overtaken_master_decides_moves_nothing_once_a_later_one_has_decided() -> None:
-    def decided(token: int, kind: PolicyEventKind, version: int, owner: str = "gate") -> PolicyEvent:
-        return PolicyEvent(event=kind, policy="main", version=version, channel="stable", owner=owner, token=token)
+def decided(token: int, kind: PolicyEventKind, version: int, owner: str = "gate") -> PolicyEvent:
+    return PolicyEvent(event=kind, policy="main", version=version, channel="stable", owner=owner, token=token)
 
+
+def lease(stable: Stable, offset: int) -> Stable:
+    return fenced(stable, Directive(order="lease", owner="master"), offset)
+
+
+@pytest.mark.parametrize("owner", sorted(MASTERS))
+def test_what_an_overtaken_master_decides_moves_nothing_also_before_a_later_one_has_decided(owner: str) -> None:
+    stable = moved(lease(Stable(), 0), decided(0, "promoted", 7, owner), "main")
+    assert stable.version == 7
+    twice = lease(lease(stable, 5), 9)
+    for token in (0, 5):
+        for late in (decided(token, "promoted", 8, owner), decided(token, "rolled_back", 2, owner)):
+            assert is_overtaken(twice, late)
+            assert moved(twice, late, "main") == twice
+    assert moved(twice, decided(9, "promoted", 8, owner), "main").version == 8
+    assert moved(twice, decided(0, "rolled_back", 2, "ann"), "main").version == 2, "what a person says always holds"
+
+
+def test_what_an_overtaken_master_decides_moves_nothing_in_a_log_without_the_leases() -> None:
     stable = Stable()
     for event in (decided(0, "promoted", 1), decided(3, "promoted", 7)):
         stable = moved(stable, event, "main")
     assert (stable.version, stable.lease) == (7, 3)
     for late in (decided(0, "promoted", 2), decided(2, "rolled_back", 1, "guard"), decided(0, "promoted", 2, "canary")):
-        assert is_overtaken(stable, late)
         assert moved(stable, late, "main") == stable
-    by_hand = decided(0, "rolled_back", 2, "ann")
-    assert not is_overtaken(stable, by_hand)
-    assert moved(stable, by_hand, "main").version == 2, "what a person says always holds"
     again = decided(3, "promoted", 8)
     assert not is_overtaken(stable, again) and moved(stable, again, "main").version == 8, "a master decides twice"
+
+
+def test_no_other_directive_and_no_trainers_lease_takes_the_word_from_a_master() -> None:
+    stable = Stable(version=4, promoted=4, lease=3)
+    for order in get_args(DirectiveKind):
+        assert fenced(stable, Directive(order=order), 9).lease == (9 if order == "lease" else 3)
+    assert moved(stable, PolicyEvent(event="lease", policy="main", owner="train"), "main") == stable
 
 
 def test_what_was_held_by_the_gate_moves_nothing() -> None:

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from infra.policies.policy_feed import PolicyFeed
-from schemas import PolicyEvent
+from schemas import Directive, PolicyEvent
 
 
 def published(version: int, token: int = 1, policy: str = "main") -> PolicyEvent:
@@ -140,3 +140,22 @@ def test_who_follows_the_canary_channel_loads_the_version_on_trial() -> None:
     assert feed.next(2, pinned=(), refused=()) == published(1)
     feed.apply(said("promoted", 2, "canary"), 3)
     assert feed.next(1, pinned=(), refused=()) == published(2)
+
+
+def test_a_gateway_goes_on_with_what_is_stable_when_an_overtaken_master_promotes() -> None:
+    def promoted(version: int, token: int) -> PolicyEvent:
+        return PolicyEvent(
+            event="promoted", policy="main", version=version, token=token, channel="stable", owner="gate"
+        )
+
+    feed = PolicyFeed("main", channel="stable")
+    for version in (1, 2):
+        feed.apply(published(version), version)
+    feed.fence(Directive(order="lease"), 3)
+    feed.apply(promoted(1, token=3), 4)
+    feed.fence(Directive(order="lease"), 5)
+    feed.apply(promoted(2, token=3), 6)
+    assert feed.stable.version == 1 and feed.next(1, pinned=(), refused=()) is None
+    feed.apply(promoted(2, token=5), 7)
+    event = feed.next(1, pinned=(), refused=())
+    assert event is not None and event.version == 2
