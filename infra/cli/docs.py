@@ -231,9 +231,12 @@ def methods(thing: Any) -> list[str]:
     if not inspect.isclass(thing) or issubclass(thing, msgspec.Struct | Exception):
         return []
     shown = ("__call__",) if getattr(thing, "_is_protocol", False) else ()
-    found = [(name, one) for name, one in vars(thing).items() if inspect.isfunction(one)]
+    found = [(name, one) for name, one in vars(thing).items() if inspect.isfunction(one) or isinstance(one, property)]
     found = [(name, one) for name, one in found if name in shown or not name.startswith("_")]
-    return [f"    {name}{called(one)}\n        {(inspect.getdoc(one) or '').splitlines()[0]}" for name, one in found]
+    return [
+        f"    {name}{'' if isinstance(one, property) else called(one)}\n        {(inspect.getdoc(one) or '').splitlines()[0]}"
+        for name, one in found
+    ]
 
 
 def called(thing: Any) -> str:
@@ -246,7 +249,7 @@ def called(thing: Any) -> str:
         if one.name != "self":
             if one.kind is one.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
                 parts.append("*")
-            stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+            stars = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
             kind = "" if is_class else f": {short(one.annotation)}"
             plain_default = repr(one.default) if isinstance(one.default, str | int | float | tuple | None) else "…"
             parts.append(f"{stars}{one.name}{kind}" + ("" if one.default is one.empty else f" = {plain_default}"))
