@@ -26,7 +26,7 @@ DOORS = {
     "minio": ("infra/store",),
     "cryptography": ("infra/store/seal.py",),
     "aiokafka": ("infra/log/",),
-    "transformers": ("infra/model/model.py", "infra/model/vision.py", "infra/cli/demo/"),
+    "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/", "infra/cli/bench/"),
     "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
     "PIL": ("infra/store/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/observe/metrics.py",),
@@ -42,11 +42,11 @@ DOORS = {
     "torch": (
         "trainer/",
         "actors/engines/",
-        "infra/model/model.py",
-        "infra/model/vision.py",
+        "infra/model/",
         "infra/policies/",
         "infra/cli/demo/",
         "infra/cli/bench/",
+        "infra/cli/size.py",
     ),
 }
 # What shows numbers to people, and what makes these.

@@ -6,14 +6,36 @@ import numpy as np
 
 from actors.engines.engine import ContextFull, Sampling
 from infra.model.vision import Vision
+from infra.policies.agreement import Agreement, agreement, disagreement, joined
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor, is_finite
 from infra.store.images import Pixels
 from schemas.errors import PolicyRefused
 
-# Largest probe difference by dtype. Half precision has kernel noise far above what a missing step changes, so there
-# the probe only catches gross errors.
-PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
+
+class ProbeGate:
+    """Whether an engine computes what the trainer published: see `infra.policies.agreement`. dtype: what the engine computes
+    in. One for the life of an engine: it remembers by how much the two differ where nothing is wrong.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._floor: Agreement | None = None
+
+    def check(self, policy: Policy, scores: Sequence[Sequence[float]]) -> float:
+        """Largest difference between the engine's scores and the probe's; PolicyRefused where the engine is wrong."""
+        if policy.probe is None:
+            return 0.0
+        try:
+            found = agreement(scores, policy.probe.logprobs)
+        except ValueError as error:
+            raise PolicyRefused(f"policy {policy.version}: probe: {error}") from error
+        if reason := disagreement(found, self._floor, self._dtype):
+            raise PolicyRefused(
+                f"policy {policy.version}: probe {reason}; the engine does not compute what the trainer published"
+            )
+        self._floor = joined(self._floor, found)
+        return found.largest
 
 
 def check_tensors(policy: Policy, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -34,24 +56,6 @@ def changed_names(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> f
     """Names whose bytes differ. The engine's own shadow decides, not `Policy.touched`: policies may have been skipped
     or refused in between."""
     return frozenset(name for name, tensor in wanted.items() if name not in held or not _equal(held[name], tensor))
-
-
-def probe_difference(policy: Policy, scores: Sequence[Sequence[float]], tolerance: float) -> float:
-    """Largest difference between the engine's scores and the probe's; PolicyRefused above `tolerance`."""
-    if policy.probe is None:
-        return 0.0
-    worst = 0.0
-    for ours, theirs in zip(scores, policy.probe.logprobs, strict=True):
-        if len(ours) != len(theirs):
-            raise PolicyRefused(f"policy {policy.version}: probe has {len(theirs)} logprobs, expected {len(ours)}")
-        difference = np.abs(np.subtract(ours, theirs)).max(initial=0.0)
-        worst = max(worst, float(difference)) if np.isfinite(difference) else float("inf")
-    if worst > tolerance:
-        raise PolicyRefused(
-            f"policy {policy.version}: probe logprobs differ by {worst:.2e}, expected at most {tolerance:.0e}; the "
-            "engine does not compute what the trainer published"
-        )
-    return worst
 
 
 def check_probe_sequences(probe: Probe | None, num_vocabulary: int, max_tokens: int) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from actors.engines.checks import (
+    ProbeGate,
     check_images,
     check_probe_sequences,
     check_request,
     check_tensors,
-    probe_difference,
 )
 from actors.engines.engine import Completion, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars, Matcher, byte_vocabulary
@@ -58,6 +58,7 @@ class ScriptedEngine:
         self._table = np.zeros((0, 0), np.float32)
         self._rows: dict[tuple[int, float, float], tuple[np.ndarray, np.ndarray]] = {}
         self._version = 0
+        self._gate = ProbeGate("float32")
         self._num_requests = 0
         self._running: set[asyncio.Task[Completion]] = set()
         self._loading = asyncio.Lock()
@@ -182,7 +183,7 @@ class ScriptedEngine:
             begin = time.perf_counter()
             table = to_numpy(policy.tensors[TENSOR])
             scores = [_score(table, tokens) for tokens in policy.probe.sequences] if policy.probe else []
-            difference = probe_difference(policy, scores, 1e-4)
+            difference = self._gate.check(policy, scores)
             self._table, self._version = table, policy.version
             self._rows.clear()
             return LoadReport((time.perf_counter() - begin) * 1e3, difference)

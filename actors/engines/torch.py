@@ -3,8 +3,9 @@
     asyncio callers ──commands──> one thread: apply commands, admit requests, one token for all, again
                     <─completions─
 
-Guarantees: a load happens between two tokens and is proved by the probe before anything is sampled under it; running
-sequences go on with keys and values rebuilt under the new weights; a refused policy changes nothing.
+Guarantees: a load happens between two tokens and is proved before anything is sampled under it: every tensor is read back and
+is the published one to the bit, and the probe's logprobs agree; running sequences go on with keys and values rebuilt under the
+new weights; a refused policy changes nothing.
 """
 
 import asyncio
@@ -19,20 +20,19 @@ from typing import Any, TypeVar
 import torch
 
 from actors.engines.checks import (
-    PROBE_TOLERANCE,
+    ProbeGate,
     changed_names,
     check_images,
     check_probe_sequences,
     check_request,
     check_tensors,
-    probe_difference,
 )
 from actors.engines.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
 from actors.engines.request_images import RequestImages
 from actors.engines.slots import RunningBatch, RunningSequence
 from actors.engines.trace import Trace
-from infra.model.model import load_into, load_model, model_tensors
+from infra.model.model import load_into, load_model, model_tensors, unlike
 from infra.model.vision import load_vision, probe_inputs
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor
@@ -70,6 +70,7 @@ class TorchEngine:
         self._error: Exception | None = None
         self._version = 0
         self._held: dict[str, Tensor] = {}
+        self._gate = ProbeGate(dtype)
         self._loading = asyncio.Lock()
         self._grammars = Grammars(lambda: folder_vocabulary(model, self._num_vocabulary))
 
@@ -164,10 +165,12 @@ class TorchEngine:
         begin = time.perf_counter()
         load_into(self._model, {name: policy.tensors[name] for name in changed}, partial=True)
         try:
+            if odd := unlike(self._model, policy.tensors):
+                raise PolicyRefused(f"policy {policy.version}: after the load the engine holds other values in {odd}")
             scores = [self._score(tokens) for tokens in policy.probe.sequences] if policy.probe else []
-            difference = probe_difference(policy, scores, PROBE_TOLERANCE[self._dtype])
+            difference = self._gate.check(policy, scores)
         except PolicyRefused:
-            load_into(self._model, {name: self._held[name] for name in changed}, partial=True)
+            load_into(self._model, self._held)
             raise
         self._batch.remove_cancelled()
         self._batch.rebuild()

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 Kind = Literal["email", "card", "phone", "key", "iban", "ssn"]
+MAX_ROW = 8  # bounds the time
 KINDS: tuple[Kind, ...] = ("email", "card", "phone", "key", "iban", "ssn")
 PIECE, REACH = 16_384, 16_384  # a match begins within a piece, and ends within its reach
 MAX_LOOK = PIECE + REACH
@@ -62,17 +63,16 @@ class Redactor:
         self._shapes = _shapes(tuple(kinds), tuple(sorted((patterns or {}).items())))
 
     def mask(self, text: str) -> tuple[str, frozenset[str]]:
-        """The text without such data, and which kinds were found."""
-        found = set()
-        for shape in self._shapes:
-            pieces, at = [], 0
-            for match in matches(shape.pattern, text):
-                for start, stop in shape.looks(match):
-                    pieces += [text[at : max(at, start)], f"[{shape.kind}]"]
-                    at = stop
-            if pieces:
-                found.add(shape.kind)
-                text = "".join([*pieces, text[at:]])
+        """The text without such data, and which kinds were found.
+
+        Telephone numbers in a row may hide each other: what is beside a masked one is looked at again, MAX_ROW times.
+        """
+        text, found = _masked(text, self._shapes)
+        phones = [shape for shape in self._shapes if shape.kind == "phone"]
+        more = found & {"phone"}
+        for _ in range(MAX_ROW):
+            if more:
+                text, more = _masked(text, phones)
         return text, frozenset(found)
 
     def mask_json(self, value: object) -> object:
@@ -87,6 +87,21 @@ class Redactor:
             masked, found = self.mask(str(value))
             return masked if found else value
         return value
+
+
+def _masked(text: str, shapes: Iterable[Shape]) -> tuple[str, set[str]]:
+    """The text after one look for each shape, and the kinds that were there."""
+    found = set()
+    for shape in shapes:
+        pieces, at = [], 0
+        for match in matches(shape.pattern, text):
+            for start, stop in shape.looks(match):
+                pieces += [text[at : max(at, start)], f"[{shape.kind}]"]
+                at = stop
+        if pieces:
+            found.add(shape.kind)
+            text = "".join([*pieces, text[at:]])
+    return text, found
 
 
 def matches(pattern: Searching, text: str) -> Iterator["re.Match[str]"]:

@@ -20,6 +20,7 @@ from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.ledger.archive import MODEL_SUFFIXES
 from infra.log.log import Log
+from infra.model.model import DTYPE_NAMES
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy_feed import PolicyFeed
 from infra.policies.publish import SHARD_BYTES, split_runs
@@ -31,7 +32,6 @@ from schemas.errors import ConfigError, NotInStore
 ABOUT = "headrace.json"
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}  # without it transformers takes no safetensors file
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class ExportedPolicy(msgspec.Struct, frozen=True):
@@ -148,10 +148,10 @@ def without_ties(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
 
 def with_dtype(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Let the configuration name the dtype that the weights were published in, where that is one."""
-    kinds = {tensor.dtype for tensor in tensors.values() if tensor.dtype in DTYPES}
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.dtype in DTYPE_NAMES}
     if len(kinds) == 1:
         config.pop("torch_dtype", None)  # how older folders call it
-        config["dtype"] = DTYPES[kinds.pop()]
+        config["dtype"] = DTYPE_NAMES[kinds.pop()]
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
 from infra.model.vision import Vision, load_vision, takes_pictures
@@ -19,7 +21,8 @@ from schemas.records import Message
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = tuple(DTYPE_NAMES.values())
 
 
 class Tokenizer:
@@ -190,6 +193,20 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
     return module
 
 
+def meta_model(folder: str | Path) -> "torch.nn.Module":
+    """The model that a folder's config.json describes, on the meta device: shapes without weights. Raises ConfigError."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForImageTextToText if takes_pictures(folder) else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            module: torch.nn.Module = kind.from_config(_own_kernels(folder), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _not_loadable("model", folder, "config.json", error) from error
+    return module
+
+
 def _own_kernels(folder: str | Path) -> Any:
     """A folder's configuration without what it says of kernels: a name there may be that of a repository with code.
 
@@ -201,7 +218,8 @@ def _own_kernels(folder: str | Path) -> Any:
     left = [config]
     while left:
         one = left.pop()
-        one._attn_implementation = None
+        # SDPA knows no soft cap of scores and would leave it out.
+        one._attn_implementation = "eager" if getattr(one, "attn_logit_softcapping", None) else None
         one._experts_implementation = None
         left += [inner for inner in vars(one).values() if isinstance(inner, PretrainedConfig)]
     return config
@@ -256,6 +274,22 @@ def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, parti
     with torch.no_grad():
         for name, tensor in tensors.items():
             state[name].copy_(to_torch(tensor))
+
+
+def unlike(module: "torch.nn.Module", tensors: Mapping[str, Tensor]) -> str:
+    """The first name under which a model on the CPU does not hold a tensor to the bit, in the model's dtype; "" for none."""
+    import torch
+
+    for name, held in published(module, module.state_dict()).items():
+        wanted = tensors[name]
+        if str(held.dtype).removeprefix("torch.") != DTYPE_NAMES.get(wanted.dtype):
+            same = torch.equal(held, to_torch(wanted).to(held.dtype))
+        else:
+            data = held.contiguous().reshape(-1).view(torch.uint8).numpy()
+            same = np.array_equal(data, np.frombuffer(wanted.data, np.uint8))
+        if not same:
+            return name
+    return ""
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from streams.collect.limits import limit_memories
 from streams.collect.needs import wanted
 from streams.collect.pending import PendingFile
 from streams.collect.state import State
-from streams.collect.turns import echoing, session_named
+from streams.collect.turns import crediting, session_named
 from streams.stages.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Collector:
             )  # fmt: skip
         named = [(arrival.value, group_named(arrival.value)) for arrival in arrivals]
         self._pending.look_up(self._state, {name for _, name in named if name})
-        names = echoing(self._settings.rules.sources)
+        names = crediting(self._settings.rules.sources)
         self._pending.look_up_sessions(self._state, {one for pair in named if (one := session_named(*pair, names))})
         return [await self._fold(arrival) for arrival in arrivals], letters
 

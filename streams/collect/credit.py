@@ -1,7 +1,7 @@
-"""Feedback becomes scores: which verdict of which source counts for an answer, and what an answer still waits for.
+"""Feedback becomes scores: which value of which source counts for an answer, and what an answer still waits for.
 
 Rules: feedback belongs to the answer its ref names, and with a discount to the turns before it; no feedback differs from 0;
-several raters of a source are averaged; of several edits the newest stands.
+several raters of a source are averaged; of several edits the newest counts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,20 +11,20 @@ import msgspec
 
 from infra.chain.processor import Memory
 from schemas import Edit, Experience, Score
-from streams.collect.group import Echo, Words
-from streams.collect.words import OpenText, as_it_is, edit_of, verdicts
+from streams.collect.feedback import OpenText, as_it_is, edit_of, values_of
+from streams.collect.group import AnswerFeedback, LaterCredit
 
 Late = Literal["drop", "amend", "retrain"]
 DEFAULT_VERSION = "default"
 USUAL = "usual verdicts"
 MAX_USUAL = 1024
 USUAL_WINDOW = 256  # verdicts a mean is of, roughly
-USUAL_PRIOR = 8  # neutral verdicts it begins with, one less for each that is heard
+USUAL_PRIOR = 8  # neutral verdicts it begins with, one less for each verdict
 NEUTRAL = 0.5
 
 
 class FeedbackRules(msgspec.Struct, frozen=True):
-    """How long answers wait for a source, what its silence means, and what its late word does.
+    """How long answers wait for a source, what its silence means, and what its late feedback does.
 
     default: the score when the window closes in silence, None leaves it absent. late: drop counts and forgets; amend
     sends the answer on again as a new revision in its lane, for copies that were not drawn yet; retrain sends it to be trained
@@ -44,8 +44,8 @@ class FeedbackRules(msgspec.Struct, frozen=True):
 
 
 def returns(
-    words: Words | None,
-    echoes: Iterable[Echo],
+    on_answer: AnswerFeedback | None,
+    credits: Iterable[LaterCredit],
     sources: Mapping[str, FeedbackRules],
     usual: Callable[[str], float] = lambda source: NEUTRAL,
 ) -> dict[str, float]:
@@ -53,17 +53,17 @@ def returns(
     from the usual.
 
     The discounted differential return of Sutton and Barto, "Reinforcement Learning" (2nd edition), section 10.3, equation
-    10.9: of turns that are all equally good, an early one gets no more for having more turns behind it. An answer that
-    nobody spoke of itself has the usual value, v = u. usual: the running mean of a source's verdicts.
+    10.9: of turns that are all equally good, an early one gets no more for having more turns behind it. An answer
+    without feedback of its own has the usual value, v = u. usual: the running mean of a source's verdicts.
 
     Assumes that verdicts have one usual value wherever in a session they fall: where later turns are rated d worse, earlier
     ones lean down by at most d · γ / (1 - γ), together.
     """
-    values = verdicts(words)
-    for echo in sorted(echoes, key=lambda echo: (echo.turns, sorted(echo.values.items()))):
-        for name, value in echo.values.items():
+    values = values_of(on_answer)
+    for credit in sorted(credits, key=lambda credit: (credit.turns, sorted(credit.values.items()))):
+        for name, value in credit.values.items():
             if name in sources:
-                more = sources[name].discount ** echo.turns * (value - usual(name))
+                more = sources[name].discount ** credit.turns * (value - usual(name))
                 values[name] = values.get(name, usual(name)) + more
     return values
 
@@ -101,14 +101,14 @@ def _known(memory: Memory, key: str) -> tuple[int, float]:
 
 def credited(
     experience: Experience,
-    words: Words | None,
+    on_answer: AnswerFeedback | None,
     sources: Mapping[str, FeedbackRules],
     waits: bool,
-    echoes: Iterable[Echo] = (),
+    credits: Iterable[LaterCredit] = (),
     usual: Callable[[str], float] = lambda source: NEUTRAL,
 ) -> Experience:
     """The experience with a score per source; `waits`: its lane waits for feedback, so silence takes the default."""
-    values = returns(words, echoes, sources, usual)
+    values = returns(on_answer, credits, sources, usual)
     scores = [Score(name=source, value=value) for source, value in sorted(values.items())]
     if waits:
         scores += [
@@ -123,17 +123,17 @@ def credited(
     return msgspec.structs.replace(experience, scores=(*others, *scores))
 
 
-def with_edit(experience: Experience, words: Words | None, open_text: OpenText = as_it_is) -> Experience:
-    """The experience with the edit that stands, for the step `correct`; itself where nobody edited."""
-    if words is None or not words.edits:
+def with_edit(experience: Experience, on_answer: AnswerFeedback | None, open_text: OpenText = as_it_is) -> Experience:
+    """The experience with the newest edit, for the step `correct`; itself where there is none."""
+    if on_answer is None or not on_answer.edits:
         return experience
-    return msgspec.structs.replace(experience, edit=Edit(text=edit_of(words, open_text), count=words.edits))
+    return msgspec.structs.replace(experience, edit=Edit(text=edit_of(on_answer, open_text), count=on_answer.edits))
 
 
-def is_labelled(words: Words | None, sources: Mapping[str, FeedbackRules]) -> bool:
-    """Whether every source has spoken about the answer itself, so that nothing is left to wait for.
+def is_labelled(on_answer: AnswerFeedback | None, sources: Mapping[str, FeedbackRules]) -> bool:
+    """Whether every source has given feedback on the answer itself, so that collect waits for nothing more.
 
-    What is said about a later turn ends no wait: the answer's own verdict may still come within its window.
+    Feedback on a later turn ends no wait: the answer's own may still come within its window.
     """
-    heard = set() if words is None else {said.feedback.source for said in words.standing}
-    return all(source in heard for source in sources)
+    given = set() if on_answer is None else {logged.feedback.source for logged in on_answer.counted}
+    return all(source in given for source in sources)

@@ -20,22 +20,22 @@ from schemas.ids import group_of
 from schemas.names import tenant_in
 from streams.collect.credit import FeedbackRules, is_labelled, learn_usual, usual_of
 from streams.collect.decision import Decision, Folded, dead_letter
-from streams.collect.group import Attempt, BlockPlace, Group, LoggedFeedback, Words, fullest
+from streams.collect.feedback import OpenText, answer_of, as_it_is, is_repeat, ratings, take_feedback, values_of
+from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest
 from streams.collect.held import held_back
-from streams.collect.judge import Chain, judged, learned, stands
+from streams.collect.judge import Chain, counted_of, judged, learned
 from streams.collect.limits import DayLimits, beyond, charge
 from streams.collect.state import State
-from streams.collect.turns import depth_of, echoing, late_echo, new_echoes
-from streams.collect.words import OpenText, answer_of, as_it_is, hear, is_repeat, ratings, verdicts
+from streams.collect.turns import crediting, depth_of, late_credit, new_credits
 
-MAX_ANSWERS = 1024  # of a group, that something is said about before it is closed
+MAX_ANSWERS = 1024  # of a group, with feedback before it is closed
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What collect waits for. deadline_ms: after a group's first record. keep_ms: for how long a closed group is known.
 
     sources: feedback by name. waiting: the lanes whose answers wait for it. corrects: the chain learns from edits.
-    open_text: see `edit_of`. revisions: how often late words may close a group anew; past it only what takes a word back
+    open_text: see `edit_of`. revisions: how often late feedback may close a group anew; past it only a retraction
     does. retrainings: how often of these, under late = "retrain", it is trained again. limits: what one rater and one
     tenant can move in a day.
 
@@ -135,7 +135,7 @@ class _Fold:
         if arrived:
             group.depth = depth_of(block.experiences[0])
             self.state.frames.put(self.arrival.offset, block, self.arrival.frame)
-            await self._echo(group, came=True)  # first: what is settled may be closed, with all it has heard
+            await self._credit_earlier(group, came=True)  # first: what is settled may be closed, with all its credit
             await self._settle_first(group, arrived)
 
     async def stub(self, stub: Stub) -> None:
@@ -150,16 +150,16 @@ class _Fold:
             self.folded.drop("feedback with a bad ref")
             return
         answer = answer_of(feedback.ref)
-        said = LoggedFeedback(feedback, self.arrival.offset, self.arrival.timestamp_ms)
+        logged = LoggedFeedback(feedback, self.arrival.offset, self.arrival.timestamp_ms)
         known = self.state.groups.get(group_id)
-        if known is not None and is_repeat(known.said.get(answer), feedback):
+        if known is not None and is_repeat(known.feedback.get(answer), feedback):
             return
         source = self.rules.sources.get(feedback.source)
-        heard = feedback
+        opened = feedback
         if source is not None and source.alike and feedback.text:
-            heard = msgspec.structs.replace(feedback, text=self.rules.open_text(feedback.text, answer))
+            opened = msgspec.structs.replace(feedback, text=self.rules.open_text(feedback.text, answer))
         memories, tenant, is_back = self.state.memories, tenant_in(group_id), feedback.type == "retraction"
-        reason = held_back(memories, heard, source, self.arrival.timestamp_ms, tenant)
+        reason = held_back(memories, opened, source, self.arrival.timestamp_ms, tenant)
         if not reason and not is_back:
             reason = beyond(memories, self.rules.limits, tenant, feedback.rater, self.state.now_ms)
         if reason:
@@ -168,10 +168,10 @@ class _Fold:
         if feedback.type == "correction" and not self.rules.corrects:
             self.folded.drop("correction without [collect.correct]")
         group = self._group(group_id)
-        is_heard = await self._hear(group, said)
-        echoed = await self._echo(group, is_back=is_back)
-        if is_heard and not is_back:
-            charge(memories, tenant, feedback.rater, self.state.now_ms, 1 + echoed)
+        is_taken = await self._take_feedback(group, logged)
+        num_credited = await self._credit_earlier(group, is_back=is_back)
+        if is_taken and not is_back:
+            charge(memories, tenant, feedback.rater, self.state.now_ms, 1 + num_credited)
 
     async def fire(self, group: Group) -> None:
         """Time has come for an open group: its deadline, its feedback window, or that of feedback without an answer."""
@@ -181,10 +181,12 @@ class _Fold:
         elif group.attempts:
             await self._settle(group, fullest(group.attempts))
         else:
-            standing = [said for words in group.said.values() for said in words.standing]
-            self.folded.drop("feedback without an answer", max(1, len(standing)))
-            for said in standing:
-                self.letter("no answer", f"ref: {said.feedback.ref!r} never came", encode(said.feedback), said.offset)
+            counted = [logged for on_answer in group.feedback.values() for logged in on_answer.counted]
+            self.folded.drop("feedback without an answer", max(1, len(counted)))
+            for logged in counted:
+                self.letter(
+                    "no answer", f"ref: {logged.feedback.ref!r} never came", encode(logged.feedback), logged.offset
+                )
             self.state.remove(group.id)
 
     def letter(self, reason: str, error: str, value: bytes, offset: int | None = None) -> None:
@@ -199,15 +201,15 @@ class _Fold:
         self.state.touched.add(group_id)
         return group
 
-    async def _hear(self, group: Group, said: LoggedFeedback) -> bool:
-        """Take in what was said about an answer of this group; False if it was dropped."""
-        answer = answer_of(said.feedback.ref)
+    async def _take_feedback(self, group: Group, logged: LoggedFeedback) -> bool:
+        """Take feedback on an answer of this group; False if it was dropped."""
+        answer = answer_of(logged.feedback.ref)
         if group.is_closed:
-            return await self._late(group, answer, said)
-        if answer not in group.said and len(group.said) >= MAX_ANSWERS:
+            return await self._late(group, answer, logged)
+        if answer not in group.feedback and len(group.feedback) >= MAX_ANSWERS:
             self.folded.drop("feedback about too many answers of a group")
             return False
-        self._take(group.said.setdefault(answer, Words()), said)
+        self._add(group.feedback.setdefault(answer, AnswerFeedback()), logged)
         if group.winner >= 0:
             await self._close_unless_waiting(group)
         elif not group.due_ms:
@@ -215,33 +217,33 @@ class _Fold:
             self.state.schedule(group, self.arrival.timestamp_ms + max(rules.window_ms, rules.deadline_ms))
         return True
 
-    def _take(self, words: Words, said: LoggedFeedback) -> None:
-        before = verdicts(words)
-        self.folded.drop(hear(words, said, self.rules.open_text))
-        if echoing(self.rules.sources):
-            tenant = tenant_in(group_of(said.feedback.ref))
-            learn_usual(self.state.memories, tenant, before, verdicts(words))
+    def _add(self, on_answer: AnswerFeedback, logged: LoggedFeedback) -> None:
+        before = values_of(on_answer)
+        self.folded.drop(take_feedback(on_answer, logged, self.rules.open_text))
+        if crediting(self.rules.sources):
+            tenant = tenant_in(group_of(logged.feedback.ref))
+            learn_usual(self.state.memories, tenant, before, values_of(on_answer))
 
-    async def _echo(self, group: Group, *, came: bool = False, is_back: bool = False) -> int:
-        """Let turns of the session hear what counts of later ones; how many did. came: `group`'s answer has just come."""
-        names, heard_by = echoing(self.rules.sources), set()
+    async def _credit_earlier(self, group: Group, *, came: bool = False, is_back: bool = False) -> int:
+        """Credit earlier turns of the session with later ones; how many got some. came: `group`'s answer has just come."""
+        names, credited = crediting(self.rules.sources), set()
         if group.depth < 0 or not names:
             return 0
         revised: dict[str, tuple[Group, list[Experience]]] = {}
-        for turn, later, echo in new_echoes(group, self.state.turns(group.id), names, came):
+        for turn, later, credit in new_credits(group, self.state.turns(group.id), names, came):
             if turn.is_closed:
-                heard = turn.echoes.get(later)
-                late = late_echo(heard, echo, self.rules.sources)
-                self.folded.drop("late feedback" if late.values != echo.values else "")
-                if late == heard or (members := self._reopened(turn, is_back)) is None:
+                before = turn.credits.get(later)
+                late = late_credit(before, credit, self.rules.sources)
+                self.folded.drop("late feedback" if late.values != credit.values else "")
+                if late == before or (members := self._reopened(turn, is_back)) is None:
                     continue
-                revised[turn.id], echo = (turn, members), late
-            turn.echoes[later] = echo
+                revised[turn.id], credit = (turn, members), late
+            turn.credits[later] = credit
             self.state.touched.add(turn.id)
-            heard_by.add(turn.id)
+            credited.add(turn.id)
         for turn, members in revised.values():
             await self._revise(turn, members, "late credit")
-        return len(heard_by)
+        return len(credited)
 
     def _arrive(self, group: Group, record: Experience | Stub, arrived: BlockPlace | str) -> bool:
         """Note an experience or stub; True if its attempt is open and did not have it."""
@@ -291,8 +293,8 @@ class _Fold:
         if attempt.lane in self.rules.waiting and self.rules.sources and attempt.places():
             due_ms = self._due_ms(group)
             members = self._members(attempt, self.state.frames.get)
-            unheard = not all(is_labelled(group.said.get(member.id), self.rules.sources) for member in members)
-            if unheard and due_ms > self.state.now_ms:
+            unlabelled = not all(is_labelled(group.feedback.get(member.id), self.rules.sources) for member in members)
+            if unlabelled and due_ms > self.state.now_ms:
                 self.state.schedule(group, due_ms)
                 return
         await self._close(group)
@@ -301,31 +303,31 @@ class _Fold:
         attempt = group.attempts[group.winner]
         members = self._members(attempt, self.state.frames.get)
         known = {member.id for member in members}
-        strays = sum(len(words.standing) for answer, words in group.said.items() if answer not in known)
+        strays = sum(len(on_answer.counted) for answer, on_answer in group.feedback.items() if answer not in known)
         self.folded.drop("feedback for an unknown answer", strays)
-        group.said = {answer: words for answer, words in group.said.items() if answer in known}
+        group.feedback = {answer: on_answer for answer, on_answer in group.feedback.items() if answer in known}
         await self._judge(group, members, "" if attempt.is_complete else "deadline")
         for offset in group.offsets():
             self.state.frames.remove(offset)
         self.state.close(group)
 
-    async def _late(self, group: Group, answer: str, said: LoggedFeedback) -> bool:
+    async def _late(self, group: Group, answer: str, logged: LoggedFeedback) -> bool:
         """Feedback for a closed group, as its source's policy says; False if it was dropped."""
-        source, open_text = self.rules.sources.get(said.feedback.source), self._open_text
+        source, open_text = self.rules.sources.get(logged.feedback.source), self._open_text
         if source is None or source.late == "drop":
             self.folded.drop("late feedback")
             return False
-        members = self._reopened(group, said.feedback.type == "retraction")
+        members = self._reopened(group, logged.feedback.type == "retraction")
         if members is None:
             return False
         if answer not in {member.id for member in members}:
             self.folded.drop("feedback for an unknown answer")
             return False
-        words = group.said.setdefault(answer, Words())
-        before, rated = stands(group, answer, open_text), ratings((words,))
-        self._take(words, said)
-        after = stands(group, answer, open_text)
-        if after == before and rated == ratings((words,)):
+        on_answer = group.feedback.setdefault(answer, AnswerFeedback())
+        before, rated = counted_of(group, answer, open_text), ratings((on_answer,))
+        self._add(on_answer, logged)
+        after = counted_of(group, answer, open_text)
+        if after == before and rated == ratings((on_answer,)):
             return True
         if source.late == "retrain" and after[0] != before[0]:
             if group.retrained < self.rules.retrainings:
@@ -336,8 +338,8 @@ class _Fold:
         return True
 
     def _reopened(self, group: Group, is_back: bool) -> list[Experience] | None:
-        """Members of a closed group that late words may close anew; None, counted, where it cannot be. is_back: for what
-        takes a word back, of which there are no more than words.
+        """Members of a closed group that late feedback may close anew; None, with a counted drop, where it may not. is_back:
+        for a retraction; there are no more of them than of other feedback.
         """
         if group.revision >= self.rules.revisions and not is_back:
             self.folded.drop("revised often enough")
@@ -349,7 +351,7 @@ class _Fold:
             return None
 
     async def _revise(self, group: Group, members: Sequence[Experience], reason: str, *, sends: bool = True) -> None:
-        """Close a closed group anew. sends: what is learned has changed, not only who said it."""
+        """Close a closed group anew. sends: what is learned has changed, not only who gave it."""
         group.revision += 1
         revised = [msgspec.structs.replace(member, revision=group.revision) for member in members]
         if group.retrained:

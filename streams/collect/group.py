@@ -1,7 +1,7 @@
-"""What collect knows of one group: its attempts, who has arrived, what was said about them, and how it ended.
+"""What collect knows of one group: its attempts, who has arrived, the feedback on its answers, and how it ended.
 
 An attempt is complete when every episode 0..group_size-1 has all its parts up to its last one; a stub counts like the
-experience it stands for. Arrivals are known by (episode, part), so a redelivery changes nothing.
+experience it replaces. Arrivals are known by (episode, part), so a redelivery changes nothing.
 """
 
 import msgspec
@@ -100,24 +100,24 @@ class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True):
     time_ms: int
 
 
-class Words(msgspec.Struct, array_like=True):
-    """What stands of all that was said about one answer. standing: in log order, one for each (source, rater, type).
+class AnswerFeedback(msgspec.Struct, array_like=True):
+    """The feedback on one answer. counted: what counts of it, in log order, one for each (source, rater, type).
 
-    known: digests of the last feedback that was heard, so that a redelivery is known. edits: how often a correction was
-    made or taken back. See `streams.collect.words`.
+    known: digests of the last feedback that was taken, to recognize a redelivery. edits: how often a correction was
+    made or taken back. See `streams.collect.feedback`.
 
-    Example: Words(standing=[LoggedFeedback(feedback=Feedback(...), offset=982, time_ms=1763715600000)], edits=1)
+    Example: AnswerFeedback(counted=[LoggedFeedback(feedback=Feedback(...), offset=982, time_ms=1763715600000)], edits=1)
     """
 
-    standing: list[LoggedFeedback] = []
+    counted: list[LoggedFeedback] = []
     known: dict[int, None] = {}
     edits: int = 0
 
 
-class Echo(msgspec.Struct, array_like=True, frozen=True):
+class LaterCredit(msgspec.Struct, array_like=True, frozen=True):
     """What counts of a later answer of the same session. turns: how many turns later it was given. values: by source.
 
-    Example: Echo(turns=2, values={"csat": 0.8})
+    Example: LaterCredit(turns=2, values={"csat": 0.8})
     """
 
     turns: int
@@ -128,9 +128,9 @@ class Group(msgspec.Struct, array_like=True):
     """Everything about one group. attempts: those still open, and the one that won. winner: its number, -1 before.
 
     superseded: attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone
-    decides something, 0 never. said: experience id to what stands about it. lane: of the copy that the last revision
-    sent on, None for none. depth: messages before the answer of a session's turn, -1 for anything else. echoes: later
-    turns of the session, by group, and what counts of them. retrained: how often late words had it trained again.
+    decides something, 0 never. feedback: by experience id. lane: of the copy that the last revision
+    sent on, None for none. depth: messages before the answer of a session's turn, -1 for anything else. credits: of
+    later turns of the session, by group. retrained: how often late feedback had it trained again.
 
     Example: Group(id="add-3745.2", attempts={0: Attempt(...)}, due_ms=1763719200000)
     """
@@ -142,10 +142,10 @@ class Group(msgspec.Struct, array_like=True):
     revision: int = 0
     closed_ms: int = 0
     due_ms: int = 0
-    said: dict[str, Words] = {}
+    feedback: dict[str, AnswerFeedback] = {}
     lane: Lane | None = None
     depth: int = -1
-    echoes: dict[str, Echo] = {}
+    credits: dict[str, LaterCredit] = {}
     retrained: int = 0
 
     @property

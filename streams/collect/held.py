@@ -15,9 +15,9 @@ from streams.collect.credit import FeedbackRules
 from streams.processors.task_dedupe import bands, minhash, shingles, similarity
 
 RATERS = "feedback raters"
-WORDS = "feedback words"
+TEXTS = "feedback words"
 MAX_RATERS = 4096
-MAX_WORDS = 16_384  # 17 entries and a counter for each text
+MAX_TEXTS = 16_384  # 17 entries and a counter for each text
 NEAR = 0.8  # estimated similarity from which two texts say the same
 RATER_CAP = "more from one rater than counts"
 BURST = "burst of near duplicates"
@@ -29,7 +29,7 @@ def held_memories(sources: Mapping[str, FeedbackRules]) -> dict[str, Memory]:
     if any(source.per_rater for source in sources.values()):
         memories[RATERS] = Memory(MAX_RATERS)
     if any(source.alike for source in sources.values()):
-        memories[WORDS] = Memory(MAX_WORDS)
+        memories[TEXTS] = Memory(MAX_TEXTS)
     return memories
 
 
@@ -45,9 +45,9 @@ def held_back(
         if _count(raters, name, time_ms, source.within_ms) > source.per_rater:
             return RATER_CAP
     if source.alike and feedback.text:
-        words = memories.setdefault(WORDS, Memory(MAX_WORDS))
-        same = _alike(words, feedback)
-        if _count(words, f"count/{same}", time_ms, source.within_ms) > source.alike:
+        texts = memories.setdefault(TEXTS, Memory(MAX_TEXTS))
+        same = _alike(texts, feedback)
+        if _count(texts, f"count/{same}", time_ms, source.within_ms) > source.alike:
             return BURST
     return ""
 

@@ -8,8 +8,8 @@ from schemas import Closure, Experience
 from schemas.withdrawal import withdrawal_of
 from streams.collect.credit import FeedbackRules, credited, with_edit
 from streams.collect.decision import Decision, blocks_of, mean_reward, trial_of
+from streams.collect.feedback import OpenText, edit_of, ratings, values_of
 from streams.collect.group import Attempt, Group
-from streams.collect.words import OpenText, edit_of, ratings, verdicts
 
 Chain = Callable[[Sequence[Experience], Context], Awaitable[ChainResult]]
 
@@ -26,15 +26,15 @@ def learned(
 
     usual: see `streams.collect.credit.returns`.
     """
-    words = group.said.get(member.id)
-    scored = credited(member, words, sources, waits, group.echoes.values(), usual)
-    return scored if open_text is None else with_edit(scored, words, open_text)
+    on_answer = group.feedback.get(member.id)
+    scored = credited(member, on_answer, sources, waits, group.credits.values(), usual)
+    return scored if open_text is None else with_edit(scored, on_answer, open_text)
 
 
-def stands(group: Group, answer: str, open_text: OpenText | None) -> tuple[dict[str, float], str | None]:
-    """What counts of one answer: verdicts by source, and the edit that stands."""
-    words = group.said.get(answer)
-    return verdicts(words), None if words is None or open_text is None else edit_of(words, open_text)
+def counted_of(group: Group, answer: str, open_text: OpenText | None) -> tuple[dict[str, float], str | None]:
+    """What counts of one answer: values by source, and the newest edit."""
+    on_answer = group.feedback.get(answer)
+    return values_of(on_answer), None if on_answer is None or open_text is None else edit_of(on_answer, open_text)
 
 
 async def judged(
@@ -76,7 +76,7 @@ async def judged(
         drops=dict(drops),
         version=min((member.min_version for member in given), default=-1),
         trial=trial_of(given),
-        ratings=ratings(group.said[member.id] for member in members if member.id in group.said),
+        ratings=ratings(group.feedback[member.id] for member in members if member.id in group.feedback),
         answered_ms=attempt.first_ms if attempt.lane == "live" else -1,
     )
     return Decision(closure, (*blocks, *blocks_of(outcome.kept)), outcome.dropped)

@@ -3,7 +3,7 @@
 from schemas import Block, Feedback
 from streams.collect.fold import Arrival, Rules, group_named
 from streams.collect.state import State
-from streams.collect.turns import echoing, hearers
+from streams.collect.turns import credited_turns, crediting
 
 
 def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
@@ -15,8 +15,8 @@ def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
     name = group_named(value)
     if name is None or not isinstance(value, Feedback | Block):
         return set()
-    group, names = state.groups.get(name), echoing(rules.sources)
-    reopened = hearers(group, value, state.turns(name), names) if names else []
+    group, names = state.groups.get(name), crediting(rules.sources)
+    reopened = credited_turns(group, value, state.turns(name), names) if names else []
     if isinstance(value, Feedback):
         source = rules.sources.get(value.source)
         if source is None or source.late == "drop":

@@ -1,13 +1,13 @@
-"""Turns of one session: what is said about an answer is credited to the answers before it, less for each turn between.
+"""Turns of one session: feedback on an answer is credited to the answers before it, less for each turn between.
 
     turn     1        2        3   <- feedback v
     credit   γ²·v     γ·v      v
 
-Rules: the named answer is credited as ever; the `MAX_TURNS` turns before it hear what counts of it as an echo, whatever is
-delivered twice or in whatever order answers and feedback come; what is taken back there is taken back here. An echo is for
-learning alone: it is no rating, ends no turn's wait for its own, and trains nothing a second time. A turn is told by how
-many messages stand before its answer: the log's order is no help where gateways spool. A turn with several choices neither
-echoes nor hears: which of them the session went on from is not known.
+Rules: the named answer is credited in full; the `MAX_TURNS` turns before it get a discounted credit, whatever is delivered
+twice and in whatever order answers and feedback come; a retraction takes the credit back too. The credit is for learning
+alone: it is no rating, ends no turn's wait for its own feedback, and trains nothing a second time. A turn is known by how
+many messages come before its answer: the log's order is no help where gateways spool. A turn with several choices gives no
+credit and gets none: which of them the session went on from is not known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from schemas import Block, Control, Experience, Feedback
 from schemas.ids import experience_id, session_of
 from streams.collect.credit import FeedbackRules
-from streams.collect.group import Echo, Group
-from streams.collect.words import verdicts
+from streams.collect.feedback import values_of
+from streams.collect.group import Group, LaterCredit
 
 NO_TURN = -1
 MAX_TURNS = 64
@@ -27,8 +27,8 @@ def depth_of(experience: Experience) -> int:
     return experience.turn if experience.group_size == 1 and session_of(experience.group) else NO_TURN
 
 
-def echoing(sources: Mapping[str, FeedbackRules]) -> frozenset[str]:
-    """Sources whose words earlier turns hear."""
+def crediting(sources: Mapping[str, FeedbackRules]) -> frozenset[str]:
+    """Sources whose feedback is credited to earlier turns."""
     return frozenset(name for name, source in sources.items() if source.discount > 0)
 
 
@@ -39,10 +39,10 @@ def session_named(value: Block | Control | None, group: str | None, names: froze
     return session_of(group)
 
 
-def hearers(
+def credited_turns(
     group: Group | None, value: Block | Control | None, turns: Sequence[Group], names: frozenset[str]
 ) -> list[Group]:
-    """Earlier turns that a record about `group` may have something to tell."""
+    """Earlier turns that a record about `group` may give credit to."""
     if isinstance(value, Feedback):
         depth = group.depth if group is not None and value.source in names else NO_TURN
     elif isinstance(value, Block):
@@ -52,41 +52,41 @@ def hearers(
     return sorted((turn for turn in turns if 0 <= turn.depth < depth), key=lambda turn: turn.depth)[-MAX_TURNS:]
 
 
-def new_echoes(
+def new_credits(
     group: Group, turns: Sequence[Group], names: frozenset[str], came: bool
-) -> list[tuple[Group, str, Echo]]:
-    """(turn, a later one's group, what counts of that) wherever it is not what the turn has heard.
+) -> list[tuple[Group, str, LaterCredit]]:
+    """(turn, a later one's group, what counts of that) wherever the turn has not been credited with it yet.
 
-    came: the answer of `group` has just come, so that it hears of later turns, and turns before it are one further from
-    those; else something was said about it.
+    came: the answer of `group` has just come, so that later turns credit it, and turns before it are one further from
+    those; else there is new feedback on it.
     """
     known = sorted((turn for turn in turns if turn.depth >= 0), key=lambda turn: (turn.depth, turn.id))
     order = {depth: number for number, depth in enumerate(sorted({turn.depth for turn in known}))}
     later = [turn for turn in known if turn is group or (came and turn.depth > group.depth)]
     found = []
-    for told in later:
-        values = counting(told, names)
+    for source_turn in later:
+        values = counting(source_turn, names)
         for turn in known:
-            between = order[told.depth] - order[turn.depth]
+            between = order[source_turn.depth] - order[turn.depth]
             if turn.depth > group.depth or not 0 < between <= MAX_TURNS:
                 continue
-            echo, heard = Echo(between, values), turn.echoes.get(told.id)
-            if echo != heard and (values or heard is not None):
-                found.append((turn, told.id, echo))
+            credit, before = LaterCredit(between, values), turn.credits.get(source_turn.id)
+            if credit != before and (values or before is not None):
+                found.append((turn, source_turn.id, credit))
     return found
 
 
-def late_echo(heard: Echo | None, echo: Echo, sources: Mapping[str, FeedbackRules]) -> Echo:
-    """What a closed turn hears of it: nothing new of sources whose late words are dropped."""
-    old = {} if heard is None else heard.values
+def late_credit(before: LaterCredit | None, credit: LaterCredit, sources: Mapping[str, FeedbackRules]) -> LaterCredit:
+    """What a closed turn is credited with: nothing new of sources whose late feedback is dropped."""
+    old = {} if before is None else before.values
     fixed = {name: value for name, value in old.items() if sources[name].late == "drop"}
-    return Echo(
-        echo.turns, fixed | {name: value for name, value in echo.values.items() if sources[name].late != "drop"}
+    return LaterCredit(
+        credit.turns, fixed | {name: value for name, value in credit.values.items() if sources[name].late != "drop"}
     )
 
 
 def counting(turn: Group, names: frozenset[str]) -> dict[str, float]:
-    """What counts of a turn's own answer, of the sources that earlier turns hear."""
+    """What counts of a turn's own answer, of the sources that are credited to earlier turns."""
     attempt = turn.winner if turn.winner >= 0 else min(turn.attempts, default=0)
-    values = verdicts(turn.said.get(experience_id(turn.id, attempt, 0)))
+    values = values_of(turn.feedback.get(experience_id(turn.id, attempt, 0)))
     return {name: value for name, value in sorted(values.items()) if name in names}

@@ -10,7 +10,7 @@ import msgspec
 
 from schemas import Block, Feedback, Stub
 from schemas.ids import group_of
-from streams.collect.words import answer_of
+from streams.collect.feedback import answer_of
 
 Key = tuple[str, int, int]
 

@@ -1,11 +1,13 @@
 """Experiences to train on, as tests write them: token lists and spans."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from infra.cli.bench.tiny_models import build_tiny_model
 from schemas import BatchItem, Lane, Span, make_experience
-from trainer.batch.batch import TrainItem
+from trainer.batch.batch import Microbatch, TrainItem, pack
 
 
 def make_item(
@@ -69,3 +71,24 @@ def random_items(seed: int, *, groups: int = 5, size: int = 6, vocabulary: int =
         tokens = random.integers(3, vocabulary, 6 + g).tolist()
         items.append(make_item(tokens, [Span(3, 6 + g, -1, 1.0, False)], group=f"demo-{g}.0", lane="expert"))
     return items
+
+
+def tiny_model(folder: Path, family: str, **settings: object) -> str:
+    """The smallest model of a family, see `infra.cli.bench.tiny_models`."""
+    return str(build_tiny_model(folder / family, family, **settings))
+
+
+def long_microbatch(num_tokens: int, *, sequences: int, sampled: int = 32) -> Microbatch:
+    """One row of `num_tokens` inputs: sequences of one group that share the first half of them."""
+    random = np.random.default_rng(num_tokens)
+    begin = random.integers(3, 90, num_tokens // 2).tolist()
+    tail, rest = divmod(num_tokens - len(begin), sequences)
+    items = []
+    for episode in range(sequences):
+        # The last token is no input; what differs is so from the first token after the shared ones.
+        tokens = [*begin, 3 + episode, *random.integers(3, 90, tail + (rest if not episode else 0)).tolist()]
+        span = Span(max(len(begin), len(tokens) - sampled), len(tokens), 0)
+        items.append(make_item(tokens, [span], group="long-0.0", episode=episode))
+    (one,) = pack(items, max_tokens=num_tokens).microbatches
+    assert one.tokens_BT.shape == (1, num_tokens)
+    return one

@@ -1,11 +1,9 @@
-"""The packed forward: log π of every sampled token of a microbatch, under the temperature it was sampled with.
+"""The forward: log π of every sampled token of a microbatch, under the temperature it was sampled with.
 
-Guarantees: equal to a plain forward of each sequence up to rounding (checked once when the model is opened: a model
-whose attention or head this packing would change is refused); the head runs in float32, and only where it is read.
+Guarantees: equal to a plain forward of each sequence up to rounding (checked once when the model is opened, see
+`trainer.learners.opening`); the head's sums are float32, and only where it is read; memory is linear in the length of a row.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,10 @@ from infra.model.model import load_model
 from infra.model.vision import load_vision, model_inputs, probe_inputs
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
+from trainer.batch.paths import Paths, unpacked
+from trainer.learners.attention import Path, Tree, chain, dense_mask, reading_path
+from trainer.learners.head import Head
+from trainer.learners.opening import find_abilities, reading_words
 
 MAX_LOGITS = 2**26  # 256 MiB of float32
 
@@ -44,125 +46,92 @@ class PackedModel:
             _refuse_dropout(self.module, folder)
         self.device = torch.device(device)
         self._body = getattr(self.module, self.module.base_model_prefix)
-        self._head = self.module.get_output_embeddings()
-        self._head.forward = functools.partial(_float32_linear, self._head)
+        cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
+        self._head = Head(self.module.get_output_embeddings(), softcap=float(cap or 0), max_logits=max_logits)
         self._vision = load_vision(folder)
-        self._window = _sliding_window(self.module.config.get_text_config())
-        self._max_logits = max_logits
-        self._check(folder)
+        # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
+        self._own_masks = self.module.config._attn_implementation == "sdpa"
+        self._family = find_abilities(self.module, folder, self._head.num_tokens, self._logprobs_by)
+
+    @property
+    def reading(self) -> str:
+        """How rows are read, in words: bits depend on it."""
+        return reading_words(self.device.type, self._family)
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens, [N] float32."""
-        return self._in_pieces(self._read, one, arrays=1)
+        return self._head.logprobs(self._hidden(one), *self._targets(one))
 
     def logprobs_and_entropy(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens and the entropy of π_θ where each was chosen, both with gradients, [2, N] float32."""
-        return self._in_pieces(self._read_both, one, arrays=3)
+        return self._head.logprobs_and_entropy(self._hidden(one), *self._targets(one))
 
     @torch.no_grad()
     def hits(self, one: Microbatch) -> torch.Tensor:
         """Whether each sampled token is the most likely one, [N] bool."""
-        hidden_ND, target_N = self._hidden(one), self._tensor(one.target_N)
-        pieces = self._num_pieces(len(target_N))
-        best = [self._head(part).argmax(-1) for part in hidden_ND.chunk(pieces)]
-        return torch.cat(best) == target_N
+        return self._head.most_likely(self._hidden(one)) == self._tensor(one.target_N)
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: tuple[int, ...]) -> list[float]:
         """log π at temperature 1 of every token but the first, by a plain forward; see `Vision.probe` for images."""
         ids = torch.tensor([tokens], device=self.device)
-        inputs = probe_inputs(self.module, self._vision, ids[:, :-1])
+        inputs = dict(probe_inputs(self.module, self._vision, ids[:, :-1]))
+        if self._family.tree and not self._own_masks:
+            inputs |= chain(ids[:, :-1], reading_path(self.device.type, len(tokens), self._family)).inputs()
         hidden_TD = self._body(**inputs, use_cache=False).last_hidden_state[0]
-        logprobs: list[float] = self._read(hidden_TD, ids[0, 1:], torch.ones(1, device=self.device)).tolist()
+        logprobs: list[float] = self._head.logprobs(hidden_TD, ids[0, 1:], torch.ones(1, device=self.device)).tolist()
         return logprobs
+
+    def states(self, one: Microbatch) -> torch.Tensor:
+        """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
+        return self._states(one, reading_path(self.device.type, one.tokens_BT.shape[1], self._family))
 
     def _hidden(self, one: Microbatch) -> torch.Tensor:
         """The last hidden state wherever a sampled token is read, [N, D]."""
         return self.states(one)[self._tensor(one.predecessor_N)]
 
-    def states(self, one: Microbatch) -> torch.Tensor:
-        """The last hidden state of every position, [B*T, D]."""
-        num_T = one.tokens_BT.shape[1]
-        if self._window and num_T > self._window:
-            raise ValueError(f"batch: got rows of {num_T} tokens, expected at most the model's window, {self._window}")
-        index_T = torch.arange(num_T, device=self.device)
-        reach_BT = self._tensor(one.reach_BT)
-        causal_TT = index_T[:, None] >= index_T[None, :]
-        mask_BTT = causal_TT & (index_T[None, :, None] < reach_BT[:, None, :])
-        inputs = model_inputs(self.module, self._tensor(one.tokens_BT), one.places_P, one.pixels_I3HW)
-        hidden_BTD = self._body(
-            **inputs,
-            attention_mask=mask_BTT[:, None],
-            position_ids=self._tensor(one.positions_BT),
-            use_cache=False,
-        ).last_hidden_state
-        states: torch.Tensor = hidden_BTD.flatten(0, 1)
+    def _targets(self, one: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._tensor(one.target_N), self._tensor(one.temperature_N)
+
+    def _logprobs_by(self, one: Microbatch, path: Path | None) -> torch.Tensor:
+        """`logprobs` by one path."""
+        return self._head.logprobs(self._states(one, path)[self._tensor(one.predecessor_N)], *self._targets(one))
+
+    def _states(self, one: Microbatch, path: Path | None) -> torch.Tensor:
+        """`states` by one path; None: as if each row were one text."""
+        if path == "unpacked":
+            return self._unpacked_states(one)
+        inputs = dict(model_inputs(self.module, self._tensor(one.tokens_BT), one.places_P, one.pixels_I3HW))
+        reach_BT, position_BT = self._tensor(one.reach_BT), self._tensor(one.positions_BT)
+        if path == "dense":
+            inputs |= {"attention_mask": dense_mask(reach_BT), "position_ids": position_BT}
+        elif path is not None:
+            inputs |= Tree(reach_BT, position_BT, path).inputs()
+        states: torch.Tensor = self._body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         return states
 
-    def _in_pieces(self, read: Callable[..., torch.Tensor], one: Microbatch, *, arrays: int) -> torch.Tensor:
-        """What `read` makes of all sampled tokens, [..., N]. arrays: as large as the logits, kept for its backward; no more
-        are held at once than allowed.
-        """
-        hidden_ND = self._hidden(one)
-        target_N = self._tensor(one.target_N)
-        temperature_N = self._tensor(one.temperature_N)
-        pieces = self._num_pieces(len(target_N) * arrays)
-        if pieces == 1:
-            return read(hidden_ND, target_N, temperature_N)
-        parts = zip(hidden_ND.chunk(pieces), target_N.chunk(pieces), temperature_N.chunk(pieces), strict=True)
-        return torch.cat([checkpoint(read, *part, use_reentrant=False) for part in parts], -1)
+    def _unpacked_states(self, one: Microbatch) -> torch.Tensor:
+        """The states of each sequence for itself; some of them at a time, and computed again in the backward."""
+        groups = unpacked(one)
+        where = np.zeros(one.tokens_BT.size, np.int64)
+        states, num = [], 0
+        for group in groups:
+            again = torch.is_grad_enabled() and len(groups) > 1
+            read = self._side_by_side
+            states.append(checkpoint(read, group, use_reentrant=False) if again else read(group))
+            where[group.node_P] = num + np.arange(len(group.node_P))
+            num += len(group.node_P)
+        return torch.cat(states)[self._tensor(where)]
 
-    def _num_pieces(self, num_tokens: int) -> int:
-        num_logits = num_tokens * int(self._head.out_features)
-        return max(1, -(-num_logits // self._max_logits))
-
-    def _read(self, hidden_ND: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
-        logits_NV = self._head(hidden_ND) / temperature_N[:, None]
-        return torch.log_softmax(logits_NV, -1).gather(1, target_N[:, None]).squeeze(1)
-
-    def _read_both(self, hidden_ND: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
-        logprob_NV = torch.log_softmax(self._head(hidden_ND) / temperature_N[:, None], -1)
-        entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
-        return torch.stack((logprob_NV.gather(1, target_N[:, None]).squeeze(1), entropy_N))
+    def _side_by_side(self, group: Paths) -> torch.Tensor:
+        """The states of a group's tokens, [P, D]: no sequence sees what is beside it, nor the padding after it."""
+        inputs = model_inputs(self.module, self._tensor(group.tokens_GL), group.places_P, group.pixels_I3HW)
+        hidden_GLD = self._body(**inputs, use_cache=False).last_hidden_state
+        states: torch.Tensor = hidden_GLD.flatten(0, 1)[self._tensor(group.cell_P)]
+        return states
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    @torch.no_grad()
-    def _check(self, folder: str) -> None:
-        """Compare the packed reading of two branches of text with the model's own logits. Raises ConfigError."""
-        if getattr(
-            self.module.config.get_text_config(), "final_logit_softcapping", None
-        ):  # random weights would not show it
-            raise ConfigError(f"policy.model: {folder}: final_logit_softcapping is not supported")
-        vocabulary = self._head.out_features
-        branches = [[token % vocabulary for token in tail] for tail in ([5, 6, 7, 8, 9], [5, 6, 11, 12, 13])]
-        one = Microbatch(
-            tokens_BT=np.array([branches[0][:4] + branches[1][2:4]]),
-            positions_BT=np.array([[0, 1, 2, 3, 2, 3]]),
-            reach_BT=np.array([[6, 6, 4, 4, 6, 6]]),
-            predecessor_N=np.array([3, 5]),
-            target_N=np.array([branch[4] for branch in branches]),
-            temperature_N=np.ones(2, np.float32),
-            **{name: np.zeros(2, np.float32) for name in ("behaviour_N", "advantage_N", "weight_N")},
-            **{name: np.zeros(2, np.float32) for name in ("teacher_N", "reward_N")},
-            **{name: np.zeros(2, np.int64) for name in ("version_N", "ratio_N", "lane_N", "sequence_N")},
-            **{name: np.full(2, -1) for name in ("pair_N", "bootstrap_N")},
-        )
-        ids = torch.tensor([branch[:4] for branch in branches], device=self.device)
-        logits = self.module(input_ids=ids, use_cache=False).logits[:, -1].float()
-        plain = torch.log_softmax(logits, -1).gather(1, self._tensor(one.target_N)[:, None]).squeeze(1)
-        tolerance = 1e-3 if self.module.dtype == torch.float32 else 0.1
-        if not bool((distance := (self.logprobs(one) - plain).abs().max()) <= tolerance):
-            raise ConfigError(
-                f"policy.model: {folder} ({self.module.config.model_type}) gives other logprobs when packed (off by "
-                f"{distance:.3g}, expected at most {tolerance}): its attention or its head is not supported"
-            )
-
-
-def _float32_linear(head: Any, hidden: torch.Tensor) -> torch.Tensor:
-    bias = None if head.bias is None else head.bias.float()
-    return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:
@@ -173,9 +142,3 @@ def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:
             f"trainer.activation_checkpointing: {folder} has dropout ({active[0] if active else 'attention_dropout'}), "
             "which training mode would turn on; expected a model without it"
         )
-
-
-def _sliding_window(config: Any) -> int:
-    """Tokens beyond which some layer would not see what the packed mask shows; 0 for no bound."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return int(getattr(config, "sliding_window", 0) or 0) if "sliding_attention" in kinds else 0

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from actors.engines.checks import (
-    PROBE_TOLERANCE,
+    ProbeGate,
     changed_names,
     check_images,
     check_probe_sequences,
     check_request,
     check_tensors,
-    probe_difference,
 )
 from actors.engines.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
@@ -87,7 +86,7 @@ class VllmEngine:
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         self._max_model_len = int(config.max_model_len)
-        self._tolerance = PROBE_TOLERANCE[str(config.dtype).removeprefix("torch.")]
+        self._gate = ProbeGate(str(config.dtype).removeprefix("torch."))
         self._is_overlapped = bool(self._llm.scheduler_config.async_scheduling)
         await self._llm.update_weight_version(self._attempts.begin(0, proved=True))
         self._requests = Requests(
@@ -210,7 +209,7 @@ class VllmEngine:
                 try:
                     wanted = {name: policy.tensors[name] for name in names}
                     pause_ms, scores = await self._swap(wanted, label, policy.probe)
-                    difference = probe_difference(policy, scores, self._tolerance)
+                    difference = self._gate.check(policy, scores)
                 except PolicyRefused:
                     await self._swap(previous, self._attempts.begin(self._version, proved=True), None)
                     self._attempts.decide(label, False)

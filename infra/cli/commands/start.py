@@ -105,13 +105,34 @@ def check(
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
     create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
+    size: Annotated[
+        bool, typer.Option("--size", help="Show what the model needs instead: memory, seconds and disk.")
+    ] = False,
+    gpu_gb: Annotated[
+        float | None, typer.Option(help="Of one GPU, for --size; 0 for none.", show_default="this machine's, or 80")
+    ] = None,
+    host_gb: Annotated[
+        float | None, typer.Option(help="Of a host's memory, for --size.", show_default="this machine's")
+    ] = None,
+    shm_gb: Annotated[
+        float | None, typer.Option(help="Free in /dev/shm, for --size.", show_default="this machine's")
+    ] = None,
+    step_s: Annotated[float, typer.Option(help="Seconds from one optimizer step to the next, for --size.")] = 120.0,
 ) -> None:
     """Check the settings and plugins, and show the resolved chain of each stage.
 
     Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options.
 
+    With --size nothing but the model's config.json is read: what a learner's rank and an engine need, how long a version
+    takes, and what will not fit (then the exit code is 1), with the setting that would mend it.
+
     Example: [cyan]headrace check --create[/] also creates the topics that are missing.
     """
     from infra.cli.check import run_check
 
-    exit_with(lambda: run_check(config, sets, create))
+    def sized() -> int:
+        from infra.cli.size import run_size, this_machine
+
+        return run_size(config, sets, this_machine(gpu_gb, host_gb, shm_gb, step_s))
+
+    exit_with(sized if size else lambda: run_check(config, sets, create))

@@ -12,10 +12,10 @@ from infra.store.seal import Keys, sealed
 from schemas import Block, Closure, Experience, decode, encode
 from schemas.ids import request_group, session_name, subject_of
 from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import as_it_is
 from streams.collect.fold import MAX_ANSWERS, Arrival, Rules, fold, group_named
 from streams.collect.limits import DayLimits
 from streams.collect.state import State
-from streams.collect.words import as_it_is
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     RULES,
@@ -104,7 +104,7 @@ def test_of_a_group_so_many_answers_are_spoken_of_before_it_is_closed() -> None:
     state = State()
     results = folded(inbox, rules(limits=DayLimits(rater_answers=MAX_ANSWERS + 1, rater_share=0.0)), state)
     assert drops(results) == {"feedback about too many answers of a group": 1} and MAX_ANSWERS == 1024
-    assert len(state.groups["a.0"].said) == MAX_ANSWERS
+    assert len(state.groups["a.0"].feedback) == MAX_ANSWERS
 
 
 def test_an_episode_beyond_its_group_and_one_that_comes_late_are_counted() -> None:
@@ -202,7 +202,7 @@ def test_the_first_turn_of_a_session_hears_of_later_ones_that_were_there_before_
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
     state = State()
     folded(Inbox().extend([turn(1), said(ref(1), 1.0), first]), given, state)
-    assert [echo.turns for echo in state.groups[first.group].echoes.values()] == [1]
+    assert [credit.turns for credit in state.groups[first.group].credits.values()] == [1]
 
 
 def test_of_two_attempts_that_complete_with_one_record_the_first_wins() -> None:
@@ -230,7 +230,7 @@ def test_words_about_an_unknown_answer_are_not_kept_with_a_closed_group() -> Non
     known = "a.0.0-1-0"
     words = [said("a.0.0-7-0", 1.0), said(known, 1.0)]
     folded(Inbox().extend([*words, *(block(answer("a.0", number)) for number in range(2))]), rules(), state)
-    assert list(state.groups["a.0"].said) == [known] and not state.frames.unsaved
+    assert list(state.groups["a.0"].feedback) == [known] and not state.frames.unsaved
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from actors.config import PeopleConfig
 from actors.master.gate.ratings import Ratings
 from schemas import Block
 from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import take_feedback, values_of
 from streams.collect.fold import Rules
-from streams.collect.group import LoggedFeedback, Words
-from streams.collect.words import hear, verdicts
+from streams.collect.group import AnswerFeedback, LoggedFeedback
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     Inbox,
@@ -155,16 +155,16 @@ def test_late_feedback_about_an_answer_the_log_no_longer_holds_is_counted() -> N
 
 
 def test_raters_are_averaged_and_each_may_revise() -> None:
-    words = Words()
+    words = AnswerFeedback()
     for item in (
         said(REF, 0.0, id="1", rater="ann"),
         said(REF, 1.0, id="2", rater="bob"),
         said(REF, 0.5, id="3", rater="ann"),
     ):
-        hear(words, LoggedFeedback(item, 0, 0))
-    assert verdicts(words) == {"csat": 0.75}
-    hear(words, LoggedFeedback(said(REF, 0.0, id="4", rater="bob", type="retraction"), 0, 0))
-    assert verdicts(words) == {"csat": 0.5}
+        take_feedback(words, LoggedFeedback(item, 0, 0))
+    assert values_of(words) == {"csat": 0.75}
+    take_feedback(words, LoggedFeedback(said(REF, 0.0, id="4", rater="bob", type="retraction"), 0, 0))
+    assert values_of(words) == {"csat": 0.5}
 
 
 def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answer_anew_without_one() -> None:

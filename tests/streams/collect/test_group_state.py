@@ -5,7 +5,7 @@ import pytest
 from infra.chain.processor import Memory
 from schemas import Block, encode
 from schemas.ids import request_group, session_name
-from streams.collect.group import Attempt, BlockPlace, Echo, Episode, Group, Words, fullest
+from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Episode, Group, LaterCredit, fullest
 from streams.collect.state import MAX_CACHED_BYTES, MEMBER_BYTES, Frames, State
 from tests.streams.collect.collecting import answer, block, stub
 
@@ -16,11 +16,11 @@ def attempt(number: int = 0, size: int = 2) -> Attempt:
 
 def test_what_nothing_has_come_of_is_open_and_knows_nothing() -> None:
     assert Group("a.0") == Group(
-        "a.0", attempts={}, winner=-1, superseded=[], revision=0, closed_ms=0, due_ms=0, said={}, lane=None, depth=-1,
-        echoes={}, retrained=0,
+        "a.0", attempts={}, winner=-1, superseded=[], revision=0, closed_ms=0, due_ms=0, feedback={}, lane=None, depth=-1,
+        credits={}, retrained=0,
     )  # fmt: skip
     assert not Group("a.0").is_closed and Group("a.0", closed_ms=1).is_closed
-    assert Words() == Words([], {}, 0) and Episode() == Episode({}, -1)
+    assert AnswerFeedback() == AnswerFeedback([], {}, 0) and Episode() == Episode({}, -1)
     assert not Episode().is_done and attempt().num_done == 0 and not attempt().is_complete
 
 
@@ -214,4 +214,4 @@ def test_closed_groups_are_known_for_a_while_and_then_no_longer() -> None:
 
 
 def test_an_echo_is_what_counts_and_how_many_turns_later() -> None:
-    assert Echo(2, {"csat": 0.8}) != Echo(1, {"csat": 0.8}) != Echo(1, {"csat": 0.7})
+    assert LaterCredit(2, {"csat": 0.8}) != LaterCredit(1, {"csat": 0.8}) != LaterCredit(1, {"csat": 0.7})

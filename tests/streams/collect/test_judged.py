@@ -18,9 +18,9 @@ from streams.collect.decision import (
     mean_reward,
     trial_of,
 )
-from streams.collect.group import Attempt, BlockPlace, Group, LoggedFeedback, Words
-from streams.collect.judge import Chain, judged, stands
-from streams.collect.words import hear
+from streams.collect.feedback import take_feedback
+from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
+from streams.collect.judge import Chain, counted_of, judged
 from tests.streams.collect.collecting import answer, said, stub
 
 
@@ -80,8 +80,8 @@ def at_version(episode: int, version: int, **more: object) -> Experience:
 
 
 def test_a_closure_tells_what_came_of_a_group() -> None:
-    group = Group("a.0", revision=3, said={answer("a.0", 1).id: Words()})
-    hear(group.said[answer("a.0", 1).id], LoggedFeedback(said(answer("a.0", 1).id, 0.5), 9, 77))
+    group = Group("a.0", revision=3, feedback={answer("a.0", 1).id: AnswerFeedback()})
+    take_feedback(group.feedback[answer("a.0", 1).id], LoggedFeedback(said(answer("a.0", 1).id, 0.5), 9, 77))
     given = [at_version(0, 4), at_version(1, 3, trial=-1), at_version(3, 5)]
     decision = end(group, attempt_of(5, 3), [msgspec.structs.replace(given[0], trial=6), *given[1:]])
     closure = decision.closure
@@ -149,11 +149,11 @@ def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_grou
 
 
 def test_what_counts_of_an_answer_is_its_verdicts_and_the_edit_where_edits_teach() -> None:
-    group = Group("a.0", said={"x": Words()})
-    hear(
-        group.said["x"],
+    group = Group("a.0", feedback={"x": AnswerFeedback()})
+    take_feedback(
+        group.feedback["x"],
         LoggedFeedback(Feedback(ref="x", id="1", source="csat", type="correction", text="t", value=0.5), 1, 1),
     )
-    assert stands(group, "x", None) == ({"csat": 0.5}, None)
-    assert stands(group, "x", lambda text, of: text * 2) == ({"csat": 0.5}, "tt")
-    assert stands(group, "y", lambda text, of: text) == ({}, None)
+    assert counted_of(group, "x", None) == ({"csat": 0.5}, None)
+    assert counted_of(group, "x", lambda text, of: text * 2) == ({"csat": 0.5}, "tt")
+    assert counted_of(group, "y", lambda text, of: text) == ({}, None)

@@ -9,9 +9,9 @@ import pytest
 
 from schemas import Closure, Experience, Feedback
 from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import MAX_COUNTED, MAX_KNOWN, TOO_MANY
 from streams.collect.fold import MAX_ANSWERS, Rules
 from streams.collect.state import State
-from streams.collect.words import MAX_KNOWN, MAX_WORDS, TOO_MANY
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, drops, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn
 
@@ -99,12 +99,12 @@ def test_what_is_taken_back_is_taken_back_however_often_an_answer_was_revised() 
 
 
 def test_of_many_raters_the_first_stand_and_the_others_are_counted() -> None:
-    number = 3 * MAX_WORDS
+    number = 3 * MAX_COUNTED
     raters = [f"r{index}" for index in range(number)]
     inbox = Inbox().extend([*words(*[1.0] * number, raters=raters), block(answer("a1b2.0", 0, size=1, lane="live"))])
     (closure,) = closures(inbox, rules("amend"))
-    assert [rating.rater for rating in closure.ratings or ()] == raters[:MAX_WORDS]
-    assert drops(folded(inbox, rules("amend"))) == {TOO_MANY: number - MAX_WORDS}
+    assert [rating.rater for rating in closure.ratings or ()] == raters[:MAX_COUNTED]
+    assert drops(folded(inbox, rules("amend"))) == {TOO_MANY: number - MAX_COUNTED}
 
 
 def test_words_about_answers_that_are_not_there_are_kept_in_bounded_number() -> None:
@@ -118,7 +118,7 @@ def test_feedback_that_is_delivered_again_is_known_among_the_last_that_were_hear
     inbox = Inbox(step_ms=1).extend([*many, many[0], many[-1]])
     state = State()
     folded(inbox, rules("amend"), state)
-    (stands,) = state.groups["a1b2.0"].said["a1b2.0.0-0-0"].standing
+    (stands,) = state.groups["a1b2.0"].feedback["a1b2.0.0-0-0"].counted
     assert stands.feedback == many[-1]
 
 

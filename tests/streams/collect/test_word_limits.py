@@ -5,7 +5,7 @@ from schemas import Feedback, Tick
 from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Arrival, Rules
 from streams.collect.group import Attempt, BlockPlace, Group
-from streams.collect.held import BURST, MAX_RATERS, MAX_WORDS, RATER_CAP, RATERS, WORDS, held_back, held_memories
+from streams.collect.held import BURST, MAX_RATERS, MAX_TEXTS, RATER_CAP, RATERS, TEXTS, held_back, held_memories
 from streams.collect.limits import (
     DAY_MS,
     RATER_LIMIT,
@@ -113,9 +113,9 @@ def test_who_is_in_use_is_not_the_first_to_be_forgotten() -> None:
 def test_what_is_remembered_of_words_is_what_a_source_asks_for() -> None:
     assert held_memories({"a": FeedbackRules(1)}) == {} == held_memories({})
     both = held_memories({"a": FeedbackRules(1, per_rater=1), "b": FeedbackRules(1, alike=1)})
-    assert {name: memory.limit for name, memory in both.items()} == {RATERS: MAX_RATERS, WORDS: MAX_WORDS}
-    assert (MAX_RATERS, MAX_WORDS) == (4096, 16_384)
-    assert (RATERS, WORDS) == ("feedback raters", "feedback words"), "a state that was saved is found under its names"
+    assert {name: memory.limit for name, memory in both.items()} == {RATERS: MAX_RATERS, TEXTS: MAX_TEXTS}
+    assert (MAX_RATERS, MAX_TEXTS) == (4096, 16_384)
+    assert (RATERS, TEXTS) == ("feedback raters", "feedback words"), "a state that was saved is found under its names"
 
 
 def test_a_cap_that_was_lifted_counts_from_then_on_and_keeps_its_place() -> None:

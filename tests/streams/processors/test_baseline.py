@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infra.chain.processor import Memory
 from streams.collect.credit import FeedbackRules, learn_usual, returns, usual_of
-from streams.collect.group import Echo, LoggedFeedback, Words
+from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
 from streams.processors.advantage import advantage
 from streams.processors.baseline import MAX_ADVANTAGE, MEMORY, WINDOW, compared
 from tests.streams.collect.collecting import said
@@ -87,8 +87,8 @@ def session(liked: Callable[[int], bool], memories: dict[str, Memory]) -> list[t
         learn_usual(memories, "", {}, {"csat": float(value)})
     rewards = []
     for turn, value in enumerate(verdicts):
-        own = Words(standing=[LoggedFeedback(said("a.0.0-0-0", float(value)), 0, 0)])
-        echoes = [Echo(later - turn, {"csat": float(verdicts[later])}) for later in range(turn + 1, TURNS)]
+        own = AnswerFeedback(counted=[LoggedFeedback(said("a.0.0-0-0", float(value)), 0, 0)])
+        echoes = [LaterCredit(later - turn, {"csat": float(verdicts[later])}) for later in range(turn + 1, TURNS)]
         rewards.append(returns(own, echoes, SOURCES, lambda source: usual_of(memories, "", source))["csat"])
     return list(zip(verdicts, rewards, strict=True))
 

@@ -22,124 +22,124 @@ from streams.collect.credit import (
     usual_of,
     with_edit,
 )  # fmt: skip
-from streams.collect.group import Echo, LoggedFeedback, Words
-from streams.collect.words import (
+from streams.collect.feedback import (
+    MAX_COUNTED,
     MAX_KNOWN,
     MAX_RATINGS,
-    MAX_WORDS,
     TOO_MANY,
     answer_of,
     edit_of,
-    hear,
     is_repeat,
     ratings,
-    verdicts,
+    take_feedback,
+    values_of,
 )  # fmt: skip
+from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
 from tests.streams.collect.collecting import answer
 
 REF = "a.0.0-0-0"
 
 
-def heard(words: Words, number: int, value: float | None = None, **more: object) -> str:
+def heard(on_answer: AnswerFeedback, number: int, value: float | None = None, **more: object) -> str:
     given = {"ref": REF, "id": str(number), "value": value, "source": "csat", **more}
-    return hear(words, LoggedFeedback(msgspec.convert(given, Feedback), number, 1_000 + number))
+    return take_feedback(on_answer, LoggedFeedback(msgspec.convert(given, Feedback), number, 1_000 + number))
 
 
-def edit(words: Words, number: int, text: str, **more: object) -> str:
-    return heard(words, number, type="correction", text=text, **more)
+def edit(on_answer: AnswerFeedback, number: int, text: str, **more: object) -> str:
+    return heard(on_answer, number, type="correction", text=text, **more)
 
 
 def test_the_last_words_are_known_and_older_ones_are_forgotten() -> None:
-    words = Words()
+    on_answer = AnswerFeedback()
     for number in range(MAX_KNOWN + 1):
-        assert heard(words, number, number / 1000) == ""
-    assert len(words.known) == MAX_KNOWN == 256
-    known = [is_repeat(words, Feedback(ref=REF, id=str(number), source="csat")) for number in (0, 1, MAX_KNOWN)]
+        assert heard(on_answer, number, number / 1000) == ""
+    assert len(on_answer.known) == MAX_KNOWN == 256
+    known = [is_repeat(on_answer, Feedback(ref=REF, id=str(number), source="csat")) for number in (0, 1, MAX_KNOWN)]
     assert known == [False, True, True]
-    assert is_repeat(words, Feedback(ref=REF, id="1", source="other")) is False
+    assert is_repeat(on_answer, Feedback(ref=REF, id="1", source="other")) is False
     assert is_repeat(None, Feedback(ref=REF, id="1")) is False
-    assert len(words.standing) == 1 and verdicts(words) == {"csat": 0.256}
+    assert len(on_answer.counted) == 1 and values_of(on_answer) == {"csat": 0.256}
 
 
 def test_the_digest_of_what_was_heard_is_the_same_in_every_release() -> None:
-    words = Words()
-    heard(words, 7)
-    assert list(words.known) == [7167537754575021207]
+    on_answer = AnswerFeedback()
+    heard(on_answer, 7)
+    assert list(on_answer.known) == [7167537754575021207]
 
 
 def test_at_most_so_many_words_of_a_source_stand_the_first_ones_and_each_may_be_revised() -> None:
-    words = Words()
-    for number in range(MAX_WORDS):
-        assert heard(words, number, 0.0, rater=f"r{number}") == ""
-    assert heard(words, 900, 1.0, rater="more") == TOO_MANY and len(words.standing) == MAX_WORDS == 64
+    on_answer = AnswerFeedback()
+    for number in range(MAX_COUNTED):
+        assert heard(on_answer, number, 0.0, rater=f"r{number}") == ""
+    assert heard(on_answer, 900, 1.0, rater="more") == TOO_MANY and len(on_answer.counted) == MAX_COUNTED == 64
     assert TOO_MANY == "more words about one answer than stand"
-    assert heard(words, 901, 1.0, rater="more", source="other") == ""
-    assert heard(words, 902, 1.0, rater="r0") == ""
-    assert verdicts(words) == {"csat": 1 / 64, "other": 1.0}
-    assert words.standing[-1].offset == 902, "in log order"
+    assert heard(on_answer, 901, 1.0, rater="more", source="other") == ""
+    assert heard(on_answer, 902, 1.0, rater="r0") == ""
+    assert values_of(on_answer) == {"csat": 1 / 64, "other": 1.0}
+    assert on_answer.counted[-1].offset == 902, "in log order"
 
 
 def test_the_same_value_again_changes_nothing_and_another_takes_its_place() -> None:
-    words = Words()
-    heard(words, 1, 0.5)
-    assert heard(words, 2, 0.5) == "" and [said.offset for said in words.standing] == [1]
-    heard(words, 3, 0.6)
-    assert [said.offset for said in words.standing] == [3]
-    heard(words, 4, 0.7, type="label", text="x")
-    assert [said.offset for said in words.standing] == [3, 4], "another type is another word"
+    on_answer = AnswerFeedback()
+    heard(on_answer, 1, 0.5)
+    assert heard(on_answer, 2, 0.5) == "" and [said.offset for said in on_answer.counted] == [1]
+    heard(on_answer, 3, 0.6)
+    assert [said.offset for said in on_answer.counted] == [3]
+    heard(on_answer, 4, 0.7, type="label", text="x")
+    assert [said.offset for said in on_answer.counted] == [3, 4], "another type is another word"
 
 
 def test_a_retraction_takes_back_all_of_its_rater_at_its_source_and_nobody_elses() -> None:
-    words = Words()
-    heard(words, 1, 0.5, rater="ann")
-    edit(words, 2, "better", rater="ann")
-    heard(words, 3, 0.5, rater="bob")
-    heard(words, 4, 0.5, rater="ann", source="other")
-    assert words.edits == 1
-    heard(words, 4, type="retraction", rater="dan")
-    assert words.edits == 1 and len(words.standing) == 4, "he had said nothing"
-    assert heard(words, 5, type="retraction", rater="ann") == ""
-    assert [said.offset for said in words.standing] == [3, 4] and words.edits == 2
-    heard(words, 6, type="retraction", rater="bob")
-    assert words.edits == 2, "no edit was among them"
+    on_answer = AnswerFeedback()
+    heard(on_answer, 1, 0.5, rater="ann")
+    edit(on_answer, 2, "better", rater="ann")
+    heard(on_answer, 3, 0.5, rater="bob")
+    heard(on_answer, 4, 0.5, rater="ann", source="other")
+    assert on_answer.edits == 1
+    heard(on_answer, 4, type="retraction", rater="dan")
+    assert on_answer.edits == 1 and len(on_answer.counted) == 4, "he had said nothing"
+    assert heard(on_answer, 5, type="retraction", rater="ann") == ""
+    assert [said.offset for said in on_answer.counted] == [3, 4] and on_answer.edits == 2
+    heard(on_answer, 6, type="retraction", rater="bob")
+    assert on_answer.edits == 2, "no edit was among them"
 
 
 def test_an_edit_counts_once_for_each_change_of_what_stands() -> None:
-    words = Words()
-    assert edit_of(words) is None
+    on_answer = AnswerFeedback()
+    assert edit_of(on_answer) is None
     for number, (text, rater, edits) in enumerate(
         [("one", "ann", 1), ("one", "bob", 1), ("two", "bob", 2), ("two", "ann", 2), ("", "ann", 2)]
     ):
-        edit(words, number, text, rater=rater)
-        assert words.edits == edits
-    assert edit_of(words) == "two"
+        edit(on_answer, number, text, rater=rater)
+        assert on_answer.edits == edits
+    assert edit_of(on_answer) == "two"
 
 
 def test_the_newest_edit_that_can_still_be_opened_stands() -> None:
-    words, asked = Words(), []
-    edit(words, 1, "old", rater="ann", ref=f"hr-{REF}")
-    edit(words, 2, "new", rater="bob")
-    heard(words, 3, rater="cid", type="label", text="no edit")
+    on_answer, asked = AnswerFeedback(), []
+    edit(on_answer, 1, "old", rater="ann", ref=f"hr-{REF}")
+    edit(on_answer, 2, "new", rater="bob")
+    heard(on_answer, 3, rater="cid", type="label", text="no edit")
 
     def opened(text: str, of: str) -> str | None:
         asked.append((text, of))
         return None if text == "new" else text.upper()
 
-    assert edit_of(words, opened) == "OLD" and asked == [("new", REF), ("old", REF)]
-    assert edit_of(words, lambda text, of: None) is None
+    assert edit_of(on_answer, opened) == "OLD" and asked == [("new", REF), ("old", REF)]
+    assert edit_of(on_answer, lambda text, of: None) is None
     assert answer_of(f"hr-{REF}") == answer_of(REF) == REF
 
 
 def test_of_several_values_of_a_source_the_mean_counts_and_words_without_a_value_count_for_nothing() -> None:
-    words = Words()
+    on_answer = AnswerFeedback()
     for number, value in enumerate((0.25, 1.0, 0.5)):
-        heard(words, number, value, rater=f"r{number}")
-    heard(words, 9, None, type="label", text="x", source="note")
-    assert verdicts(words) == {"csat": pytest.approx(1.75 / 3)} and verdicts(None) == {}
+        heard(on_answer, number, value, rater=f"r{number}")
+    heard(on_answer, 9, None, type="label", text="x", source="note")
+    assert values_of(on_answer) == {"csat": pytest.approx(1.75 / 3)} and values_of(None) == {}
 
 
 def test_ratings_are_the_newest_of_each_rater_of_each_answer_in_log_order() -> None:
-    first, second = Words(), Words()
+    first, second = AnswerFeedback(), AnswerFeedback()
     heard(first, 1, 0.5, rater="ann")
     heard(first, 5, 0.75, rater="ann", type="label", text="x")
     heard(second, 3, 0.25, rater="ann")
@@ -148,9 +148,9 @@ def test_ratings_are_the_newest_of_each_rater_of_each_answer_in_log_order() -> N
         Rating(source="csat", value=0.25, rater="ann", time_ms=1_003),
         Rating(source="csat", value=0.75, rater="ann", time_ms=1_005),
     )
-    many = [Words() for _ in range(MAX_RATINGS + 6)]
-    for number, words in enumerate(many):
-        heard(words, number, 0.5)
+    many = [AnswerFeedback() for _ in range(MAX_RATINGS + 6)]
+    for number, on_answer in enumerate(many):
+        heard(on_answer, number, 0.5)
     assert [one.time_ms - 1_000 for one in ratings(reversed(many))] == list(range(6, 70)) and MAX_RATINGS == 64
 
 
@@ -168,47 +168,47 @@ def test_a_source_without_a_word_drops_late_feedback_and_credits_no_turn() -> No
 
 
 def test_an_answer_is_credited_with_what_later_ones_differ_from_the_usual_by() -> None:
-    words = Words()
-    heard(words, 1, 0.5)
-    echoes = [Echo(2, {"csat": 1.0}), Echo(1, {"csat": 0.25, "gone": 1.0})]
-    assert returns(words, echoes, SOURCES) == {"csat": pytest.approx(0.5 + 0.5 * -0.25 + 0.25 * 0.5)}
-    assert returns(None, echoes[:1], SOURCES) == {"csat": pytest.approx(0.5 + 0.25 * 0.5)}
+    on_answer = AnswerFeedback()
+    heard(on_answer, 1, 0.5)
+    credits = [LaterCredit(2, {"csat": 1.0}), LaterCredit(1, {"csat": 0.25, "gone": 1.0})]
+    assert returns(on_answer, credits, SOURCES) == {"csat": pytest.approx(0.5 + 0.5 * -0.25 + 0.25 * 0.5)}
+    assert returns(None, credits[:1], SOURCES) == {"csat": pytest.approx(0.5 + 0.25 * 0.5)}
     usual = {"csat": 0.75}.__getitem__
-    assert returns(None, echoes[:1], SOURCES, usual) == {"csat": pytest.approx(0.75 + 0.25 * 0.25)}
+    assert returns(None, credits[:1], SOURCES, usual) == {"csat": pytest.approx(0.75 + 0.25 * 0.25)}
     assert returns(None, [], SOURCES) == {}
-    assert credited(answer("a.0", 0), None, SOURCES, False, echoes[:1]).score("csat") == pytest.approx(0.625)
+    assert credited(answer("a.0", 0), None, SOURCES, False, credits[:1]).score("csat") == pytest.approx(0.625)
 
 
 def test_silence_takes_the_default_where_the_lane_waits_and_scores_of_other_names_stay() -> None:
-    words, member = Words(), answer("a.0", 0)
-    heard(words, 1, 1.0, source="thumb")
+    on_answer, member = AnswerFeedback(), answer("a.0", 0)
+    heard(on_answer, 1, 1.0, source="thumb")
     assert credited(member, None, SOURCES, False) is member
     own = member.scores
-    assert credited(member, words, SOURCES, False).scores == (*own, Score(name="thumb", value=1.0))
-    assert credited(member, words, SOURCES, True).scores == (
+    assert credited(member, on_answer, SOURCES, False).scores == (*own, Score(name="thumb", value=1.0))
+    assert credited(member, on_answer, SOURCES, True).scores == (
         *own, Score(name="thumb", value=1.0), Score(name="csat", value=0.25, version="default"),
     )  # fmt: skip
-    again = credited(credited(member, words, SOURCES, True), words, SOURCES, True)
+    again = credited(credited(member, on_answer, SOURCES, True), on_answer, SOURCES, True)
     assert len(again.scores) == 3, "a score takes the place of an older one of its name"
 
 
 def test_an_edit_is_told_with_how_often_there_was_one_also_when_it_is_taken_back() -> None:
-    words, member = Words(), answer("a.0", 0)
-    assert with_edit(member, None) is member and with_edit(member, words) is member
-    edit(words, 1, "better")
-    assert with_edit(member, words).edit == Edit(text="better", count=1)
-    assert with_edit(member, words, lambda text, of: f"{text} {of}").edit == Edit(text=f"better {REF}", count=1)
-    heard(words, 2, type="retraction")
-    assert with_edit(member, words).edit == Edit(text=None, count=2)
+    on_answer, member = AnswerFeedback(), answer("a.0", 0)
+    assert with_edit(member, None) is member and with_edit(member, on_answer) is member
+    edit(on_answer, 1, "better")
+    assert with_edit(member, on_answer).edit == Edit(text="better", count=1)
+    assert with_edit(member, on_answer, lambda text, of: f"{text} {of}").edit == Edit(text=f"better {REF}", count=1)
+    heard(on_answer, 2, type="retraction")
+    assert with_edit(member, on_answer).edit == Edit(text=None, count=2)
 
 
 def test_an_answer_waits_until_every_source_has_spoken_of_it() -> None:
-    words = Words()
+    on_answer = AnswerFeedback()
     assert is_labelled(None, SOURCES) is False and is_labelled(None, {}) is True
     for number, name in enumerate(SOURCES):
-        assert is_labelled(words, SOURCES) is False
-        heard(words, number, 1.0, source=name)
-    assert is_labelled(words, SOURCES) is True
+        assert is_labelled(on_answer, SOURCES) is False
+        heard(on_answer, number, 1.0, source=name)
+    assert is_labelled(on_answer, SOURCES) is True
 
 
 def test_the_usual_verdict_begins_neutral_and_is_then_the_mean_of_the_last_ones() -> None:

@@ -1,0 +1,184 @@
+"""What a model and settings need: bytes of a learner's rank and of an engine, seconds and bytes of a version.
+
+P: parameters, N: ranks. A trained parameter has a weight, a gradient (float32 when it is applied), two float32 moments, and in
+bfloat16 a float32 master. ZeRO (arXiv 1910.02054, figure 1) keeps 1/N of the masters and moments on a rank from stage 1 on, of
+the gradients from stage 2 on, of the weights in stage 3.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from infra.model.size import ModelSize
+from infra.policies.publish import CONSOLIDATE_EVERY
+
+WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOMENTS_AND_WEIGHT = 12  # bytes a parameter in a checkpoint
+PROCESS_BYTES = 700_000_000  # of Python with torch and transformers, before any model
+MAX_LOGITS = 2**26  # that a learner holds at once, in float32
+
+# Seconds of one thread for a GB of published weights: measured at 509 M parameters in bfloat16, learning rate 1e-6 (1.4 % of
+# values change), on 2.5 GHz virtual CPUs without SHA instructions. Newer CPUs are faster.
+PUBLISH_S = 4.2  # copy, look for NaN, hash, encode
+CONSOLIDATE_S = 6.8  # each fifth version more: read the last anchor back, encode against it
+ANCHOR_S = 5.9
+RELOAD_S = 5.7  # fetch a delta, apply, verify, compare, write for the worker: before the pause
+DELTA_SHARE = 1 / 120  # of an anchor, measured as above
+CONSOLIDATED_MORE = 0.17  # that consolidated deltas add to the single ones
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One need. is_rough: an estimate that kernels and allocators move by tens of percent. is_once: of rank 0 alone."""
+
+    what: str
+    num_bytes: float
+    is_rough: bool = False
+    is_once: bool = False
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """Of one process: what lies on its GPU, and in its host's memory."""
+
+    gpu: tuple[Row, ...] = ()
+    host: tuple[Row, ...] = ()
+
+    @property
+    def gpu_bytes(self) -> float:
+        """All of it at once."""
+        return sum(row.num_bytes for row in self.gpu)
+
+    @property
+    def host_bytes(self) -> float:
+        """All of it at once."""
+        return sum(row.num_bytes for row in self.host)
+
+
+def together(needs: Needs, ranks: int, *, with_gpu: bool) -> float:
+    """Host bytes of several ranks on one host. with_gpu: what would lie on GPUs lies there too."""
+    rows = (*needs.host, *(needs.gpu if with_gpu else ()))
+    return sum(row.num_bytes * (1 if row.is_once else ranks) for row in rows)
+
+
+class LearnerPlan(msgspec.Struct, frozen=True):
+    """What decides a learner's memory. stage: of ZeRO, -1 for the learner of one process. reference: bytes a parameter of the
+    reference, 0 without one. tokens: of a microbatch.
+    """
+
+    ranks: int
+    stage: int
+    dtype: str
+    tokens: int
+    recomputes: bool
+    offload: bool = False
+    reference: int = 0
+    critic: bool = False
+
+
+class VersionCost(msgspec.Struct, frozen=True):
+    """Computed from the unit costs above. Seconds of one thread; bytes a day at `versions` a day."""
+
+    publish_s: float
+    anchor_s: float
+    reload_s: float
+    versions: float
+    anchor_bytes: float
+    delta_bytes: float
+    checkpoint_bytes: float
+
+
+def learner_needs(size: ModelSize, plan: LearnerPlan) -> Needs:
+    """Of one rank."""
+    state = learner_state(size, plan)
+    host = [Row("Python and libraries", PROCESS_BYTES)]
+    if plan.offload:
+        host += [row for row in state if row.what in ("masters", "moments")]
+        state = [row for row in state if row.what not in ("masters", "moments")]
+    saved = MOMENTS_AND_WEIGHT + (plan.reference and 4)
+    host.append(Row("snapshot of a checkpoint", saved * size.trained / plan.ranks))
+    host.append(Row("this version and the last, on rank 0", 2 * size.published * WIDTH[plan.dtype], is_once=True))
+    return Needs(gpu=(*state, *_activations(size, plan)), host=tuple(host))
+
+
+def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
+    """What a rank holds between forward and update: weights, gradients, masters, moments, and models beside them."""
+    parameters, width, ranks = size.trained, WIDTH[plan.dtype], plan.ranks
+    zero = plan.stage > 0
+    rows = [Row("weights", parameters * width / (ranks if plan.stage == 3 else 1))]
+    if plan.stage == 3:
+        rows.append(
+            Row("weights gathered for the layers at work", width * (2 * size.layer + size.largest), is_rough=True)
+        )
+    if width < 4 or zero:
+        rows.append(Row("masters", 4 * parameters / (ranks if zero else 1)))
+    if not zero:
+        rows.append(Row("gradients", 4 * parameters))
+    else:
+        rows.append(Row("gradients", width * parameters / (ranks if plan.stage > 1 else 1)))
+        rows.append(Row("gradients in float32", 4 * parameters / ranks if width < 4 else 0))
+    rows.append(Row("moments", 8 * parameters / (ranks if zero else 1)))
+    if plan.reference:
+        rows.append(Row("reference", plan.reference * parameters))
+    if plan.critic:
+        rows.append(Row("critic", 16 * parameters))
+    return [row for row in rows if row.num_bytes]
+
+
+def _activations(size: ModelSize, plan: LearnerPlan) -> list[Row]:
+    """Of the forward of one microbatch, without what attention itself needs."""
+    width = WIDTH[plan.dtype]
+    whole = size.layers * size.kept
+    kept = size.layers * size.hidden + size.kept if plan.recomputes else whole
+    logits = min(plan.tokens * size.vocabulary, MAX_LOGITS)
+    return [
+        Row(f"activations of {plan.tokens:,} tokens", width * plan.tokens * kept, is_rough=True),
+        Row("output matrix and logits in float32", 4 * (2 * size.vocabulary * size.hidden + 3 * logits), is_rough=True),
+    ]
+
+
+def torch_engine_needs(size: ModelSize, dtype: str, published: str) -> Needs:
+    """Of an engine that runs on the CPU."""
+    held = 2 * size.published * WIDTH[published]
+    return Needs(
+        host=(
+            Row("Python and libraries", PROCESS_BYTES),
+            Row("weights", size.trained * WIDTH[dtype]),
+            Row("the served version and the next", held),
+        )
+    )
+
+
+def vllm_engine_needs(size: ModelSize, dtype: str, published: str, options: Mapping[str, Any]) -> Needs:
+    """Of one engine: GPU bytes on each of its cards, without keys and values; host bytes of the process that feeds it."""
+    split = int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
+    version = size.published * WIDTH[published]
+    return Needs(
+        gpu=(Row("weights", size.trained * WIDTH[dtype] / split),),
+        host=(
+            Row("Python and libraries", PROCESS_BYTES),
+            Row("the served version and the next", 2 * version),
+            Row("the next as one file", version),
+        ),
+    )
+
+
+def version_cost(
+    size: ModelSize, dtype: str, *, every_s: float, anchor_every: int, checkpoint_every: int, saved: int
+) -> VersionCost:
+    """every_s: seconds from one version to the next. saved: bytes a parameter in a checkpoint."""
+    num_bytes = size.published * WIDTH[dtype]
+    gigabytes, versions = num_bytes / 1e9, 86_400 / every_s
+    # In float32 nearly every value changes in every step, so that every version is an anchor.
+    always_anchor = dtype == "float32"
+    anchors = versions if always_anchor else versions / anchor_every
+    deltas = 0.0 if always_anchor else versions * num_bytes * DELTA_SHARE * (1 + CONSOLIDATED_MORE)
+    each = PUBLISH_S + (ANCHOR_S if always_anchor else CONSOLIDATE_S / CONSOLIDATE_EVERY)
+    return VersionCost(
+        publish_s=gigabytes * each,
+        anchor_s=gigabytes * (PUBLISH_S + ANCHOR_S),
+        reload_s=gigabytes * RELOAD_S,
+        versions=versions,
+        anchor_bytes=anchors * num_bytes,
+        delta_bytes=deltas,
+        checkpoint_bytes=versions / checkpoint_every * saved * size.trained,
+    )

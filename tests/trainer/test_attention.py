@@ -1,0 +1,214 @@
+"""Attention over packed trees: every path against a dense mask, which path reads a row, and what it costs in memory."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
+from trainer_samples import long_microbatch, tiny_model
+
+from trainer.learners import attention
+from trainer.learners.attention import DENSE_TOKENS, Abilities, Tree, block_mask, dense_mask, reading_path
+from trainer.learners.forward import PackedModel
+
+WIDTH, HEADS, KEY_HEADS = 8, 4, 2
+
+
+def random_tree(random: np.random.Generator, num_T: int, branching: float) -> tuple[np.ndarray, np.ndarray]:
+    """reach and position of one row of trees laid out depth first, [T] each."""
+    reach, position, path = np.zeros(num_T, np.int64), np.zeros(num_T, np.int64), []
+    for node in range(num_T):
+        while path and random.random() < branching:
+            reach[path.pop()] = node
+        position[node] = len(path)
+        path.append(node)
+    reach[path] = num_T
+    return reach, position
+
+
+def trees(seed: int, num_T: int, branching: float = 0.3, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    random = np.random.default_rng(seed)
+    made = [random_tree(random, num_T, branching) for _ in range(rows)]
+    return tuple(torch.from_numpy(np.stack(arrays)) for arrays in zip(*made, strict=True))
+
+
+def visible(reach_BT: torch.Tensor, position_BT: torch.Tensor, window: int) -> torch.Tensor:
+    """Whether position i sees j, [B, T, T], as the promise says it."""
+    mask = dense_mask(reach_BT)[:, 0]
+    near = position_BT[:, :, None] - position_BT[:, None, :] < window
+    return mask & near if window else mask
+
+
+def plain_attention(query, key, value, mask, *, scaling, softcap=None, s_aux=None):
+    """softmax(cap(QKᵀ·scale) with a sink beside) V, [B, T, H, D]."""
+    key, value = (one.repeat_interleave(HEADS // KEY_HEADS, 1) for one in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("num_T", [1, 255, 256, 257, 700])
+@pytest.mark.parametrize("extra", ["", "window", "softcap", "sinks"])
+def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, extra):
+    reach_BT, position_BT = trees(num_T, num_T, branching=0.02)
+    window = 40 if extra == "window" else 0
+    shapes = [(2, HEADS, num_T, WIDTH), (2, KEY_HEADS, num_T, WIDTH), (2, KEY_HEADS, num_T, WIDTH), (HEADS,)]
+    torch.manual_seed(0)
+    given = [torch.randn(shape, dtype=torch.float32, requires_grad=True) for shape in shapes]
+    other = [one.detach().double().requires_grad_() for one in given]
+    options = {"softcap": {"softcap": 2.0}, "sinks": {}}.get(extra, {})
+    found, _ = attention.tree_attention(
+        torch.nn.Identity(),
+        *given[:3],
+        None,
+        tree=Tree(reach_BT, position_BT, "blocks"),
+        scaling=0.3,
+        sliding_window=window or None,
+        **options | ({"s_aux": given[3]} if extra == "sinks" else {}),
+    )
+    mask = visible(reach_BT, position_BT, window)
+    expected = plain_attention(
+        *other[:3], mask, scaling=0.3, **options | ({"s_aux": other[3]} if extra == "sinks" else {})
+    )
+    assert (found - expected).abs().max() < 1e-5
+    weight = torch.randn_like(found)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for one, exact in zip(given[: 4 if extra == "sinks" else 3], other, strict=False):
+        assert (one.grad - exact.grad).abs().max() <= 1e-5 * max(1.0, float(exact.grad.abs().max()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_T=st.integers(1, 600),
+    branching=st.sampled_from([0.0, 0.005, 0.05, 0.5]),
+    window=st.sampled_from([0, 1, 7, 130, 1000]),
+)
+def test_the_block_mask_of_flex_attention_shows_what_the_tree_shows(seed, num_T, branching, window):
+    reach_BT, position_BT = trees(seed, num_T, branching)
+    mask = block_mask(reach_BT, position_BT, window)
+    expected = visible(reach_BT, position_BT, window)
+    index = torch.arange(num_T)
+    shown = mask.mask_mod(torch.arange(2)[:, None, None], 0, index[None, :, None], index[None, None, :])
+    assert torch.equal(shown, expected)
+    side = attention.FLEX_TOKENS
+    for listed, num, whole in (
+        (mask.kv_indices, mask.kv_num_blocks, False),
+        (mask.full_kv_indices, mask.full_kv_num_blocks, True),
+    ):
+        for b in range(2):
+            for a in range(num.shape[-1]):
+                for c in listed[b, 0, a, : num[b, 0, a]].tolist():
+                    tile = expected[b, a * side : (a + 1) * side, c * side : (c + 1) * side]
+                    if whole:
+                        assert tile.all()
+                    expected[b, a * side : (a + 1) * side, c * side : (c + 1) * side] = False
+    assert not expected.any(), "something that is seen lies in no block"
+
+
+def test_flex_attention_under_the_block_mask_computes_what_a_dense_mask_does():
+    reach_BT, position_BT = trees(0, 300)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 300, 16) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    for window in (0, 9):
+        mask = block_mask(reach_BT, position_BT, window)
+        found = flex_attention(query, key, value, block_mask=mask, enable_gqa=True, scale=0.3)
+        expected = plain_attention(query, key, value, visible(reach_BT, position_BT, window), scaling=0.3)
+        assert (found.transpose(1, 2) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("device", "num_T", "family", "path"),
+    [
+        ("cpu", DENSE_TOKENS, Abilities(dense=True, tree=True), "dense"),
+        ("cuda", DENSE_TOKENS, Abilities(dense=True, tree=True), "dense"),
+        ("cpu", DENSE_TOKENS + 1, Abilities(dense=True, tree=True), "blocks"),
+        ("cuda", DENSE_TOKENS + 1, Abilities(dense=True, tree=True), "flex"),
+        ("cpu", 100, Abilities(dense=True, tree=True, window=100), "dense"),
+        ("cpu", 101, Abilities(dense=True, tree=True, window=100), "blocks"),
+        ("cpu", 101, Abilities(dense=True, tree=False, window=100), "unpacked"),
+        ("cpu", 10, Abilities(dense=False, tree=True), "blocks"),
+        ("cpu", DENSE_TOKENS + 1, Abilities(dense=True, tree=False), "dense"),
+        ("cuda", 10, Abilities(dense=False, tree=False), "unpacked"),
+    ],
+)
+def test_device_length_and_family_alone_choose_the_path(device, num_T, family, path):
+    assert reading_path(device, num_T, family) == path
+
+
+def gradients(packed: PackedModel, states: torch.Tensor) -> dict[str, torch.Tensor]:
+    packed.module.zero_grad()
+    torch.manual_seed(1)
+    (states * torch.randn_like(states)).sum().backward()
+    return {name: one.grad.clone() for name, one in packed.module.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("path", ["blocks", "unpacked"])
+def test_gradients_of_long_rows_are_those_of_a_dense_mask(tmp_path, path):
+    packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
+    one = long_microbatch(600, sequences=3)
+    read = np.unique(one.predecessor_N)
+    dense = packed._states(one, "dense")[read]
+    expected = gradients(packed, dense)
+    other = packed._states(one, path)[read]
+    assert (other - dense).abs().max() < 1e-5 * dense.abs().max()
+    found = gradients(packed, other)
+    assert found.keys() == expected.keys() and found
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def test_a_row_beyond_the_dense_bound_is_read_in_blocks(tmp_path):
+    packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
+    assert packed.reading == f"dense to {DENSE_TOKENS} tokens, then blocks"
+    with torch.no_grad():
+        for num_T in (DENSE_TOKENS, DENSE_TOKENS + 1):
+            one = long_microbatch(num_T, sequences=2)
+            dense, mine = packed._states(one, "dense"), packed.states(one)
+            assert torch.equal(dense, mine) is (num_T == DENSE_TOKENS)
+            assert (dense - mine).abs().max() < 1e-5 * dense.abs().max()
+
+
+MEASURE = """
+import resource, sys
+import torch
+from trainer_samples import long_microbatch
+from trainer.learners.forward import PackedModel
+
+def peak_mb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+torch.set_num_threads(1)
+folder, num_T, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+packed = PackedModel(folder, dtype="float32", device="cpu")
+one = long_microbatch(num_T, sequences=8)
+before = peak_mb()
+with torch.no_grad():
+    packed._states(one, path) if path == "dense" else packed.logprobs(one)
+print(peak_mb() - before)
+"""
+
+
+def forward_mb(folder: str, num_T: int, path: str) -> float:
+    """Peak memory of a forward above what the process held before, in a process of its own."""
+    command = [sys.executable, "-c", MEASURE, folder, str(num_T), path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="tests/trainer")
+    return float(done.stdout)
+
+
+@pytest.mark.slow
+def test_memory_of_a_forward_is_linear_in_the_length_of_a_row(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3", max_position_embeddings=32768)
+    num_T, bound_mb = 8192, 80
+    assert forward_mb(folder, num_T, "dense") > 3 * bound_mb
+    short, long = (forward_mb(folder, num, "") for num in (num_T, 2 * num_T))
+    assert short < bound_mb and long < 2 * bound_mb

@@ -1,0 +1,221 @@
+"""Attention over packed trees without a mask of T × T: position i sees j exactly where j <= i < reach[j].
+
+Guarantees: memory grows with the length of a row, not with its square; a layer with a sliding window of w sees the last w
+tokens of a token's own sequence, not of the row; sinks and soft caps count as in the model's own attention. Which path
+computes a row is decided by `reading_path` alone.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch.utils.checkpoint import checkpoint
+
+TREE = "headrace_tree"  # the name transformers knows this attention by
+DENSE_TOKENS = 2048  # rows up to this length keep a dense mask, and with it the bits they always had
+BLOCK_TOKENS = 256  # queries whose scores are held at once on the CPU
+FLEX_TOKENS = 128  # side of a block of FlexAttention's mask
+
+Path = Literal["dense", "blocks", "flex", "unpacked"]
+
+
+class Abilities(msgspec.Struct, frozen=True):
+    """What was found of a family when its model was opened. dense: it reads a packed row under a mask of T × T. tree: its
+    layers take the attention of this module. window: the shortest sliding window of its layers, 0 for none.
+    """
+
+    dense: bool
+    tree: bool
+    window: int = 0
+
+
+def reading_path(device: str, num_T: int, family: Abilities) -> Path:
+    """How rows of `num_T` tokens are read. device: "cpu", "cuda".
+
+    Short rows: a dense mask. Longer ones: FlexAttention where there are kernels for it, and blocks of queries elsewhere (it
+    has no backward on the CPU). A family that neither reads: every sequence for itself.
+    """
+    within = not family.window or num_T <= family.window
+    if family.dense and within and num_T <= DENSE_TOKENS:
+        return "dense"
+    if family.tree:
+        return "flex" if device == "cuda" else "blocks"
+    return "dense" if family.dense and within else "unpacked"
+
+
+class Tree:
+    """The trees of a microbatch's rows. reach_BT, position_BT int64: see `Microbatch`. windows: those of the layers that
+    have asked, 0 among them for a layer without one.
+    """
+
+    def __init__(self, reach_BT: torch.Tensor, position_BT: torch.Tensor, path: Path) -> None:
+        self.reach_BT = reach_BT
+        self.position_BT = position_BT
+        self.path = path
+        self.windows: set[int] = set()
+        self._masks: dict[int, Any] = {}
+
+    def block_mask(self, window: int) -> Any:
+        """FlexAttention's mask, made once for all layers with this window (0 for none)."""
+        if window not in self._masks:
+            self._masks[window] = block_mask(self.reach_BT, self.position_BT, window)
+        return self._masks[window]
+
+    def inputs(self) -> dict[str, Any]:
+        """What the model's forward takes besides its tokens."""
+        # A mask of four dimensions goes through transformers as it is; nothing reads it.
+        return {"tree": self, "attention_mask": self.reach_BT.new_zeros((1, 1, 1, 1)), "position_ids": self.position_BT}
+
+
+def chain(ids_BT: torch.Tensor, path: Path) -> Tree:
+    """The tree of rows that hold one sequence each."""
+    num_B, num_T = ids_BT.shape
+    index_BT = torch.arange(num_T, device=ids_BT.device).expand(num_B, num_T)
+    return Tree(torch.full_like(ids_BT, num_T), index_BT, path)
+
+
+def dense_mask(reach_BT: torch.Tensor) -> torch.Tensor:
+    """Whether position i sees j, [B, 1, T, T] bool."""
+    index_T = torch.arange(reach_BT.shape[1], device=reach_BT.device)
+    causal_TT = index_T[:, None] >= index_T[None, :]
+    mask_BTT = causal_TT & (index_T[None, :, None] < reach_BT[:, None, :])
+    return mask_BTT[:, None]
+
+
+def take_tree(module: Any) -> None:
+    """Let a transformers model call `tree_attention`; calls without a tree compute what they did, if that was SDPA."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(TREE, tree_attention)
+    AttentionMaskInterface.register(TREE, sdpa_mask)
+    module.set_attn_implementation(TREE)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    tree: Tree | None = None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: query [B, H, T, D], key and value [B, heads of keys, T, D]; gives [B, T, H, D].
+
+    settings: of the layer (scaling, sliding_window, softcap, s_aux: a logit of each head that takes attention away).
+    """
+    if tree is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+        return found
+    window = int(settings.get("sliding_window") or 0)
+    tree.windows.add(window)
+    if tree.path == "flex":
+        from transformers.integrations.flex_attention import flex_attention_forward
+
+        return flex_attention_forward(module, query, key, value, tree.block_mask(window), **settings)[0], None
+    return _in_blocks(query, key, value, tree, settings).transpose(1, 2).contiguous(), None
+
+
+def _in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, settings: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of `BLOCK_TOKENS` queries after the other, computed again in the backward, [B, H, T, D]."""
+    parts = []
+    for start in range(0, query.shape[2], BLOCK_TOKENS):
+        block = query[:, :, start : start + BLOCK_TOKENS]
+        if torch.is_grad_enabled():
+            part = checkpoint(
+                _one_block, block, key, value, tree, start, settings, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            part = _one_block(block, key, value, tree, start, settings)
+        parts.append(part)
+    return torch.cat(parts, 2)
+
+
+def _one_block(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, start: int, settings: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of the queries from `start` on, to the keys that some of them see."""
+    stop = start + query.shape[2]
+    index_Q = torch.arange(start, stop, device=query.device)
+    seen_K = (tree.reach_BT[:, :stop] > start).any(0).nonzero().squeeze(1)
+    if len(seen_K) < stop:
+        key, value = key.index_select(2, seen_K), value.index_select(2, seen_K)
+    else:
+        key, value = key[:, :, :stop], value[:, :, :stop]
+    mask_BQK = (seen_K <= index_Q[:, None]) & (index_Q[:, None] < tree.reach_BT[:, None, seen_K])
+    if window := settings.get("sliding_window") or 0:
+        away_BQK = tree.position_BT[:, start:stop, None] - tree.position_BT[:, None, seen_K]
+        mask_BQK &= away_BQK < window
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) if groups > 1 else one for one in (key, value))
+    scale = settings.get("scaling")
+    if settings.get("softcap") is None and settings.get("s_aux") is None:
+        found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask_BQK[:, None], scale=scale
+        )
+        return found
+    return _capped(query, key, value, mask_BQK[:, None], settings)
+
+
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask_B1QK: torch.Tensor, settings: dict[str, Any]
+) -> torch.Tensor:
+    """Attention with a soft cap or with sinks, its sums in float32."""
+    scale = settings.get("scaling") or query.shape[-1] ** -0.5
+    scores = query.float() @ key.float().transpose(2, 3) * scale
+    if (cap := settings.get("softcap")) is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~mask_B1QK, -torch.inf)
+    if (sinks_H := settings.get("s_aux")) is not None:
+        sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    share = torch.softmax(scores, -1)[..., : key.shape[2]]
+    return (share.to(value.dtype) @ value).to(query.dtype)
+
+
+def block_mask(reach_BT: torch.Tensor, position_BT: torch.Tensor, window: int) -> Any:
+    """FlexAttention's mask of trees, from bounds of each block: memory of (T / 128)², no mask of T × T on the way."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    num_T = reach_BT.shape[1]
+    num_blocks = -(-num_T // FLEX_TOKENS)
+    least, most = (_of_blocks(reach_BT, num_blocks, how) for how in ("amin", "amax"))
+    first, last = (_of_blocks(position_BT, num_blocks, how) for how in ("amin", "amax"))
+    start_A = torch.arange(num_blocks, device=reach_BT.device) * FLEX_TOKENS
+    end_A = (start_A + FLEX_TOKENS).clamp(max=num_T) - 1
+    causal, below = start_A[:, None] >= start_A[None, :], start_A[:, None] > start_A[None, :]
+    some = causal & (most[:, None, :] > start_A[None, :, None])
+    every = below & (least[:, None, :] > end_A[None, :, None])
+    if window:
+        some &= first[:, :, None] - last[:, None, :] < window
+        every &= last[:, :, None] - first[:, None, :] < window
+
+    def sees(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = (j <= i) & (i < reach_BT[b, j])
+        return seen & (position_BT[b, i] - position_BT[b, j] < window) if window else seen
+
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~every), *_listed(every), BLOCK_SIZE=FLEX_TOKENS, mask_mod=sees, seq_lengths=(num_T, num_T)
+    )
+
+
+def _of_blocks(values_BT: torch.Tensor, num_blocks: int, how: str) -> torch.Tensor:
+    """The least or largest value of each block of a row."""
+    num_B, num_T = values_BT.shape
+    padded = values_BT.new_zeros((num_B, num_blocks * FLEX_TOKENS))
+    padded[:, :num_T] = values_BT
+    padded[:, num_T:] = values_BT[:, -1:]
+    found: torch.Tensor = getattr(padded.view(num_B, num_blocks, FLEX_TOKENS), how)(-1)
+    return found
+
+
+def _listed(chosen_BAK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of keys each block of queries sees, and which: these first."""
+    order = torch.argsort(chosen_BAK.to(torch.int8), dim=-1, descending=True, stable=True)
+    return chosen_BAK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
