@@ -28,7 +28,7 @@ def replay(
     verify: Annotated[bool, typer.Option("--verify", help="Compare; exit with 1 on a difference.")] = False,
     trust_plugins: TrustOption = False,
     max_unpacked: Annotated[
-        int | None, typer.Option(help="What an archive may unpack to; 32 GiB unless told.", metavar="BYTES", min=1)
+        int | None, typer.Option(help="What an archive may unpack to; 32 GiB by default.", metavar="BYTES", min=1)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
