@@ -13,6 +13,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 
+from infra.cli.docs_parts import parts
+from infra.cli.docs_text import anchor, cell, labelled, toml
 from infra.settings.config import Section, words_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs"
@@ -46,6 +48,14 @@ that name needs and nothing else. Of a record the names and defaults of its fiel
 """
 
 
+OPTIONS = f"""\
+# Every option of what ships
+
+For whoever names a part in `use`: its options, which go into the table beside it.
+
+{BY}`headrace check` refuses an option that a part does not have. The vLLM engine,
+`actors.engines.vllm.engine:VllmEngine`, takes vLLM's own engine arguments.
+"""
 # Keys that mean the same in every table.
 COMMON = {
     "on": "whether it is part of the chain.",
@@ -69,6 +79,7 @@ def pages() -> dict[str, str]:
         "reference/settings.md": SETTINGS + "".join(tables(Settings, "")),
         "reference/commands.md": COMMANDS + "".join(commands()),
         "reference/headrace.md": NAMES + "".join(names()),
+        "reference/options.md": OPTIONS + "".join(parts()),
     }
 
 
@@ -119,23 +130,12 @@ def described(struct: type) -> tuple[str, dict[str, str]]:
     >>> described(Keep)[1]["replay"]
     'how far back replay and audit reach; sets every retention and every pruning.'
     """
-    about: list[str] = []
-    meanings = dict(COMMON)
+    shown, meanings = "", dict(COMMON)
     for one in reversed([one for one in struct.__mro__ if issubclass(one, Section) and one is not Section]):
         fields = {field.name: field.encode_name for field in msgspec.structs.fields(one)}
-        about = []
-        for paragraph in (inspect.getdoc(one) or "").partition("\nExample:")[0].split("\n\n"):
-            text = re.sub(r"^\[+[\w.<>]+\]+[.:]?\s*", "", re.sub(r"\s+", " ", paragraph)).strip()
-            named = "|".join(map(re.escape, sorted({*fields, *fields.values()}, key=len, reverse=True)))
-            label = rf"(?:{named})(?: \([^)]*\))?"
-            begin, *parts = re.split(rf"(?:^|(?<=[.;:] ))((?:{label}, )*{label}): ", text)
-            about.append(begin.strip())
-            for labels, meaning in zip(parts[::2], parts[1::2], strict=True):
-                for name in labels.split(", "):
-                    bare, _, note = name.partition(" (")
-                    meanings[fields.get(bare, bare)] = (f"{note.rstrip(')')}; " if note else "") + meaning.strip(" ;")
-    shown = " ".join(filter(None, about))
-    return f"{shown[:1].upper()}{shown[1:]}", meanings
+        shown, found = labelled(inspect.getdoc(one) or "", fields)
+        meanings |= found
+    return shown, meanings
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> str:
@@ -146,25 +146,6 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
     if isinstance(default, Section) and type(default).__name__ != "Use":
         return ""
     return "left out" if default is None else f"`{cell(toml(default))}`"
-
-
-def toml(value: Any) -> str:
-    """A value in TOML.
-
-    >>> toml({"on": True, "of": ("a", 1)})
-    '{ on = true, of = ["a", 1] }'
-    """
-    if isinstance(value, msgspec.Struct):
-        fields = msgspec.structs.fields(value)
-        value = {one.encode_name: getattr(value, one.name) for one in fields if getattr(value, one.name) != one.default}
-        return toml({key: one for key, one in value.items() if one})
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + " }" if value else "{}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    if isinstance(value, str):
-        return f"'{value}'" if "\\" in value else f'"{value}"'
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def commands() -> Iterator[str]:
@@ -263,20 +244,6 @@ def short(thing: Any) -> str:
     text = thing.__name__ if isinstance(thing, type) and not get_args(thing) else str(thing)
     text = re.sub(r"\*?<class '([\w.]+)'>", r"\1", text)
     return re.sub(r"(?<!\w)(?:[A-Za-z_]\w*\.)+(?=\w)", "", text.replace("NoneType", "None")).replace("~", "")
-
-
-def cell(text: str) -> str:
-    """Text that fits into a cell of a Markdown table."""
-    return re.sub(r"(?<!\\)\|", r"\\|", text.replace("\n", " ")).strip()
-
-
-def anchor(heading: str) -> str:
-    """The fragment that Markdown renderers give a heading.
-
-    >>> anchor("[trainer.lanes.<name>]")
-    'trainerlanesname'
-    """
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 if __name__ == "__main__":
