@@ -122,7 +122,7 @@ class GateGuardConfig(Section, frozen=True):
     Complaints are compared with those of the days before the version became stable, in two ways. With those of the same
     hour of the day, where two days or more are known: it is looked for that the odds of a complaint are `odds` times as
     high, or the share higher by `harm`, whichever is less. And whatever the hour: that the share is higher by `harm` than
-    it may become without anybody's doing, which is `swing` above the highest that it can have been.
+    it may become by itself, which is `swing` above the highest that it can have been.
 
     A version is compared with the past, so no test tells it from a world that changes with it. Where the days before
     differ from each other more than chance explains, the first way waits, and that is an alarm: customers stay where they
@@ -153,7 +153,7 @@ class CanaryConfig(Section, frozen=True):
 
     odds: it is looked for that the odds of being rated down are so many times as high. alpha: chance of turning away a
     version that is no worse. beta: chance that the ratings let one through that is so much worse. Between no worse and
-    so much worse it may take long. longest: then a version is turned away as undecided, also one that nobody rates; while a
+    so much worse it may take long. longest: then a version is turned away as undecided, also one without ratings; while a
     trial runs no other begins. more_failed, least: as in [master.gate.guard].
 
     Example: CanaryConfig(odds=1.5, longest="14d")

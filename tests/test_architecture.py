@@ -328,6 +328,7 @@ LOADS = {
     "infra/log/access.py": "[kafka] sasl_token",
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
     "infra/cli/check.py": "what the roles load",
+    "infra/cli/connect.py": "[store] use",
     "infra/cli/load.py": "--use",
     "infra/cli/ranks.py": "[trainer] learner",
     "infra/cli/roles.py": "[engine], [gateway] engine",

@@ -124,7 +124,7 @@ def summary(settings: Settings) -> Table:
     lanes = ", ".join(f"{lane}: {one.loss} × {one.weight:g}" for lane, one in settings.trainer.lanes.items())
     rows = {
         "broker": settings.kafka.bootstrap_servers or "embedded",
-        "store": settings.store.url,
+        "store": settings.store.shown,
         "keep": settings.keep.replay,
         "policy": f"{settings.policy.name}, from {settings.policy.model or 'nothing yet'}",
         "engine": settings.engine.use,

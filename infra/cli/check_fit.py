@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from infra.cli.connect import bootstrap_of, kafka_folder, quieten_client
+from infra.cli.connect import bootstrap_of, kafka_folder, main_store_of, quieten_client
 from infra.cli.settings import Settings
 from infra.local.address import read_address
 from infra.log.access import access_of
@@ -10,7 +10,6 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.roles.identity import Fit, fault, fit_of
 from infra.store.memory import MemoryStore
-from infra.store.open import open_store
 from infra.store.store import Store
 from schemas.errors import BrokerUnavailable, ConfigError, StoreError
 
@@ -27,7 +26,7 @@ async def check_fit(settings: Settings) -> list[str]:
     if not has_store and not has_log:
         return []  # nothing has begun
     try:
-        store = open_store(settings.store.url, base=settings.folder) if has_store else MemoryStore()
+        store = main_store_of(settings) if has_store else MemoryStore()
         fit = await found(settings, store) if has_log else await fit_of(Log(MemoryBus(), settings.app), store, settings)
     except (BrokerUnavailable, ConfigError, StoreError) as error:
         return [f"log and store were not compared, as the roles do when they start: {error}"]
@@ -61,4 +60,4 @@ def embedded_is_there(settings: Settings) -> bool:
 def is_there(settings: Settings) -> bool:
     """Whether the store may hold something: a folder that is not there holds nothing, and opening it would make it."""
     url = settings.store.url
-    return "://" in url or (settings.folder / Path(url).expanduser()).is_dir()
+    return bool(settings.store.use) or "://" in url or (settings.folder / Path(url).expanduser()).is_dir()

@@ -117,7 +117,7 @@ def evaluate(
 ) -> None:
     """Have a suite answered by exactly one version, beside its schedule, and print the result.
 
-    The request stands in the log, so it outlives this command. An engine cannot go back: an older version is refused,
+    The request is in the log, so it outlives this command. An engine cannot go back: an older version is refused,
     and one that explorers pass meanwhile is answered by a later one.
 
     Example: [cyan]headrace eval held-out --version 144[/]
