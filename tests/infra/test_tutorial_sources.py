@@ -16,7 +16,7 @@ from infra.cli.settings import Settings, load_settings
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.plugin import add_plugin_folders
-from schemas import Block, Closure, Experience, Message, Span, Stub, make_experience
+from schemas import Block, Closure, DropMarker, Experience, Message, Span, make_experience
 from schemas.ids import answer_id, experience_id
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, VERIFIED
 from streams.sources.source import build_sources, run_sources
