@@ -20,9 +20,10 @@ from typing import IO, Literal
 
 import msgspec
 
-from actors.engines.engine import SchemaRefused
+from actors.engines.engine import SchemaNotTried, SchemaRefused
+from actors.engines.token_spellings import TokenSpellings, make_compiler
 
-SHORT_CHARS = 512  # what is shorter compiles within a second, over 150,000 tokens too
+SHORT_CHARS = 512  # what is shorter takes a second or two of a processor, over 150,000 tokens too
 DEADLINE_S = 10.0
 START_S = 120.0
 _SIZE = struct.Struct("<I")
@@ -52,9 +53,9 @@ class SchemaCompiler:
                 _end(process)
                 self._process = None
                 if end == "late":
-                    reason = f"it takes longer than {self._deadline_s:g} s to compile"
-                    raise SchemaRefused(f"{reason}; a smaller schema does not")
-        raise SchemaRefused("the process that compiles it has ended")
+                    told = f"it takes longer than {self._deadline_s:g} s to compile"
+                    raise SchemaRefused(f"{told}; a smaller schema does not")
+        raise SchemaNotTried("the process that compiles it has ended")
 
     def close(self) -> None:
         """End the process; a schema that waits for it is refused."""
@@ -71,7 +72,7 @@ class SchemaCompiler:
         if self._closed or _answer(process, msgspec.msgpack.encode(self._spellings), START_S) != "done":
             _end(process)
             self._process = None
-            raise SchemaRefused("there is no process to compile it in")
+            raise SchemaNotTried("there is no process to compile it in")
         return process
 
 
@@ -107,9 +108,7 @@ def _received(stream: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """The process: the vocabulary, then schemas, until its parent closes the pipe."""
-    from actors.engines.grammar import TokenSpellings, make_compiler
-
+    """The process: the vocabulary, then schemas, until nobody is left to ask."""
     os.nice(5)  # who serves goes first
     given = _received(sys.stdin.buffer)
     compile_schema = make_compiler(TokenSpellings(msgspec.msgpack.decode(given or b"\x90", type=list[bytes])))

@@ -20,10 +20,10 @@ from trainer.journal import checkpoint
 from trainer.replay.replay import ReplayStart, find_start
 
 
-async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool) -> int:
+async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool, trusted: bool = False) -> int:
     """Write the archive; returns the exit code."""
     console = Screen(stderr=True)
-    async with opened(run) as source:
+    async with opened(run, trusted=trusted) as source:
         with console.status("reading the journal"):
             start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=None)
         with console.status(f"writing {file}"), writing(file) as archive:

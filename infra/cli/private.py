@@ -23,7 +23,7 @@ def open_to_others(settings: Settings) -> list[str]:
         places.append(settings.folder / settings.gateway.spool)
     if settings.trainer.tensorboard:
         places.append(settings.folder / settings.trainer.tensorboard)
-    if (store := folder_of(settings.store.url, settings.folder)) is not None:
+    if not settings.store.use and (store := folder_of(settings.store.url, settings.folder)) is not None:
         places.append(store)
     open_ = [path for path in places if _mode(path) & refused]
     if (secrets := folder_of(settings.store.keys or settings.store.url, settings.folder)) is not None:
