@@ -170,11 +170,14 @@ class CanaryConfig(Section, frozen=True):
 class GateReplies(Section, frozen=True):
     """[master.gate.replies]: recorded production prompts (`headrace load prompts`), answered greedily by the candidate
     and compared with the stable version's answers to the same. It is one of [[master.evals]], whose score counts nothing.
+    A candidate is held where its answers are beyond what may be, and by more than chance explains.
 
     suite: its name. max_longer: how many times as long answers may be on average, and as short. max_failed: by how much
     more of the answers (a share) may be cut off, refused or out of form. max_distance: how far answers may be from the
     stable version's, 0 for the same words in the same order to 1 for none in common. refusals: regular expressions, looked
-    for at an answer's beginning. form: what a whole answer must look like, "" for anything.
+    for at an answer's beginning. form: what a whole answer must look like, "" for anything. alpha: the chance to hold a
+    candidate that answers as the stable version does; prompts are taken for independent of each other, so near copies of one
+    prompt count for more than they tell. With the default at least 12 more answers must fail, whatever their share is.
 
     Example: GateReplies(suite="production", form="[0-9]{3}")
     """
@@ -185,6 +188,7 @@ class GateReplies(Section, frozen=True):
     max_distance: Share = 1.0
     refusals: tuple[str, ...] = REFUSALS
     form: str = ""
+    alpha: Chance = 0.01
 
     def __post_init__(self) -> None:
         check_patterns("refusals", self.refusals)

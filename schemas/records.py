@@ -297,11 +297,14 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
         return self.num_correct / max(1, self.num_tasks * self.num_samples)
 
 
+MAX_LETTER_BYTES = 64 * 1024
+
+
 class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
     """Bytes or a record that could not be processed, where it lay, and why; `reprocess` can try it again.
 
     reason: short constant phrase. error: the message, which names the field. value: the record as it was, cut to
-    64 KiB.
+    MAX_LETTER_BYTES.
 
     Example: DeadLetter(topic="experiences", partition=2, offset=77, stage="verify", reason="bad frame",
                         error="header: checksum differs", value=b"HR...")

@@ -79,6 +79,10 @@ class SchemaRefused(ValueError):
     """Answers cannot be held to this JSON schema: it is no schema the engine knows, or the vocabulary cannot spell it."""
 
 
+class SchemaNotTried(SchemaRefused):
+    """Nothing is known of the schema: asked again later it may pass."""
+
+
 class Engine(Protocol):
     """One model being sampled. Every engine is built by `Name(model=<folder>, seed=<int>, **its own options)`.
 

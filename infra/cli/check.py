@@ -11,6 +11,7 @@ from rich.table import Table
 
 from infra.chain.chain import Step
 from infra.chain.processor import mark_of
+from infra.cli.check_fit import check_fit
 from infra.cli.check_state import check_state
 from infra.cli.connect import connected
 from infra.cli.private import open_to_others
@@ -55,6 +56,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
             keep_ms = int(duration_s(settings.keep.replay) * 1000)
             created = await log.create_topics(partitions=settings.kafka.partitions, keep_ms=keep_ms)
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
+    for note in await check_fit(settings):
+        console.print(f"note: {note}", style="yellow")
     return 0
 
 

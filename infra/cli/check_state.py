@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from infra.cli.check_fit import is_there
 from infra.cli.connect import main_store_of
 from infra.cli.settings import Settings
 from schemas.errors import ConfigError, StoreError
@@ -22,9 +23,8 @@ def check_state(settings: Settings) -> list[str]:
 
     objectives = open_objectives(settings.trainer.lanes)
     check_critic(settings.trainer, objectives)
-    url = settings.store.url
-    if not settings.store.use and "://" not in url and not (settings.folder / Path(url).expanduser()).is_dir():
-        return []  # nothing was ever stored; looking must not make the folder
+    if not is_there(settings):
+        return []
     try:
         manifests = checkpoint.manifests(main_store_of(settings), settings.run or settings.app)
     except StoreError as error:

@@ -92,6 +92,7 @@ bench_app.command("gateway")(measure.bench_gateway)
 bench_app.command("held")(measure.bench_held)
 bench_app.command("feedback")(measure.bench_feedback)
 bench_app.command("outage")(measure.bench_outage)
+bench_app.command("state")(measure.bench_state)
 bench_app.command("trace")(measure.bench_trace)
 
 

@@ -21,6 +21,7 @@ from schemas.errors import ConfigError
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint
 from trainer.journal.recover import begin_anew
+from trainer.state.stored import StoredState
 
 STORE_LOST = """\
 The weights, the optimizer's state, large frames and users' keys lay in the store alone; no log brings them back.
@@ -74,7 +75,7 @@ async def newest(log: Log, store: Store, floor: Floor) -> Checkpoint:
                 f"{message.offset}), and {store!r} belongs to another one: name the broker or the store that belongs to "
                 "it in [kafka] or [store]; nothing was changed"
             )
-    found = await asyncio.to_thread(checkpoint.load_newest, store, run)
+    found = await asyncio.to_thread(checkpoint.load_newest, store, run, take=StoredState.verified)
     if found is None:
         raise ConfigError(
             f'run "{run}": no checkpoint in {store!r} verifies, so there is nothing to go on from; give [store] url an '

@@ -9,6 +9,7 @@ buffer to be drawn stay there, and production traffic is not stopped by it.
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 
 import msgspec
 
@@ -64,15 +65,11 @@ async def go_on(log: Log, owner: str) -> None:
 
 async def _master_drained(log: Log, start: int, told: int, on_draining: OnDraining) -> None:
     """Until a master that has read the word at offset `told` reports that nothing is outstanding."""
-    reader = await log.assigned(PROGRESS, {0: start})
-    try:
-        while True:
-            for message in await log.read(reader, timeout_s=1.0):
-                report = message.value
-                if not isinstance(report, Progress) or report.master is None or report.master.drained_to < told:
-                    continue  # an older master, or one that has not heard of it yet
-                on_draining(Draining(report.master.state, report.master.outstanding))
-                if report.master.is_drained:
-                    return
-    finally:
-        await reader.close()
+    async with aclosing(log.tail(PROGRESS, {0: start})) as messages:
+        async for message in messages:
+            report = message.value
+            if not isinstance(report, Progress) or report.master is None or report.master.drained_to < told:
+                continue  # an older master, or one that has not heard of it yet
+            on_draining(Draining(report.master.state, report.master.outstanding))
+            if report.master.is_drained:
+                return

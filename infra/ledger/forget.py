@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Collection
+from contextlib import aclosing
 
 import msgspec
 
@@ -93,15 +94,12 @@ async def withdraw_tasks(log: Log, subjects: Collection[str]) -> int:
 
 async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:
     """The first checkpoint of a run told in the journal from an offset on and from a time on, waited for."""
-    reader = await log.assigned(topics.BATCHES, {0: since})
-    try:
-        while True:
-            for message in await log.read(reader, timeout_s=1.0):
-                saved = message.value
-                if isinstance(saved, Saved) and saved.run == run and message.timestamp_ms >= not_before_ms:
-                    return saved
-    finally:
-        await reader.close()
+    async with aclosing(log.tail(topics.BATCHES, {0: since})) as messages:
+        async for message in messages:
+            saved = message.value
+            if isinstance(saved, Saved) and saved.run == run and message.timestamp_ms >= not_before_ms:
+                return saved
+    raise AssertionError("a tail has no end")
 
 
 def report(index: Index, about: str, key_ids: tuple[str, ...]) -> ForgetReport:

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from infra.ledger.index import Index, IndexPlace, TrainedStep
-from infra.log.bus import Partition
 from infra.log.log import Log, LogMessage
 from infra.store.seal import FORGOTTEN, Keys, open_text
 from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
-from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, Sealed
+from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of
 from schemas.topics import by_name
 
@@ -197,21 +196,10 @@ async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPla
         by_topic.setdefault(place.topic, []).append(place)
     found: list[tuple[IndexPlace, LogMessage]] = []
     for name, wanted in by_topic.items():
-        topic = by_name(name)
-        begins = await log.bus.beginning_offsets(log.name(topic))
-        kept = [one for one in wanted if one.offset >= begins[Partition(log.name(topic), one.partition)]]
-        for partition in sorted({one.partition for one in kept}):
-            offsets = {one.offset: one for one in kept if one.partition == partition}
-            reader = await log.assigned(topic, {partition: min(offsets)})
-            try:
-                for offset, place in offsets.items():
-                    reader.seek(Partition(log.name(topic), partition), offset)
-                    messages = await log.read(reader, timeout_s=READ_S, max_records=1)
-                    if not messages:
-                        raise BrokerUnavailable(f"{log.name(topic)}: offset {offset} did not come within {READ_S:g} s")
-                    found.append((place, messages[0]))
-            finally:
-                await reader.close()
+        for partition in sorted({one.partition for one in wanted}):
+            here = [one for one in wanted if one.partition == partition]
+            records = await log.at(by_name(name), partition, [one.offset for one in here])
+            found += [(one, await log.decoded(records[one.offset])) for one in here if one.offset in records]
     return found
 
 

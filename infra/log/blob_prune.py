@@ -12,6 +12,7 @@ Images lie under their hash alone, named by tasks that are kept for ever, and ar
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from infra.log.blobs import day_of_key, is_claim, read_claim
 from infra.log.log import Log
@@ -61,16 +62,11 @@ async def claimed_keys(log: Log) -> set[str]:
 
 async def _claims(log: Log, topic: Topic) -> AsyncGenerator[bytes, None]:
     """Claims among the raw values of a topic, and among what its dead letters hold."""
-    ends = await log.bus.end_offsets(log.name(topic))
-    reader = await log.assigned(topic, "beginning")
-    try:
-        while any(reader.positions().get(at, 0) < end for at, end in ends.items()):
-            for record in await reader.get_many(timeout_s=1.0):
-                if is_claim(record.value):
-                    yield record.value
-                elif topic is DEAD_LETTERS:
-                    letter = log.decode(record).value
-                    if isinstance(letter, DeadLetter) and is_claim(letter.value):
-                        yield letter.value
-    finally:
-        await reader.close()
+    async with aclosing(log.chunks(topic)) as chunks:
+        async for record in (one async for records in chunks for one in records):
+            if is_claim(record.value):
+                yield record.value
+            elif topic is DEAD_LETTERS:
+                letter = log.decode(record).value
+                if isinstance(letter, DeadLetter) and is_claim(letter.value):
+                    yield letter.value

@@ -6,6 +6,7 @@ import msgspec
 
 from infra.chain.chain import Dropped
 from schemas import Block, Closure, DeadLetter, Experience
+from schemas.records import MAX_LETTER_BYTES
 
 MAX_BLOCK_EXPERIENCES = 64
 
@@ -43,7 +44,7 @@ def dead_letter(partition: int, offset: int, reason: str, error: str, value: byt
         stage="collect",
         reason=reason,
         error=error,
-        value=value[: 64 * 1024],
+        value=value[:MAX_LETTER_BYTES],
     )
 
 

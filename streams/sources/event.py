@@ -23,8 +23,9 @@ from infra.store.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_eve
 from schemas import DeadLetter, Feedback, ids
 from schemas.errors import BadFrame, Sealed
 from schemas.names import pseudonym
+from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, VERIFIED
-from streams.stages.stage import MAX_LETTER_BYTES, confirmed
+from streams.stages.stage import confirmed
 
 TIMEOUT_S = 10.0
 GIVE_UP_S = 120.0

@@ -17,9 +17,9 @@ import msgspec
 
 from infra.chain.faults import STEP_FAULTS
 from infra.log.bus import Record
-from infra.log.log import Log, LogMessage, asks_store
+from infra.log.log import Log, LogMessage, asks_store, letter_of
 from infra.observe.metrics import Metrics
-from schemas import Block, Control, DeadLetter, UnknownMajor
+from schemas import Block, Control, UnknownMajor
 from schemas.errors import BrokerUnavailable, HeadraceError
 from schemas.topics import DEAD_LETTERS, Topic
 
@@ -30,7 +30,6 @@ EXIT_OPERATOR = 2  # as for a mistake in the settings: somebody has to do someth
 EXIT_UNKNOWN_MAJOR = 65  # EX_DATAERR
 EXIT_BROKER = 69  # EX_UNAVAILABLE
 EXIT_BUG = 70  # EX_SOFTWARE
-MAX_LETTER_BYTES = 64 * 1024
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
 
@@ -108,20 +107,7 @@ async def read(log: Log, record: Record, give_up_s: float) -> LogMessage:
 
 def letter(message: LogMessage, stage: str, reason: str, error: str) -> Output:
     """A dead letter for a record that could not be processed."""
-    record = message.record
-    return Output(
-        DEAD_LETTERS,
-        DeadLetter(
-            topic=record.topic.partition(".")[2],
-            partition=record.partition,
-            offset=record.offset,
-            stage=stage,
-            reason=reason,
-            error=error,
-            value=record.value[:MAX_LETTER_BYTES],
-            key=record.key,
-        ),
-    )
+    return Output(DEAD_LETTERS, letter_of(message.record, stage=stage, reason=reason, error=error))
 
 
 async def confirmed(attempt: Callable[[], Awaitable[Result]], what: str, give_up_s: float) -> Result:

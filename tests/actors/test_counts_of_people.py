@@ -222,6 +222,9 @@ def test_nothing_is_compared_with_too_little_or_with_days_that_differ() -> None:
     assert compared(GUARD, PEOPLE, new, restless, several=False).same_hour == 0.0
     everybody = before_of([Hour("a", 5, 60, 57), Hour("a", 29, 60, 57)])
     assert compared(GUARD, PEOPLE, new, everybody, several=False).whatever_hour == 0.0, "nothing is higher than all"
+    most = before_of([Hour("a", 5, 1000, 850)])
+    all_now = [Hour("a", 53, 500, 500)]
+    assert compared(GUARD, PEOPLE, all_now, most, several=False).whatever_hour == 0.0, "nor by a tenth than nine in ten"
 
 
 # Trials.

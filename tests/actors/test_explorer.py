@@ -15,7 +15,7 @@ from actors.master.evaluation import VERSION_PASSED
 from actors.master.issue import evaluation, rollout
 from actors.rollout.session import Session
 from infra.log.log import Log
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.settings.config import Use
 from infra.store.store import Store
@@ -40,14 +40,10 @@ async def announce(log: Log, store: Store, version: int, *, seed: int | None = N
     event = await asyncio.to_thread(
         publish,
         store,
-        policy="main",
-        token=0,
-        version=version,
-        parent=version - 1,
-        tensors={TENSOR: from_numpy(table)},
+        NewVersion(policy="main", token=0, version=version, parent=version - 1, step=version),
+        {TENSOR: from_numpy(table)},
         previous=None,
         probe=None,
-        step=version,
     )
     await log.publish(POLICIES, event)
     return event
@@ -243,14 +239,10 @@ def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path
             event = await asyncio.to_thread(
                 publish,
                 store,
-                policy="main",
-                token=0,
-                version=2,
-                parent=1,
-                tensors={TENSOR: from_numpy(np.ones((4, 4), np.float32))},
+                NewVersion(policy="main", token=0, version=2, parent=1, step=2),
+                {TENSOR: from_numpy(np.ones((4, 4), np.float32))},
                 previous=None,
                 probe=None,
-                step=2,
             )
             await log.publish(POLICIES, event)
             await until(lambda: any(one.event == "refused" for one in policies.of(PolicyEvent)))

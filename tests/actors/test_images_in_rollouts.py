@@ -15,6 +15,7 @@ from schemas import Image, Issued, Message, Stub, Task
 from schemas.topics import EXPERIENCES, TASKS, VERIFIED
 from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, Heard, memory_log, running, until
 from tests.eye_model import drawings
+from tests.role import role_of
 
 
 class Looking(ScriptedEngine):
@@ -52,10 +53,8 @@ async def explore(store: MemoryStore, tasks: list[Task], engine: ScriptedEngine)
     log: Log = await memory_log(store=store)
     metrics = Metrics("explore")
     raw, verified = Heard(log, EXPERIENCES), Heard(log, VERIFIED)
-    explorer = run_explorer(
-        FLOOR, EXPLORE, log=log, store=store, engine=engine, tokenizer=CharTokenizer(), stop_tokens=(EOS,), metrics=metrics,
-        stop=asyncio.Event(), instance="explore/test",
-    )  # fmt: skip
+    role = role_of("explore", FLOOR, log, store, metrics=metrics)
+    explorer = run_explorer(role, EXPLORE, engine, CharTokenizer(), (EOS,))
     roles = [asyncio.create_task(one) for one in (explorer, raw.listen(), verified.listen())]
     async with running(*roles):
         await log.publish_all(TASKS, tasks)

@@ -191,6 +191,9 @@ class Shelf:
             raise NotInStore(f"get {key}: not on the shelf")
         return self._objects[key]
 
+    def read(self, key: str, start: int, length: int) -> bytes:
+        return self.get(key)[start : start + length]
+
     def size(self, key: str) -> int:
         return len(self.get(key))
 

@@ -218,6 +218,7 @@ async def let_go(run: Run) -> None:
     logger.info("forgetting groups=%d", len(lost))
     if lost:
         await drop(run, Draw(dropped=tuple(lost)))
+    await run.written()
     if run.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from infra.log.bus import Partition, Reader
-from infra.log.log import DEAD_LETTER_BYTES, Log, LogMessage, key_of
+from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
-from infra.log.partitioner import partition_for
+from infra.log.partitioner import key_of, partition_for
 from infra.store.directory import DirectoryStore
 from infra.store.store import Store
 from schemas import (
@@ -35,6 +35,7 @@ from schemas import (
 )
 from schemas import Message as Line
 from schemas.errors import BadFrame, ConfigError, NotInStore, RecordTooLarge, StoreError, UnknownMajor
+from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import (
     ALL,
     BATCHES,
@@ -216,10 +217,10 @@ def test_a_dead_letter_is_cut_so_that_it_always_fits() -> None:
     async def check(log: Log) -> None:
         await log.bus.send(log.name(EXPERIENCES), bytes(8_000_000), key=b"k")
         (poison,) = await all_of(log, EXPERIENCES)
-        await log.dead_letter(poison.record, stage="verify", reason="bad frame", error="why")
+        await log.dead_letter(poison, stage="verify", reason="bad frame", error="why")
         (letter,) = await all_of(log, DEAD_LETTERS)
         assert isinstance(letter.value, DeadLetter)
-        assert (len(letter.value.value), letter.value.error) == (DEAD_LETTER_BYTES, "why")
+        assert (len(letter.value.value), letter.value.error) == (MAX_LETTER_BYTES, "why")
 
     run(check)
 
