@@ -129,11 +129,11 @@ class GateGuardConfig(Section, frozen=True):
     are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing, and
     is an alarm if it goes on after the rollback: [master.gate.canary] compares at the same time.
 
-    harm: rise of the share of complaints that is looked for. odds: rise of their odds that is looked for. swing: how far the
-    share may be above the highest of the days before and still be chance. alpha: chance of ever taking back a version that is
-    no worse. least: people heard of the versions before, and answers
-    of them, without which nothing is decided. more_failed: it is looked for that so much more of all answers fail, or are
-    refused, of each session one. watch: so long after its promotion a version is watched.
+    harm: rise of the share of complaints that is looked for. odds: rise of their odds that is looked for. swing: how far
+    the share may be above the highest of the days before and still be chance. alpha: chance of ever taking back a version
+    that is no worse. least: people heard of the versions before, and answers of them, without which nothing is decided.
+    more_failed: rise of the share of answers that fail, or are refused, that is looked for; of each session one counts.
+    watch: so long after its promotion a version is watched.
 
     Example: GateGuardConfig(harm=0.05, alpha=0.001)
     """
@@ -151,7 +151,7 @@ class CanaryConfig(Section, frozen=True):
     """[master.gate.canary]: what passes the suites is first tried by a share of sessions ([gateway.canary]) and becomes the
     stable version by what people say of it, compared with what they say of the stable one of answers of the same time.
 
-    odds: it is looked for that the odds of being rated down are so many times as high. alpha: chance of turning away a
+    odds: how many times as high the odds of being rated down are that the trial looks for. alpha: chance of turning away a
     version that is no worse. beta: chance that the ratings let one through that is so much worse. Between no worse and
     so much worse it may take long. longest: then a version is turned away as undecided, also one without ratings; while a
     trial runs no other begins. more_failed, least: as in [master.gate.guard].

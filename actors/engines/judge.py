@@ -58,7 +58,7 @@ class SchemaCompiler:
         raise SchemaNotTried("the process that compiles it has ended")
 
     def close(self) -> None:
-        """End the process; whoever waits for it is told that the schema is refused."""
+        """End the process; a schema that waits for it is refused."""
         self._closed = True
         process = self._process
         if process is not None:

@@ -189,7 +189,7 @@ class ScriptedEngine:
             self._rows.clear()
             return LoadReport((time.perf_counter() - begin) * 1e3, difference)
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first."""
         return _score(self._table, tokens)
 

@@ -153,7 +153,7 @@ class TorchEngine:
             changed = await asyncio.to_thread(self._check, policy)
             return await self._in_thread(lambda: self._apply(policy, changed))
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first."""
         return await self._in_thread(lambda: self._score(tokens))
 

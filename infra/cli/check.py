@@ -107,7 +107,7 @@ def check_gateway(settings: Settings) -> list[str]:
     """What the gateway would refuse at its start. Raises ConfigError; returns what a person should know."""
     webhooks = [one.from_.webhook for one in settings.feedback if one.from_.webhook]
     if settings.gateway is None:
-        return [f"feedback: nobody serves {path}: there is no [gateway]" for path in webhooks]
+        return [f"feedback: {path} is not served: there is no [gateway]" for path in webhooks]
     from actors.gateway.serve import processor_steps
 
     processor_steps(settings.gateway)

@@ -175,9 +175,9 @@ def command_section(name: str, command: Any) -> Iterator[str]:
         is_flag = bool(getattr(one, "is_flag", False))
         shown = one.metavar or one.name.upper() if one.param_type_name == "argument" else ", ".join(one.opts)
         value = "" if is_flag or one.param_type_name == "argument" else f" {one.metavar or one.name.upper()}"
-        told = one.show_default if isinstance(one.show_default, str) else ""
-        default = told or ("" if one.default in (None, "", [], ()) or one.default is False else str(one.default))
-        default = "required" if one.required else f"`{default}`" if default and not told else default
+        written = one.show_default if isinstance(one.show_default, str) else ""
+        default = written or ("" if one.default in (None, "", [], ()) or one.default is False else str(one.default))
+        default = "required" if one.required else f"`{default}`" if default and not written else default
         yield f"| `{shown}{value}` | {default} | {cell(plain(one.help))} |\n"
     if shared:
         yield "\nReads the settings: `--config`, `--set`.\n"

@@ -1,5 +1,5 @@
 """What of a run others than its owner may look into: nothing, of what is made today (see `infra.cli.options.umask_of`). What an
-earlier release made, or somebody opened, stays as it is, and is told.
+earlier release made, or a user opened to others, stays as it is, and is reported.
 """
 
 import os

@@ -27,7 +27,7 @@ READ_TIMEOUT_S = 60.0
 NUM_RETRIES = 3
 PART_BYTES = 64 * 1024 * 1024
 
-# The same call can never succeed until somebody changes a setting.
+# The same call can never succeed until a setting is changed.
 _FINAL_CODES = frozenset({
     "AccessDenied", "AuthorizationHeaderMalformed", "InvalidAccessKeyId", "InvalidBucketName", "NoSuchBucket",
     "SignatureDoesNotMatch",

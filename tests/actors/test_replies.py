@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GateReplies, GateSuite, MasterConfig
-from actors.master.gate.gate import Gate, verdict_event
+from actors.master.gate.gate import Gate, decision_event
 from actors.master.gate.replies import Replies, jaccard, word_pairs
 from schemas import EvalResult, Experience, Message, PolicyEvent
 from schemas.fields import End
@@ -45,7 +45,7 @@ def answered(one: Gate, version: int, *texts: str, tokens: int = 8, end: End = "
         one.reply(answer(version, prompt, text, tokens=tokens, end=end))
     one.result(result(version, "production"))
     one.result(result(version, "dev"))
-    (verdict,) = one.verdicts()
+    (verdict,) = one.decisions()
     return verdict.passed, verdict.reason
 
 
@@ -100,7 +100,7 @@ def test_without_recorded_prompts_the_gate_does_not_wait_for_any() -> None:
     assert [verdict.passed for verdict in one.verdicts()] == [True]
     answered(one, 5, *[HELPFUL] * ALL)
     one.result(result(7, "dev"))
-    assert one.verdicts() == [], "from now on there are some"
+    assert one.decisions() == [], "from now on there are some"
 
 
 def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_the_topics_are_read() -> None:
@@ -109,8 +109,8 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
     for reply in first:
         one.reply(reply)
     one.result(result(3, "production")), one.result(result(3, "dev"))
-    (verdict,) = one.verdicts()
-    event = verdict_event(verdict, "main", 0)
+    (verdict,) = one.decisions()
+    event = decision_event(verdict, "main", 0)
     for events_first in (True, False):
         again = gate()
         if events_first:

@@ -59,7 +59,7 @@ def three_versions(folder: str, engine: Callable[[str], Engine]) -> None:
                 report = await serving.load(policy)
                 assert serving.version == version and report.probe_abs_max < 1e-4
                 for tokens, expected in zip(SEQUENCES, probe.logprobs, strict=True):
-                    assert await serving.score(tokens) == pytest.approx(expected, abs=1e-4)
+                    assert await serving.score_tokens(tokens) == pytest.approx(expected, abs=1e-4)
                 previous = tensors
         finally:
             await serving.close()

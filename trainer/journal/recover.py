@@ -54,7 +54,7 @@ def highest(store: Store, run: str, policy: str) -> tuple[int, int]:
 async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, version: int) -> Checkpoint:
     learner = found.learner
     sha256 = index_hash(learner.index) if isinstance(learner, StoredState) else whole_hash(learner)
-    told = Saved(
+    saved = Saved(
         run=lease.run,
         token=lease.token,
         step=found.position.step,
@@ -62,7 +62,7 @@ async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, vers
         sha256=sha256,
         phase="train" if found.position.warmed_up else "warmup",
     )
-    at = await log.publish(topics.BATCHES, told)
+    at = await log.publish(topics.BATCHES, saved)
     begins = {topic: min((await log.bus.beginning_offsets(log.name(topic))).values()) for topic in READ}
     position = msgspec.structs.replace(
         found.position,

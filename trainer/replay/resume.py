@@ -4,7 +4,7 @@
     batches ──> what was journaled since ─> executed again, published where the event is missing
 
 Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are. What was forgotten
-between a step and the next checkpoint is excepted: it is left out, told and counted.
+between a step and the next checkpoint is excepted: it is left out, reported and counted.
 """
 
 import asyncio
@@ -140,7 +140,7 @@ async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
 
 
 async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
-    """The items of a journaled batch; its groups are used, whatever became of its step, and the master is told again."""
+    """The items of a journaled batch; its groups are used, whatever became of its step, and the master gets its report."""
     used = (*one.batch.items, *one.batch.dropped)
     found = await read_blocks(run.log, {item.offset for item in used})
     await tell_drawn(run, one.batch)

@@ -95,7 +95,7 @@ class VllmEngine:
         )
         await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
         seen = (self._vision.token,) * self._vision.num_places if self._vision else ()
-        await self.score((*seen, 0, 0))
+        await self.score_tokens((*seen, 0, 0))
 
     async def close(self) -> None:
         """Stop vLLM; running requests are cancelled."""
@@ -157,7 +157,7 @@ class VllmEngine:
         task.add_done_callback(self._loads.discard)
         return await asyncio.shield(task)
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first; waits for a load that is under way."""
         async with self._loading:
             scores: tuple[float, ...] = await (await self._running().submit_score(tokens))()
