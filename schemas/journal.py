@@ -103,7 +103,7 @@ class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
 
 
 class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
-    """What the learner's state was after `step`, told in the journal just before its checkpoint becomes valid; it stays
+    """What the learner's state was after `step`, written to the journal just before its checkpoint becomes valid; it stays
     when the checkpoint is pruned, so that a replay can be compared with every one ever made.
 
     step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes, shapes and

@@ -152,7 +152,7 @@ class TrainerConfig(Section, frozen=True):
     goes alone. activation_checkpointing: compute activations again in the backward instead of keeping them. dtype: of the
     forward and of what is published. threads: of the CPU, pinned, 0 leaves torch's choice. checkpoint_every: in
     publications. keep_checkpoints: so many remain. version_every: a step without the usual lane waits until the last
-    version is so old, unless the run drains, since every version is fetched and loaded by everybody. max_steps: optimizer
+    version is so old, unless the run drains, since every gateway and explorer loads each version. max_steps: optimizer
     steps after which the trainer ends, 0 for none. max_skips: steps in a row without effect after which the last good
     policy is restored. halt_on: alarms that do so at once. tensorboard: folder of event files, relative to the TOML, ""
     writes none. ranks: processes that train together. ranks_timeout: how long one of them waits for another before all

@@ -98,7 +98,7 @@ bench_app.command("trace")(measure.bench_trace)
 
 def main() -> None:
     """Entry point of the `headrace` command."""
-    # A shell without job control starts what it puts into the background deaf to Ctrl-C, and Python leaves it so.
+    # A shell without job control makes its background processes ignore Ctrl-C, and Python leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(umask_of(os.environ))
     app()

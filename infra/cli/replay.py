@@ -69,7 +69,7 @@ async def run_replay(
 ) -> int:
     """Replay the run at `path` and print what came out; returns the exit code."""
     console = Screen(stderr=as_json, soft_wrap=True)
-    async with opened(path, trust.max_bytes) as source:
+    async with opened(path, trust.max_bytes, trusted=trust.plugins) as source:
         check_names(console, source, trusted=trust.plugins)
         with console.status("loading the model"):
             learner = await asyncio.to_thread(open_learner, source.settings.trainer, source.model)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
@@ -217,9 +217,12 @@ def test_a_policy_published_to_the_store_is_followed_from_it(store: Store) -> No
     for version in range(4):
         tensors = {name: from_numpy(generator.normal(size=(40, 30)).astype(np.float32)) for name in "ab"}
         event = publish(
-            store, policy="main", token=3, version=version, parent=version - 1, tensors=tensors, previous=previous,
-            probe=None, step=version,
-        )  # fmt: skip
+            store,
+            NewVersion(policy="main", token=3, version=version, parent=version - 1, step=version),
+            tensors,
+            previous=previous,
+            probe=None,
+        )
         assert dict(follower.fetch(event).tensors) == tensors
         previous = tensors
 

@@ -168,7 +168,7 @@ class Parrot:
         self._version = policy.version
         return LoadReport(pause_ms=0.0, probe_abs_max=0.0)
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return (0.0,) * (len(tokens) - 1)
 
 

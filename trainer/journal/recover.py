@@ -62,7 +62,7 @@ async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, vers
         sha256=sha256,
         phase="train" if found.position.warmed_up else "warmup",
     )
-    at = await log.publish(topics.BATCHES, told)
+    at = await log.publish(topics.BATCHES, saved)
     begins = {topic: min((await log.bus.beginning_offsets(log.name(topic))).values()) for topic in READ}
     position = msgspec.structs.replace(
         found.position,

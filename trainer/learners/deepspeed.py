@@ -69,7 +69,7 @@ class _Forward(torch.nn.Module):
 
 
 class DeepSpeedLearner:
-    """See `trainer.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. json: DeepSpeed's own
+    """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. json: DeepSpeed's own
     settings under its own names, laid over ours; see `trainer.learners.zero` for those that are ours.
 
     rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank.

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(kw_only=True)
 class Learning:
-    """A learner and where it stands: all that executing a journaled step takes, and nothing that could write.
+    """A learner and its position: all that executing a journaled step takes, and nothing that could write.
 
     position: after what was executed last.
     """

@@ -77,12 +77,12 @@ async def journal_draw(run: Run, draw: Draw, *, phase: Literal["warmup", "train"
 
 
 async def tell_drawn(run: Run, batch: Batch) -> None:
-    """Tell the master which groups a journaled batch ends; told again after a restart, it counts once."""
+    """Report to the master which groups a journaled batch ends; again after a restart, it counts once."""
     used = (*batch.items, *batch.dropped)
     groups = tuple(dict.fromkeys(ids.group_of(item.id) for item in used if item.lane == "usual"))
     if groups:
-        told = Drawn(token=run.lease.token, step=batch.step, version=batch.version, groups=groups)
-        await run.log.publish(topics.PROGRESS, told)
+        drawn = Drawn(token=run.lease.token, step=batch.step, version=batch.version, groups=groups)
+        await run.log.publish(topics.PROGRESS, drawn)
 
 
 async def execute(
@@ -98,7 +98,7 @@ async def execute(
         return StepStats(finite=True, loss=math.nan, grad_norm=math.nan, values={})
     steps_done = batch.step - run.position.first_train_step
     given = await with_pictures(run, items)
-    packed, learning_rate = step_inputs(run.config, run.floor.pacing, batch, given, steps_done)
+    packed, learning_rate = await run.in_thread(step_inputs, run.config, run.floor.pacing, batch, given, steps_done)
     with Stopwatch(run.report, "learner_seconds") as watch:
         reach("learner.before_step")
         stats = await run.in_thread(

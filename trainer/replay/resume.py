@@ -4,7 +4,7 @@
     batches ──> what was journaled since ─> executed again, published where the event is missing
 
 Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are. What was forgotten
-between a step and the next checkpoint is excepted: it is left out, told and counted.
+between a step and the next checkpoint is excepted: it is left out, reported and counted.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import logging
 from functools import partial
 
 from infra.log.log import Log
-from infra.settings.config import Floor
+from infra.roles.role import Role
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
 from schemas import PolicyEvent, Rollback, topics
@@ -38,19 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 async def resume(
-    floor: Floor,
+    role: Role,
     config: TrainerConfig,
-    *,
     lease: Lease,
-    log: Log,
-    store: Store,
     learner: Learner,
+    *,
     seed: int,
     report: TrainerReport,
     image_inputs: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
+    floor, log, store = role.floor, role.log, role.store
     events = await read_policies(log)
     found = published([(offset, event) for offset, _, event in events], floor.policy.name)
     times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
@@ -141,7 +140,7 @@ async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
 
 
 async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
-    """The items of a journaled batch; its groups are used, whatever became of its step, and the master is told again."""
+    """The items of a journaled batch; its groups are used, whatever became of its step, and the master gets its report."""
     used = (*one.batch.items, *one.batch.dropped)
     found = await read_blocks(run.log, {item.offset for item in used})
     await tell_drawn(run, one.batch)
