@@ -54,7 +54,7 @@ def highest(store: Store, run: str, policy: str) -> tuple[int, int]:
 async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, version: int) -> Checkpoint:
     learner = found.learner
     sha256 = index_hash(learner.index) if isinstance(learner, StoredState) else whole_hash(learner)
-    told = Saved(
+    saved = Saved(
         run=lease.run,
         token=lease.token,
         step=found.position.step,
