@@ -22,7 +22,7 @@ from infra.policies.tensors import Tensor, from_torch, load_tensors, save_tensor
 from schemas.errors import ConfigError
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
-from trainer.batch.split import split
+from trainer.batch.split import for_ranks, split
 from trainer.config import TrainerConfig
 from trainer.health.diagnostics import Observed, diagnose, join
 from trainer.learners.forward import PackedModel
@@ -314,9 +314,8 @@ class DeepSpeedLearner:
 
     def _share(self, part: PackedBatch) -> tuple[tuple[Microbatch, ...], int]:
         """This rank's microbatches, and how many the rank with most has."""
-        dealt = split(part, self._world)
-        mine = dealt[self.rank].microbatches if self.rank < len(dealt) else ()
-        return mine, max(len(one.microbatches) for one in dealt)
+        dealt = for_ranks(part, self._world)
+        return dealt[self.rank], max(len(one) for one in dealt)
 
     def _apply(self, learning_rate: float, observed: list[Observed]) -> float:
         if self._config.scale_by_ess:
