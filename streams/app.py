@@ -1,7 +1,7 @@
 """The Faust worker: one Faust app per stage, each feeding a driver that does not know Faust.
 
 Guarantees: at least once. A record is acknowledged by its driver, after what it led to is confirmed. A worker ends within
-END_S of being told to, or of an error, whatever its broker does.
+END_S of a signal, or of an error, whatever its broker does.
 
     faust (fetch, rebalance) ─> agent ─> WindowDriver (tasks, verify) or CollectDriver (collect) ─> infra.log ─> log
 """
@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from infra.chain.chain import Step
-from infra.log.access import access_of
 from infra.log.bus import Partition
-from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.deadline import ends_within
-from infra.settings.config import Floor
-from infra.store.store import Store
+from infra.roles.role import Role
 from schemas import Progress
 from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, TASKSET_RAW, VERIFIED
 from streams.collect.collector import CollectSettings
@@ -37,7 +34,6 @@ from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
 from streams.worker import (
     HeldTopic,
-    instance_name,
     quieten_clients,
     report,
     rules_of,
@@ -54,23 +50,22 @@ Steps = dict[StageName, tuple[Step, ...]]
 
 
 async def run_worker(
-    floor: Floor,
+    role: Role,
     config: StreamsConfig,
+    login: BrokerLogin,
     *,
-    bootstrap: str,
-    store: Store | None,
-    metrics: Metrics,
-    stop: asyncio.Event,
     stages: Sequence[StageName] = ALL_STAGES,
     state_folder: Path | None = None,
     stuck_s: float = STUCK_S,
 ) -> None:
-    """Host `stages` until `stop` is set. The topics must exist.
+    """Host `stages` until the role is stopped. The topics must exist.
 
-    state_folder: where workers of this machine keep their state files, by default `state` beside the TOML.
+    login: where Faust finds the brokers of the role's log. state_folder: where workers of this machine keep their state
+    files, by default `state` beside the TOML.
     Raises ConfigError for settings that cannot hold, BrokerUnavailable naming the address.
     """
     quieten_clients()
+    floor, log, metrics = role.floor, role.log, role.metrics
     steps: Steps = {
         "tasks": build_tasks(config),
         "verify": build_verify(config),
@@ -78,17 +73,12 @@ async def run_worker(
     }
     sources = build_sources(config.feedback, floor.folder, config.verify.redact)
     folder = ClaimedFolder(state_folder or floor.folder / "state")
-    access = access_of(floor)
-    bus = KafkaBus(bootstrap, deadline_s=floor.kafka.deadline_s, access=access)
-    log = Log(bus, floor.app, store=store)
     try:
-        await bus.start()
-        await log.require_topics()
         async with asyncio.TaskGroup() as tasks:
             hosts = []
             for stage in stages:
                 chain = " ".join(step.stamp for step in steps[stage])
-                hosts.append(HostedStage(log, BrokerLogin(bootstrap, access), stage, folder.path, chain))
+                hosts.append(HostedStage(log, login, stage, folder.path, chain))
                 settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"])
                 _feed(hosts[-1], log, metrics, tasks, steps, settings)
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
@@ -97,14 +87,13 @@ async def run_worker(
                 for one in companions([*steps["verify"], *steps["collect"]])
             ]
             try:
-                await _host(hosts, log, metrics, instance_name(folder.path), stop, stuck_s)
+                await _host(hosts, role, stuck_s)
             finally:
                 for task in (listening, *beside):
                     task.cancel()
     except BaseExceptionGroup as errors:
         raise causes(errors)[0] from errors
     finally:
-        await bus.close()
         folder.release()
 
 
@@ -121,10 +110,9 @@ def _feed(
         host.add(VERIFIED, CollectDriver(log, metrics, settings, _committed(log, host.group), tasks))
 
 
-async def _host(
-    hosts: Sequence[HostedStage], log: Log, metrics: Metrics, instance: str, stop: asyncio.Event, stuck_s: float
-) -> None:
+async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float) -> None:
     """Start, watch, stop."""
+    log, metrics, instance, stop = role.log, role.metrics, role.instance, role.stop
     state = ["starting"]
     metrics.check("worker", lambda: "" if state[0] == RUNNING else state[0])
     async with asyncio.TaskGroup() as around:
@@ -140,7 +128,7 @@ async def _host(
             await stop.wait()
         finally:
             state[0] = STOPPED
-            # A broker that has gone leaves Faust waiting for acknowledgements that never come, deaf to cancellation.
+            # A broker that has gone leaves Faust waiting for acknowledgements that never come, and it ignores cancellation.
             with ends_within("the stop of the stages", END_S):
                 for watcher in watchers:
                     watcher.cancel()

@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -97,11 +95,6 @@ async def report(log: Log, now: Callable[[], Progress]) -> None:
         except BrokerUnavailable as error:
             end_process(str(error), EXIT_BROKER)
         await asyncio.sleep(REPORT_S)
-
-
-def instance_name(folder: Path) -> str:
-    """Who speaks in Progress records: the claimed folder and the process."""
-    return f"process-{folder.name.rpartition('-')[2]}/{os.getpid()}"
 
 
 class HeldTopic(msgspec.Struct, frozen=True):

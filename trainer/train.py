@@ -8,23 +8,19 @@
 
 Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
 published; a killed trainer goes on with the same batches, on one CPU process to the same bits. It waits for explorers only when
-the buffer has too little for a step; while an operator has paused learning it begins no step. Where somebody is forgotten
+the buffer has too little for a step; while an operator has paused learning it begins no step. Where a user is forgotten
 it lets go of what waits and writes a checkpoint. With a store that belongs to another log it does not begin.
 """
 
 import asyncio
 import logging
-import os
-import socket
+from contextlib import aclosing
 from functools import partial
 
 from infra.chain.chain import Step
-from infra.log.bus import Reader
 from infra.log.log import Log
-from infra.observe.metrics import Metrics
 from infra.roles.identity import claim, require_fit
-from infra.settings.config import Floor
-from infra.store.store import Store
+from infra.roles.role import Role
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import FencedOut
 from trainer.batch.image_inputs import ImageInputs
@@ -46,69 +42,62 @@ logger = logging.getLogger(__name__)
 
 
 async def run_trainer(
-    floor: Floor,
+    role: Role,
     config: TrainerConfig,
-    *,
-    log: Log,
-    store: Store,
     learner: Learner,
-    metrics: Metrics,
-    stop: asyncio.Event,
+    *,
     seed: int = 0,
     board: Board | None = None,
     chain: tuple[Step, ...] = (),
     image_inputs: ImageInputs | None = None,
     max_tokens: int = 0,
 ) -> None:
-    """Train until `stop` is set or `max_steps` are done. Raises FencedOut when a newer trainer takes the run, ConfigError
-    where log and store do not belong together.
+    """Train until the role is stopped or `max_steps` are done. Raises FencedOut when a newer trainer takes the run,
+    ConfigError where log and store do not belong together.
 
     chain: what every drawn batch passes before it is journaled. image_inputs: of a model that takes pictures.
     max_tokens: of a sequence that the model takes, 0 for any.
     """
-    owner = f"train/{socket.gethostname()}/{os.getpid()}"
+    log, floor = role.log, role.floor
     name = floor.run or floor.app
-    await require_fit(log, store, floor)
-    lease = await take_lease(log, policy=floor.policy.name, run=name, owner=owner)
-    await claim(log, store, floor)
+    await require_fit(log, role.store, floor)
+    lease = await take_lease(log, policy=floor.policy.name, run=name, owner=role.instance)
+    await claim(log, role.store, floor)
     logger.info("lease taken run=%s token=%d", name, lease.token)
-    report = TrainerReport(metrics, owner, board)
+    report = TrainerReport(role.metrics, role.instance, board)
     run = await resume(
-        floor, config, lease=lease, log=log, store=store, learner=learner, seed=seed, report=report,
-        image_inputs=image_inputs, max_tokens=max_tokens,
-    )  # fmt: skip
+        role, config, lease, learner, seed=seed, report=report, image_inputs=image_inputs, max_tokens=max_tokens
+    )
     run.chain = chain
-    policies = await log.assigned(topics.POLICIES, {0: lease.token + 1})
     await hear_directives(log, run.intake)
     try:
         async with asyncio.TaskGroup() as tasks:
             background = [
-                tasks.create_task(follow_buffer(log, run.intake, metrics, partial(tell_dropped, run))),
+                tasks.create_task(follow_buffer(log, run.intake, role.metrics, partial(tell_dropped, run))),
                 tasks.create_task(follow_progress(log, run.intake)),
-                tasks.create_task(watch_policies(log, policies, lease, floor.policy.name, run.intake)),
+                tasks.create_task(watch_policies(log, lease, floor.policy.name, run.intake)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]
+            run.tasks = tasks
             if board is not None:
                 background.append(tasks.create_task(follow_results(log, board)))
-            await learn(run, stop)
+            await learn(run, role.stop)
             for task in background:
                 task.cancel()
     finally:
-        await policies.close()
         run.executor.shutdown()
+        run.writer.shutdown()
     await publish_progress(log, report, run.position.version)
 
 
-async def watch_policies(log: Log, reader: Reader, lease: Lease, policy: str, intake: Intake) -> None:
+async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake) -> None:
     """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
-    while True:
-        for message in await log.read(reader, timeout_s=1.0):
+    async with aclosing(log.tail(topics.POLICIES, {0: lease.token + 1})) as messages:
+        async for message in messages:
             event = message.value
             if isinstance(event, Directive):
                 intake.take_directive(event)
-            if not isinstance(event, PolicyEvent) or event.policy != policy or event.event != "lease":
-                continue
-            if message.offset > lease.token:
+            if isinstance(event, PolicyEvent) and event.policy == policy and event.event == "lease":
                 raise FencedOut(
                     f"run {lease.run!r}: token {lease.token} is held here, {event.owner} took {message.offset}"
                 )
@@ -132,6 +121,7 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:
             await train_step(run, draw)
+    await run.written()
     run.report.state, run.report.life = "stopped", "ended"
     if run.position.warmed_up and run.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)

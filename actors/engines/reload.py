@@ -21,12 +21,11 @@ from actors.engines.engine import Engine, LoadReport
 from infra.log.log import Log, LogMessage
 from infra.log.reading import follow
 from infra.observe.failpoint import reach
-from infra.observe.metrics import Metrics
 from infra.policies.channel import Stable
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
-from infra.store.store import Store
+from infra.roles.role import Role
 from schemas import Directive, PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from schemas.fields import Channel
@@ -73,26 +72,6 @@ class OpenGate:
         return nullcontext()
 
 
-class Followed(Protocol):
-    """What a follower needs of the role it works for."""
-
-    @property
-    def log(self) -> Log:
-        """Where events are read and refusals told."""
-
-    @property
-    def engine(self) -> Engine:
-        """What is moved."""
-
-    @property
-    def metrics(self) -> Metrics:
-        """Where it counts."""
-
-    @property
-    def origin(self) -> str:
-        """Who speaks."""
-
-
 class ReloadTimes:
     """The last reloads: how long sampling paused, and how long a version took from its event to serving, ms."""
 
@@ -113,7 +92,7 @@ def percentile(samples: deque[float], share: float) -> float:
 
 
 class PolicyFollower:
-    """Moves one engine along the versions of one policy.
+    """Moves the engine of a role along the versions of its policy.
 
     gate: when it may reload, at once by default. hold_s: how long a reload waits at the gate. channel: see PolicyFeed. loaded:
     called with the event of every version that serves.
@@ -121,24 +100,23 @@ class PolicyFollower:
 
     def __init__(
         self,
-        runtime: Followed,
-        store: Store,
-        policy: str,
+        role: Role,
+        engine: Engine,
         *,
         gate: ReloadGate | None = None,
         hold_s: float = 0.0,
         channel: Channel = "candidate",
         loaded: Callable[[PolicyEvent], None] = lambda event: None,
     ) -> None:
-        self._runtime = runtime
+        self._role = role
+        self._engine = engine
         self._gate: ReloadGate = gate or OpenGate()
         self._hold_s = hold_s
-        self._store = store
-        self._policy = policy
+        self._policy = role.floor.policy.name
         self._channel: Channel = channel
         self._loaded = loaded
-        self._feed = PolicyFeed(policy, channel=channel)
-        self._follower = PolicyFetcher(store, policy)
+        self._feed = PolicyFeed(self._policy, channel=channel)
+        self._follower = PolicyFetcher(role.store, self._policy)
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
         self._refused: set[int] = set()
@@ -157,7 +135,7 @@ class PolicyFollower:
         """Follow `policies` from its beginning; nothing is loaded until what is there at the call was read."""
         self.caught_up.clear()
         self._feed = PolicyFeed(self._policy, channel=self._channel)
-        log, metrics = self._runtime.log, self._runtime.metrics
+        log, metrics = self._role.log, self._role.metrics
         await follow(log, POLICIES, self._apply, metrics=metrics, caught_up=self.caught_up, changed=self._changed.set)
 
     async def load(self) -> None:
@@ -184,11 +162,11 @@ class PolicyFollower:
             self._feed.fence(message.value, message.offset)
         elif isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
-            self._runtime.metrics.gauge("policy_version_published").set(self._feed.newest)
-        self._runtime.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
+            self._role.metrics.gauge("policy_version_published").set(self._feed.newest)
+        self._role.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
 
     def _next(self) -> PolicyEvent | None:
-        held = self._runtime.engine.version
+        held = self._engine.version
         self._feed.forget_below(held)
         return self._feed.next(held, pinned=self._gate.wanted(), refused=self._refused)
 
@@ -202,7 +180,7 @@ class PolicyFollower:
         except StoreError as error:
             tries = self._store_tries.get(event.version, 0)
             self._store_tries[event.version] = tries + 1
-            self._runtime.metrics.counter("policy_fetch_failed").inc()
+            self._role.metrics.counter("policy_fetch_failed").inc()
             _log.warning("policy_fetch_failed version=%d try=%d error=%s", event.version, tries + 1, error)
             await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
             return None
@@ -211,16 +189,16 @@ class PolicyFollower:
 
     async def _let_evals_end(self) -> None:
         """Wait for the evals of the held version, within bounds."""
-        held = self._runtime.engine.version
+        held = self._engine.version
         if not await self._gate.released(held, self._hold_s):
-            self._runtime.metrics.counter("eval_hold_expired").inc()
+            self._role.metrics.counter("eval_hold_expired").inc()
             _log.warning("eval_hold_expired version=%d", held)
 
     async def _swap(self, policy: Policy, event: PolicyEvent) -> None:
         try:
             with self._gate.reload():
                 reach("explore.before_swap")
-                report = await self._runtime.engine.load(policy)
+                report = await self._engine.load(policy)
         except PolicyRefused as error:
             await self._refuse(event, error)
             return
@@ -231,7 +209,7 @@ class PolicyFollower:
         self._record(policy.version, report)
 
     def _record(self, version: int, report: LoadReport) -> None:
-        metrics = self._runtime.metrics
+        metrics = self._role.metrics
         metrics.counter("reloads").inc()
         metrics.gauge("policy_version").set(version)
         self.times.pause_ms.append(report.pause_ms)
@@ -245,14 +223,14 @@ class PolicyFollower:
 
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
         """Begin again from the anchor; what is refused even then is given up, and told."""
-        self._follower = PolicyFetcher(self._store, self._policy)
-        self._runtime.metrics.counter("policies_refused").inc()
+        self._follower = PolicyFetcher(self._role.store, self._policy)
+        self._role.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1
         if self._refusals[event.version] < 2:
             return
         self._refused.add(event.version)
-        await _tell_refused(self._runtime.log, event, str(error), self._runtime.origin)
+        await _tell_refused(self._role.log, event, str(error), self._role.instance)
 
 
 async def _tell_refused(log: Log, event: PolicyEvent, reason: str, owner: str) -> None:

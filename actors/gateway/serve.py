@@ -10,7 +10,6 @@ request; at a stop running requests get `drain_s`, and what was served is writte
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -40,8 +39,7 @@ from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
 from infra.roles.claimed import ClaimedFolder
-from infra.roles.role import run_until
-from infra.settings.config import Floor
+from infra.roles.role import Role, run_until
 from infra.settings.plugin import load
 from infra.store.store import Store
 from schemas import PolicyEvent, Progress
@@ -55,52 +53,39 @@ _RETRY_S = 1.0
 _MB = 1024 * 1024
 
 
-class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a follower needs of a gateway."""
-
-    log: Log
-    engine: Engine
-    metrics: Metrics
-    origin: str
-
-
 async def run_gateway(
-    floor: Floor,
+    role: Role,
     config: GatewayConfig,
-    *,
-    log: Log,
-    store: Store,
     engine: Engine,
     tokenizer: Tokenizer,
-    metrics: Metrics,
-    stop: asyncio.Event,
+    *,
     webhooks: Sequence[Webhook] = (),
     listening: Callable[[int], None] = lambda port: None,
     minter: Minter | None = None,
 ) -> None:
-    """Serve until `stop` is set. `log` need not be connected: it is, as soon as the broker answers.
+    """Serve until the role is stopped. Its log need not be connected: it is, as soon as the broker answers.
 
     listening: called with the port once requests are served. minter: names requests. Raises ConfigError, EngineStopped.
     """
     minter = minter or Minter()
-    instance = f"{ROLE}/{os.getpid()}/{minter.epoch % 2**32:08x}"  # its counts begin anew with the process
+    # Its counts begin anew with the process, which may have the number of one before it.
+    role = msgspec.structs.replace(role, instance=f"{role.instance}/{minter.epoch % 2**32:08x}")
+    floor, metrics = role.floor, role.metrics
     steps = processor_steps(config)
-    # A folder of its own kind: in it stands the version served last, and a stable gateway must not find a canary's.
+    # A folder of its own kind: it holds the version served last, and a stable gateway must not find a canary's.
     claimed = ClaimedFolder(floor.folder / config.spool, "canary" if config.channel == "canary" else ROLE)
-    sock = bound(config.listen)  # first: an address that is taken is told before a model is loaded
+    sock = bound(config.listen)  # first: an address that is taken ends the start before a model is loaded
     try:
         memory = claimed.path / "policy.json"
         follower = PolicyFollower(
-            ServingRuntime(log=log, engine=engine, metrics=metrics, origin=instance),
-            store,
-            floor.policy.name,
+            role,
+            engine,
             channel=config.channel,
             loaded=lambda event: _remember(memory, event, metrics),
         )
         gateway, authenticator, feedback_intake = await _assembled(
-            config, log, store, engine, tokenizer, metrics, claimed.path, steps, instance, minter,
-            _trial_of(config, follower),
-        )  # fmt: skip
+            role, config, engine, tokenizer, claimed.path, steps, minter, _trial_of(config, follower)
+        )
         canary = None if config.canary is None else Canary(config.canary, metrics)
         await engine.start()
         try:
@@ -112,9 +97,9 @@ async def run_gateway(
                 state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
                 canary=canary,
             )  # fmt: skip
-            loops = _Loops(log, store, gateway, follower, authenticator.book, metrics, instance, canary)
+            loops = _Loops(role, gateway, follower, authenticator.book, canary)
             server = make_server(site.app(), config.drain_s, bounded_heads(metrics, config.limits.body_s))
-            await loops.run(server, sock, listening, stop)
+            await loops.run(server, sock, listening)
         finally:
             if canary is not None:
                 await canary.close()
@@ -127,48 +112,43 @@ async def run_gateway(
 class _Loops(msgspec.Struct, frozen=True):
     """What runs beside the requests."""
 
-    log: Log
-    store: Store
+    role: Role
     gateway: Gateway
     follower: PolicyFollower
     book: KeyBook
-    metrics: Metrics
-    instance: str
     canary: Canary | None
 
-    async def run(
-        self, server: Server, sock: socket.socket, listening: Callable[[int], None], stop: asyncio.Event
-    ) -> None:
-        """Until `stop` is set, or the engine is gone."""
+    async def run(self, server: Server, sock: socket.socket, listening: Callable[[int], None]) -> None:
+        """Until the role is stopped, or the engine is gone."""
         gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
         halt, connected = asyncio.Event(), asyncio.Event()
         await run_until(
             halt,
             serve_on(server, sock, listening),
-            _end(server, gateway, config, stop, halt, lambda: self._tell(connected)),
+            _end(server, gateway, config, self.role.stop, halt, lambda: self._tell(connected)),
             outbox.write(),
             _when(connected, outbox.drain),
-            _connect(self.log, connected),
+            _connect(self.role.log, connected),
             _lasting("policies", connected, self.follower.read),
             _lasting("reload", connected, self.follower.load),
             *(() if self.canary is None else (self.canary.watch(),)),
-            _reload_keys(self.book, self.store, config, self.metrics),
+            _reload_keys(self.book, self.role.store, config, self.role.metrics),
             self._report(connected),
         )
         await outbox.flush()  # of requests that came in between the stop and the end of listening
 
     async def _report(self, connected: asyncio.Event) -> None:
-        """Tell the others, every few seconds, while there is somebody to tell."""
+        """Report to the log every few seconds, while it is connected."""
         await connected.wait()
         while True:
             await self._tell(connected)
             await asyncio.sleep(self.gateway.config.report_s)
 
     async def _tell(self, connected: asyncio.Event) -> None:
-        """Tell how it stands now, if there is somebody to tell."""
+        """Report the present state, if the log is connected."""
         if not connected.is_set():
             return
-        gateway, metrics = self.gateway, self.metrics
+        gateway, metrics = self.gateway, self.role.metrics
         metrics.gauge("answers_running").set(gateway.places.num_taken)
         metrics.gauge("sessions").set(len(gateway.sessions))
         metrics.gauge("sessions_bytes").set(gateway.sessions.num_bytes)
@@ -178,33 +158,31 @@ class _Loops(msgspec.Struct, frozen=True):
             metrics.gauge(name).set(value)
         progress = Progress(
             role=ROLE,
-            instance=self.instance,
+            instance=self.role.instance,
             version=gateway.engine.version,
             counters=metrics.counters(),
             gauges=metrics.gauges(),
             state="serving",
-            answered=gateway.tallies.told(),
+            answered=gateway.tallies.report(),
             life="working",
             is_canary=gateway.config.channel == "canary",
         )
         with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
             async with asyncio.timeout(gateway.config.report_s):
-                await self.log.publish(PROGRESS, progress)
+                await self.role.log.publish(PROGRESS, progress)
 
 
 async def _assembled(
+    role: Role,
     config: GatewayConfig,
-    log: Log,
-    store: Store,
     engine: Engine,
     tokenizer: Tokenizer,
-    metrics: Metrics,
     folder: Path,
     steps: Sequence[Step],
-    instance: str,
     minter: Minter,
     trial: Callable[[], int],
 ) -> tuple[Gateway, Authenticator, FeedbackIntake]:
+    log, store, metrics = role.log, role.store, role.metrics
     spool = await asyncio.to_thread(lambda: Spool(folder, max_bytes=config.spool_mb * _MB))
     if spool.torn_bytes or spool.damaged:
         _log.warning("spool_recovered torn_bytes=%d damaged_segments=%d", spool.torn_bytes, spool.damaged)
@@ -220,17 +198,15 @@ async def _assembled(
         queue_bytes=config.queue_mb * _MB,
         send_s=config.send_s,
     )
-    recorder = Recorder(tokenizer, config.redact, steps, metrics, instance, keys)
+    recorder = Recorder(tokenizer, config.redact, steps, metrics, role.instance, keys)
     book = KeyBook()
     gateway = Gateway(
         config,
         engine,
-        tokenizer,
         recorder,
         outbox,
         metrics,
         minter=minter,
-        stop_tokens=tokenizer.eos_ids,
         trial=trial,
         secret=lambda: book.secret,
     )
@@ -281,7 +257,7 @@ async def _end(
 ) -> None:
     """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything.
 
-    tell: called last, so that what failed with the engine is told too.
+    tell: called last, so that the report has what failed with the engine too.
     """
     stopping = asyncio.create_task(stop.wait())
     try:

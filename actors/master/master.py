@@ -1,4 +1,4 @@
-"""The master: issues groups as fast as learning can take them, issues again what nobody finished, and asks for evals.
+"""The master: issues groups as fast as learning can take them, issues again what was not finished, and asks for evals.
 
     taskset ─────┐                            ┌──> tasks      groups, re-issues, eval tasks
     progress ────┤ follow ─> Plan ─ changed ─>┤
@@ -13,8 +13,6 @@ meanwhile are attempts of their own numbers, never the same ids with other conte
 
 import asyncio
 import logging
-import os
-import socket
 import time
 
 from actors.config import MasterConfig
@@ -24,8 +22,8 @@ from infra.log.blobs import day_of
 from infra.log.log import Log, LogMessage
 from infra.log.reading import follow, readable
 from infra.observe.metrics import Metrics
-from infra.roles.role import run_until
-from infra.settings.config import Floor, Pacing, duration_s
+from infra.roles.role import Role, run_until
+from infra.settings.config import duration_s
 from schemas import Block, Closure, Directive, Drawn, EvalResult, MasterState, PolicyEvent, Progress, Task
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange, StoreError, UnknownMajor
 from schemas.fields import CANARY_MISSING
@@ -36,28 +34,18 @@ _log = logging.getLogger(__name__)
 PRUNE_EVERY_S = 3600.0
 
 
-async def run_master(
-    floor: Floor,
-    config: MasterConfig,
-    pacing: Pacing,
-    log: Log,
-    metrics: Metrics,
-    stop: asyncio.Event,
-    *,
-    finish: asyncio.Event | None = None,
-    instance: str = "",
-) -> None:
-    """Run until `stop` is set. Raises FencedOut when another master takes the lease.
+async def run_master(role: Role, config: MasterConfig, *, finish: asyncio.Event | None = None) -> None:
+    """Run until the role is stopped. Raises FencedOut when another master takes the lease.
 
     `finish` ends issuing as the stop rule does: drain, last evals, then state "done"."""
-    instance = instance or f"master/{socket.gethostname()}/{os.getpid()}"
+    log, metrics, floor = role.log, role.metrics, role.floor
     # First the lease, then the count: what the master before this one issued until then is counted.
-    lease = await log.publish(POLICIES, Directive(order="lease", owner=instance))
-    plan = Plan(config, pacing, policy=floor.policy.name, token=lease.offset)
+    lease = await log.publish(POLICIES, Directive(order="lease", owner=role.instance))
+    plan = Plan(config, floor.pacing, policy=floor.policy.name, token=lease.offset)
     await _recount(log, plan, metrics)
     decide = _decide(log, plan, metrics, finish)
-    report = _report(log, plan, metrics, config.report_s, instance)
-    await run_until(stop, decide, report, _prune(log, metrics, int(duration_s(floor.keep.replay) * 1000)))
+    report = _report(role, plan, config.report_s)
+    await run_until(role.stop, decide, report, _prune(log, metrics, int(duration_s(floor.keep.replay) * 1000)))
 
 
 async def _recount(log: Log, plan: Plan, metrics: Metrics) -> None:
@@ -126,10 +114,10 @@ async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
         metrics.gauge("accuracy", suite=result.suite).set(result.accuracy)
         correct = f"{result.num_correct}/{result.num_tasks * result.num_samples}"
         _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
-    for verdict in plan.gate.verdicts():
-        await log.publish(POLICIES, plan.gate.record(verdict))
-        metrics.counter("gate_verdicts", passed=str(verdict.passed).lower()).inc()
-        _log.info("gate version=%d passed=%s reason=%s", verdict.version, verdict.passed, verdict.reason)
+    for decision in plan.gate.decisions():
+        await log.publish(POLICIES, plan.gate.record(decision))
+        metrics.counter("gate_verdicts", passed=str(decision.passed).lower()).inc()
+        _log.info("gate version=%d passed=%s reason=%s", decision.version, decision.passed, decision.reason)
     for breach in plan.gate.breaches():
         await log.publish(POLICIES, plan.gate.record(breach))
         metrics.counter("guard_rollbacks").inc()
@@ -152,8 +140,9 @@ async def _prune(log: Log, metrics: Metrics, keep_ms: int) -> None:
             _log.warning("frames_not_pruned error=%s", error)
 
 
-async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instance: str) -> None:
+async def _report(role: Role, plan: Plan, every_s: float) -> None:
     """Tell what is going on; the reports also keep the log's clock moving."""
+    metrics = role.metrics
     while True:
         admission = plan.admission
         state = MasterState(state=plan.state, outstanding=len(admission.outstanding), drained_to=plan.drain_offset)
@@ -167,11 +156,11 @@ async def _report(log: Log, plan: Plan, metrics: Metrics, every_s: float, instan
         metrics.gauge(CANARY_MISSING).set(plan.canary.missing_s)
         metrics.gauge("tasks").set(len(plan.book.tasks))
         metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
-        await log.publish(
+        await role.log.publish(
             PROGRESS,
             Progress(
                 role="master",
-                instance=instance,
+                instance=role.instance,
                 version=plan.feed.newest,
                 counters=metrics.counters(),
                 gauges=metrics.gauges(),

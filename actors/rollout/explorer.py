@@ -1,6 +1,6 @@
 """The explorer: takes issued tasks, runs their episodes on one engine, publishes what was sampled, follows the policy.
 
-    tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, verified (stubs), progress (closures)
+    tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, drop markers, closures
              (commits)    ^ ended, reloaded          │ generate
     policies ──> PolicyFollower ───── load ──────> engine
 
@@ -11,7 +11,6 @@ refused.
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 
 from actors.config import ExploreConfig
@@ -22,13 +21,10 @@ from actors.rollout.scheduler import Scheduler
 from actors.rollout.session import CachedTokenizer, ChatTokenizer
 from actors.rollout.workflow import Workflows
 from infra.log.bus import CommitRefused, Partition, Reader
-from infra.log.log import Log, LogMessage
+from infra.log.log import LogMessage
 from infra.observe.failpoint import reach
-from infra.observe.metrics import Metrics
-from infra.roles.role import run_until
-from infra.settings.config import Floor
+from infra.roles.role import Role, run_until
 from infra.store.images import ImageReader
-from infra.store.store import Store
 from schemas import Progress, Task
 from schemas.fields import VERSION_PASSED, Life
 from schemas.topics import PROGRESS, TASKS
@@ -41,63 +37,52 @@ _SETTLE_S = 5.0  # of waiting for a share of the partitions; there may be none f
 
 
 async def run_explorer(
-    floor: Floor,
-    config: ExploreConfig,
-    *,
-    log: Log,
-    store: Store,
-    engine: Engine,
-    tokenizer: ChatTokenizer,
-    stop_tokens: tuple[int, ...],
-    metrics: Metrics,
-    stop: asyncio.Event,
-    instance: str = "",
+    role: Role, config: ExploreConfig, engine: Engine, tokenizer: ChatTokenizer, stop_tokens: tuple[int, ...]
 ) -> None:
-    """Start the engine and serve until `stop` is set; running groups then get `drain_s` to finish."""
-    instance = instance or f"explore/{os.getpid()}"
+    """Start the engine and serve until the role is stopped; running groups then get `drain_s` to finish."""
+    log = role.log
     runtime = RolloutRuntime(
-        log=log,
+        role=role,
         engine=engine,
         tokenizer=CachedTokenizer(tokenizer),
         workflows=Workflows(config.workflow, config.options, config.workflows),
         config=config,
-        metrics=metrics,
-        stop=stop_tokens,
-        origin=instance,
-        images=ImageReader(store),
+        stop_tokens=stop_tokens,
+        images=ImageReader(role.store),
     )
     scheduler = Scheduler(max_episodes=config.episodes_in_flight)
-    await log.publish(PROGRESS, Progress(role="explore", instance=instance, state="loading", life="starting"))
+    await log.publish(PROGRESS, Progress(role="explore", instance=role.instance, state="loading", life="starting"))
     await engine.start()
     try:
-        follower = PolicyFollower(runtime, store, floor.policy.name, gate=scheduler, hold_s=config.eval_hold_s)
+        follower = PolicyFollower(role, engine, gate=scheduler, hold_s=config.eval_hold_s)
         reader = await log.subscribed(TASKS, group=GROUP)
         halt = asyncio.Event()
         await run_until(
             halt,
-            _take_tasks(reader, runtime, scheduler, stop),
+            _take_tasks(reader, runtime, scheduler),
             _dispatch(runtime, scheduler),
             follower.read(),
             follower.load(),
-            _report(runtime, scheduler, follower, instance),
-            _drain(scheduler, config.drain_s, stop, halt),
+            _report(runtime, scheduler, follower),
+            _drain(scheduler, config.drain_s, role.stop, halt),
         )
-        await log.publish(PROGRESS, _progress(runtime, instance, "stopped", "ended"))
+        await log.publish(PROGRESS, _progress(runtime, "stopped", "ended"))
     finally:
         await engine.close()
 
 
-async def _take_tasks(reader: Reader, runtime: RolloutRuntime, scheduler: Scheduler, stop: asyncio.Event) -> None:
+async def _take_tasks(reader: Reader, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
     """Commit, then hand over. Nothing is read while too much waits."""
     clock = asyncio.get_running_loop().time
     started = clock()
-    ends = await runtime.log.bus.end_offsets(runtime.log.name(TASKS))
+    log = runtime.role.log
+    ends = await log.bus.end_offsets(log.name(TASKS))
     try:
-        while not stop.is_set():
+        while not runtime.role.stop.is_set():
             if len(scheduler.waiting) >= runtime.config.max_held:
                 await scheduler.next_start()
                 continue
-            messages = await runtime.log.read(reader, timeout_s=_POLL_S if scheduler.settled.is_set() else 0.1)
+            messages = await log.read(reader, timeout_s=_POLL_S if scheduler.settled.is_set() else 0.1)
             for message in await _committed(messages, reader):
                 await _accept(message, runtime, scheduler)
             scheduler.changed.set()
@@ -132,10 +117,10 @@ async def _accept(message: LogMessage, runtime: RolloutRuntime, scheduler: Sched
     task = message.value
     if not isinstance(task, Task) or task.issued is None:
         reason = "bad frame" if message.error is not None else "not an issued task"
-        runtime.metrics.counter("dead_letters", reason=reason).inc()
-        await runtime.log.dead_letter(message, stage=GROUP, reason=reason)
+        runtime.role.metrics.counter("dead_letters", reason=reason).inc()
+        await runtime.role.log.dead_letter(message, stage=GROUP, reason=reason)
     elif not scheduler.waiting.add(task):
-        runtime.metrics.counter("duplicate_tasks").inc()
+        runtime.role.metrics.counter("duplicate_tasks").inc()
 
 
 async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
@@ -145,8 +130,8 @@ async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
             scheduler.changed.clear()
             version = runtime.engine.version
             if passed := scheduler.pass_over(version):
-                runtime.metrics.counter("evals_passed").inc(len(passed))
-                await pass_over(passed, VERSION_PASSED, runtime.log)
+                runtime.role.metrics.counter("evals_passed").inc(len(passed))
+                await pass_over(passed, VERSION_PASSED, runtime.role.log)
             while (task := scheduler.take(runtime.engine.version)) is not None:
                 group.create_task(_run(task, runtime, scheduler))
             await scheduler.changed.wait()
@@ -172,9 +157,9 @@ async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt
     halt.set()
 
 
-async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower, instance: str) -> None:
+async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower) -> None:
     """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group."""
-    metrics = runtime.metrics
+    metrics = runtime.role.metrics
     while True:
         if busy_s := scheduler.busy_s():
             metrics.gauge("tokens_per_s").set(metrics.counters().get("tokens", 0.0) / busy_s)
@@ -184,18 +169,18 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         for name, value in follower.times.gauges().items():
             metrics.gauge(name).set(value)
         metrics.gauge("policy_version").set(runtime.engine.version)
-        await runtime.log.publish(PROGRESS, _progress(runtime, instance, "serving", "working"))
+        await runtime.role.log.publish(PROGRESS, _progress(runtime, "serving", "working"))
         await asyncio.sleep(runtime.config.report_s)
 
 
-def _progress(runtime: RolloutRuntime, instance: str, state: str, life: Life) -> Progress:
+def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
     """All that was counted so far."""
     return Progress(
         role="explore",
-        instance=instance,
+        instance=runtime.role.instance,
         version=runtime.engine.version,
-        counters=runtime.metrics.counters(),
-        gauges=runtime.metrics.gauges(),
+        counters=runtime.role.metrics.counters(),
+        gauges=runtime.role.metrics.gauges(),
         state=state,
         life=life,
     )

@@ -1,6 +1,6 @@
 """Runs one issued task: its episodes at once, each published as soon as it is worth a block.
 
-Guarantees: every episode ends as an experience, or, where nothing was sampled, as a stub that lets its group complete
+Guarantees: every episode ends as an experience, or, where nothing was sampled, as a drop marker that lets its group complete
 (for an eval, a closure), and so does a task whose workflow no setting names; one episode's failure is its own; a
 straggler holds back finished ones for at most `linger_s`.
 """
@@ -17,10 +17,10 @@ from actors.rollout.session import ChatTokenizer, Session
 from actors.rollout.waiting import issued_of
 from actors.rollout.workflow import Workflow, Workflows
 from infra.log.log import Log
-from infra.observe.metrics import Metrics
+from infra.roles.role import Role
 from infra.settings.plugin import describe
 from infra.store.images import ImageReader
-from schemas import Block, Closure, Experience, Issued, Score, Stub, Task
+from schemas import Block, Closure, DropMarker, Experience, Issued, Score, Task
 from schemas.errors import BadImage, ConfigError
 from schemas.experience import MAX_MEMBERS
 from schemas.ids import experience_id
@@ -35,18 +35,14 @@ _MAX_FAILURE_CHARS = 500
 
 
 class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rollout of an explorer uses. stop: token ids that end a turn. origin: who made the experiences.
-    images: reads what tasks show.
-    """
+    """What every rollout of an explorer uses. stop_tokens: ids that end a turn. images: reads what tasks show."""
 
-    log: Log
+    role: Role
     engine: Engine
     tokenizer: ChatTokenizer
     workflows: Workflows
     config: ExploreConfig
-    metrics: Metrics
-    stop: tuple[int, ...]
-    origin: str
+    stop_tokens: tuple[int, ...]
     images: ImageReader | None = None
 
 
@@ -65,11 +61,11 @@ async def run_group(task: Task, runtime: RolloutRuntime) -> None:
         workflow = runtime.workflows.get(task.workflow)
     except ConfigError as error:
         _log.warning("task_refused group=%s error=%s", issued.group, error)
-        runtime.metrics.counter("tasks_refused", reason=REFUSED).inc()
+        runtime.role.metrics.counter("tasks_refused", reason=REFUSED).inc()
         ended = [_Ended(episode, [], str(error)) for episode in range(issued.num_episodes)]
         await _publish(ended, issued, runtime, REFUSED)
         return
-    sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=runtime.stop)
+    sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=runtime.stop_tokens)
     async with asyncio.TaskGroup() as group:
         pending = {
             group.create_task(_run_episode(task, episode, workflow, sampling, runtime))
@@ -79,7 +75,7 @@ async def run_group(task: Task, runtime: RolloutRuntime) -> None:
             done, pending = await asyncio.wait(pending, timeout=runtime.config.linger_s)
             if done:
                 await _publish([ended.result() for ended in done], issued, runtime)
-    runtime.metrics.counter("groups").inc()
+    runtime.role.metrics.counter("groups").inc()
 
 
 async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
@@ -102,16 +98,16 @@ async def _run_episode(
     except TimeoutError:
         failure = f"not finished after {runtime.config.episode_timeout_s:g} s"
     except BadImage as error:
-        runtime.metrics.counter("bad_images", reason=error.reason).inc()
+        runtime.role.metrics.counter("bad_images", reason=error.reason).inc()
         failure = describe(error)[:_MAX_FAILURE_CHARS]
     except Exception as error:  # whatever a workflow raises is this episode's failure, recorded as data
         failure = describe(error)[:_MAX_FAILURE_CHARS]
     if failure:
-        runtime.metrics.counter("requests_failed").inc()
+        runtime.role.metrics.counter("requests_failed").inc()
         _log.warning("episode_failed group=%s episode=%d failure=%s", issued_of(task).group, episode, failure)
     if not session.num_sampled:
         return _Ended(episode, [], failure or "nothing was sampled")
-    return _Ended(episode, _experiences(session, task, episode, failure, scores, runtime.origin), failure)
+    return _Ended(episode, _experiences(session, task, episode, failure, scores, runtime.role.instance), failure)
 
 
 def _experiences(
@@ -136,17 +132,17 @@ def _experiences(
 
 
 async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRuntime, reason: str = FAILED) -> None:
-    """Blocks of what was recorded, stubs (or an eval's closure) for what was not."""
+    """Blocks of what was recorded, drop markers (or an eval's closure) for what was not."""
     ended = sorted(ended, key=lambda episode: episode.episode)
     experiences = [experience for episode in ended for experience in episode.experiences]
     empty = [episode for episode in ended if not episode.experiences]
     for start in range(0, len(experiences), MAX_MEMBERS):
-        await runtime.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
+        await runtime.role.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
     if empty and issued.suite:
-        await runtime.log.publish(PROGRESS, _closure(issued, reason))
+        await runtime.role.log.publish(PROGRESS, _closure(issued, reason))
     elif empty:
-        await runtime.log.publish_all(VERIFIED, [_stub(episode.episode, issued, reason) for episode in empty])
-    metrics = runtime.metrics
+        await runtime.role.log.publish_all(VERIFIED, [_marker(episode.episode, issued, reason) for episode in empty])
+    metrics = runtime.role.metrics
     metrics.counter("episodes").inc(len(ended))
     metrics.counter("experiences").inc(len(experiences))
     for experience in experiences:
@@ -159,8 +155,8 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
         metrics.counter("stubs", reason=reason).inc(len(empty))
 
 
-def _stub(episode: int, issued: Issued, reason: str) -> Stub:
-    return Stub(
+def _marker(episode: int, issued: Issued, reason: str) -> DropMarker:
+    return DropMarker(
         id=experience_id(issued.group, issued.attempt, episode),
         group=issued.group,
         episode=episode,

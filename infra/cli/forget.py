@@ -55,8 +55,8 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
         print(printable_json(msgspec.json.encode(table).decode()))
     elif wait_s:
         none = f"none within {wait}, or no trainer runs; a resume from an older one drops it again"
-        told = none if saved is None else f"step {saved.step}"
-        Screen(soft_wrap=True).print(f"checkpoint without it: {told}")
+        shown = none if saved is None else f"step {saved.step}"
+        Screen(soft_wrap=True).print(f"checkpoint without it: {shown}")
     return 0
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from infra.cli.connect import reading
-from infra.cli.newest import newest_and_reader
+from infra.cli.newest import newest_and_next
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import LogMessage
@@ -30,17 +30,14 @@ async def run_peek(topic: str, config: Path, sets: list[str], *, last: int, foll
     # Records are read as they are, whatever the terminal's width.
     console = Screen(soft_wrap=True)
     async with reading(settings) as log:
-        messages, reader = await newest_and_reader(log, chosen, last)
-        try:
-            for message in messages:
+        messages, following = await newest_and_next(log, chosen, last)
+        for message in messages:
+            show(console, message, as_json)
+        if not messages and last and not follow and not as_json:
+            console.print(f"{log.name(chosen)} is empty", style="dim")
+        if follow:
+            async for message in log.tail(chosen, following):
                 show(console, message, as_json)
-            if not messages and last and not follow and not as_json:
-                console.print(f"{log.name(chosen)} is empty", style="dim")
-            while follow:
-                for message in await log.read(reader, timeout_s=1.0):
-                    show(console, message, as_json)
-        finally:
-            await reader.close()
     return 0
 
 
@@ -48,8 +45,8 @@ def show(console: Console, message: LogMessage, as_json: bool) -> None:
     """One record: where it lies and what it says."""
     if as_json:
         where = {"partition": message.partition, "offset": message.offset, "timestamp_ms": message.timestamp_ms}
-        told = msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode()
-        print(printable_json(told), flush=True)
+        line = msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode()
+        print(printable_json(line), flush=True)
         return
     clock = time.strftime("%H:%M:%S", time.localtime(message.timestamp_ms / 1000))
     head = Text(f"{message.partition}/{message.offset} {clock}  ", style="dim")
@@ -135,7 +132,7 @@ def batch_line(batch: Batch) -> str:
 
 
 def letter_line(letter: DeadLetter) -> str:
-    """A dead letter: where it lay, why it died, and what it held as far as that can be told."""
+    """A dead letter: where it lay, why it died, and what it held as far as that is known."""
     try:
         inner = decode(letter.value)
         held = f"a block of {inner.group}" if isinstance(inner, Block) else one_line(inner)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,10 +14,12 @@ from infra.cli.private import open_to_others
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
 from infra.local.ranks import rank_of
+from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
 from infra.roles.deadline import ends_within
 from infra.roles.identity import require_fit
+from infra.roles.role import Role, instance_of
 from infra.settings.config import split_address
 from infra.settings.plugin import add_plugin_folders
 from schemas import Progress
@@ -62,10 +63,10 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
 
 
 async def say_failed(role: str, settings: Settings, reason: str) -> None:
-    """Tell the log why this role ends, for `headrace status`; a log that cannot be reached is told nothing."""
+    """Write to the log why this role ends, for `headrace status`; nothing where the log cannot be reached."""
     ended = Progress(
         role=role,
-        instance=f"{role}/{socket.gethostname()}/{os.getpid()}",
+        instance=instance_of(role),
         state="failed",
         life="ended",
         reason=reason[:MAX_REASON],
@@ -86,6 +87,12 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
     await run(settings, metrics, stop)
     logger.info("stopped role=%s", role)
     return 0
+
+
+def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
+    """What a role of these settings is given."""
+    store = store_of(settings)
+    return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_of(name))
 
 
 def metrics_address(settings: Settings) -> tuple[str, int]:
@@ -111,7 +118,7 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
 
     async with connected(settings) as log:
         await require_fit(log, store_of(settings), settings)
-        await run_master(settings, settings.gate(), settings.pacing, log, metrics, stop)
+        await run_master(role_of("master", settings, log, metrics, stop), settings.gate())
 
 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
@@ -121,21 +128,12 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     from infra.model.model import load_tokenizer
     from infra.settings.plugin import load
 
-    async with connected(settings) as log:  # first: a missing broker is told in seconds, a model takes longer to load
+    async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
         await require_fit(log, store_of(settings), settings)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
         engine: Engine = load(settings.engine.use, {"model": folder, **settings.engine.options}, "engine")
-        await run_explorer(
-            settings,
-            settings.explore,
-            log=log,
-            store=store_of(settings),
-            engine=engine,
-            tokenizer=tokenizer,
-            stop_tokens=tokenizer.eos_ids,
-            metrics=metrics,
-            stop=stop,
-        )
+        role = role_of("explore", settings, log, metrics, stop)
+        await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids)
 
 
 async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
@@ -147,15 +145,13 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from actors.gateway.serve import run_gateway
     from infra.log.access import access_of
     from infra.log.kafka import KafkaBus
-    from infra.log.log import Log
     from infra.model.model import load_tokenizer
     from infra.settings.plugin import load
 
-    store = store_of(settings)
     await require_fit_if_there(settings)
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
     bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
-    log = Log(bus, settings.app, store=store)
+    log = Log(bus, settings.app, store=store_of(settings))
     tokenizer = await asyncio.to_thread(load_tokenizer, folder)
     await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
@@ -166,35 +162,21 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
         print(f"serving http://{at_port(config.listen, port)}/v1", flush=True)
 
     try:
-        await run_gateway(
-            settings,
-            config,
-            log=log,
-            store=store,
-            engine=engine,
-            tokenizer=tokenizer,
-            metrics=metrics,
-            stop=stop,
-            webhooks=webhooks,
-            listening=listening,
-        )
+        role = role_of("serve", settings, log, metrics, stop)
+        await run_gateway(role, config, engine, tokenizer, webhooks=webhooks, listening=listening)
     finally:
         await log.bus.close()
 
 
 async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    from infra.log.access import access_of
     from streams.app import run_worker
+    from streams.stages.hosted import BrokerLogin
 
     async with connected(settings) as log:
-        await require_fit(log, store_of(settings), settings)
-    await run_worker(
-        settings,
-        settings.streams(),
-        bootstrap=bootstrap_of(settings),
-        store=store_of(settings),
-        metrics=metrics,
-        stop=stop,
-    )
+        role = role_of("process", settings, log, metrics, stop)
+        await require_fit(log, role.store, settings)
+        await run_worker(role, settings.streams(), BrokerLogin(bootstrap_of(settings), access_of(settings)))
 
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
@@ -203,33 +185,29 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch.batch_chain import build_batch
     from trainer.batch.image_inputs import open_sight
     from trainer.health.board import Board
-    from trainer.learners.learner import Follower, open_learner
+    from trainer.learners.learner import Ranks, open_learner
     from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
-        if not isinstance(learner, Follower):
+        if not isinstance(learner, Ranks):
             raise ConfigError(several_ranks(settings))
-        await asyncio.to_thread(learner.follow)
+        await asyncio.to_thread(learner.follow, store_of(settings))
         return
     # Each of its records is waited for alone, and the optimizer step with it: none would leave with others.
     async with connected(settings, linger_ms=0) as log:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
-        store = store_of(settings)
+        role = role_of("train", settings, log, metrics, stop)
         board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None
         try:
             await run_trainer(
-                settings,
+                role,
                 settings.trainer,
-                log=log,
-                store=store,
-                learner=learner,
-                metrics=metrics,
-                stop=stop,
+                learner,
                 seed=settings.master.seed,
                 board=board,
                 chain=build_batch(settings.processor),
-                image_inputs=await asyncio.to_thread(open_sight, folder, store),
+                image_inputs=await asyncio.to_thread(open_sight, folder, role.store),
                 max_tokens=context_tokens(folder),
             )
         finally:
@@ -248,7 +226,7 @@ async def require_fit_if_there(settings: Settings) -> None:
 
 
 def gateway_of(settings: Settings) -> GatewayConfig:
-    """The [gateway] table, or its defaults where there is none; of a canary, as it stands beside the others."""
+    """The [gateway] table, or its defaults where there is none; of a canary, as it runs beside the others."""
     config = settings.gateway or GatewayConfig()
     return config.as_canary() if config.channel == "canary" else config
 

@@ -99,7 +99,7 @@ def show_answer(console: Console, answer: AnswerTrace) -> None:
     rows.add_row("", "asked", question)
     rows.add_row(clock(answer.published_ms), "answered", f"{response}  {spans(first)}  {first.end}")
     if answer.judged is not None:
-        rows.add_row("", "judged", f"{scores(answer.judged)}  by {', '.join(answer.judged.stamps) or 'nobody'}")
+        rows.add_row("", "judged", f"{scores(answer.judged)}  by {', '.join(answer.judged.stamps) or 'no score'}")
     if answer.dropped:
         rows.add_row("", "dropped", answer.dropped)
     for time_ms, said in answer.feedback:

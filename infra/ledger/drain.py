@@ -9,6 +9,7 @@ buffer to be drawn stay there, and production traffic is not stopped by it.
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 
 import msgspec
 
@@ -40,11 +41,11 @@ OnDraining = Callable[[Draining], None]
 async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: OnDraining) -> Account:
     """Drain and account for everything; what is still on its way when the time is up is in the account."""
     heard_from = await log.bus.end_offsets(log.name(PROGRESS))
-    told = await log.publish(POLICIES, Directive(order="drain", owner=owner))
+    order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
     ends_s = time.monotonic() + timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            await _master_drained(log, min(heard_from.values()), told.offset, on_draining)
+            await _master_drained(log, min(heard_from.values()), order.offset, on_draining)
     except TimeoutError:
         return await audit(log, run)
     again_s = AGAIN_S
@@ -64,15 +65,11 @@ async def go_on(log: Log, owner: str) -> None:
 
 async def _master_drained(log: Log, start: int, told: int, on_draining: OnDraining) -> None:
     """Until a master that has read the word at offset `told` reports that nothing is outstanding."""
-    reader = await log.assigned(PROGRESS, {0: start})
-    try:
-        while True:
-            for message in await log.read(reader, timeout_s=1.0):
-                report = message.value
-                if not isinstance(report, Progress) or report.master is None or report.master.drained_to < told:
-                    continue  # an older master, or one that has not heard of it yet
-                on_draining(Draining(report.master.state, report.master.outstanding))
-                if report.master.is_drained:
-                    return
-    finally:
-        await reader.close()
+    async with aclosing(log.tail(PROGRESS, {0: start})) as messages:
+        async for message in messages:
+            report = message.value
+            if not isinstance(report, Progress) or report.master is None or report.master.drained_to < told:
+                continue  # an older master, or one that has not heard of it yet
+            on_draining(Draining(report.master.state, report.master.outstanding))
+            if report.master.is_drained:
+                return

@@ -10,7 +10,7 @@ import asyncio
 import fcntl
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Index:
         self._lock.close()
 
     async def refresh(self, log: Log, on_read: Callable[[str, int], None] = lambda topic, left: None) -> None:
-        """Read what has come since the last time. on_read is told a topic and how many of its records are left."""
+        """Read what has come since the last time. on_read: called with a topic and how many of its records are left."""
         async with self._alone():
             if await self._is_of_another_log(log):
                 self._drop()
@@ -206,8 +206,7 @@ class Index:
         return any(ends.get((topic, partition), 0) < following for topic, partition, following in known)
 
     async def _read(self, log: Log, topic: Topic, on_read: Callable[[str, int], None]) -> None:
-        name = log.name(topic)
-        begins, ends = await log.bus.beginning_offsets(name), await log.bus.end_offsets(name)
+        begins, ends = await log.bounds(topic)
         known = {
             partition: following
             for partition, following in self._database.execute(
@@ -215,20 +214,17 @@ class Index:
             )
         }
         if topic in KEYED:
-            self._prune(topic, {at.index: begin for at, begin in begins.items()})
-        starts = {at.index: max(begin, known.get(at.index, 0)) for at, begin in begins.items()}
-        behind = {at.index: end for at, end in ends.items() if starts[at.index] < end}
+            self._prune(topic, begins)
+        following = {index: max(begin, known.get(index, 0)) for index, begin in begins.items()}
+        behind = {index: end for index, end in ends.items() if following[index] < end}
         if not behind:
             return
-        reader = await log.assigned(topic, {index: starts[index] for index in behind})
-        try:
-            while any(starts[index] < end for index, end in behind.items()):
-                records = await reader.get_many(timeout_s=1.0, max_records=MAX_RECORDS)
-                starts |= {at.index: offset for at, offset in reader.positions().items()}
-                self._store(topic, log, records, starts)
-                on_read(topic.name, sum(max(0, end - starts[index]) for index, end in behind.items()))
-        finally:
-            await reader.close()
+        async with aclosing(log.chunks(topic, following, behind, max_records=MAX_RECORDS)) as chunks:
+            async for records in chunks:
+                following |= {record.partition: record.offset + 1 for record in records}
+                self._store(topic, log, records, following)
+                on_read(topic.name, sum(end - following[index] for index, end in behind.items()))
+        self._store(topic, log, [], following | behind)  # compaction may have taken the last records
 
     def _store(self, topic: Topic, log: Log, records: Sequence[Record], following: dict[int, int]) -> None:
         """Everything of one read and how far it got, in one transaction."""
@@ -310,6 +306,6 @@ def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, i
 
 def keys_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:
     """Key id, group and its session ("" for none) of sealed records, as their Kafka headers tell."""
-    told = [dict(record.headers) for record in records]
-    pairs = [(one["key"], one["group"].decode(errors="replace")) for one in told if "key" in one and "group" in one]
+    headers = [dict(record.headers) for record in records]
+    pairs = [(one["key"], one["group"].decode(errors="replace")) for one in headers if "key" in one and "group" in one]
     return [(key.decode(errors="replace"), number(group), session_of(group)) for key, group in pairs]

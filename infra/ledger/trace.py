@@ -1,6 +1,6 @@
 """`trace`: from an answer to the steps that learned from it, and from a policy to what it learned.
 
-Read from the log through the index; nothing is inferred: each line of a trace is a record somebody wrote.
+Read from the log through the index; nothing is inferred: each line of a trace is a record of the log.
 """
 
 from collections import Counter
@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from infra.ledger.index import Index, IndexPlace, TrainedStep
-from infra.log.bus import Partition
 from infra.log.log import Log, LogMessage
 from infra.store.seal import FORGOTTEN, Keys, open_text
-from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
-from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, Sealed
+from schemas import Batch, Block, Closure, DropMarker, Experience, Feedback, PolicyEvent, topics
+from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of
 from schemas.topics import by_name
 
@@ -23,7 +22,8 @@ READ_S = 30.0
 class TrainedUse(msgspec.Struct, frozen=True):
     """One optimizer step that trained on an answer.
 
-    Example: TrainedUse(step=40, version=39, lane="usual", revision=0, use=0, advantage=0.93, weight=1.0, undone="")
+    Example: TrainedUse(step=40, time_ms=1763715600000, version=39, lane="usual", revision=0, use=0,
+                        advantage=0.93, weight=1.0, undone="")
     """
 
     step: int
@@ -60,7 +60,7 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyTrace(msgspec.Struct, frozen=True, kw_only=True):
     """What made a policy: the steps since its parent, and who was trained on in them.
 
-    lanes, versions: lane or behaviour version → experiences. tenants are not told: the journal does not hold them.
+    lanes, versions: lane or behaviour version → experiences. without tenants: the journal does not hold them.
     """
 
     version: int
@@ -100,7 +100,7 @@ async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
             (
                 f"{one.reason} (by {one.processor})" if one.processor else one.reason
                 for _, one in by_topic.get("verified", ())
-                if isinstance(one, Stub) and one.id == name
+                if isinstance(one, DropMarker) and one.id == name
             ),
             "",
         ),
@@ -197,21 +197,10 @@ async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPla
         by_topic.setdefault(place.topic, []).append(place)
     found: list[tuple[IndexPlace, LogMessage]] = []
     for name, wanted in by_topic.items():
-        topic = by_name(name)
-        begins = await log.bus.beginning_offsets(log.name(topic))
-        kept = [one for one in wanted if one.offset >= begins[Partition(log.name(topic), one.partition)]]
-        for partition in sorted({one.partition for one in kept}):
-            offsets = {one.offset: one for one in kept if one.partition == partition}
-            reader = await log.assigned(topic, {partition: min(offsets)})
-            try:
-                for offset, place in offsets.items():
-                    reader.seek(Partition(log.name(topic), partition), offset)
-                    messages = await log.read(reader, timeout_s=READ_S, max_records=1)
-                    if not messages:
-                        raise BrokerUnavailable(f"{log.name(topic)}: offset {offset} did not come within {READ_S:g} s")
-                    found.append((place, messages[0]))
-            finally:
-                await reader.close()
+        for partition in sorted({one.partition for one in wanted}):
+            here = [one for one in wanted if one.partition == partition]
+            records = await log.at(by_name(name), partition, [one.offset for one in here])
+            found += [(one, await log.decoded(records[one.offset])) for one in here if one.offset in records]
     return found
 
 

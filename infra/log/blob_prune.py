@@ -4,7 +4,7 @@ Guarantee: a frame that a kept record claims stays, however old it is, and so do
 Why: who sends a frame deposits it under the day of the sending (`blobs.deposit`), so no record that is still to come
 claims a frame of a day gone by, but for a copy of one that is there: a dead letter, or its second chance. Dead letters are
 read before and after everything else, so that a copy made meanwhile is found where it came from or where it went.
-Nothing is removed before the whole log was read; a run that is broken off has removed only what nobody claims.
+Nothing is removed before the whole log was read; a run that is broken off has removed only what no record claims.
 
 Images lie under their hash alone, named by tasks that are kept for ever, and are not touched.
 """
@@ -12,6 +12,7 @@ Images lie under their hash alone, named by tasks that are kept for ever, and ar
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from infra.log.blobs import day_of_key, is_claim, read_claim
 from infra.log.log import Log
@@ -20,7 +21,7 @@ from schemas import DeadLetter
 from schemas.errors import BadFrame
 from schemas.topics import ALL, DEAD_LETTERS, Topic
 
-LEEWAY_DAYS = 2  # clocks that disagree, and a sender that stands still between deposit and record
+LEEWAY_DAYS = 2  # clocks that disagree, and a sender that stops between deposit and record
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ async def prune_frames(log: Log, *, today: int, keep_ms: int) -> int:
 
 
 async def claimed_keys(log: Log) -> set[str]:
-    """Keys that the records of the log claim, as it stands when each topic is come to."""
+    """Keys that the records of the log claim, as it is when each topic is read."""
     holding = [topic for topic in ALL if "Block" in topic.holds]
     keys: set[str] = set()
     for topic in (DEAD_LETTERS, *holding, DEAD_LETTERS):
@@ -61,16 +62,11 @@ async def claimed_keys(log: Log) -> set[str]:
 
 async def _claims(log: Log, topic: Topic) -> AsyncGenerator[bytes, None]:
     """Claims among the raw values of a topic, and among what its dead letters hold."""
-    ends = await log.bus.end_offsets(log.name(topic))
-    reader = await log.assigned(topic, "beginning")
-    try:
-        while any(reader.positions().get(at, 0) < end for at, end in ends.items()):
-            for record in await reader.get_many(timeout_s=1.0):
-                if is_claim(record.value):
-                    yield record.value
-                elif topic is DEAD_LETTERS:
-                    letter = log.decode(record).value
-                    if isinstance(letter, DeadLetter) and is_claim(letter.value):
-                        yield letter.value
-    finally:
-        await reader.close()
+    async with aclosing(log.chunks(topic)) as chunks:
+        async for record in (one async for records in chunks for one in records):
+            if is_claim(record.value):
+                yield record.value
+            elif topic is DEAD_LETTERS:
+                letter = log.decode(record).value
+                if isinstance(letter, DeadLetter) and is_claim(letter.value):
+                    yield letter.value

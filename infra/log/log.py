@@ -2,7 +2,7 @@
 
 Delivery: `publish` returns after the broker's confirmation. Loss: a record that does not decode reaches the caller as
 `LogMessage.error` (BadFrame) with its bytes, never as silence; a record of a newer major raises UnknownMajor and stops the
-reader. Whatever `read` raises, the reader stands before the records of that call again. Privacy: a block whose members
+reader. Whatever `read` raises, the reader is before the records of that call again. Privacy: a block whose members
 name a key is sealed before it is sent or stored (see `infra.store.seal`).
 """
 
@@ -10,23 +10,25 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Literal
 
 import msgspec
 
 from infra.log.blobs import deposit, is_claim, redeem
 from infra.log.bus import Bus, Headers, Partition, Reader, Record, RecordPosition
+from infra.log.partitioner import key_of
 from infra.observe.failpoint import reach, send_point
 from infra.store.seal import Keys
 from infra.store.store import Store
-from schemas import Block, Control, DeadLetter, Feedback, Received, Task, Tick, decode, encode, kafka_headers
-from schemas.errors import BadFrame, ConfigError, StoreError
-from schemas.ids import group_of, partition_key
+from schemas import Block, Control, DeadLetter, Tick, decode, encode, kafka_headers
+from schemas.errors import BadFrame, ConfigError, OffsetOutOfRange, StoreError
+from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, Topic, topic_config, topic_name
 from schemas.wire.frame import is_sealed
 
-DEAD_LETTER_BYTES = 64 * 1024
+# Neighbouring offsets are read in one go where the hole between them costs less than another request.
+MAX_HOLE = 64
 # Above this many tokens encoding takes milliseconds, so it leaves the event loop.
 THREAD_TOKENS = 65_536
 STORE_ATTEMPTS = 4
@@ -148,9 +150,7 @@ class Log:
         """
         records = await reader.get_many(timeout_s=timeout_s, max_records=max_records)
         try:
-            return [
-                self.decode(record) if not asks_store(record) else await self._resolve(record) for record in records
-            ]
+            return [await self.decoded(record) for record in records]
         except BaseException:
             _rewind(reader, records)
             raise
@@ -167,26 +167,11 @@ class Log:
         except BadFrame as error:
             return LogMessage(record, error=error)
 
-    async def dead_letter(
-        self, source: LogMessage | Record, *, stage: str, reason: str, error: str = ""
-    ) -> RecordPosition:
-        """Put a record that cannot be processed, with where it lay and why, into dead-letters.
-
-        reason: a short constant phrase. error: the message that names the field; by default that of the decoder.
+    async def dead_letter(self, source: LogMessage, *, stage: str, reason: str, error: str = "") -> RecordPosition:
+        """Put a record that cannot be processed into dead-letters. reason, error: see `letter_of`; the error is by default that
+        of the decoder.
         """
-        record = source.record if isinstance(source, LogMessage) else source
-        if not error and isinstance(source, LogMessage) and source.error is not None:
-            error = str(source.error)
-        letter = DeadLetter(
-            topic=record.topic.removeprefix(f"{self.app}."),
-            partition=record.partition,
-            offset=record.offset,
-            stage=stage,
-            reason=reason,
-            error=error,
-            value=record.value[:DEAD_LETTER_BYTES],
-            key=record.key,
-        )
+        letter = letter_of(source.record, stage=stage, reason=reason, error=error or str(source.error or ""))
         logger.warning("dead_letter topic=%s offset=%d stage=%s reason=%s", letter.topic, letter.offset, stage, reason)
         return await self.publish(DEAD_LETTERS, letter)
 
@@ -219,31 +204,90 @@ class Log:
 
     async def read_all(self, topic: Topic, *, until_end: bool = True) -> AsyncGenerator[LogMessage, None]:
         """All kept records, in partition order; ends at what was the end when called, or with until_end=False never."""
-        ends = await self.bus.end_offsets(self.name(topic))
-        reader = await self.assigned(topic, "beginning")
+        messages = self.scan(topic) if until_end else self.tail(topic, "beginning")
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
+
+    async def tail(
+        self, topic: Topic, starts: Mapping[int, int] | Literal["beginning", "end"]
+    ) -> AsyncGenerator[LogMessage, None]:
+        """Records from `starts` on (see `assigned`), for ever."""
+        reader = await self.assigned(topic, starts)
         try:
-            while not until_end or any(reader.positions().get(at, 0) < end for at, end in ends.items()):
+            while True:
                 for message in await self.read(reader, timeout_s=1.0):
-                    if not until_end or message.offset < ends[Partition(self.name(topic), message.partition)]:
-                        yield message
+                    yield message
         finally:
             await reader.close()
 
-    async def read_between(
-        self, topic: Topic, partition: int, start: int, stop: int, *, max_records: int = 500
+    async def scan(
+        self,
+        topic: Topic,
+        starts: Mapping[int, int] | Literal["beginning"] = "beginning",
+        stops: Mapping[int, int] | None = None,
+        *,
+        max_records: int = 500,
     ) -> AsyncGenerator[LogMessage, None]:
-        """Records of one partition from `start` up to `stop`; raises OffsetOutOfRange where retention took the first."""
-        if start >= stop:
+        """Records from `starts` up to `stops`, both by partition, by default all that are kept at the call.
+
+        Raises OffsetOutOfRange where retention took the first.
+        """
+        async with aclosing(self.chunks(topic, starts, stops, max_records=max_records)) as chunks:
+            async for records in chunks:
+                for record in records:
+                    yield await self.decoded(record)
+
+    async def bounds(self, topic: Topic) -> tuple[dict[int, int], dict[int, int]]:
+        """Where each partition begins, and where it ends now."""
+        begins = await self.bus.beginning_offsets(self.name(topic))
+        ends = await self.bus.end_offsets(self.name(topic))
+        return {at.index: begin for at, begin in begins.items()}, {at.index: end for at, end in ends.items()}
+
+    async def chunks(
+        self,
+        topic: Topic,
+        starts: Mapping[int, int] | Literal["beginning"] = "beginning",
+        stops: Mapping[int, int] | None = None,
+        *,
+        max_records: int = 500,
+    ) -> AsyncGenerator[list[Record], None]:
+        """What `scan` reads, as it comes and not decoded."""
+        if stops is None:
+            stops = (await self.bounds(topic))[1]
+        begun = {index for index, stop in stops.items() if isinstance(starts, str) or starts[index] < stop}
+        if not begun:
             return
-        at = Partition(self.name(topic), partition)
-        reader = await self.assigned(topic, {partition: start})
+        reader = await self.assigned(topic, starts if isinstance(starts, str) else {at: starts[at] for at in begun})
         try:
-            while reader.positions().get(at, start) < stop:
-                for message in await self.read(reader, timeout_s=1.0, max_records=max_records):
-                    if message.offset < stop:
-                        yield message
+            reading = [(Partition(self.name(topic), index), stop) for index, stop in stops.items() if index in begun]
+            while any(reader.positions().get(at, 0) < stop for at, stop in reading):
+                records = await reader.get_many(timeout_s=1.0, max_records=max_records)
+                if kept := [one for one in records if one.offset < stops[one.partition]]:
+                    yield kept
         finally:
             await reader.close()
+
+    async def at(self, topic: Topic, partition: int, offsets: Iterable[int]) -> dict[int, Record]:
+        """The records at these offsets of a partition, not decoded; what retention or compaction took is missing."""
+        where = Partition(self.name(topic), partition)
+        begins, ends = await self.bounds(topic)
+        wanted = sorted({offset for offset in offsets if begins[partition] <= offset < ends[partition]})
+        if not wanted:
+            return {}
+        found: dict[int, Record] = {}
+        reader = await self.bus.assigned({where: wanted[0]})
+        try:
+            for start, stop in runs(wanted):
+                reader.seek(where, start)
+                while reader.positions().get(where, start) < stop:
+                    records = await reader.get_many(timeout_s=1.0, max_records=stop - start)
+                    found |= {record.offset: record for record in records}
+        except OffsetOutOfRange:  # retention went on meanwhile
+            return found | await self.at(topic, partition, wanted)
+        finally:
+            await reader.close()
+        return {offset: found[offset] for offset in wanted if offset in found}
 
     async def require_topics(self) -> None:
         """Raises ConfigError naming the first topic of the app that is not there."""
@@ -270,8 +314,10 @@ class Log:
             raise refused[0]
         return created
 
-    async def _resolve(self, record: Record) -> LogMessage:
-        """`decode` in a thread; a store that fails is asked again a few times."""
+    async def decoded(self, record: Record) -> LogMessage:
+        """`decode`, in a thread where it asks the store; a store that fails is asked again a few times."""
+        if not asks_store(record):
+            return self.decode(record)
         for attempt in range(1, STORE_ATTEMPTS):
             try:
                 return await asyncio.to_thread(self.decode, record)
@@ -279,6 +325,38 @@ class Log:
                 logger.warning("blob.retry topic=%s offset=%d error=%s", record.topic, record.offset, error)
                 await asyncio.sleep(0.1 * 4**attempt)
         return await asyncio.to_thread(self.decode, record)
+
+
+def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, int]]:
+    """Ascending [start, stop) runs that cover all offsets.
+
+    >>> runs([3, 4, 9, 200], max_hole=8)
+    [(3, 10), (200, 201)]
+    """
+    found: list[tuple[int, int]] = []
+    for offset in sorted(set(offsets)):
+        if found and offset - found[-1][1] < max_hole:
+            found[-1] = (found[-1][0], offset + 1)
+        else:
+            found.append((offset, offset + 1))
+    return found
+
+
+def letter_of(record: Record, *, stage: str, reason: str, error: str = "") -> DeadLetter:
+    """A record that cannot be processed, with where it lay and why.
+
+    reason: a short constant phrase. error: the message that names the field.
+    """
+    return DeadLetter(
+        topic=record.topic.partition(".")[2],
+        partition=record.partition,
+        offset=record.offset,
+        stage=stage,
+        reason=reason,
+        error=error,
+        value=record.value[:MAX_LETTER_BYTES],
+        key=record.key,
+    )
 
 
 def asks_store(record: Record) -> bool:
@@ -291,34 +369,8 @@ def _is_slow_to_encode(block: Block) -> bool:
     return bool(block.experiences[0].key_id) or sum(one.num_tokens for one in block.experiences) > THREAD_TOKENS
 
 
-def key_of(topic: Topic, record: Control | Block) -> bytes:
-    """The key of a record in a topic: what must stay in order with it. One-partition topics need none to be right."""
-    if isinstance(record, DeadLetter):
-        return record.key
-    if isinstance(record, Tick):
-        return str(record.partition).encode()
-    if isinstance(record, Feedback):
-        return partition_key(group_of(record.ref)).encode()
-    if isinstance(record, Received):
-        return (
-            partition_key(group_of(record.ref)) if record.ref else record.path
-        ).encode()  # a webhook's events stay in order
-    if isinstance(record, Task) and topic.key == "group":
-        if record.issued is None:
-            raise ValueError(f"task {record.id}: {topic.name} holds issued tasks, and this one is not")
-        return record.issued.group.encode()
-    if isinstance(record, Task):
-        return record.id.encode()
-    if (group := getattr(record, "group", None)) is not None:
-        return partition_key(str(group)).encode()
-    for name in ("run", "policy", "instance"):
-        if (key := getattr(record, name, None)) is not None:
-            return str(key).encode()
-    return topic.key.encode()
-
-
 def _rewind(reader: Reader, records: Sequence[Record]) -> None:
-    """Stand before `records` again, in every partition that is still the reader's."""
+    """Go back to before `records`, in every partition that is still the reader's."""
     first: dict[Partition, int] = {}
     for record in records:
         first.setdefault(Partition(record.topic, record.partition), record.offset)

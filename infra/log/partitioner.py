@@ -1,6 +1,10 @@
-"""Key to partition as Kafka's Java client does it, so that every client and MemoryBus agree where a record lives."""
+"""What key a record has, and key to partition as Kafka's Java client does it, so that every client agrees where it lives."""
 
 import struct
+
+from schemas import Block, Control, DeadLetter, Feedback, Received, Task, Tick
+from schemas.ids import group_of, partition_key
+from schemas.topics import Topic
 
 SEED = 0x9747B28C
 MULTIPLIER = 0x5BD1E995
@@ -28,3 +32,29 @@ def partition_for(key: bytes, num_partitions: int) -> int:
     if num_partitions == 1:
         return 0
     return (murmur2(key) & 0x7FFFFFFF) % num_partitions
+
+
+def key_of(topic: Topic, record: Control | Block) -> bytes:
+    """The key of a record in a topic: what must stay in order with it. One-partition topics need none to be right."""
+    if isinstance(record, DeadLetter):
+        return record.key
+    if isinstance(record, Tick):
+        return str(record.partition).encode()
+    if isinstance(record, Feedback):
+        return partition_key(group_of(record.ref)).encode()
+    if isinstance(record, Received):
+        return (
+            partition_key(group_of(record.ref)) if record.ref else record.path
+        ).encode()  # a webhook's events stay in order
+    if isinstance(record, Task) and topic.key == "group":
+        if record.issued is None:
+            raise ValueError(f"task {record.id}: {topic.name} holds issued tasks, and this one is not")
+        return record.issued.group.encode()
+    if isinstance(record, Task):
+        return record.id.encode()
+    if (group := getattr(record, "group", None)) is not None:
+        return partition_key(str(group)).encode()
+    for name in ("run", "policy", "instance"):
+        if (key := getattr(record, name, None)) is not None:
+            return str(key).encode()
+    return topic.key.encode()

@@ -52,25 +52,36 @@ class Previous(msgspec.Struct, frozen=True):
     tensors: Mapping[str, Tensor]
 
 
+class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be published. token: of the trainer's lease. parent: the version it was trained from, -1 for none. step: the
+    last one it contains.
+
+    Example: NewVersion(policy="main", token=17, version=8, parent=7, step=31)
+    """
+
+    policy: str
+    token: int
+    version: int
+    parent: int
+    step: int
+
+
 def publish(
     store: Store,
-    *,
-    policy: str,
-    token: int,
-    version: int,
-    parent: int,
+    new: NewVersion,
     tensors: Mapping[str, Tensor],
+    *,
     previous: Mapping[str, Tensor] | None,
     probe: Probe | None,
-    step: int,
     anchor_every: int = 25,
     shard_bytes: int = SHARD_BYTES,
 ) -> PolicyEvent:
-    """Store `version` and return the event to send. Blocking: run it in a thread.
+    """Store a version and return the event to send. Blocking: run it in a thread.
 
-    previous: the tensors of `parent`; None makes an anchor. Raises PolicyRefused where a tensor is not finite or the
+    previous: the tensors of its parent; None makes an anchor. Raises PolicyRefused where a tensor is not finite or the
     version exists with other content, StoreError, and ValueError where `previous` is not what was published.
     """
+    policy, token, version = new.policy, new.token, new.version
     check_key(folder_of(policy, token))
     if "/" in policy or not tensors:
         raise ValueError(f"publish: got policy {policy!r} with {len(tensors)} tensors, expected a name without '/'")
@@ -78,9 +89,9 @@ def publish(
         if not is_finite(tensor):
             raise PolicyRefused(f"version {version} of {policy}: {name} holds values that are not finite")
     entries = entries_of(tensors)
-    if (existing := _existing(store, policy, token, version, entries)) is not None:
+    if (existing := _existing(store, new, entries)) is not None:
         return existing
-    base = _previous(store, policy, token, parent, previous, entries)
+    base = _previous(store, new, previous, entries)
     target = _Target(store, folder_of(policy, token), version, shard_bytes)
     sources = _store_sources(target, tensors, entries, base, anchor_every)
     has_anchor = any(source.kind == "anchor" for source in sources)
@@ -88,8 +99,8 @@ def publish(
         policy=policy,
         token=token,
         version=version,
-        parent=parent,
-        step=step,
+        parent=new.parent,
+        step=new.step,
         anchor=version if has_anchor or base is None else base.manifest.anchor,
         chain_bytes=0 if has_anchor or base is None else base.manifest.chain_bytes + sources[0].num_bytes,
         tensors=entries,
@@ -112,31 +123,26 @@ class _Target(msgspec.Struct, frozen=True):
     shard_bytes: int
 
 
-def _existing(
-    store: Store, policy: str, token: int, version: int, entries: tuple[TensorEntry, ...]
-) -> PolicyEvent | None:
+def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -> PolicyEvent | None:
     """The event of this version where it was published before with this content."""
     try:
-        manifest, digest = read_manifest(store, manifest_key(policy, token, version))
+        manifest, digest = read_manifest(store, manifest_key(new.policy, new.token, new.version))
     except NotInStore:
         return None
     if difference := first_difference(entries, manifest.tensors, values=True):
-        raise PolicyRefused(f"version {version} of {policy} is published already, under token {token}: {difference}")
+        raise PolicyRefused(
+            f"version {new.version} of {new.policy} is published already, under token {new.token}: {difference}"
+        )
     return _event(manifest, digest)
 
 
 def _previous(
-    store: Store,
-    policy: str,
-    token: int,
-    parent: int,
-    tensors: Mapping[str, Tensor] | None,
-    entries: tuple[TensorEntry, ...],
+    store: Store, new: NewVersion, tensors: Mapping[str, Tensor] | None, entries: tuple[TensorEntry, ...]
 ) -> Previous | None:
     """The base of a delta; None where there is none, as at the first version of a lease."""
-    if tensors is None or parent < 0:
+    if tensors is None or new.parent < 0:
         return None
-    key = manifest_key(policy, token, parent)
+    key = manifest_key(new.policy, new.token, new.parent)
     try:
         manifest, digest = read_manifest(store, key)
     except NotInStore:
@@ -145,9 +151,9 @@ def _previous(
         log.warning("parent not readable, publishing an anchor: %s", error)
         return None
     if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
-        raise ValueError(f"previous: not version {parent} as published: {difference}")
+        raise ValueError(f"previous: not version {new.parent} as published: {difference}")
     if difference := first_difference(entries, manifest.tensors, values=False):
-        raise ValueError(f"tensors: not those of version {parent}: {difference}")
+        raise ValueError(f"tensors: not those of version {new.parent}: {difference}")
     return Previous(manifest, key, digest, tensors)
 
 

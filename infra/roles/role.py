@@ -1,7 +1,34 @@
-"""What a role's process needs around its loops: run them until told to stop, and say the one error that ended them."""
+"""What every role is given, and what its process needs around its loops."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Coroutine
+
+import msgspec
+
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor
+from infra.store.store import Store
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What every role is given. floor: the settings that all roles share. stop: set when it is to end. instance: the name that
+    its reports and leases bear.
+    """
+
+    floor: Floor
+    log: Log
+    store: Store
+    metrics: Metrics
+    stop: asyncio.Event
+    instance: str
+
+
+def instance_of(role: str) -> str:
+    """How this process is named in a role, such as `train/host-3/417`."""
+    return f"{role}/{socket.gethostname()}/{os.getpid()}"
 
 
 async def run_until(stop: asyncio.Event, *loops: Coroutine[None, None, None]) -> None:

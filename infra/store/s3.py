@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
 from infra.store.store import check_key, check_prefix
 from schemas.errors import ConfigError, NotInStore, StoreError
 
@@ -25,7 +27,7 @@ READ_TIMEOUT_S = 60.0
 NUM_RETRIES = 3
 PART_BYTES = 64 * 1024 * 1024
 
-# The same call can never succeed until somebody changes a setting.
+# The same call can never succeed until a setting is changed.
 _FINAL_CODES = frozenset({
     "AccessDenied", "AuthorizationHeaderMalformed", "InvalidAccessKeyId", "InvalidBucketName", "NoSuchBucket",
     "SignatureDoesNotMatch",
@@ -47,14 +49,27 @@ def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.enviro
         bucket,
         prefix=prefix,
         endpoint=endpoint or "https://s3.amazonaws.com",
-        access_key=access_key,
-        secret_key=secret_key,
-        session_token=environment.get("AWS_SESSION_TOKEN") or None,
+        credentials=S3Credentials(
+            access_key=access_key,
+            secret_key=secret_key,
+            session_token=environment.get("AWS_SESSION_TOKEN") or None,
+        ),
         region=environment.get("AWS_REGION")
         or environment.get("AWS_DEFAULT_REGION")
         or ("us-east-1" if endpoint else None),
         ca_file=environment.get("AWS_CA_BUNDLE") or environment.get("SSL_CERT_FILE") or None,
     )
+
+
+class S3Credentials(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks. session_token: of temporary credentials."""
+
+    access_key: str
+    secret_key: str
+    session_token: str | None = None
+
+    def __repr__(self) -> str:
+        return "S3Credentials([secret])"
 
 
 class S3Store:
@@ -65,10 +80,8 @@ class S3Store:
         bucket: str,
         *,
         endpoint: str,
-        access_key: str,
-        secret_key: str,
+        credentials: S3Credentials,
         prefix: str = "",
-        session_token: str | None = None,
         region: str | None = None,
         ca_file: str | None = None,
         num_retries: int = NUM_RETRIES,
@@ -83,7 +96,7 @@ class S3Store:
         self._bucket = bucket
         self._prefix = f"{check_key(prefix)}/" if prefix else ""
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
-        self._secrets = tuple(secret for secret in (secret_key, session_token) if secret)
+        self._secrets = tuple(one for one in (credentials.secret_key, credentials.session_token) if one)
         pool = urllib3.PoolManager(
             timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
             retries=urllib3.Retry(total=num_retries, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
@@ -93,9 +106,9 @@ class S3Store:
         try:
             self._client: Any = minio.Minio(
                 parts.netloc,
-                access_key=access_key,
-                secret_key=secret_key,
-                session_token=session_token,
+                access_key=credentials.access_key,
+                secret_key=credentials.secret_key,
+                session_token=credentials.session_token,
                 secure=parts.scheme == "https",
                 region=region,
                 http_client=pool,
@@ -119,6 +132,11 @@ class S3Store:
         """The whole object. Raises NotInStore, StoreError."""
         name = self._name(key)
         return self._call("get", key, lambda: self._read(name))
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
+        name = self._name(key)
+        return self._call("read", key, lambda: self._read_part(name, start, length))
 
     def size(self, key: str) -> int:
         """Bytes of the object. Raises NotInStore, StoreError."""
@@ -151,8 +169,18 @@ class S3Store:
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-    def _read(self, name: str) -> bytes:
-        response = self._client.get_object(self._bucket, name)
+    def _read_part(self, name: str, start: int, length: int) -> bytes:
+        from minio.error import S3Error
+
+        try:
+            return self._read(name, offset=start, length=length) if length else b""
+        except S3Error as error:
+            if error.code == "InvalidRange":  # it begins at or after the end
+                return b""
+            raise
+
+    def _read(self, name: str, **part: int) -> bytes:
+        response = self._client.get_object(self._bucket, name, **part)
         try:
             data: bytes = response.read()
             return data

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.seal import FORGOTTEN, open_text
 from schemas import Block, Closure, Tick
-from schemas.errors import BadFrame, OffsetOutOfRange, Sealed
+from schemas.errors import BadFrame, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.credit import usual_memories
 from streams.collect.decision import Decision, Folded
@@ -217,17 +218,13 @@ class Collector:
 
     async def _replay(self, until: int, taken_away: Callable[[], bool]) -> None:
         """Fold the log from next_offset up to `until`."""
-        reader = await self._log.assigned(VERIFIED, {self.partition: self.next_offset})
-        try:
-            while self.next_offset < until:
+        here = self.partition
+        scanned = self._log.chunks(VERIFIED, {here: self.next_offset}, {here: until}, max_records=REBUILD_RECORDS)
+        async with aclosing(scanned) as chunks:
+            async for records in chunks:
                 if taken_away():
                     raise TakenAway
-                records = await reader.get_many(timeout_s=READ_TIMEOUT_S, max_records=REBUILD_RECORDS)
-                wanted_records = [record for record in records if record.offset < until]
-                if wanted_records:
-                    await self._fold_all(wanted_records, counted=False)
-        finally:
-            await reader.close()
+                await self._fold_all(records, counted=False)
 
     async def _is_of_this_log(self, begin: int, end: int) -> bool:
         """Whether the file continues this log: its last record is where and when the file says."""
@@ -236,14 +233,9 @@ class Collector:
             return False
         if state.next_offset == begin:
             return True
-        reader = await self._log.assigned(VERIFIED, {self.partition: state.next_offset - 1})
-        try:
-            records: list[Record] = []
-            while not records:
-                records = await reader.get_many(timeout_s=READ_TIMEOUT_S, max_records=1)
-            return records[0].timestamp_ms == state.last_ms
-        finally:
-            await reader.close()
+        last = state.next_offset - 1
+        found = (await self._log.at(VERIFIED, self.partition, [last])).get(last)
+        return found is not None and found.timestamp_ms == state.last_ms
 
     async def _closures_since(self, offset: int) -> set[ClosureKey]:
         """Closures in `progress` from `offset` to its end now: they were published, whoever did it."""
@@ -252,37 +244,20 @@ class Collector:
         end = (await self._log.bus.end_offsets(topic))[at]
         start = max(offset, (await self._log.bus.beginning_offsets(topic))[at])
         found: set[ClosureKey] = set()
-        if start >= end:
-            return found
-        reader = await self._log.assigned(PROGRESS, {0: start})
-        try:
-            while reader.positions().get(at, start) < end:
-                for message in await self._log.read(reader, timeout_s=READ_TIMEOUT_S, max_records=REBUILD_RECORDS):
-                    closure = message.value
-                    if isinstance(closure, Closure):
-                        found.add((closure.group, closure.attempt, closure.revision))
-        finally:
-            await reader.close()
+        async with aclosing(self._log.scan(PROGRESS, {0: start}, {0: end}, max_records=REBUILD_RECORDS)) as messages:
+            async for message in messages:
+                closure = message.value
+                if isinstance(closure, Closure):
+                    found.add((closure.group, closure.attempt, closure.revision))
         return found
 
     async def _blocks_at(self, offsets: Sequence[int]) -> dict[int, Block]:
         """Blocks of `verified` at these offsets; those that retention has removed are missing."""
         blocks: dict[int, Block] = {}
-        reader = await self._log.assigned(VERIFIED, {self.partition: offsets[0]})
-        try:
-            for offset in offsets:
-                reader.seek(Partition(self._log.name(VERIFIED), self.partition), offset)
-                try:
-                    records: list[Record] = []
-                    while not records:
-                        records = await reader.get_many(timeout_s=READ_TIMEOUT_S, max_records=1)
-                except OffsetOutOfRange:
-                    continue
-                message = await read(self._log, records[0], self._settings.give_up_s)
-                if isinstance(message.value, Block):
-                    blocks[offset] = message.value
-        finally:
-            await reader.close()
+        for offset, record in (await self._log.at(VERIFIED, self.partition, offsets)).items():
+            message = await read(self._log, record, self._settings.give_up_s)
+            if isinstance(message.value, Block):
+                blocks[offset] = message.value
         return blocks
 
     def _count(self, folded: Sequence[Folded], decisions: Sequence[Decision]) -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 from infra.chain.chain import Dropped
 from schemas import Block, Closure, DeadLetter, Experience
+from schemas.records import MAX_LETTER_BYTES
 
 MAX_BLOCK_EXPERIENCES = 64
 
@@ -43,7 +44,7 @@ def dead_letter(partition: int, offset: int, reason: str, error: str, value: byt
         stage="collect",
         reason=reason,
         error=error,
-        value=value[: 64 * 1024],
+        value=value[:MAX_LETTER_BYTES],
     )
 
 
@@ -60,7 +61,7 @@ def blocks_of(experiences: Sequence[Experience]) -> tuple[Block, ...]:
 
 
 def mean_reward(experiences: Sequence[Experience]) -> float | None:
-    """Mean over the episodes that have a reward, told by their last parts."""
+    """Mean over the episodes that have a reward, which their last parts carry."""
     rewards = [experience.reward for experience in experiences if experience.last and experience.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
 

@@ -15,10 +15,11 @@ import msgspec
 
 from infra.log.blobs import is_claim
 from infra.log.bus import Partition, Record
-from infra.log.log import DEAD_LETTER_BYTES, Log, LogMessage
+from infra.log.log import Log, LogMessage
 from infra.store.seal import open_event
 from schemas import DeadLetter, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, OffsetOutOfRange, RecordTooLarge
+from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, by_name
 from streams.reprocess.ranges import Range, messages_of
 from streams.sources.event import event_table
@@ -102,12 +103,12 @@ async def _value(log: Log, letter: DeadLetter, topic: str, is_event: bool) -> Va
     """Key and bytes to send: the letter's own, or where these are cut the record they were taken from. Raises BadFrame."""
     if is_event:
         return await _event(log, letter, topic)
-    if len(letter.value) < DEAD_LETTER_BYTES:
+    if len(letter.value) < MAX_LETTER_BYTES:
         _check_frame(log, letter.value)
         return letter.key, letter.value
     original = await _original(log, topic, letter)
-    if original is None or original.value[:DEAD_LETTER_BYTES] != letter.value:
-        raise BadFrame(f"the letter was cut at {DEAD_LETTER_BYTES} bytes, and the log no longer holds the record")
+    if original is None or original.value[:MAX_LETTER_BYTES] != letter.value:
+        raise BadFrame(f"the letter was cut at {MAX_LETTER_BYTES} bytes, and the log no longer holds the record")
     _check_frame(log, original.value)
     return original.key, original.value
 

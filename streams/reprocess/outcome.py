@@ -8,7 +8,7 @@ import hashlib
 
 import msgspec
 
-from schemas import BadFrame, Closure, Experience, Score, Stub, Task
+from schemas import BadFrame, Closure, DropMarker, Experience, Score, Task
 from streams.processors.dedupe import dedupe_key
 
 ENDING = "closure "
@@ -61,7 +61,7 @@ def kept(experience: Experience) -> Reprocessed:
     )
 
 
-def dropped(experience: Experience | Stub, reason: str) -> Reprocessed:
+def dropped(experience: Experience | DropMarker, reason: str) -> Reprocessed:
     """An experience that goes no further."""
     key = f"{experience.id}/{experience.revision}" if experience.revision else experience.id
     return Reprocessed(key=key, dropped=reason)

@@ -135,7 +135,7 @@ async def first_time_ms(log: Log, ranges: Sequence[Range]) -> int:
 
 def messages_of(log: Log, one: Range, *, max_records: int = 500) -> AsyncGenerator[LogMessage, None]:
     """The records of a range."""
-    return log.read_between(one.topic, one.partition, one.start, one.stop, max_records=max_records)
+    return log.scan(one.topic, {one.partition: one.start}, {one.partition: one.stop}, max_records=max_records)
 
 
 class TimedEvent(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """k12: school questions: multiple choice, fill-in, and numbers with units.
 
 Guarantees: one answer is looked at, the last one that is given as such, so listing several gains nothing; an answer that
-is denied, or stands beside another, is wrong; a number in a wrong unit is wrong, in another unit of the same kind right.
+is denied, or is beside another, is wrong; a number in a wrong unit is wrong, in another unit of the same kind right.
 """
 
 import json

@@ -4,7 +4,7 @@ Delivery: at least once; what was published before a crash is published again wi
 Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
 dead-lettered and counted, and the next one goes on; one whose key was destroyed is counted as forgotten. Privacy: what we
 write of an event, Feedback or dead letter, is redacted and sealed (see `infra.store.seal`), wherever it came from; what a
-topic or a file of somebody else's holds we only read.
+topic or a file of another system holds we only read.
 """
 
 import asyncio
@@ -23,8 +23,9 @@ from infra.store.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_eve
 from schemas import DeadLetter, Feedback, ids
 from schemas.errors import BadFrame, Sealed
 from schemas.names import pseudonym
+from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, VERIFIED
-from streams.stages.stage import MAX_LETTER_BYTES, confirmed
+from streams.stages.stage import confirmed
 
 TIMEOUT_S = 10.0
 GIVE_UP_S = 120.0
@@ -33,7 +34,7 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 class EventSource(msgspec.Struct, kw_only=True):
     """One configured source. topic, file or webhook says where it listens. trouble: what hangs, and which errors were logged.
-    redactor: takes out of what is written what is nobody's business.
+    redactor: masks personal data in texts.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
@@ -52,7 +53,8 @@ class Event(msgspec.Struct, frozen=True):
     """One event as it came, and where it lay. sealed_for: the answer whose texts in it may be sealed, "" for no such event.
     ours: the gateway wrote it, redacted and sealed.
 
-    Example: Event(b'{"answer_id": "hr-a1b2.0-3-0", "csat": 4}', topic="zendesk.closed", partition=3, offset=77)
+    Example: Event(b'{"answer_id": "hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "csat": 4}', topic="zendesk.closed",
+                   partition=3, offset=77)
     """
 
     value: bytes

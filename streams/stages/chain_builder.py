@@ -84,7 +84,7 @@ def build_verify(config: StreamsConfig) -> tuple[Step, ...]:
 def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
     """correct, reward, synthesize, advantage, difficulty, prioritize, [[processor]] without a place.
 
-    correct comes first: an edited answer shows how, though nobody gave it a value. synthesize comes before difficulty: a
+    correct comes first: an edited answer shows how, though it was given no value. synthesize comes before difficulty: a
     group that is all right teaches nothing by comparison, but shows how. model: folder or name of the policy's.
     """
     collect, reward = config.collect, config.reward

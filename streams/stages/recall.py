@@ -70,12 +70,12 @@ async def _kept(log: Log, topic: str, partition: int, start: int, stop: int) -> 
     """Records from `start` to `stop`, or from where retention left off meanwhile."""
     known = by_name(topic.removeprefix(f"{log.app}."))
     try:
-        async with aclosing(log.read_between(known, partition, start, stop)) as messages:
+        async with aclosing(log.scan(known, {partition: start}, {partition: stop})) as messages:
             async for message in messages:
                 yield message
     except OffsetOutOfRange:
         begin = (await log.bus.beginning_offsets(topic))[Partition(topic, partition)]
         logger.warning("recall_trimmed topic=%s partition=%d from=%d to=%d", topic, partition, start, begin)
-        async with aclosing(log.read_between(known, partition, begin, stop)) as messages:
+        async with aclosing(log.scan(known, {partition: begin}, {partition: stop})) as messages:
             async for message in messages:
                 yield message

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from actors.config import ExploreConfig, MasterConfig
@@ -14,12 +15,13 @@ from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.observe.metrics import Metrics
 from infra.settings.config import Floor, Pacing
+from infra.store.memory import MemoryStore
 from infra.store.open import open_store
 from infra.store.store import Store
-from schemas import Block, Closure, Experience, Message, Score, Stub, Task
+from schemas import Block, Closure, DropMarker, Experience, Message, Score, Task
 from schemas.topics import EVALS, EXPERIENCES, PROGRESS, TASKSET, VERIFIED, Topic
+from tests.role import role_of
 
 EOS = 0
 FLOOR = Floor(app="test")
@@ -85,23 +87,13 @@ def explorer(
     log: Log, store: Store, engine: Engine, config: ExploreConfig = EXPLORE, *, stop: asyncio.Event | None = None
 ) -> asyncio.Task[None]:
     return asyncio.create_task(
-        run_explorer(
-            FLOOR,
-            config,
-            log=log,
-            store=store,
-            engine=engine,
-            tokenizer=CharTokenizer(),
-            stop_tokens=(EOS,),
-            metrics=Metrics("explore"),
-            stop=stop or asyncio.Event(),
-            instance="explore/test",
-        )
+        run_explorer(role_of("explore", FLOOR, log, store, stop=stop), config, engine, CharTokenizer(), (EOS,))
     )
 
 
 def master(log: Log, config: MasterConfig = MASTER, pacing: Pacing = PACING) -> asyncio.Task[None]:
-    return asyncio.create_task(run_master(FLOOR, config, pacing, log, Metrics("master"), asyncio.Event()))
+    floor = msgspec.structs.replace(FLOOR, pacing=pacing)
+    return asyncio.create_task(run_master(role_of("master", floor, log, MemoryStore()), config))
 
 
 class Heard:
@@ -149,7 +141,7 @@ async def streams(log: Log, *, correct: Callable[[Experience], bool] = lambda _:
 
     async def stubs() -> None:
         async for message in log.read_all(VERIFIED, until_end=False):
-            if isinstance(stub := message.value, Stub):
+            if isinstance(stub := message.value, DropMarker):
                 await seen(stub.group, stub.attempt, stub.episode, stub.group_size, stub.sequence)
 
     async with asyncio.TaskGroup() as group:

@@ -13,7 +13,7 @@ from actors.master.master import PRUNE_EVERY_S
 from actors.rollout.waiting import issued_of
 from infra.log.blobs import deposit, read_claim
 from infra.log.log import Log
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS, Store
@@ -73,14 +73,10 @@ async def train(log: Log, store: Store, *, steps: int) -> dict[int, int]:
             event = await asyncio.to_thread(
                 publish,
                 store,
-                policy="main",
-                token=0,
-                version=step + 1,
-                parent=step,
-                tensors={TENSOR: from_numpy(table)},
+                NewVersion(policy="main", token=0, version=step + 1, parent=step, step=step),
+                {TENSOR: from_numpy(table)},
                 previous=None,
                 probe=None,
-                step=step,
             )
             await log.publish(POLICIES, event)
     return oldest

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
@@ -125,6 +125,18 @@ def test_an_absent_key_is_not_in_store(store: Store) -> None:
             store.size(absent)
 
 
+def test_a_range_of_an_object_is_read_without_the_rest(store: Store) -> None:
+    store.put("a/1", b"0123456789")
+    store.put("a/empty", b"")
+    assert store.read("a/1", 0, 10) == b"0123456789"
+    assert store.read("a/1", 3, 4) == b"3456"
+    assert store.read("a/1", 8, 100) == b"89"
+    assert store.read("a/1", 3, 0) == store.read("a/1", 10, 5) == store.read("a/1", 99, 5) == b""
+    assert store.read("a/empty", 0, 5) == b""
+    with pytest.raises(NotInStore, match="absent"):
+        store.read("absent", 0, 5)
+
+
 def test_deleting_twice_is_fine_and_leaves_neighbours(store: Store) -> None:
     store.put("a/1", b"x")
     store.put("a/2", b"y")
@@ -205,9 +217,12 @@ def test_a_policy_published_to_the_store_is_followed_from_it(store: Store) -> No
     for version in range(4):
         tensors = {name: from_numpy(generator.normal(size=(40, 30)).astype(np.float32)) for name in "ab"}
         event = publish(
-            store, policy="main", token=3, version=version, parent=version - 1, tensors=tensors, previous=previous,
-            probe=None, step=version,
-        )  # fmt: skip
+            store,
+            NewVersion(policy="main", token=3, version=version, parent=version - 1, step=version),
+            tensors,
+            previous=previous,
+            probe=None,
+        )
         assert dict(follower.fetch(event).tensors) == tensors
         previous = tensors
 

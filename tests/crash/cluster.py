@@ -42,6 +42,7 @@ from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
 from tests.actors.rig import CharTokenizer
 from tests.crash.file_bus import FileBus
+from tests.role import role_of
 from trainer.batch.batch import PackedBatch
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.learner import StepStats
@@ -201,21 +202,17 @@ async def live(folder: Path, *, life: int, quiet: bool = False, finish: bool = F
         ending.set()
     counts = iter(range(10**9))
     engine = ScriptedEngine(script=lambda prompt: [65] if next(counts) % 7 == 0 else [65, 66, 67])
+    role = lambda name: role_of(name, FLOOR, log, store, stop=stop, instance=f"{name}/{life}")  # noqa: E731
     roles = [streams(log, folder)]
     if quiet:
         await log.publish(topics.EXPERIENCES, Block((answer(f"half-{life}.0", size=2),)))
     else:
         roles += [
             feed(log, life),
-            run_master(FLOOR, MASTER, FLOOR.pacing, log, Metrics("master"), stop, finish=ending, instance=f"master/{life}"),
-            run_explorer(
-                FLOOR, EXPLORE, log=log, store=store, engine=engine, tokenizer=CharTokenizer(), stop_tokens=(0,),
-                metrics=Metrics("explore"), stop=stop, instance=f"explore/{life}",
-            ),
-            run_trainer(
-                FLOOR, TRAINER, log=log, store=store, learner=UnsteadyLearner(), metrics=Metrics("train"), stop=stop, seed=7
-            ),
-        ]  # fmt: skip
+            run_master(role("master"), MASTER, finish=ending),
+            run_explorer(role("explore"), EXPLORE, engine, CharTokenizer(), (0,)),
+            run_trainer(role("train"), TRAINER, UnsteadyLearner(), seed=7),
+        ]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(role) for role in roles]
         done = await until_drained(log, limit_s) if finish else await asyncio.sleep(limit_s, False)

@@ -9,12 +9,16 @@ import signal
 import sys
 from pathlib import Path
 
-from infra.observe.metrics import Metrics
+from infra.log.access import access_of
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
 from infra.settings.config import Floor, Kafka
 from infra.store.directory import DirectoryStore
 from schemas.errors import HeadraceError
 from streams.app import run_worker
 from streams.config import CollectConfig, FilterConfig, ScoreConfig, StreamsConfig, Switch, VerifyConfig
+from streams.stages.hosted import BrokerLogin
+from tests.role import role_of
 
 
 def worker_config() -> StreamsConfig:
@@ -31,14 +35,15 @@ async def work(bootstrap: str, app: str, folder: Path, deadline_s: float) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     floor = Floor(app=app, kafka=Kafka(bootstrap_servers=bootstrap, deadline_s=deadline_s), folder=folder)
-    await run_worker(
-        floor,
-        worker_config(),
-        bootstrap=bootstrap,
-        store=DirectoryStore(folder / "store"),
-        metrics=Metrics("process"),
-        stop=stop,
-    )
+    store, bus = DirectoryStore(folder / "store"), KafkaBus(bootstrap, deadline_s=deadline_s)
+    log = Log(bus, app, store=store)
+    try:
+        await bus.start()
+        await log.require_topics()
+        role = role_of("process", floor, log, store, stop=stop)
+        await run_worker(role, worker_config(), BrokerLogin(bootstrap, access_of(floor)))
+    finally:
+        await bus.close()
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from infra.cli.channel import run_channel
 from infra.local.address import choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.seal import SECRET
@@ -130,9 +130,13 @@ async def published(site: Site, version: int) -> None:
     """As a trainer does: an anchor in the store, an event in the log."""
     table = np.random.default_rng(version).normal(size=(128, 128)).astype(np.float32)
     event = await asyncio.to_thread(
-        publish, site.store, policy="main", token=0, version=version, parent=version - 1,
-        tensors={TENSOR: from_numpy(table)}, previous=None, probe=None, step=version,
-    )  # fmt: skip
+        publish,
+        site.store,
+        NewVersion(policy="main", token=0, version=version, parent=version - 1, step=version),
+        {TENSOR: from_numpy(table)},
+        previous=None,
+        probe=None,
+    )
     await site.log.publish(POLICIES, event)
 
 

@@ -31,6 +31,7 @@ from schemas.topics import ALL, BUFFER, FEEDBACK
 from streams.sources.source import build_sources, run_sources
 from tests.actors.gateway.gateway_rig import ByteTokenizer, engine, says, serving
 from tests.e2e.test_live_answer_is_trained import OTHERS, WINDOW_MS, Clock, other, settings_in, trained
+from tests.role import role_of
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import settled, working
 from trainer.health.board import Board
@@ -164,10 +165,9 @@ def test_seeded_words_are_nowhere_in_plain_text_and_after_forget_nowhere(
             floor = msgspec.structs.replace(settings, folder=tmp_path)
             training = asyncio.create_task(
                 run_trainer(
-                    floor, settings.trainer, log=log, store=store, learner=ScriptedLearner(),
-                    metrics=Metrics("train"), stop=stop, board=board,
+                    role_of("train", floor, log, store, stop=stop), settings.trainer, ScriptedLearner(), board=board
                 )
-            )  # fmt: skip
+            )
             sources = build_sources(settings.feedback, settings.folder)
             listening = asyncio.create_task(run_sources(sources, log, Metrics("process"), tmp_path / "state"))
             async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:

@@ -21,6 +21,7 @@ from schemas.ids import experience_id
 from schemas.topics import BATCHES, BUFFER, VERIFIED
 from streams.sources.source import build_sources, run_sources
 from tests.actors.gateway.gateway_rig import engine, says, serving
+from tests.role import role_of
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import working
 from trainer.learners.scripted import ScriptedLearner
@@ -97,11 +98,8 @@ def test_an_answer_rated_at_the_end_of_its_window_is_trained_under_the_settings_
             metrics, sources = Metrics("process"), build_sources(settings.feedback, settings.folder)
             floor = msgspec.structs.replace(settings, folder=tmp_path)
             training = asyncio.create_task(
-                run_trainer(
-                    floor, settings.trainer, log=log, store=store, learner=ScriptedLearner(),
-                    metrics=Metrics("train"), stop=stop,
-                )
-            )  # fmt: skip
+                run_trainer(role_of("train", floor, log, store, stop=stop), settings.trainer, ScriptedLearner())
+            )
             listening = asyncio.create_task(run_sources(sources, log, metrics, tmp_path / "state"))
             async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
                 asked = {"model": "m", "messages": [{"role": "user", "content": "37+45?"}]}

@@ -18,14 +18,14 @@ from infra.local.supervisor import Supervisor
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.model.model import folder_tensors, load_tokenizer
-from infra.observe.metrics import Metrics
 from infra.store.store import Store
-from schemas import Batch, Closure, DeadLetter, EvalResult, Experience, PolicyEvent, Progress, Stub, Task, topics
+from schemas import Batch, Closure, DeadLetter, DropMarker, EvalResult, Experience, PolicyEvent, Progress, Task, topics
 from schemas.ids import task_of
 from tests.actors.rig import Heard, folder_store, running, until
 from tests.e2e.demo_run import last_words
 from tests.e2e.whole_system import DRAWN, RIDDLE, ROWS, Reciting, change_chain, prepare, services
 from tests.infra.sandbox.confining import sandbox_or_skip
+from tests.role import role_of
 from trainer.batch.batch_chain import build_batch
 from trainer.journal.checkpoint import load_newest
 from trainer.learners.torch import TorchLearner
@@ -105,16 +105,12 @@ async def roles(settings: Settings, log: Log, store: Store) -> AsyncIterator[Non
     """Master, explorer and trainer; they stop in order when the block ends."""
     tokenizer = load_tokenizer(settings.model_path)
     stop = asyncio.Event()
-    master = run_master(settings, settings.master, settings.pacing, log, Metrics("master"), stop)
-    explorer = run_explorer(
-        settings, settings.explore, log=log, store=store, tokenizer=tokenizer, stop_tokens=tokenizer.eos_ids,
-        engine=Reciting(model=settings.model_path, tokenizer=tokenizer), metrics=Metrics("explore"), stop=stop,
-    )  # fmt: skip
+    role = lambda name: role_of(name, settings, log, store, stop=stop)  # noqa: E731
+    master = run_master(role("master"), settings.master)
+    engine = Reciting(model=settings.model_path, tokenizer=tokenizer)
+    explorer = run_explorer(role("explore"), settings.explore, engine, tokenizer, tokenizer.eos_ids)
     learner = TorchLearner(settings.model_path, settings.trainer, device="cpu")
-    trainer = run_trainer(
-        settings, settings.trainer, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=stop,
-        chain=build_batch(settings.processor),
-    )  # fmt: skip
+    trainer = run_trainer(role("train"), settings.trainer, learner, chain=build_batch(settings.processor))
     tasks = [asyncio.create_task(role) for role in (master, explorer, trainer)]
     async with running(*tasks):
         yield
@@ -181,7 +177,7 @@ def workflows_ran(flow: Flow) -> None:
     """Converse, tools with a sandbox, a grid by react, a service, a generator; a service that is away loses its own group."""
     raw = flow.experiences(topics.EXPERIENCES)
     assert {task_of(one.group) for one in raw if not one.suite} == DRAWN
-    stubs = [one for one in flow.of(topics.VERIFIED, Stub) if task_of(one.group) == "lost"]
+    stubs = [one for one in flow.of(topics.VERIFIED, DropMarker) if task_of(one.group) == "lost"]
     assert stubs and {one.reason for one in stubs} == {"episode failed"}, "its environment is away"
     ended = {one.outcome for one in flow.of(topics.PROGRESS, Closure) if task_of(one.group) == "lost"}
     assert ended == {"dropped"}

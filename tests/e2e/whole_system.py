@@ -10,7 +10,7 @@ from actors.engines.engine import Completion, OnChunk, Sampling
 from actors.engines.torch import TorchEngine
 from infra.cli.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Size, Vocabulary, build_char_model
 from infra.model.model import Tokenizer, build_classifier, model_tensors
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.store.images import Pixels
 from infra.store.store import Store
 from schemas import PolicyEvent, Span
@@ -220,8 +220,8 @@ def prepare(folder: Path, app: str, broker: str, services: str, store: Store) ->
     (quality / "config.json").write_text(json.dumps({**config, **labels}))
     tensors = model_tensors(build_classifier(quality).module)
     event = publish(
-        store, policy="quality", token=0, version=0, parent=-1, tensors=tensors, previous=None, probe=None, step=0
-    )  # fmt: skip
+        store, NewVersion(policy="quality", token=0, version=0, parent=-1, step=0), tensors, previous=None, probe=None
+    )
     return file, event
 
 
@@ -267,6 +267,6 @@ class Reciting(TorchEngine):
         version = -1
         while version != self.version:  # a reload in between: once more, under one policy
             version = self.version
-            logprobs = (await self.score([*prompt, *tokens]))[-len(tokens) :]
+            logprobs = (await self.score_tokens([*prompt, *tokens]))[-len(tokens) :]
         span = Span(0, len(tokens), version, sampling.temperature, sampling.temperature == 1.0)
         return Completion(tokens=tokens, logprobs=logprobs, spans=(span,), stopped=True)

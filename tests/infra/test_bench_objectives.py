@@ -59,4 +59,4 @@ def test_own_right_answers_become_demonstrations_once(tmp_path: Path) -> None:
 
 
 def answer(problem: Problem, reward: float):
-    return item_of(problem, problem.answer, [-1.0] * len(problem.answer), lane="usual", version=0, reward=reward)
+    return item_of(problem, problem.answer, [-1.0] * len(problem.answer), version=0, reward=reward)

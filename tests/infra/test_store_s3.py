@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from infra.store.s3 import S3Store, open_s3
+from infra.store.s3 import S3Credentials, S3Store, open_s3
 from schemas.errors import ConfigError, StoreError
 
 SECRET = "hunter2hunter2"
@@ -50,10 +50,11 @@ def test_a_server_that_is_not_there_is_retriable_and_tells_no_secret() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
+    credentials = S3Credentials(access_key="id", secret_key=SECRET, session_token=f"t-{SECRET}")
     store = S3Store(
-        "bucket", endpoint=f"http://127.0.0.1:{port}", access_key="id", secret_key=SECRET, session_token=f"t-{SECRET}",
-        region="us-east-1", num_retries=0,
-    )  # fmt: skip
+        "bucket", endpoint=f"http://127.0.0.1:{port}", credentials=credentials, region="us-east-1", num_retries=0
+    )
+    assert SECRET not in repr(credentials)
     with pytest.raises(StoreError, match=f"127.0.0.1:{port}") as caught:
         store.get("some/key")
     assert caught.value.retriable

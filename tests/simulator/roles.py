@@ -10,6 +10,9 @@ from actors.gateway.answering.serving import Minter
 from actors.gateway.serve import run_gateway
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
+from infra.observe.metrics import Metrics
+from infra.roles.role import Role
+from tests.role import role_of
 from tests.simulator.gateway_life import GatewayLife, next_folder
 from tests.simulator.light_metrics import LightMetrics
 from tests.simulator.plugins import EOS, SmallTokenizer, TableLearner, WatchedEngine
@@ -24,38 +27,40 @@ if TYPE_CHECKING:
 Running = Coroutine[None, None, None]
 
 
+def given(world: "World", process: Process, metrics: Metrics) -> Role:
+    """What every role is given."""
+    log = world.log_of(process)
+    assert log.store is not None
+    return role_of(
+        process.name,
+        world.scenario.floor,
+        log,
+        log.store,
+        metrics=metrics,
+        stop=world.stop_of(process),
+        instance=process.name,
+    )
+
+
 def master(world: "World", process: Process) -> Running:
     """See run_master."""
-    scenario = world.scenario
-    return run_master(
-        scenario.floor, scenario.master, scenario.floor.pacing, world.log_of(process), LightMetrics("master"),
-        world.stop_of(process), finish=world.finish, instance=process.name,
-    )  # fmt: skip
+    return run_master(given(world, process, LightMetrics("master")), world.scenario.master, finish=world.finish)
 
 
 def explorer(world: "World", process: Process) -> Running:
     """See run_explorer."""
-    log = world.log_of(process)
-    assert log.store is not None
+    role = given(world, process, world.metrics_of(process))
     loaded, seed = functools.partial(world.watch.loaded, process), world.draw_seed()
-    return run_explorer(
-        world.scenario.floor, world.scenario.explore, log=log, store=log.store,
-        engine=WatchedEngine(loaded, seed=seed, token_s=0.2 + 0.6 * world.random.random()),
-        tokenizer=SmallTokenizer(), stop_tokens=(EOS,), metrics=world.metrics_of(process),
-        stop=world.stop_of(process), instance=process.name,
-    )  # fmt: skip
+    engine = WatchedEngine(loaded, seed=seed, token_s=0.2 + 0.6 * world.random.random())
+    return run_explorer(role, world.scenario.explore, engine, SmallTokenizer(), (EOS,))
 
 
 def trainer(world: "World", process: Process) -> Running:
     """See run_trainer."""
-    scenario, log = world.scenario, world.log_of(process)
-    assert log.store is not None
+    scenario = world.scenario
     stepping = functools.partial(world.watch.stepping, process)
     learner = TableLearner(stepping, scenario.fail_at, scenario.poison_at)
-    return run_trainer(
-        scenario.floor, scenario.trainer, log=log, store=log.store, learner=learner, metrics=LightMetrics("train"),
-        stop=world.stop_of(process), seed=scenario.seed,
-    )  # fmt: skip
+    return run_trainer(given(world, process, LightMetrics("train")), scenario.trainer, learner, seed=scenario.seed)
 
 
 def gateway(world: "World", process: Process) -> Running:
@@ -67,13 +72,9 @@ def gateway(world: "World", process: Process) -> Running:
         next_folder(world.folder, world.gateways, role),
         WatchedEngine(functools.partial(world.watch.loaded, process), seed=world.draw_seed(), token_s=TOKEN_S),
     )
-    log = world.log_of(process)
-    assert log.store is not None
-    return run_gateway(
-        msgspec.structs.replace(world.scenario.floor, folder=life.folder), config, log=log,
-        store=log.store, engine=life.engine, tokenizer=SmallTokenizer(), metrics=world.metrics_of(process),
-        stop=world.stop_of(process), minter=Minter(world.draw_seed()),
-    )  # fmt: skip
+    floor = msgspec.structs.replace(world.scenario.floor, folder=life.folder)
+    given_here = msgspec.structs.replace(given(world, process, world.metrics_of(process)), floor=floor)
+    return run_gateway(given_here, config, life.engine, SmallTokenizer(), minter=Minter(world.draw_seed()))
 
 
 def worker(world: "World", process: Process) -> Running:

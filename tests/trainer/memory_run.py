@@ -1,16 +1,15 @@
 """A trainer on an in-memory log, killed where a test says: the log is filled, the learner is a hash chain."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from infra.chain.chain import Step
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
-from infra.observe.metrics import Metrics
 from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import Block, Message, PolicyEvent, Span, make_experience, topics
+from tests.role import role_of
 from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
 from trainer.learners.learner import Learner
 from trainer.train import run_trainer
@@ -60,10 +59,8 @@ async def train(
     chain: tuple[Step, ...] = (),
     max_tokens: int = 0,
 ) -> None:
-    await run_trainer(
-        floor, config, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=asyncio.Event(), seed=3,
-        chain=chain, max_tokens=max_tokens,
-    )  # fmt: skip
+    role = role_of("train", floor, log, store)
+    await run_trainer(role, config, learner, seed=3, chain=chain, max_tokens=max_tokens)
 
 
 async def journal(log: Log) -> list[object]:

@@ -15,6 +15,7 @@ from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
 from schemas import Batch, topics
 from schemas.errors import ConfigError
+from tests.role import role_of
 from tests.trainer.memory_run import KillingBus, KillingStore, block, ends, journal
 from tests.trainer.test_objectives_on_the_log import group, pair
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig, WarmupConfig
@@ -71,10 +72,7 @@ async def train(
     log: Log, store: MemoryStore, model: str, config: TrainerConfig, stop: asyncio.Event | None = None
 ) -> dict[str, Tensor]:
     learner = TorchLearner(model, config, device="cpu")
-    stop = stop or asyncio.Event()
-    await run_trainer(
-        FLOOR, config, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=stop, seed=3
-    )  # fmt: skip
+    await run_trainer(role_of("train", FLOOR, log, store, stop=stop), config, learner, seed=3)
     return learner.save()
 
 

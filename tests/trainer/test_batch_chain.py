@@ -9,11 +9,11 @@ import pytest
 
 from infra.chain.insert import ProcessorConfig
 from infra.chain.processor import Drop, processor
-from infra.observe.metrics import Metrics
 from infra.store.directory import DirectoryStore
 from schemas import Batch, Experience, Span, decode, encode
 from schemas.errors import ConfigError
 from schemas.parts import Stretch
+from tests.role import role_of
 from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import TrainItem
@@ -219,10 +219,7 @@ def test_a_processor_in_the_wrong_stage_is_refused(use, stage, message):
 
 
 async def train(log, store, steps, learner: ScriptedLearner) -> None:
-    await run_trainer(
-        FLOOR, CONFIG, log=log, store=store, learner=learner, metrics=Metrics("train"), stop=asyncio.Event(), seed=3,
-        chain=steps,
-    )  # fmt: skip
+    await run_trainer(role_of("train", FLOOR, log, store), CONFIG, learner, seed=3, chain=steps)
 
 
 @pytest.mark.parametrize("kill_at", [23, 30, 36, 45])

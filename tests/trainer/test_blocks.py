@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.log.bus import Partition
-from infra.log.log import Log
+from infra.log.log import MAX_HOLE, Log, runs
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from schemas import Block, decode, topics
 from schemas.errors import BadFrame, OffsetOutOfRange
 from tests.trainer.buffered_blocks import block
-from trainer.buffer.blocks import MAX_HOLE, Stored, ranges, read_blocks
+from trainer.buffer.blocks import Stored, read_blocks
 
 
 async def filled(num_blocks: int) -> Log:
@@ -34,8 +34,8 @@ def read(num_blocks: int, offsets: Iterable[int]) -> dict[int, Stored]:
 
 
 @given(st.sets(st.integers(0, 10_000), max_size=60), st.integers(1, 100))
-def test_ranges_cover_every_offset_once_and_read_no_hole_of_max_hole(offsets: set[int], max_hole: int) -> None:
-    found = ranges(offsets, max_hole)
+def test_runs_cover_every_offset_once_and_read_no_hole_of_max_hole(offsets: set[int], max_hole: int) -> None:
+    found = runs(offsets, max_hole)
     covered = [offset for start, stop in found for offset in range(start, stop)]
     assert offsets <= set(covered) and len(covered) == len(set(covered))
     assert all(start in offsets and stop - 1 in offsets for start, stop in found)

@@ -10,10 +10,10 @@ import torch
 from infra.cli.demo.char_model import build_char_model
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.observe.metrics import Metrics
 from infra.settings.config import Floor, Pacing
 from infra.store.directory import DirectoryStore
 from schemas import Batch, Block, Span, make_experience, topics
+from tests.role import role_of
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
 from trainer.learners.torch import TorchLearner
 from trainer.train import run_trainer
@@ -93,16 +93,7 @@ async def filled(folder: Path) -> tuple[Log, DirectoryStore]:
 
 async def train(log: Log, store: DirectoryStore, model: str, steps: int) -> TorchLearner:
     learner = TorchLearner(model, config(steps), device="cpu")
-    await run_trainer(
-        FLOOR,
-        config(steps),
-        log=log,
-        store=store,
-        learner=learner,
-        metrics=Metrics("train"),
-        stop=asyncio.Event(),
-        seed=3,
-    )
+    await run_trainer(role_of("train", FLOOR, log, store), config(steps), learner, seed=3)
     return learner
 
 

@@ -17,6 +17,7 @@ from infra.store.memory import MemoryStore
 from schemas import Batch, Block, Drawn, Message, Span, make_experience, topics
 from schemas.errors import BadFrame
 from tests.eye_model import build_eye_model, drawings
+from tests.role import role_of
 from trainer.batch.image_inputs import BAD_IMAGE, open_sight
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal import checkpoint
@@ -68,11 +69,8 @@ def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit
         log = Log(MemoryBus(), "t", store=store)
         await filled(log, store, model)
         learner = TorchLearner(str(model), CONFIG, device="cpu")
-        metrics = Metrics("train")
-        await run_trainer(
-            FLOOR, CONFIG, log=log, store=store, learner=learner, metrics=metrics, stop=asyncio.Event(), seed=3,
-            image_inputs=open_sight(str(model), store),
-        )  # fmt: skip
+        image_inputs = open_sight(str(model), store)
+        await run_trainer(role_of("train", FLOOR, log, store), CONFIG, learner, seed=3, image_inputs=image_inputs)
         journal = [message.value async for message in log.read_all(topics.BATCHES)]
         trained = {item.id.partition(".")[0] for one in journal if isinstance(one, Batch) for item in one.items}
         assert trained == {f"count-{sequence}" for sequence in range(GROUPS) if sequence != GONE}

@@ -9,28 +9,9 @@ from collections.abc import Iterable
 import msgspec
 
 from infra.log.blobs import is_claim
-from infra.log.bus import Partition
 from infra.log.log import Log, LogMessage
 from schemas import Block, encode, topics
 from schemas.errors import BadFrame, OffsetOutOfRange
-
-# Neighbouring offsets are read in one go where the hole between them costs less than another request.
-MAX_HOLE = 64
-
-
-def ranges(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, int]]:
-    """Ascending [start, stop) ranges that cover all offsets.
-
-    >>> ranges([3, 4, 9, 200], max_hole=8)
-    [(3, 10), (200, 201)]
-    """
-    found: list[tuple[int, int]] = []
-    for offset in sorted(set(offsets)):
-        if found and offset - found[-1][1] < max_hole:
-            found[-1] = (found[-1][0], offset + 1)
-        else:
-            found.append((offset, offset + 1))
-    return found
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -61,26 +42,7 @@ def stored(message: LogMessage) -> Stored:
 async def read_blocks(log: Log, offsets: Iterable[int]) -> dict[int, Stored]:
     """What lies at these offsets of `buffer`. Raises OffsetOutOfRange or BadFrame naming the offset."""
     wanted = set(offsets)
-    if not wanted:
-        return {}
-    found: dict[int, Stored] = {}
-    reader = await log.assigned(topics.BUFFER, {0: min(wanted)})
-    end = max((await log.bus.end_offsets(log.name(topics.BUFFER))).values())
-    partition = Partition(log.name(topics.BUFFER), 0)
-    try:
-        for start, stop in ranges(wanted):
-            reader.seek(partition, start)
-            at = start
-            while at < min(stop, end):
-                for message in await log.read(reader, timeout_s=5.0):
-                    at = message.offset + 1
-                    if message.offset not in wanted:
-                        continue
-                    found[message.offset] = stored(message)
-    finally:
-        await reader.close()
-    if wanted - found.keys():
-        raise OffsetOutOfRange(
-            f"buffer: offset {min(wanted - found.keys())} is named by the journal but not in the log"
-        )
-    return found
+    records = await log.at(topics.BUFFER, 0, wanted)
+    if lost := wanted - records.keys():
+        raise OffsetOutOfRange(f"buffer: offset {min(lost)} is named by the journal but not in the log")
+    return {offset: stored(await log.decoded(record)) for offset, record in records.items()}

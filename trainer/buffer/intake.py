@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
@@ -52,7 +53,7 @@ class Intake:
 
     @property
     def must_forget(self) -> bool:
-        """Whether somebody was forgotten, and what is held of them is still to be let go."""
+        """Whether a user was forgotten, and their data is still to be dropped from memory."""
         return self.clock() >= self.forget_at_s
 
     def absent(self) -> list[int]:
@@ -87,7 +88,7 @@ class Intake:
             self.outstanding_groups = report.master.outstanding
 
     def take_directive(self, directive: Directive) -> None:
-        """An operator says whether to learn, where the newest word holds, or that somebody is forgotten."""
+        """An operator says whether to learn, where the newest order holds, or that a user is forgotten."""
         if directive.order == "forget":
             self.forget_at_s = self.clock() + FRESH_S
         if directive.is_of_learning:
@@ -102,15 +103,11 @@ class Intake:
 
 async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped) -> None:
     """Read `buffer` for ever, in offset order."""
-    reader = await log.assigned(topics.BUFFER, {0: intake.buffer_next})
-    try:
-        while True:
-            for message in await log.read(reader, timeout_s=1.0):
-                await take_in(log, intake, metrics, tell_dropped, message)
-                intake.buffer_next = message.offset + 1  # a checkpoint may come any time: what it passes has been told
-                intake.changed.set()
-    finally:
-        await reader.close()
+    async with aclosing(log.tail(topics.BUFFER, {0: intake.buffer_next})) as messages:
+        async for message in messages:
+            await take_in(log, intake, metrics, tell_dropped, message)
+            intake.buffer_next = message.offset + 1  # a checkpoint may come any time: what it passes has been told
+            intake.changed.set()
 
 
 async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped, message: LogMessage) -> None:
@@ -130,18 +127,14 @@ async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: Tell
 
 async def follow_progress(log: Log, intake: Intake) -> None:
     """Read closures for ever; they only decide what is worth waiting for."""
-    reader = await log.assigned(topics.PROGRESS, {0: intake.progress_next})
-    try:
-        while True:
-            for message in await log.read(reader, timeout_s=1.0):
-                intake.progress_next = message.offset + 1
-                if isinstance(message.value, Closure):
-                    intake.take_closure(message.value)
-                    intake.changed.set()
-                elif isinstance(message.value, Progress):
-                    intake.take_report(message.value)
-    finally:
-        await reader.close()
+    async with aclosing(log.tail(topics.PROGRESS, {0: intake.progress_next})) as messages:
+        async for message in messages:
+            intake.progress_next = message.offset + 1
+            if isinstance(message.value, Closure):
+                intake.take_closure(message.value)
+                intake.changed.set()
+            elif isinstance(message.value, Progress):
+                intake.take_report(message.value)
 
 
 async def hear_directives(log: Log, intake: Intake) -> None:

@@ -4,6 +4,7 @@ Loss: the files are for eyes alone; what they show is in the log. A step that is
 """
 
 from collections.abc import Mapping
+from contextlib import aclosing
 from pathlib import Path
 
 from infra.log.log import Log
@@ -37,11 +38,7 @@ class Board:
 
 async def follow_results(log: Log, board: Board) -> None:
     """Put eval results that arrive from here on onto the board."""
-    reader = await log.assigned(topics.EVALS, "end")
-    try:
-        while True:
-            for message in await log.read(reader, timeout_s=1.0):
-                if isinstance(message.value, EvalResult):
-                    board.result(message.value)
-    finally:
-        await reader.close()
+    async with aclosing(log.tail(topics.EVALS, "end")) as messages:
+        async for message in messages:
+            if isinstance(message.value, EvalResult):
+                board.result(message.value)

@@ -6,6 +6,7 @@ learns so from its first write: whatever lies between its own records is read be
 """
 
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import Literal
 
 import msgspec
@@ -51,23 +52,15 @@ async def read_records(log: Log, start: int, stop: int | None = None) -> AsyncGe
     """
     if stop is None:
         stop = max((await log.bus.end_offsets(log.name(topics.BATCHES))).values())
-    if start >= stop:
-        return
-    reader = await log.assigned(topics.BATCHES, {0: start})
     offset = start
-    try:
-        while offset < stop:
-            for message in await log.read(reader, timeout_s=5.0):
-                if message.offset >= stop:
-                    return
-                if message.error is not None:
-                    raise BadFrame(f"journal offset {message.offset}: {message.error}") from message.error
-                if message.offset != offset:
-                    raise BadFrame(f"journal offset {offset}: missing, the next record is at {message.offset}")
-                offset = message.offset + 1
-                yield message
-    finally:
-        await reader.close()
+    async with aclosing(log.scan(topics.BATCHES, {0: start}, {0: stop})) as messages:
+        async for message in messages:
+            if message.error is not None:
+                raise BadFrame(f"journal offset {message.offset}: {message.error}") from message.error
+            if message.offset != offset:
+                raise BadFrame(f"journal offset {offset}: missing, the next record is at {message.offset}")
+            offset = message.offset + 1
+            yield message
 
 
 async def read_journal(log: Log, lease: Lease, *, start: int = 0, token: int = -1) -> Journal:

@@ -14,6 +14,7 @@ from infra.log.log import Log
 from infra.policies.manifest import decode_manifest, entries_of, first_difference
 from infra.policies.policy import Probe
 from infra.policies.prune import prune as prune_weights
+from infra.policies.publish import NewVersion
 from infra.policies.publish import publish as publish_weights
 from infra.policies.tensors import Tensor
 from infra.store.store import Store
@@ -71,14 +72,10 @@ class WeightPublisher:
         event = await asyncio.to_thread(
             publish_weights,
             self._store,
-            policy=self._policy,
-            token=self._lease.token,
-            version=version,
-            parent=parent,
-            tensors=tensors,
+            NewVersion(policy=self._policy, token=self._lease.token, version=version, parent=parent, step=step),
+            tensors,
             previous=self._previous,
             probe=probe,
-            step=step,
         )
         event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
         position = await self._log.publish(topics.POLICIES, event)

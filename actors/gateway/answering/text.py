@@ -20,10 +20,10 @@ class Detokenizer:
         self._decode = decode
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here
-        self._told = 0  # tokens before it are told
+        self._told = 0  # tokens before it are streamed
 
     def add(self, tokens: Sequence[int]) -> str:
-        """What can be told after these tokens."""
+        """The text that can be streamed after these tokens."""
         return "".join([self._add(token) for token in tokens])  # one by one: chunks need not end where characters do
 
     def _add(self, token: int) -> str:
@@ -53,7 +53,7 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """What of the text so far can be told."""
+        """What of the text so far can be streamed."""
         if self.found or not self._stops:
             return "" if self.found else piece
         text = self._held + piece

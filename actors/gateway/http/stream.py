@@ -1,7 +1,7 @@
 """A response in pieces: the events of a stream while its choices are sampled.
 
 Guarantees: every piece a client gets was sampled; the last events name the finish reasons, then the usage, then
-[DONE]; an engine that fails in the middle ends the stream with an error event. A tool call is told once it is whole.
+[DONE]; an engine that fails in the middle ends the stream with an error event. A tool call is sent once it is whole.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class EventStream:
     def _watch(self, index: int) -> OnText:
         def tell(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
             if self._in_flight.request.force:
-                return  # the answer is a tool call, told when it is whole
+                return  # the answer is a tool call, sent when it is whole
             said = self._guards[index].add(piece)
             if said or (tokens and self._in_flight.request.logprobs):
                 self._say(index, said, tokens, logprobs)

@@ -1,6 +1,6 @@
 """What people say about answers: /v1/feedback and webhooks, checked and handed to the outbox as they came.
 
-Guarantees: a client is told "accepted" once the log or the disk has it, redacted, with what people wrote sealed
+Guarantees: a client gets "accepted" once the log or the disk has it, redacted, with what people wrote sealed
 (`infra.store.seal`): of a webhook all of the body, where it names an answer (one that names none is counted); a forged
 webhook is refused before it is read, one that comes again is one record; nothing about an answer is written that its key
 may not have trained on, nor anything sealed for an answer that never was. What it means is a feedback source's business.
@@ -90,15 +90,15 @@ def read_token_request(body: bytes) -> TokenRequest:
 
 
 def nth_answer(answer: str, choice: int) -> str:
-    """Id of the choice beside an answer: they are numbered one after the other. Raises ApiError.
+    """Id of the answer `choice` places after this one of the same request: its choices are its episodes. Raises ApiError.
 
-    >>> nth_answer("hr-a1b2.7-3-0", 2)
-    'hr-a1b2.7-5-0'
+    >>> nth_answer("hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", 2)
+    'hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-2-0'
     """
     head, _, tail = answer.rpartition(".")
     try:
-        epoch, sequence, part = tail.split("-")
-        return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+        attempt, episode, part = tail.split("-")
+        return f"{head}.{attempt}-{int(episode) + choice}-{part}"
     except ValueError as error:
         raise bad("answer_id: not the id of an answer", "answer_id") from error
 
@@ -176,7 +176,7 @@ class FeedbackIntake:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
         if not self._secret():
-            raise unavailable("whose answers it names cannot be told yet: the object store is away; send it again")
+            raise unavailable("whose answers it names is not known yet: the object store is away; send it again")
         identity = hmac.new(webhook.secret, b"event\x00" + body, hashlib.sha256).hexdigest()[:24]
         if identity in self._taken:
             self._metrics.counter("feedback_received", path=webhook.path, outcome="repeated").inc()
@@ -194,8 +194,8 @@ class FeedbackIntake:
     def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
         """Sessions whose answers a webhook names, and whether all of them may be written about. Raises ApiError.
 
-        What looks like an answer's id and was never minted names nobody; whether one of an old log may be trained on is not
-        known, so it is taken.
+        What looks like an answer's id and was never minted names no session. Whether one of an old log may be trained on
+        is not known, so it is taken.
         """
         found, consented = [], True
         for session in sessions_in(text):
@@ -212,7 +212,7 @@ class FeedbackIntake:
         return found, consented
 
     async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:
-        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and told so."""
+        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and the sender gets an error."""
 
         async def prepare() -> Control:
             if seal is None:

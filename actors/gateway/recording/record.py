@@ -67,7 +67,7 @@ class Recorder:
     def __init__(
         self, tokenizer: Tokenizer, rules: RedactRules, steps: Sequence[Step], metrics: Metrics, origin: str, keys: Keys
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._rules = rules
         self._redactor = Redactor(rules.kinds, rules.patterns)
         self._steps = steps
@@ -127,7 +127,7 @@ class Recorder:
         spans = tuple(
             replace(span, start=start + span.start, stop=start + span.stop) for span in answer.spans(served.sampling)
         )
-        plain = served.prompt.plain or (Message(role="user", content=self._tokenizer.decode(served.prompt.tokens)),)
+        plain = served.prompt.plain or (Message(role="user", content=self.tokenizer.decode(served.prompt.tokens)),)
         return make_experience(
             tokens=[*served.tokens, *answer.tokens],
             logprobs=answer.logprobs,
@@ -153,7 +153,7 @@ class Recorder:
         tools = self._redactor.mask_json([*served.prompt.tools])
         texts = [self._redactor.mask(message.content) for message in experience.messages]
         # All tokens are looked at as text too: an earlier turn or a stop string may say what no message says.
-        spelled = self._redactor.mask(self._tokenizer.decode(experience.tokens.tolist()))[1]
+        spelled = self._redactor.mask(self.tokenizer.decode(experience.tokens.tolist()))[1]
         if not spelled and not any(found for _, found in texts) and tools == [*served.prompt.tools]:
             return experience
         if self._rules.action == "drop":
@@ -190,13 +190,13 @@ class Recorder:
         """The experience with tokens of this text; an answer whose text did not change keeps its own."""
         start = experience.num_prompt
         own = experience.tokens[start:].tolist()
-        tokens = render(prompt, self._tokenizer)
-        if self._tokenizer.decode(own) == said and not self._redactor.mask(said)[1]:
+        tokens = render(prompt, self.tokenizer)
+        if self.tokenizer.decode(own) == said and not self._redactor.mask(said)[1]:
             answer, logprobs, moved = own, experience.logprobs.tolist(), len(tokens) - start
             spans = [replace(s, start=s.start + moved, stop=s.stop + moved, ratio=False) for s in experience.spans]
         else:
-            end = own[-1:] if not self._tokenizer.decode(own[-1:]) else []  # the token that ends a turn has no text
-            answer = [*self._tokenizer.encode(said), *end]
+            end = own[-1:] if not self.tokenizer.decode(own[-1:]) else []  # the token that ends a turn has no text
+            answer = [*self.tokenizer.encode(said), *end]
             logprobs = [0.0] * len(answer)
             whole = replace(experience.spans[-1], start=len(tokens), stop=len(tokens) + len(answer), ratio=False)
             spans = [whole] if answer else []

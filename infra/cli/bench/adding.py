@@ -61,16 +61,16 @@ def item_of(
     answer: Sequence[int],
     logprobs: Sequence[float],
     *,
-    lane: Lane,
     version: int,
     episode: int = 0,
     round: int = 0,
     advantage: float = 0.0,
     reward: float | None = None,
 ) -> "TrainItem":
-    """One answer, ready to be packed."""
+    """One answer, ready to be packed. version: of the policy that sampled it, -1 for a demonstration."""
     from trainer.batch.batch import TrainItem
 
+    lane: Lane = "usual" if version >= 0 else "expert"
     group = f"{lane}-{problem.name}.{round}"
     name = f"{group}.0-{episode}-0"
     start = len(problem.prompt)
@@ -91,7 +91,7 @@ def item_of(
 
 def demonstration(problem: Problem) -> "TrainItem":
     """The right answer, as an expert gave it."""
-    return item_of(problem, problem.answer, [0.0] * len(problem.answer), lane="expert", version=-1)
+    return item_of(problem, problem.answer, [0.0] * len(problem.answer), version=-1)
 
 
 def policy_of(learner: "TorchLearner", version: int) -> "Policy":
@@ -122,7 +122,6 @@ async def sample(engine: "TorchEngine", drawn: Sequence[Problem], *, size: int, 
                     problem,
                     one.tokens,
                     one.logprobs,
-                    lane="usual",
                     version=engine.version,
                     episode=episode,
                     round=round,

@@ -211,21 +211,15 @@ async def _gateway_over(
     from infra.log.log import Log
     from infra.log.memory import MemoryBus
     from infra.observe.metrics import Metrics
+    from infra.roles.role import Role
     from infra.settings.config import Floor
 
     log = Log(MemoryBus(), "bench")
     await log.create_topics(partitions=4, keep_ms=3_600_000)
-    await run_gateway(
-        Floor(app="bench", folder=folder),
-        GatewayConfig(listen="127.0.0.1:0", train_on="consented"),
-        log=log,
-        store=store,
-        engine=engine,
-        tokenizer=tokenizer,
-        metrics=Metrics("serve"),
-        stop=stop,
-        listening=listening,
-    )
+    floor = Floor(app="bench", folder=folder)
+    role = Role(floor=floor, log=log, store=store, metrics=Metrics("serve"), stop=stop, instance="serve/bench")
+    config = GatewayConfig(listen="127.0.0.1:0", train_on="consented")
+    await run_gateway(role, config, engine, tokenizer, listening=listening)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Opinion(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """One line of the file: an answer as its user saw it. at_s: seconds of the epoch. version: of the policy, as told.
+    """One line of the file: an answer as its user saw it. at_s: seconds of the epoch. version: that the gateway names.
 
     failed: requests about it that failed, the question included; then nothing else may be known.
 
@@ -123,7 +123,7 @@ class Crowd:
         self.counts: Counter[str] = Counter()
 
     def leave(self) -> None:
-        """Nobody asks again."""
+        """No user asks again."""
         self._left = True
 
     async def run(self, num_users: int, until_s: float) -> None:

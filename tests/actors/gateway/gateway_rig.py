@@ -29,6 +29,7 @@ from schemas.ids import answer_id, experience_id, request_group
 from schemas.names import keyed_session
 from schemas.topics import EXPERIENCES, FEEDBACK
 from tests.actors.rig import until
+from tests.role import role_of
 
 EOS = 256
 VOCABULARY = 260
@@ -179,14 +180,17 @@ async def serving(
 
     running = asyncio.create_task(
         run_gateway(
-            Floor(app="test", folder=folder),
+            role_of(
+                "serve",
+                Floor(app="test", folder=folder),
+                served.log,
+                served.store,
+                metrics=served.metrics,
+                stop=served.stop,
+            ),
             config,
-            log=served.log,
-            store=served.store,
-            engine=served.engine,
-            tokenizer=tokenizer or ByteTokenizer(),
-            metrics=served.metrics,
-            stop=served.stop,
+            served.engine,
+            tokenizer or ByteTokenizer(),
             webhooks=webhooks,
             listening=listening,
         )

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from actors.engines.scripted import TENSOR
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
@@ -33,14 +33,10 @@ async def announce(served: Served, version: int, tensors: Tensors) -> PolicyEven
     event = await asyncio.to_thread(
         publish,
         served.store,
-        policy="main",
-        token=0,
-        version=version,
-        parent=version - 1,
-        tensors=tensors,
+        NewVersion(policy="main", token=0, version=version, parent=version - 1, step=version),
+        tensors,
         previous=None,
         probe=None,
-        step=version,
     )
     await served.log.publish(POLICIES, event)
     return event

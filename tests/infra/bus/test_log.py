@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from infra.log.bus import Partition, Reader
-from infra.log.log import DEAD_LETTER_BYTES, Log, LogMessage, key_of
+from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
-from infra.log.partitioner import partition_for
+from infra.log.partitioner import key_of, partition_for
 from infra.store.directory import DirectoryStore
 from infra.store.store import Store
 from schemas import (
@@ -19,6 +19,7 @@ from schemas import (
     Control,
     DeadLetter,
     Drawn,
+    DropMarker,
     EvalResult,
     Feedback,
     Fence,
@@ -27,7 +28,6 @@ from schemas import (
     Progress,
     Received,
     Span,
-    Stub,
     Task,
     Tick,
     encode,
@@ -35,6 +35,7 @@ from schemas import (
 )
 from schemas import Message as Line
 from schemas.errors import BadFrame, ConfigError, NotInStore, RecordTooLarge, StoreError, UnknownMajor
+from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import (
     ALL,
     BATCHES,
@@ -53,7 +54,7 @@ from schemas.topics import (
 )
 
 GROUP = "add-3745.2"
-STUB = Stub(id=f"{GROUP}.0-1-0", group=GROUP, episode=1, group_size=2, reason="too short")
+STUB = DropMarker(id=f"{GROUP}.0-1-0", group=GROUP, episode=1, group_size=2, reason="too short")
 
 
 def block(num_tokens: int = 8, group: str = GROUP) -> Block:
@@ -141,7 +142,7 @@ def test_a_tick_goes_to_its_own_partition_and_a_given_key_or_partition_rules() -
 
 def test_a_topic_refuses_records_it_does_not_hold() -> None:
     async def check(log: Log) -> None:
-        with pytest.raises(ValueError, match="buffer holds Block; got Stub"):
+        with pytest.raises(ValueError, match="buffer holds Block; got DropMarker"):
             await log.publish(BUFFER, STUB)
         with pytest.raises(ValueError, match="holds issued tasks"):
             await log.publish(TASKS, Task(id="t", messages=()))
@@ -216,10 +217,10 @@ def test_a_dead_letter_is_cut_so_that_it_always_fits() -> None:
     async def check(log: Log) -> None:
         await log.bus.send(log.name(EXPERIENCES), bytes(8_000_000), key=b"k")
         (poison,) = await all_of(log, EXPERIENCES)
-        await log.dead_letter(poison.record, stage="verify", reason="bad frame", error="why")
+        await log.dead_letter(poison, stage="verify", reason="bad frame", error="why")
         (letter,) = await all_of(log, DEAD_LETTERS)
         assert isinstance(letter.value, DeadLetter)
-        assert (len(letter.value.value), letter.value.error) == (DEAD_LETTER_BYTES, "why")
+        assert (len(letter.value.value), letter.value.error) == (MAX_LETTER_BYTES, "why")
 
     run(check)
 

@@ -17,7 +17,7 @@ from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import load_model, load_tokenizer, model_tensors
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.settings.config import PolicyConfig
 from infra.store.memory import MemoryStore
@@ -60,7 +60,7 @@ def test_an_exported_version_loads_in_transformers_with_the_weights_that_were_pu
     store = MemoryStore()
     tensors = model_tensors(trained)
     event = publish(
-        store, policy="main", token=3, version=7, parent=-1, step=7, tensors=tensors, previous=None, probe=None
+        store, NewVersion(policy="main", token=3, version=7, parent=-1, step=7), tensors, previous=None, probe=None
     )
     settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
     num_bytes = export(store, event, settings, tmp_path / "out" / "v7", about(event))
@@ -133,12 +133,8 @@ def test_damaged_weights_leave_no_folder(tmp_path: Path) -> None:
     store = MemoryStore()
     event = publish(
         store,
-        policy="main",
-        token=3,
-        version=7,
-        parent=-1,
-        step=7,
-        tensors={"w": from_numpy(np.ones(4, np.float32))},
+        NewVersion(policy="main", token=3, version=7, parent=-1, step=7),
+        {"w": from_numpy(np.ones(4, np.float32))},
         previous=None,
         probe=None,
     )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.cli.newest import newest, newest_and_reader
+from infra.cli.newest import newest, newest_and_next
 from infra.cli.peek import one_line, show
 from infra.log.bus import Partition, Record
 from infra.log.log import Log, LogMessage
@@ -127,15 +127,16 @@ def test_reading_on_behind_the_newest_misses_nothing_and_repeats_nothing() -> No
         for sent in ticks(log, 0, 1, 0, 1):
             await sent
         await log.bus.delete_records(Partition(log.name(topics.VERIFIED), 0), 1)
-        found, reader = await newest_and_reader(log, topics.VERIFIED, 2)
+        found, following = await newest_and_next(log, topics.VERIFIED, 2)
         for sent in ticks(log, 1, 0, first=10):
             await sent
         later: list[LogMessage] = []
         async with asyncio.timeout(10):
-            while len(later) < 2:
-                later += await log.read(reader, timeout_s=0.1)
+            async for message in log.tail(topics.VERIFIED, following):
+                later.append(message)
+                if len(later) == 2:
+                    break
         due = [one.value.due_ms for one in (*found, *later) if isinstance(one.value, Tick)]
         assert due[:2] == [2, 3] and sorted(due[2:]) == [10, 11]
-        await reader.close()
 
     asyncio.run(main())

@@ -8,13 +8,13 @@ from pathlib import Path
 from actors.engines.scripted import ScriptedEngine
 from infra.chain.processor import score
 from infra.log.log import Log
-from infra.observe.metrics import Metrics
 from infra.settings.config import Floor, Pacing
 from infra.store.directory import DirectoryStore
 from schemas import Drawn, Experience
 from schemas.topics import EXPERTS, PROGRESS
 from streams.config import CollectConfig, ScoreConfig, StreamsConfig
 from tests.actors.rig import MASTER, explorer, load, master, memory_log, running
+from tests.role import role_of
 from tests.streams.collect.collecting import answer, block
 from tests.streams.memory_worker import work
 from trainer.config import LaneConfig, TrainerConfig
@@ -40,9 +40,7 @@ def first_token(experience: Experience) -> float:
 
 
 async def train(log: Log, store: DirectoryStore) -> None:
-    await run_trainer(
-        FLOOR, TRAINER, log=log, store=store, learner=ScriptedLearner(), metrics=Metrics("train"), stop=asyncio.Event()
-    )
+    await run_trainer(role_of("train", FLOOR, log, store), TRAINER, ScriptedLearner())
 
 
 @asynccontextmanager

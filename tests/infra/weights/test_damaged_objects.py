@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from actors.engines.engine import Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
@@ -34,9 +34,14 @@ def published() -> tuple[MemoryStore, list[PolicyEvent], list[dict[str, Tensor]]
     for version in range(NUM_VERSIONS):
         tensors = {TENSOR: from_numpy(table), "other": from_numpy(other)}
         event = publish(
-            store, policy="main", token=3, version=version, parent=version - 1, tensors=tensors,
-            previous=weights[-1] if weights else None, probe=None, step=version, anchor_every=6, shard_bytes=4096,
-        )  # fmt: skip
+            store,
+            NewVersion(policy="main", token=3, version=version, parent=version - 1, step=version),
+            tensors,
+            previous=weights[-1] if weights else None,
+            probe=None,
+            anchor_every=6,
+            shard_bytes=4096,
+        )
         events.append(event)
         weights.append(tensors)
         table, other = table.copy(), other + 1

@@ -9,7 +9,7 @@ import pytest
 from infra.policies.fetch import PolicyFetcher, read_manifest
 from infra.policies.manifest import PolicyManifest, Shard, decode_manifest, encode_manifest, entries_of, sha256_hex
 from infra.policies.policy import Policy, Probe
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, save_tensors
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
@@ -390,10 +390,8 @@ def published_one() -> tuple[MemoryStore, str]:
 def test_a_policy_keeps_no_reference_to_live_arrays() -> None:
     store = MemoryStore()
     array = np.ones(10, np.float32)
-    event = publish(
-        store, policy="main", token=1, version=0, parent=-1, tensors={"w": from_numpy(array)}, previous=None,
-        probe=None, step=0,
-    )  # fmt: skip
+    new = NewVersion(policy="main", token=1, version=0, parent=-1, step=0)
+    event = publish(store, new, {"w": from_numpy(array)}, previous=None, probe=None)
     array[:] = 2
     policy: Policy = PolicyFetcher(store, "main").fetch(event)
     assert policy.tensors["w"] == from_numpy(np.ones(10, np.float32))

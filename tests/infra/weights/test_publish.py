@@ -7,7 +7,7 @@ import pytest
 
 from infra.policies.fetch import PolicyFetcher, read_manifest
 from infra.policies.policy import Probe
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
@@ -50,9 +50,14 @@ def put(
     shard_bytes: int = 2**29,
 ) -> PolicyEvent:
     return publish(
-        store, policy="main", token=token, version=version, parent=version - 1, tensors=tensors, previous=previous,
-        probe=probe, step=version, anchor_every=anchor_every, shard_bytes=shard_bytes,
-    )  # fmt: skip
+        store,
+        NewVersion(policy="main", token=token, version=version, parent=version - 1, step=version),
+        tensors,
+        previous=previous,
+        probe=probe,
+        anchor_every=anchor_every,
+        shard_bytes=shard_bytes,
+    )
 
 
 def put_run(store: Store, num_versions: int, **options: int) -> tuple[list[PolicyEvent], list[dict[str, Tensor]]]:
@@ -204,9 +209,12 @@ def test_a_previous_that_is_not_what_was_published_is_the_callers_mistake() -> N
 def test_a_policy_name_is_one_segment_of_a_key(policy: str) -> None:
     with pytest.raises(ValueError, match=r"key|policy"):
         publish(
-            MemoryStore(), policy=policy, token=1, version=0, parent=-1, tensors=first_weights(), previous=None,
-            probe=None, step=0,
-        )  # fmt: skip
+            MemoryStore(),
+            NewVersion(policy=policy, token=1, version=0, parent=-1, step=0),
+            first_weights(),
+            previous=None,
+            probe=None,
+        )
 
 
 def test_large_models_are_split_into_shards() -> None:

@@ -15,7 +15,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import build_classifier, model_tensors
 from infra.observe.metrics import Metrics
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
@@ -51,9 +51,12 @@ def versions_of(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
 
 def published(store: MemoryStore, version: int, tensors: dict[str, Tensor]) -> PolicyEvent:
     return publish(
-        store, policy="reward", token=0, version=version, parent=version - 1, tensors=tensors, previous=None, probe=None,
-        step=version,
-    )  # fmt: skip
+        store,
+        NewVersion(policy="reward", token=0, version=version, parent=version - 1, step=version),
+        tensors,
+        previous=None,
+        probe=None,
+    )
 
 
 @asynccontextmanager
