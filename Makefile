@@ -9,7 +9,7 @@ EXTRAS := --extra streams --extra actors --extra trainer --extra dev
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast mutants check lint types lock extras-check clean
+.PHONY: help install demo test test-fast mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,9 @@ lint: install
 
 types: install
 	@$(BIN)/mypy
+
+docs: install    ## write the reference pages of infra/docs from the code
+	@$(BIN)/python -m infra.cli.docs
 
 lock:            ## compile the lock anew from pyproject.toml and infra/requirements
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/all.in $(EXTRAS) --python-version 3.11 --generate-hashes --no-header --quiet \

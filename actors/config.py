@@ -122,18 +122,18 @@ class GateGuardConfig(Section, frozen=True):
     Complaints are compared with those of the days before the version became stable, in two ways. With those of the same
     hour of the day, where two days or more are known: it is looked for that the odds of a complaint are `odds` times as
     high, or the share higher by `harm`, whichever is less. And whatever the hour: that the share is higher by `harm` than
-    it may become without anybody's doing, which is `swing` above the highest that it can have been.
+    it may become by itself, which is `swing` above the highest that it can have been.
 
     A version is compared with the past, so no test tells it from a world that changes with it. Where the days before
     differ from each other more than chance explains, the first way waits, and that is an alarm: customers stay where they
     are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing, and
     is an alarm if it goes on after the rollback: [master.gate.canary] compares at the same time.
 
-    harm: rise of the share of complaints that is looked for. odds: rise of their odds that is looked for. swing: how far the
-    share may be above the highest of the days before and still be chance. alpha: chance of ever taking back a version that is
-    no worse. least: people heard of the versions before, and answers
-    of them, without which nothing is decided. more_failed: it is looked for that so much more of all answers fail, or are
-    refused, of each session one. watch: so long after its promotion a version is watched.
+    harm: rise of the share of complaints that is looked for. odds: rise of their odds that is looked for. swing: how far
+    the share may be above the highest of the days before and still be chance. alpha: chance of ever taking back a version
+    that is no worse. least: people heard of the versions before, and answers of them, without which nothing is decided.
+    more_failed: rise of the share of answers that fail, or are refused, that is looked for; of each session one counts.
+    watch: so long after its promotion a version is watched.
 
     Example: GateGuardConfig(harm=0.05, alpha=0.001)
     """
@@ -151,9 +151,9 @@ class CanaryConfig(Section, frozen=True):
     """[master.gate.canary]: what passes the suites is first tried by a share of sessions ([gateway.canary]) and becomes the
     stable version by what people say of it, compared with what they say of the stable one of answers of the same time.
 
-    odds: it is looked for that the odds of being rated down are so many times as high. alpha: chance of turning away a
+    odds: how many times as high the odds of being rated down are that the trial looks for. alpha: chance of turning away a
     version that is no worse. beta: chance that the ratings let one through that is so much worse. Between no worse and
-    so much worse it may take long. longest: then a version is turned away as undecided, also one that nobody rates; while a
+    so much worse it may take long. longest: then a version is turned away as undecided, also one without ratings; while a
     trial runs no other begins. more_failed, least: as in [master.gate.guard].
 
     Example: CanaryConfig(odds=1.5, longest="14d")
@@ -170,11 +170,14 @@ class CanaryConfig(Section, frozen=True):
 class GateReplies(Section, frozen=True):
     """[master.gate.replies]: recorded production prompts (`headrace load prompts`), answered greedily by the candidate
     and compared with the stable version's answers to the same. It is one of [[master.evals]], whose score counts nothing.
+    A candidate is held where its answers are beyond what may be, and by more than chance explains.
 
     suite: its name. max_longer: how many times as long answers may be on average, and as short. max_failed: by how much
     more of the answers (a share) may be cut off, refused or out of form. max_distance: how far answers may be from the
     stable version's, 0 for the same words in the same order to 1 for none in common. refusals: regular expressions, looked
-    for at an answer's beginning. form: what a whole answer must look like, "" for anything.
+    for at an answer's beginning. form: what a whole answer must look like, "" for anything. alpha: the chance to hold a
+    candidate that answers as the stable version does; prompts are taken for independent of each other, so near copies of one
+    prompt count for more than they tell. With the default at least 12 more answers must fail, whatever their share is.
 
     Example: GateReplies(suite="production", form="[0-9]{3}")
     """
@@ -185,6 +188,7 @@ class GateReplies(Section, frozen=True):
     max_distance: Share = 1.0
     refusals: tuple[str, ...] = REFUSALS
     form: str = ""
+    alpha: Chance = 0.01
 
     def __post_init__(self) -> None:
         check_patterns("refusals", self.refusals)

@@ -40,7 +40,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     subject: whose data, key_id: the key it is sealed under; derivatives inherit both. sequence: issue order of the
     group, -1 unpaced. suite: name of the eval set, "" for rollouts. spans: what was sampled, sorted. stamps:
     "processor@version" of all that ran. meta: the user's own, from task to batch; read only
-    by what was told a key of it, as scores are.
+    by those that know a key of it, as scores are.
     A read of tokens, logprobs or messages raises BadFrame where the frame's bulk is bad.
 
     kind: an answer is scored and compared; a demonstration, and the chosen and the rejected side of a preference pair

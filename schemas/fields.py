@@ -30,7 +30,7 @@ Life = Literal["starting", "working", "ended"]
 MasterPhase = Literal["warming up", "issuing", "draining", "drained", "evaluating", "done", "paused"]
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
 CANARY_MISSING = "canary_missing_s"  # gauge of Progress: for how long no canary was heard of, 0 where that is no alarm
-VERSION_PASSED = "version passed"  # reason of a closure: nobody can answer this eval any more
+VERSION_PASSED = "version passed"  # reason of a closure: no engine can answer this eval any more
 Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
 
 

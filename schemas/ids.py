@@ -104,7 +104,7 @@ def session_of(group: str) -> str:
 
 
 def sessions_in(text: str) -> tuple[str, ...]:
-    """Sessions whose answers a text names, wherever in it their ids stand; each once.
+    """Sessions whose answers a text names, wherever in it their ids are; each once.
 
     >>> sessions_in('{"about": ["hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "add-3745.2.0-7-0"]}')
     ('mddrffqvmjcncqrrjhvnrntq',)

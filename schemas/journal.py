@@ -103,12 +103,12 @@ class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
 
 
 class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
-    """What the learner's state was after `step`, told in the journal just before its checkpoint becomes valid; it stays
+    """What the learner's state was after `step`, written to the journal just before its checkpoint becomes valid; it stays
     when the checkpoint is pruned, so that a replay can be compared with every one ever made.
 
-    step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes, shapes and bytes, in
-    order of the names. phase: of the steps that follow. made_with: what the bits depend on besides the journal (code,
-    libraries, device, threads), by name.
+    step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes, shapes and
+    bytes, in order of the names; of the bytes the hashes of their chunks, where it begins with "chunks ". phase: of the
+    steps that follow. made_with: what the bits depend on besides the journal (code, libraries, device, threads), by name.
 
     Example: Saved(run="demo", token=17, step=40, version=40, sha256="9f…", made_with={"torch": "2.13.0", "threads": "1"})
     """

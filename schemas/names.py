@@ -4,8 +4,8 @@
     tenant, user    -> <subject>             32 letters
 
 All are HMAC-SHA-256 (RFC 2104) under the app's secret (`infra.store.seal.app_secret`), spelled as `schemas.ids` spells ids.
-The check is a MAC of the rest, so nobody makes up a session that was never served; it says too what the key that opened the
-session allows to be done with it. Logs of the first release hold plain hashes of 24 letters (`ids.session_name`,
+The check is a MAC of the rest, so a client cannot make up a session that was never served; it says too what the key that
+opened the session allows to be done with it. Logs of the first release hold plain hashes of 24 letters (`ids.session_name`,
 `ids.subject_of`): they stay readable, and `forget` looks for both.
 """
 
@@ -26,17 +26,17 @@ assert TAG_LETTERS + NAME_LETTERS + CHECK_LETTERS == ids.SESSION_LETTERS
 
 
 def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
-    """What stands for names of a kind: the same again for the same names, and for nobody without the secret. 4 bits a letter.
+    """The pseudonym of names of a kind: the same for the same names, unknown without the secret. 4 bits a letter.
 
     >>> pseudonym(b"secret", "rater", "acme", "ann@example.org", letters=8)
     'nqjwlddn'
     """
-    said = msgspec.json.encode((kind, *names))  # no two lists of names are spelled alike
-    return ids.spelled(hmac.new(secret, said, hashlib.sha256).hexdigest()[:letters])
+    spelled = msgspec.json.encode((kind, *names))  # no two lists of names are spelled alike
+    return ids.spelled(hmac.new(secret, spelled, hashlib.sha256).hexdigest()[:letters])
 
 
 def rater_of(kind: Literal["key", "answer"], identity: str) -> str:
-    """Who rated, where nobody is named: the holder of a key, or of one answer's token."""
+    """Who rated, where no rater is named: the holder of a key, or of one answer's token."""
     return f"{kind} {identity}"
 
 
@@ -50,7 +50,7 @@ def is_person(rater: str) -> bool:
 
 
 def keyed_subject(secret: bytes, tenant: str, user: str) -> str:
-    """How the person behind a request is written in the log, "" for nobody."""
+    """How the person behind a request is written in the log, "" for none."""
     return pseudonym(secret, "subject", tenant, user, letters=SUBJECT_LETTERS) if user else ""
 
 
@@ -61,7 +61,7 @@ def keyed_session(secret: bytes, tenant: str, session: str, consent: str = "") -
 
 
 def is_of(session: str, tenant: str, secret: bytes) -> bool:
-    """Whether a session's name is one of the tenant's. That of an old log is told by 32 bits alone."""
+    """Whether a session's name is one of the tenant's. That of an old log is known by 32 bits alone."""
     if len(session) == ids.SESSION_LETTERS:
         return _same(session[:TAG_LETTERS], _tag(secret, tenant))
     return session.startswith(ids.old_tag(tenant))
@@ -78,15 +78,15 @@ def tenant_in(group: str) -> str:
 
 
 def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | None:
-    """With which of `consents` a session was minted; None for one that was made up, or stands in an old log."""
+    """With which of `consents` a session was minted; None for one that was made up, or is of an old log."""
     name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]
     if len(session) != ids.SESSION_LETTERS:
         return None
     return next((one for one in consents if _same(check, _check(secret, name, one))), None)
 
 
-def _same(told: str, ours: str) -> bool:
-    return hmac.compare_digest(told.encode("utf-8", "replace"), ours.encode())  # what clients tell may be any letters
+def _same(given: str, ours: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), ours.encode())  # a client may send any letters
 
 
 def _tag(secret: bytes, tenant: str) -> str:

@@ -1,7 +1,7 @@
 """Preference pairs: two answers to one prompt in one group, one the chosen, the other the rejected side.
 
 A pair is a block like any other: it is complete when both sides are there, and drawn whole. It is taken as it is given:
-nobody scores it.
+no score runs on it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ REJECTED: Side = "rejected"
 
 
 def pair_side(experience: Experience) -> Side | None:
-    """CHOSEN, REJECTED, or None for what is no side of a pair."""
+    """CHOSEN, REJECTED, or None where it is not a side of a pair."""
     kind = experience.kind
     return kind if kind in (CHOSEN, REJECTED) else None
 

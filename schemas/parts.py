@@ -54,7 +54,7 @@ class Stretch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Edit(msgspec.Struct, array_like=True, frozen=True):
-    """What people made of an answer. text: the correction that stands, None where all were taken back. count: how often
+    """What people made of an answer. text: the newest correction, None where all were taken back. count: how often
     one was made or taken back.
 
     Example: Edit(text="281", count=1)

@@ -99,12 +99,12 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     priority: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
 
 
-class Stub(Struct, frozen=True, tag_field="kind", tag="stub"):
-    """Stands in `verified` for an experience that was dropped, so that its group can complete.
+class DropMarker(Struct, frozen=True, tag_field="kind", tag="stub"):
+    """Takes the place in `verified` of an experience that was dropped, so that its group can complete.
 
     id: of the dropped experience. stage, processor: who dropped it. reason: a short constant phrase, used as a label.
 
-    Example: Stub(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, last=True, group_size=16, reason="too short")
+    Example: DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, last=True, group_size=16, reason="too short")
     """
 
     id: Id
@@ -123,7 +123,7 @@ class Stub(Struct, frozen=True, tag_field="kind", tag="stub"):
 
 
 class Feedback(Struct, frozen=True, tag_field="kind", tag="feedback"):
-    """What somebody or something said later about an answer. Append-only: a newer one with the same
+    """What a person or a system said later about an answer. Append-only: a newer one with the same
     (ref, source, rater, type) revises the older; a retraction takes it back.
 
     ref: experience id or answer id. id: unique at its source. value: 0 to 1, None where only text was given.
@@ -155,9 +155,9 @@ class Tick(Struct, frozen=True, tag_field="kind", tag="tick"):
 
 
 class Rating(Struct, frozen=True):
-    """What one rater thinks of one answer, as it stands: revised ones are replaced, those taken back are not there.
+    """What one rater thinks of one answer: revised ones are replaced, those taken back are not there.
 
-    source: the feedback source. rater: a pseudonym, "" where nobody is named. value: 0 to 1, of this answer alone: what is
+    source: the feedback source. rater: a pseudonym, "" where none is named. value: 0 to 1, of this answer alone: what is
     credited to it for later turns is no rating. time_ms: log-append time of the feedback.
 
     Example: Rating(source="csat", rater="kq7m", value=0.0, time_ms=1763715600000)
@@ -174,9 +174,9 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
 
     outcome: buffered, dropped (with reason) or superseded (another attempt completed first). experiences: how many went
     on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason to count of members.
-    version: oldest policy that sampled any of it, -1 where nothing was sampled or nobody said. trial: the version that
+    version: oldest policy that sampled any of it, -1 where nothing was sampled or it is unknown. trial: the version that
     was on trial in the canary channel when the gateway drew which of the two would answer, -1 where none was. ratings: what
-    people said of the answers themselves, at most 64, the newest; () where nobody did, None in logs written before there
+    people said of the answers themselves, at most 64, the newest; () for none, None in logs written before there
     were ratings. answered_ms: log-append time of the answer, -1 where it is not of production.
 
     Example: Closure(group="add-3745.2", outcome="dropped", reason="all rewards equal", sequence=412, mean_reward=1.0)
@@ -199,7 +199,7 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
 
 
 class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
-    """What the trainer took from its buffer for one step, told to the master after it is journaled.
+    """What the trainer took from its buffer for one step, reported to the master after it is journaled.
 
     step: optimizer step that is about to run. version: policy version when drawn. groups: trained. dropped: groups the
     trainer will never train, with the reason.
@@ -242,7 +242,7 @@ class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
 
 
 class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
-    """A word to a role, or of it, that outlives processes; it stands in `policies`, and its offset orders it.
+    """An order to a role, or of one, that outlives processes; it lies in `policies`, and its offset orders it.
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
     (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and
@@ -270,7 +270,7 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     """A suite answered by exactly one version.
 
     num_correct: of num_tasks * num_samples answers. pass_at: k, as a string, to the chance that one of k answers to a
-    task is right. interval: 95 % confidence of the share of right answers, None where nobody computed it. right: of each
+    task is right. interval: 95 % confidence of the share of right answers, None where it was not computed. right: of each
     task, in order, how many of its answers are; () in old logs. tasks: a digest of the tasks' ids; two results of one
     digest can be compared task by task.
 
@@ -340,7 +340,7 @@ class Received(Struct, frozen=True, tag_field="kind", tag="received"):
 
 Control = (
     Task
-    | Stub
+    | DropMarker
     | Feedback
     | Tick
     | Closure

@@ -69,8 +69,8 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     Prometheus metrics; and state. What others decide from has a field of its own, where None, in logs written before it,
     says nothing: life; is_canary, of a gateway; master.
     chains: of a stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds.
-    answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended. alarms: what somebody should
-    look at, a sentence each.
+    answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended. alarms: what an operator
+    should look at, a sentence each.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """

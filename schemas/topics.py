@@ -33,7 +33,7 @@ TASKS = Topic("tasks", ("Task",), "group", None, "keep")
 EXPERIENCES = Topic("experiences", ("Block",), "group", None, "keep")
 EXPERTS = Topic("experts", ("Block",), "group", None, "forever")
 FEEDBACK = Topic("feedback", ("Received",), "group", None, "keep")
-VERIFIED = Topic("verified", ("Block", "Stub", "Feedback", "Tick"), "group", None, "keep")
+VERIFIED = Topic("verified", ("Block", "DropMarker", "Feedback", "Tick"), "group", None, "keep")
 # Trimmed by delete_records below the oldest kept checkpoint, so time alone never removes what a resume needs.
 BUFFER = Topic("buffer", ("Block",), "group", 1, "forever")
 EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")

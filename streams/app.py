@@ -1,7 +1,7 @@
 """The Faust worker: one Faust app per stage, each feeding a driver that does not know Faust.
 
 Guarantees: at least once. A record is acknowledged by its driver, after what it led to is confirmed. A worker ends within
-END_S of being told to, or of an error, whatever its broker does.
+END_S of a signal, or of an error, whatever its broker does.
 
     faust (fetch, rebalance) ─> agent ─> WindowDriver (tasks, verify) or CollectDriver (collect) ─> infra.log ─> log
 """
@@ -128,7 +128,7 @@ async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float) -> Non
             await stop.wait()
         finally:
             state[0] = STOPPED
-            # A broker that has gone leaves Faust waiting for acknowledgements that never come, deaf to cancellation.
+            # A broker that has gone leaves Faust waiting for acknowledgements that never come, and it ignores cancellation.
             with ends_within("the stop of the stages", END_S):
                 for watcher in watchers:
                     watcher.cancel()

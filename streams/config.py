@@ -24,10 +24,10 @@ class From(Section, frozen=True):
     topic: full name of any Kafka topic with JSON values. file: path of a JSONL file that grows, relative to the TOML.
     webhook: path at the gateway, such as "/zendesk"; "/v1/feedback" is what clients of the gateway say with their keys.
     secret_env: environment variable of the gateway with the secret a webhook is signed with (HMAC-SHA256).
-    signature_header: where the signature stands. timestamp_header: signed in front of the body, "" for none; each sender has
+    signature_header: the header with the signature. timestamp_header: signed in front of the body, "" for none; each sender has
     its own name for it. Without it, who has seen a signed body can send it again: gateway and stream worker take it for the
     record it is while they remember it (the newest 65,536). tenant: of API keys; the webhook may speak of the answers given to
-    that one alone, "" for everybody's.
+    that one alone, "" for those of all.
 
     Example: From(topic="zendesk.closed")
     """
@@ -210,7 +210,7 @@ class SynthesizeConfig(Section, frozen=True):
 
 
 class CorrectConfig(Section, frozen=True):
-    """[collect.correct]: an answer that somebody edited becomes a demonstration (lane expert), and the edit is preferred to
+    """[collect.correct]: an edited answer becomes a demonstration (lane expert), and the edit is preferred to
     the answer (a pair in lane human). Needs policy.model, for its tokenizer, where the stream workers run. What [verify.redact]
     finds in an edit is masked where that is on.
 
@@ -221,11 +221,11 @@ class CorrectConfig(Section, frozen=True):
 
 
 class LimitsConfig(Section, frozen=True):
-    """[collect.limits]: how many answers one rater and one tenant can move by what they say, so that nobody alone decides
+    """[collect.limits]: how many answers one rater and one tenant can move by what they say, so that none alone decides
     what is learned; counted for each UTC day on each partition, by log time.
 
     rater_answers, rater_share: a named rater moves so many, or that share of all that is moved if that is more.
-    tenant_answers, tenant_share: a tenant likewise, and with it what its keys say and name nobody for; not where no other
+    tenant_answers, tenant_share: a tenant likewise, and with it what its keys say without naming a rater; not where no other
     tenant's users spoke that day or the day before. A share of 1 is no limit. What is beyond counts neither for learning
     nor as a rating and is counted as "more from one rater than trains in a day" or "more from one tenant …".
 

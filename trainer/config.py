@@ -152,10 +152,12 @@ class TrainerConfig(Section, frozen=True):
     goes alone. activation_checkpointing: compute activations again in the backward instead of keeping them. dtype: of the
     forward and of what is published. threads: of the CPU, pinned, 0 leaves torch's choice. checkpoint_every: in
     publications. keep_checkpoints: so many remain. version_every: a step without the usual lane waits until the last
-    version is so old, unless the run drains, since every version is fetched and loaded by everybody. max_steps: optimizer
+    version is so old, unless the run drains, since every gateway and explorer loads each version. max_steps: optimizer
     steps after which the trainer ends, 0 for none. max_skips: steps in a row without effect after which the last good
     policy is restored. halt_on: alarms that do so at once. tensorboard: folder of event files, relative to the TOML, ""
-    writes none. ranks: processes that train together. learner: what holds the model; see trainer.learners.
+    writes none. ranks: processes that train together. ranks_timeout: how long one of them waits for another before all
+    start again; the sending of a step's rows, its longest microbatch and the reading of a checkpoint must fit into it.
+    learner: what holds the model; see trainer.learners.
 
     Example: TrainerConfig(lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)})
     """
@@ -184,6 +186,7 @@ class TrainerConfig(Section, frozen=True):
     warmup: WarmupConfig | None = None
     critic: CriticConfig | None = None
     ranks: Positive = 1
+    ranks_timeout: Duration = "10m"
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
 
     def __post_init__(self) -> None:

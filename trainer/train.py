@@ -8,7 +8,7 @@
 
 Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
 published; a killed trainer goes on with the same batches, on one CPU process to the same bits. It waits for explorers only when
-the buffer has too little for a step; while an operator has paused learning it begins no step. Where somebody is forgotten
+the buffer has too little for a step; while an operator has paused learning it begins no step. Where a user is forgotten
 it lets go of what waits and writes a checkpoint. With a store that belongs to another log it does not begin.
 """
 
@@ -78,6 +78,7 @@ async def run_trainer(
                 tasks.create_task(watch_policies(log, lease, floor.policy.name, run.intake)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]
+            run.tasks = tasks
             if board is not None:
                 background.append(tasks.create_task(follow_results(log, board)))
             await learn(run, role.stop)
@@ -85,6 +86,7 @@ async def run_trainer(
                 task.cancel()
     finally:
         run.executor.shutdown()
+        run.writer.shutdown()
     await publish_progress(log, report, run.position.version)
 
 
@@ -119,6 +121,7 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:
             await train_step(run, draw)
+    await run.written()
     run.report.state, run.report.life = "stopped", "ended"
     if run.position.warmed_up and run.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)

@@ -88,7 +88,7 @@ def check_request(prompt: Sequence[int], sampling: Sampling, num_vocabulary: int
 
 
 def check_images(vision: Vision | None, prompt: Sequence[int], images: Sequence[Pixels]) -> None:
-    """Raise ValueError for images that do not stand in the prompt, or that a model of text alone was given."""
+    """Raise ValueError for images that the prompt has no place for, or that a model of text alone was given."""
     if vision is not None:
         vision.check(prompt, len(images))
     elif images:

@@ -79,6 +79,10 @@ class SchemaRefused(ValueError):
     """Answers cannot be held to this JSON schema: it is no schema the engine knows, or the vocabulary cannot spell it."""
 
 
+class SchemaNotTried(SchemaRefused):
+    """Nothing is known of the schema: asked again later it may pass."""
+
+
 class Engine(Protocol):
     """One model being sampled. Every engine is built by `Name(model=<folder>, seed=<int>, **its own options)`.
 
@@ -117,7 +121,7 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one continuation. Cancelling the call frees the request.
 
-        images: what stands at the image tokens of the prompt, in order. ValueError where their number differs, or the
+        images: those at the image tokens of the prompt, in order. ValueError where their number differs, or the
         model or the engine takes none.
         on_chunk: called in the caller's event loop with what was sampled since its last call, in order and before the
         completion returns; together the chunks are the completion. What it raises is raised here.
@@ -126,6 +130,6 @@ class Engine(Protocol):
     async def load(self, policy: Policy) -> LoadReport:
         """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving."""
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob (temperature 1) of every token but the first under the policy that samples now; at image tokens stand
         the made-up pictures of `infra.model.vision`, as they do in a policy's probe."""

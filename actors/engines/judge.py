@@ -20,9 +20,10 @@ from typing import IO, Literal
 
 import msgspec
 
-from actors.engines.engine import SchemaRefused
+from actors.engines.engine import SchemaNotTried, SchemaRefused
+from actors.engines.token_spellings import TokenSpellings, make_compiler
 
-SHORT_CHARS = 512  # what is shorter compiles within a second, over 150,000 tokens too
+SHORT_CHARS = 512  # what is shorter takes a second or two of a processor, over 150,000 tokens too
 DEADLINE_S = 10.0
 START_S = 120.0
 _SIZE = struct.Struct("<I")
@@ -54,10 +55,10 @@ class SchemaCompiler:
                 if end == "late":
                     told = f"it takes longer than {self._deadline_s:g} s to compile"
                     raise SchemaRefused(f"{told}; a smaller schema does not")
-        raise SchemaRefused("the process that compiles it has ended")
+        raise SchemaNotTried("the process that compiles it has ended")
 
     def close(self) -> None:
-        """End the process; whoever waits for it is told that the schema is refused."""
+        """End the process; a schema that waits for it is refused."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -71,7 +72,7 @@ class SchemaCompiler:
         if self._closed or _answer(process, msgspec.msgpack.encode(self._spellings), START_S) != "done":
             _end(process)
             self._process = None
-            raise SchemaRefused("there is no process to compile it in")
+            raise SchemaNotTried("there is no process to compile it in")
         return process
 
 
@@ -108,8 +109,6 @@ def _received(stream: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """The process: the vocabulary, then schemas, until nobody is left to ask."""
-    from actors.engines.grammar import TokenSpellings, make_compiler
-
     os.nice(5)  # who serves goes first
     given = _received(sys.stdin.buffer)
     compile_schema = make_compiler(TokenSpellings(msgspec.msgpack.decode(given or b"\x90", type=list[bytes])))

@@ -1,4 +1,4 @@
-"""The images of one prompt: told apart by their pixels, prepared for the vision tower once."""
+"""The images of one prompt: compared by their pixels, prepared for the vision tower once."""
 
 import hashlib
 from collections.abc import Sequence

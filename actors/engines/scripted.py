@@ -20,7 +20,8 @@ from actors.engines.checks import (
     check_tensors,
 )
 from actors.engines.engine import Completion, LoadReport, OnChunk, Sampling
-from actors.engines.grammar import STUCK, Grammars, Matcher, byte_vocabulary
+from actors.engines.grammar import STUCK, Grammars, Matcher
+from actors.engines.token_spellings import byte_vocabulary
 from actors.engines.trace import Trace
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, from_numpy, load_tensors, to_numpy
@@ -188,7 +189,7 @@ class ScriptedEngine:
             self._rows.clear()
             return LoadReport((time.perf_counter() - begin) * 1e3, difference)
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first."""
         return _score(self._table, tokens)
 

@@ -28,9 +28,10 @@ from actors.engines.checks import (
     check_tensors,
 )
 from actors.engines.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk, Sampling
-from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
+from actors.engines.grammar import STUCK, Grammars
 from actors.engines.request_images import RequestImages
 from actors.engines.slots import RunningBatch, RunningSequence
+from actors.engines.token_spellings import folder_vocabulary
 from actors.engines.trace import Trace
 from infra.model.model import load_into, load_model, model_tensors, unlike
 from infra.model.vision import load_vision, probe_inputs
@@ -152,7 +153,7 @@ class TorchEngine:
             changed = await asyncio.to_thread(self._check, policy)
             return await self._in_thread(lambda: self._apply(policy, changed))
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first."""
         return await self._in_thread(lambda: self._score(tokens))
 

@@ -175,18 +175,18 @@ class Canary:
         try:
             async with asyncio.timeout(SILENT_S):
                 response = await self._sent(self._client.build_request("GET", "/healthz"))
-            told = msgspec.json.decode(response.content, type=dict[str, Any])
+            health = msgspec.json.decode(response.content, type=dict[str, Any])
         except (TimeoutError, httpx.HTTPError, msgspec.DecodeError, msgspec.ValidationError):
             return False
-        if response.status_code == 200 and told.get("channel") != "canary":
-            _log.warning("not_a_canary url=%s channel=%s", self._client.base_url, str(told.get("channel"))[:64])
-        return response.status_code == 200 and told.get("channel") == "canary"
+        if response.status_code == 200 and health.get("channel") != "canary":
+            _log.warning("not_a_canary url=%s channel=%s", self._client.base_url, str(health.get("channel"))[:64])
+        return response.status_code == 200 and health.get("channel") == "canary"
 
 
 def place_of(session: str, trial: int, secret: bytes) -> float:
     """Where a session lies between 0 and 1 in a trial; every share above it takes the session in.
 
-    secret: of the gateways, without which nobody can say beforehand who is inside. Another trial is another lot, so that
+    secret: of the gateways, without which a client cannot know beforehand who is inside. Another trial draws anew, so that
     not the same people try everything.
 
     >>> round(place_of("acme/7", 44, b"secret"), 3)

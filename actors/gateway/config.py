@@ -20,7 +20,7 @@ class GatewayLimits(Section, frozen=True):
     body_bytes: of a request. prompt_tokens, messages: of a conversation; one with more than 16 characters for each of its
     tokens is refused before they are counted. tools: functions a request may name. max_tokens: of an answer, and what a
     request that names none gets (less where the engine's sequences are shorter). choices: n. stops: stop strings.
-    concurrency: answers made at once, those that a canary makes too; more are told to come back. body_s: a client may take
+    concurrency: answers made at once, those that a canary makes too; more are refused with 429. body_s: a client may take
     so long to send a body, and the head before it.
 
     Example: GatewayLimits(max_tokens=2048, concurrency=512)
@@ -56,8 +56,8 @@ class CanaryShare(Section, frozen=True):
     """[gateway.canary]: a second gateway (`headrace serve --channel canary`) that answers a share of the sessions.
 
     url: where this gateway reaches it. share: of the sessions; one stays where it fell. A request without a session goes by
-    its user, one without either by itself. listen: host:port of the canary; that of `url` where left out. Away, broken or
-    silent, it costs nobody an answer: this gateway gives it. Both need the same object store, for the keys.
+    its user, one without either by itself. listen: host:port of the canary; that of `url` where left out. While it is
+    away, broken or silent, this gateway answers. Both need the same object store, for the keys.
 
     Example: CanaryShare(url="http://127.0.0.1:8010", share=0.1)
     """
@@ -131,9 +131,9 @@ class GatewayConfig(Section, frozen=True):
 
 
 class Webhook(msgspec.Struct, frozen=True):
-    """A path that takes feedback from outside. secret: of its signature. header: where that stands.
+    """A path that takes feedback from outside. secret: of its signature. header: where that is.
 
-    timestamp_header: part of what is signed, "" for none. tenant: whose answers alone it may speak of, "" for everybody's.
+    timestamp_header: part of what is signed, "" for none. tenant: whose answers alone it may speak of, "" for those of all.
 
     Example: Webhook(path="/zendesk", secret=b"…", header="x-signature")
     """

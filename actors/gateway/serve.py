@@ -72,9 +72,9 @@ async def run_gateway(
     role = msgspec.structs.replace(role, instance=f"{role.instance}/{minter.epoch % 2**32:08x}")
     floor, metrics = role.floor, role.metrics
     steps = processor_steps(config)
-    # A folder of its own kind: in it stands the version served last, and a stable gateway must not find a canary's.
+    # A folder of its own kind: it holds the version served last, and a stable gateway must not find a canary's.
     claimed = ClaimedFolder(floor.folder / config.spool, "canary" if config.channel == "canary" else ROLE)
-    sock = bound(config.listen)  # first: an address that is taken is told before a model is loaded
+    sock = bound(config.listen)  # first: an address that is taken ends the start before a model is loaded
     try:
         memory = claimed.path / "policy.json"
         follower = PolicyFollower(
@@ -138,14 +138,14 @@ class _Loops(msgspec.Struct, frozen=True):
         await outbox.flush()  # of requests that came in between the stop and the end of listening
 
     async def _report(self, connected: asyncio.Event) -> None:
-        """Tell the others, every few seconds, while there is somebody to tell."""
+        """Report to the log every few seconds, while it is connected."""
         await connected.wait()
         while True:
             await self._tell(connected)
             await asyncio.sleep(self.gateway.config.report_s)
 
     async def _tell(self, connected: asyncio.Event) -> None:
-        """Tell how it stands now, if there is somebody to tell."""
+        """Report the present state, if the log is connected."""
         if not connected.is_set():
             return
         gateway, metrics = self.gateway, self.role.metrics
@@ -163,7 +163,7 @@ class _Loops(msgspec.Struct, frozen=True):
             counters=metrics.counters(),
             gauges=metrics.gauges(),
             state="serving",
-            answered=gateway.tallies.told(),
+            answered=gateway.tallies.report(),
             life="working",
             is_canary=gateway.config.channel == "canary",
         )
@@ -257,7 +257,7 @@ async def _end(
 ) -> None:
     """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything.
 
-    tell: called last, so that what failed with the engine is told too.
+    tell: called last, so that the report has what failed with the engine too.
     """
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -102,7 +102,7 @@ class Admission:
     def drawn(self, drawn: Drawn) -> int:
         """The trainer took groups for a step, or dropped them for good; returns how many that ended.
 
-        A trainer that lost its lease counts for nothing; a step told twice, after a resume, counts once.
+        A trainer that lost its lease counts for nothing; a step reported twice, after a resume, counts once.
         """
         if drawn.token < self._token:
             return 0
@@ -120,7 +120,7 @@ class Admission:
             group.issued_at = at
 
     def overdue(self, now: float, limit: float) -> list[str]:
-        """Groups nobody finished within `limit` of their newest issue, in issue order."""
+        """Groups that were not finished within `limit` of their newest issue, in issue order."""
         late = [
             (group.sequence, name)
             for name, group in self.outstanding.items()

@@ -1,4 +1,4 @@
-"""The master: issues groups as fast as learning can take them, issues again what nobody finished, and asks for evals.
+"""The master: issues groups as fast as learning can take them, issues again what was not finished, and asks for evals.
 
     taskset ─────┐                            ┌──> tasks      groups, re-issues, eval tasks
     progress ────┤ follow ─> Plan ─ changed ─>┤
@@ -114,10 +114,10 @@ async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
         metrics.gauge("accuracy", suite=result.suite).set(result.accuracy)
         correct = f"{result.num_correct}/{result.num_tasks * result.num_samples}"
         _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
-    for verdict in plan.gate.verdicts():
-        await log.publish(POLICIES, plan.gate.record(verdict))
-        metrics.counter("gate_verdicts", passed=str(verdict.passed).lower()).inc()
-        _log.info("gate version=%d passed=%s reason=%s", verdict.version, verdict.passed, verdict.reason)
+    for decision in plan.gate.decisions():
+        await log.publish(POLICIES, plan.gate.record(decision))
+        metrics.counter("gate_verdicts", passed=str(decision.passed).lower()).inc()
+        _log.info("gate version=%d passed=%s reason=%s", decision.version, decision.passed, decision.reason)
     for breach in plan.gate.breaches():
         await log.publish(POLICIES, plan.gate.record(breach))
         metrics.counter("guard_rollbacks").inc()

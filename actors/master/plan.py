@@ -141,7 +141,7 @@ class Plan:
             self.feed.forget_below(self.feed.newest)
 
     def look_for_canary(self) -> bool:
-        """Whether it is an alarm from now on that a version is on trial and nobody serves it; see `canary`."""
+        """Whether it is an alarm from now on that a version is on trial and no gateway serves it; see `canary`."""
         there = self._canary_ms is not None and self.clock_ms - self._canary_ms < _SILENT_MS
         return self.canary.look(self.clock_ms / 1000, wanted=self.gate.stable.trial >= 0, there=there)
 
@@ -165,12 +165,12 @@ class Plan:
             else:
                 _log.warning("eval_unknown suite=%s version=%d", directive.suite, directive.version)
         elif directive.is_of_learning:
-            self.drained_by = (directive.owner or "somebody") if directive.order == "drain" else ""
+            self.drained_by = (directive.owner or "an operator") if directive.order == "drain" else ""
             self.paused = directive.order == "pause"
             self.drain_offset = offset
 
     def finish(self) -> None:
-        """Somebody asked for the end: as if the stop rule held."""
+        """An operator asked for the end: as if the stop rule held."""
         self._finish = True
 
     # ---- what follows from it
@@ -231,7 +231,7 @@ class Plan:
                     round=round_of(name),
                     attempt=max(group.attempt + 1, self._first_attempt),
                     sequence=group.sequence,
-                    # The version that is there must do: waiting for one nobody may publish could stop everything.
+                    # The version that is there must do: waiting for one that may never come could stop everything.
                     min_version=min(self.feed.newest, self.admission.min_version(ahead=self.admission.ahead(name))),
                 )
             )

@@ -44,7 +44,7 @@ class TaskBook:
         return self._ordered[split]
 
     def pool(self, split: str, *, measured: bool = False) -> Pool:
-        """What the curriculum draws from. measured: tasks without a difficulty of their own stand by their success
+        """What the curriculum draws from. measured: tasks without a difficulty of their own are placed by their success
         rates, put in order anew now and then."""
         if measured and self._num_rated >= max(_RESORT, len(self.tasks) // 10):
             self._num_rated = 0

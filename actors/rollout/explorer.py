@@ -1,6 +1,6 @@
 """The explorer: takes issued tasks, runs their episodes on one engine, publishes what was sampled, follows the policy.
 
-    tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, verified (stubs), progress (closures)
+    tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, drop markers, closures
              (commits)    ^ ended, reloaded          │ generate
     policies ──> PolicyFollower ───── load ──────> engine
 

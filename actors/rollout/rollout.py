@@ -1,6 +1,6 @@
 """Runs one issued task: its episodes at once, each published as soon as it is worth a block.
 
-Guarantees: every episode ends as an experience, or, where nothing was sampled, as a stub that lets its group complete
+Guarantees: every episode ends as an experience, or, where nothing was sampled, as a drop marker that lets its group complete
 (for an eval, a closure), and so does a task whose workflow no setting names; one episode's failure is its own; a
 straggler holds back finished ones for at most `linger_s`.
 """
@@ -20,7 +20,7 @@ from infra.log.log import Log
 from infra.roles.role import Role
 from infra.settings.plugin import describe
 from infra.store.images import ImageReader
-from schemas import Block, Closure, Experience, Issued, Score, Stub, Task
+from schemas import Block, Closure, DropMarker, Experience, Issued, Score, Task
 from schemas.errors import BadImage, ConfigError
 from schemas.experience import MAX_MEMBERS
 from schemas.ids import experience_id
@@ -132,7 +132,7 @@ def _experiences(
 
 
 async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRuntime, reason: str = FAILED) -> None:
-    """Blocks of what was recorded, stubs (or an eval's closure) for what was not."""
+    """Blocks of what was recorded, drop markers (or an eval's closure) for what was not."""
     ended = sorted(ended, key=lambda episode: episode.episode)
     experiences = [experience for episode in ended for experience in episode.experiences]
     empty = [episode for episode in ended if not episode.experiences]
@@ -141,7 +141,7 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
     if empty and issued.suite:
         await runtime.role.log.publish(PROGRESS, _closure(issued, reason))
     elif empty:
-        await runtime.role.log.publish_all(VERIFIED, [_stub(episode.episode, issued, reason) for episode in empty])
+        await runtime.role.log.publish_all(VERIFIED, [_marker(episode.episode, issued, reason) for episode in empty])
     metrics = runtime.role.metrics
     metrics.counter("episodes").inc(len(ended))
     metrics.counter("experiences").inc(len(experiences))
@@ -155,8 +155,8 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
         metrics.counter("stubs", reason=reason).inc(len(empty))
 
 
-def _stub(episode: int, issued: Issued, reason: str) -> Stub:
-    return Stub(
+def _marker(episode: int, issued: Issued, reason: str) -> DropMarker:
+    return DropMarker(
         id=experience_id(issued.group, issued.attempt, episode),
         group=issued.group,
         episode=episode,

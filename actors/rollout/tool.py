@@ -91,7 +91,7 @@ def schema_of(function: Callable[..., Any], use: str) -> dict[str, Any]:
         if name in bound:
             continue
         if name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ConfigError(f"tool: {use}: parameter {name}: expected an annotation, since the policy must be told")
+            raise ConfigError(f"tool: {use}: parameter {name}: expected an annotation, since the policy needs its type")
         try:
             properties[name] = msgspec.json.schema(hints[name])
         except TypeError as error:

@@ -77,7 +77,7 @@ async def load_preferences(
 
 
 def _fitting(block: Block, where: str, max_tokens: int, on_broken: OnBroken) -> Block | None:
-    """The block, or None where a member of it is too long, which is told."""
+    """The block, or None where a member of it is too long, which is reported."""
     longest = max(one.num_tokens for one in block.experiences)
     if longest <= max_tokens:
         return block
@@ -86,7 +86,7 @@ def _fitting(block: Block, where: str, max_tokens: int, on_broken: OnBroken) -> 
 
 
 def expert(row: Demonstration, tokenizer: Tokenizer) -> Experience:
-    """A demonstration as an experience: its response, ended by the end token, counts as sampled by nobody."""
+    """A demonstration as an experience: its response, ended by the end token, counts as not sampled."""
     prompt = tokenizer.encode_chat(row.messages)
     tokens = [*prompt, *tokenizer.encode(row.response), tokenizer.eos_ids[0]]
     group = expert_group(row.id)

@@ -14,7 +14,7 @@ ORIGIN = "load"
 
 
 def pair_block(row: Preference, tokenizer: Tokenizer) -> Block:
-    """Both sides, ended by the end token, as sampled by nobody."""
+    """Both sides, ended by the end token, as not sampled."""
     prompt = tokenizer.encode_chat(row.messages)
     group = pair_group(row)
     return Block(

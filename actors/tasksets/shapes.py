@@ -28,7 +28,7 @@ Rgb = tuple[int, int, int]
 Box = tuple[int, int, int, int]
 COLOURS: tuple[Rgb, ...] = ((214, 40, 40), (25, 96, 196), (20, 140, 60), (140, 40, 160), (0, 0, 0))
 MOST = 3  # shapes in a picture that are counted
-CELL = 8  # pixels a side of the grid they stand in
+CELL = 8  # pixels a side of the grid they are in
 
 
 class Drawing(msgspec.Struct, frozen=True):

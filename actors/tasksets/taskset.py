@@ -36,7 +36,7 @@ class Demonstration(Struct, frozen=True):
 
 
 class Preference(Struct, frozen=True):
-    """Two answers to one prompt, of which somebody preferred the first.
+    """Two answers to one prompt, of which people preferred the first.
 
     Example: Preference(id="q-17", messages=(Message(role="user", content="Hello?"),), chosen="Hello!", rejected="What.")
     """

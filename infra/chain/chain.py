@@ -289,7 +289,7 @@ def _settle(flow: _Flow, step: Step, index: int, member: Experience, result: obj
 
 
 def _settle_one(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:
-    """The member as it goes on: nobody after a Drop or nonsense."""
+    """The member as it goes on; empty after a Drop or nonsense."""
     if isinstance(result, Drop):
         fault = drop_fault(result)
         if not fault:

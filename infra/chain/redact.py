@@ -3,8 +3,8 @@
 Shared by what writes text first (the gateway) and by what checks it again (the redact processor).
 
 Guarantee: the time is linear in the text, whatever it says, and no single match, which holds the interpreter, looks at more
-than MAX_LOOK characters; so a thread that masks a long text keeps nobody waiting. Limits: what is longer than REACH is masked
-as far as that; a national telephone number, and what has no check digits, is known by its shape alone.
+than MAX_LOOK characters; so a thread that masks a long text does not hold up the others. Limits: what is longer than REACH
+is masked as far as that; a national telephone number, and what has no check digits, is known by its shape alone.
 """
 
 import re
@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 
 
 class Redactor:
-    """Masks what it is told to find, as `[email]`. patterns: one's own, by name; what they match is at most REACH long."""
+    """Masks the kinds it is given, as `[email]`. patterns: one's own, by name; what they match is at most REACH long."""
 
     def __init__(self, kinds: Iterable[Kind] = KINDS, patterns: Mapping[str, str] | None = None) -> None:
         self._shapes = _shapes(tuple(kinds), tuple(sorted((patterns or {}).items())))
@@ -125,7 +125,7 @@ def _shapes(kinds: tuple[str, ...], patterns: tuple[tuple[str, str], ...]) -> tu
         "iban": [(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]){11,30}", _iban)],
         "card": [(rf"(?<![\d.])\d(?:{_GAP}?\d){{12,}}+(?!\.\d)", _card)],
         "ssn": [(r"(?<![\w-])(?!000|666|9)\d{3}([-\u2011])(?!00)\d{2}\1(?!0000)\d{4}(?![\w-])", _whole)],
-        # The @ first: what stands before it is looked at only where there is one.
+        # The @ first: text before it is read only where there is one.
         "email": [(r"@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){1,8}", _address)],
         "phone": list(_PHONES),
     }

@@ -1,4 +1,4 @@
-"""What a score was asked, as a hash, so that an answer on record can stand in for asking again.
+"""What a score was asked, as a hash, so that an answer on record can be used instead of asking again.
 
 Only scores that are not inline have one: a judge, a sandbox, a model. What is computed here and now is computed again.
 """
@@ -66,7 +66,7 @@ def code_hash(function: Callable[..., Any]) -> str:
 def input_hash(question: str, experience: Experience) -> str:
     """Of what a score may read: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame.
 
-    question: `options_hash`. What stands behind its ":" is no part of the hash and follows it as it is: a verdict is looked
+    question: `options_hash`. What follows its ":" is no part of the hash and follows it as it is: a verdict is looked
     for by the hash alone, and whether the code is still the same is known beside it.
     """
     options, colon, code = question.partition(":")

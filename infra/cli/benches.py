@@ -65,6 +65,12 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "lost": (0.0, 0.0),
         "stored_twice": (0.0, 0.0),
     },
+    "state": {
+        **{f"ranks_{num_ranks}_equal_hash": (1.0, 1.0) for num_ranks in (1, 2, 3)},
+        "save_peak_gib_above_shards": (float("-inf"), 1.0),
+        **{f"ranks_{num_ranks}_load_peak_gib": (float("-inf"), 1.0) for num_ranks in (1, 2, 3)},
+        "publish_peak_gib_of_the_others": (float("-inf"), 1.0),
+    },
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }
@@ -110,6 +116,20 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
         print(json.dumps(figures))
     else:
         Screen().print(figures_table("outage", figures))
+    return 0
+
+
+def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s: float, *, as_json: bool) -> int:
+    """Run `infra/cli/bench/state.py` as asked."""
+    from infra.cli.bench.state import Plan, run
+
+    console = Screen(stderr=True)
+    plan = Plan(hidden=hidden, layers=layers, stage=stage, silence_s=silence_s, timeout_s=timeout_s)
+    figures = run(plan, say=console.print)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Screen().print(figures_table("state", figures))
     return 0
 
 

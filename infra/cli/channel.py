@@ -41,7 +41,7 @@ async def run_move(
         )
         await log.publish(topics.POLICIES, event)
         after = moved(before, event, settings.policy.name)
-    Screen().print(f"stable: {told(before)} → {told(after)}")
+    Screen().print(f"stable: {stable_text(before)} → {stable_text(after)}")
     return 0
 
 
@@ -74,7 +74,7 @@ async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
         print(json.dumps(told_of))
         return 0
     console = Screen()
-    console.print(f"stable: {told(stable)}", style="bold")
+    console.print(f"stable: {stable_text(stable)}", style="bold")
     if made:
         console.print(decisions_table(made))
     return 0
@@ -89,8 +89,8 @@ def decisions(
         for time_ms, one in history
         if one.channel != "candidate" and one.event in MOVES
     ]
-    said = [ChannelDecision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
-    return sorted([*moves, *said], key=lambda decision: decision.time_ms)
+    orders_made = [ChannelDecision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
+    return sorted([*moves, *orders_made], key=lambda decision: decision.time_ms)
 
 
 def decisions_table(made: Sequence[ChannelDecision]) -> Table:
@@ -106,7 +106,7 @@ def decisions_table(made: Sequence[ChannelDecision]) -> Table:
 
 
 def check_move(history: Sequence[tuple[int, PolicyEvent]], stable: Stable, kind: PolicyEventKind, version: int) -> None:
-    """Raises ConfigError for a version nobody published or everybody refused, and for a rollback that goes forward."""
+    """Raises ConfigError for a version that is not there or that every role refused, and for a rollback to a newer one."""
     if version < 0:
         return
     published = {event.version for _, event in history if event.event == "published"}
@@ -136,7 +136,7 @@ async def policy_history(log: Log, policy: str) -> tuple[list[tuple[int, PolicyE
     return found, stable
 
 
-def told(stable: Stable) -> str:
+def stable_text(stable: Stable) -> str:
     """The channel in words."""
     if stable.version < 0:
         return "nothing was promoted yet"

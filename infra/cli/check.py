@@ -11,6 +11,7 @@ from rich.table import Table
 
 from infra.chain.chain import Step
 from infra.chain.processor import mark_of
+from infra.cli.check_fit import check_fit
 from infra.cli.check_state import check_state
 from infra.cli.connect import connected
 from infra.cli.private import open_to_others
@@ -55,6 +56,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
             keep_ms = int(duration_s(settings.keep.replay) * 1000)
             created = await log.create_topics(partitions=settings.kafka.partitions, keep_ms=keep_ms)
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
+    for note in await check_fit(settings):
+        console.print(f"note: {note}", style="yellow")
     return 0
 
 
@@ -104,7 +107,7 @@ def check_gateway(settings: Settings) -> list[str]:
     """What the gateway would refuse at its start. Raises ConfigError; returns what a person should know."""
     webhooks = [one.from_.webhook for one in settings.feedback if one.from_.webhook]
     if settings.gateway is None:
-        return [f"feedback: nobody serves {path}: there is no [gateway]" for path in webhooks]
+        return [f"feedback: {path} is not served: there is no [gateway]" for path in webhooks]
     from actors.gateway.serve import processor_steps
 
     processor_steps(settings.gateway)
@@ -121,7 +124,7 @@ def summary(settings: Settings) -> Table:
     lanes = ", ".join(f"{lane}: {one.loss} × {one.weight:g}" for lane, one in settings.trainer.lanes.items())
     rows = {
         "broker": settings.kafka.bootstrap_servers or "embedded",
-        "store": settings.store.url,
+        "store": settings.store.shown,
         "keep": settings.keep.replay,
         "policy": f"{settings.policy.name}, from {settings.policy.model or 'nothing yet'}",
         "engine": settings.engine.use,

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import msgspec
 
+from infra.cli.check_fit import is_there
+from infra.cli.connect import main_store_of
 from infra.cli.settings import Settings
-from infra.store.open import open_store
 from schemas.errors import ConfigError, StoreError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -22,11 +23,10 @@ def check_state(settings: Settings) -> list[str]:
 
     objectives = open_objectives(settings.trainer.lanes)
     check_critic(settings.trainer, objectives)
-    url = settings.store.url
-    if "://" not in url and not (settings.folder / Path(url).expanduser()).is_dir():
-        return []  # nothing was ever stored; looking must not make the folder
+    if not is_there(settings):
+        return []
     try:
-        manifests = checkpoint.manifests(open_store(url, base=settings.folder), settings.run or settings.app)
+        manifests = checkpoint.manifests(main_store_of(settings), settings.run or settings.app)
     except StoreError as error:
         return [f"the newest checkpoint was not looked at: {error}"]
     if not manifests or manifests[-1].parts is None:

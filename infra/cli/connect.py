@@ -38,10 +38,22 @@ def bootstrap_of(settings: Settings) -> str:
 
 def store_of(settings: Settings) -> Store:
     """The configured object store, secrets where they are meant to lie."""
-    store = open_store(settings.store.url, base=settings.folder)
+    store = main_store_of(settings)
     if not settings.store.keys:
         return store
     return DividedStore(store, open_store(settings.store.keys, base=settings.folder))
+
+
+def main_store_of(settings: Settings) -> Store:
+    """Where weights and checkpoints lie: `[store] use`, else what its url names. Raises ConfigError."""
+    config = settings.store
+    if not config.use:
+        return open_store(config.url, base=settings.folder)
+    from infra.settings.plugin import add_plugin_folders, load
+
+    add_plugin_folders(settings.folder, settings.plugins)
+    store: Store = load(config.use, config.options, "store")
+    return store
 
 
 @asynccontextmanager

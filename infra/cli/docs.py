@@ -9,20 +9,22 @@ import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 
+from infra.cli.docs_parts import parts
+from infra.cli.docs_text import anchor, cell, labelled, toml
 from infra.settings.config import Section, words_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs"
-BY = "*Written by `python -m infra.cli.docs` from the code; change the docstrings there.*"
+BY = "*Written by `python -m infra.cli.docs` from the code; change the docstrings there.*\n\n"
 SETTINGS = f"""\
 # Every setting
 
 For whoever writes a `headrace.toml`: each table, with the type and the default of each key.
 
-{BY} A key that is not here is refused by every command, with the nearest name. `headrace check` shows what a file
+{BY}A key that is not here is refused by every command, with the nearest name. `headrace check` shows what a file
 resolves to. `--set a.b=c` overrides one key of any table on the command line.
 """
 COMMANDS = f"""\
@@ -30,7 +32,7 @@ COMMANDS = f"""\
 
 For whoever types `headrace`: each command with its arguments and options.
 
-{BY} `headrace COMMAND --help` prints the same. Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command
+{BY}`headrace COMMAND --help` prints the same. Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command
 line, 130 stopped with Ctrl-C.
 
 A command that reads the settings also takes `--config FILE` (`-c`, default `headrace.toml`) and, as often as wanted,
@@ -41,11 +43,19 @@ NAMES = f"""\
 
 For whoever writes a plugin: what `from headrace import …` offers, by what is written with it.
 
-{BY} A tool needs none of them: it is a function with annotated parameters and a docstring. Importing one name loads what
-that name needs and nothing else.
+{BY}A tool needs none of them: it is a function with annotated parameters and a docstring. Importing one name loads what
+that name needs and nothing else. Of a record the names and defaults of its fields are shown.
 """
 
 
+OPTIONS = f"""\
+# Every option of what ships
+
+For whoever names a part in `use`: its options, which go into the table beside it.
+
+{BY}`headrace check` refuses an option that a part does not have. The vLLM engine,
+`actors.engines.vllm.engine:VllmEngine`, takes vLLM's own engine arguments.
+"""
 # Keys that mean the same in every table.
 COMMON = {
     "on": "whether it is part of the chain.",
@@ -69,6 +79,7 @@ def pages() -> dict[str, str]:
         "reference/settings.md": SETTINGS + "".join(tables(Settings, "")),
         "reference/commands.md": COMMANDS + "".join(commands()),
         "reference/headrace.md": NAMES + "".join(names()),
+        "reference/options.md": OPTIONS + "".join(parts()),
     }
 
 
@@ -119,23 +130,12 @@ def described(struct: type) -> tuple[str, dict[str, str]]:
     >>> described(Keep)[1]["replay"]
     'how far back replay and audit reach; sets every retention and every pruning.'
     """
-    about: list[str] = []
-    meanings = dict(COMMON)
+    shown, meanings = "", dict(COMMON)
     for one in reversed([one for one in struct.__mro__ if issubclass(one, Section) and one is not Section]):
         fields = {field.name: field.encode_name for field in msgspec.structs.fields(one)}
-        about = []
-        for paragraph in (inspect.getdoc(one) or "").partition("\nExample:")[0].split("\n\n"):
-            text = re.sub(r"^\[+[\w.<>]+\]+[.:]?\s*", "", re.sub(r"\s+", " ", paragraph)).strip()
-            named = "|".join(map(re.escape, sorted({*fields, *fields.values()}, key=len, reverse=True)))
-            label = rf"(?:{named})(?: \([^)]*\))?"
-            begin, *parts = re.split(rf"(?:^|(?<=[.;:] ))((?:{label}, )*{label}): ", text)
-            about.append(begin.strip())
-            for labels, meaning in zip(parts[::2], parts[1::2], strict=True):
-                for name in labels.split(", "):
-                    bare, _, note = name.partition(" (")
-                    meanings[fields.get(bare, bare)] = (f"{note.rstrip(')')}; " if note else "") + meaning.strip(" ;")
-    shown = " ".join(filter(None, about))
-    return f"{shown[:1].upper()}{shown[1:]}", meanings
+        shown, found = labelled(inspect.getdoc(one) or "", fields)
+        meanings |= found
+    return shown, meanings
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> str:
@@ -146,25 +146,6 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
     if isinstance(default, Section) and type(default).__name__ != "Use":
         return ""
     return "left out" if default is None else f"`{cell(toml(default))}`"
-
-
-def toml(value: Any) -> str:
-    """A value in TOML.
-
-    >>> toml({"on": True, "of": ("a", 1)})
-    '{ on = true, of = ["a", 1] }'
-    """
-    if isinstance(value, msgspec.Struct):
-        fields = msgspec.structs.fields(value)
-        value = {one.encode_name: getattr(value, one.name) for one in fields if getattr(value, one.name) != one.default}
-        return toml({key: one for key, one in value.items() if one})
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + " }" if value else "{}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    if isinstance(value, str):
-        return f"'{value}'" if "\\" in value else f'"{value}"'
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def commands() -> Iterator[str]:
@@ -194,9 +175,9 @@ def command_section(name: str, command: Any) -> Iterator[str]:
         is_flag = bool(getattr(one, "is_flag", False))
         shown = one.metavar or one.name.upper() if one.param_type_name == "argument" else ", ".join(one.opts)
         value = "" if is_flag or one.param_type_name == "argument" else f" {one.metavar or one.name.upper()}"
-        told = one.show_default if isinstance(one.show_default, str) else ""
-        default = told or ("" if one.default in (None, "", [], ()) or one.default is False else str(one.default))
-        default = "required" if one.required else f"`{default}`" if default and not told else default
+        written = one.show_default if isinstance(one.show_default, str) else ""
+        default = written or ("" if one.default in (None, "", [], ()) or one.default is False else str(one.default))
+        default = "required" if one.required else f"`{default}`" if default and not written else default
         yield f"| `{shown}{value}` | {default} | {cell(plain(one.help))} |\n"
     if shared:
         yield "\nReads the settings: `--config`, `--set`.\n"
@@ -213,34 +194,56 @@ def plain(text: str | None) -> str:
 
 
 def names() -> Iterator[str]:
-    """What `headrace` exports, by kind."""
+    """What `headrace` exports, by kind: how it is called, and its docstring."""
     import headrace
 
     for kind, found in headrace.HOMES.items():
-        yield f"\n## {kind.capitalize()}\n\n| name | what it is |\n|---|---|\n"
-        for name, home in sorted(found.items(), key=lambda one: one[0].lower()):
+        yield f"\n## {kind.capitalize()}\n"
+        for name in sorted(found, key=str.lower):
             thing = getattr(headrace, name)
-            said = "A type." if is_alias(thing) else (inspect.getdoc(thing) or "").partition("\n\n")[0]
-            yield f"| `{name}` | {cell(said)} See `{home}`. |\n"
+            is_alias = getattr(thing, "__name__", "") != name
+            shown = f"{name} = {short(thing)}" if is_alias else "\n".join((f"{name}{called(thing)}", *methods(thing)))
+            text = "" if is_alias else f"\n{inspect.getdoc(thing)}\n"
+            yield f"\n### `{name}`\n\n```text\n{shown}\n```\n{text}"
 
 
-def is_alias(thing: object) -> bool:
-    """Whether a name stands for a type that has no docstring of its own."""
-    return get_origin(thing) in (Annotated, Literal, Union, types.UnionType) or not hasattr(thing, "__name__")
+def methods(thing: Any) -> list[str]:
+    """The public methods of a class that is no record and no error: what they are called with, and their first line."""
+    if not inspect.isclass(thing) or issubclass(thing, msgspec.Struct | Exception):
+        return []
+    shown = ("__call__",) if getattr(thing, "_is_protocol", False) else ()
+    found = [(name, one) for name, one in vars(thing).items() if inspect.isfunction(one) or isinstance(one, property)]
+    found = [(name, one) for name, one in found if name in shown or not name.startswith("_")]
+    return [
+        f"    {name}{'' if isinstance(one, property) else called(one)}\n        {(inspect.getdoc(one) or '').splitlines()[0]}"
+        for name, one in found
+    ]
 
 
-def cell(text: str) -> str:
-    """Text that fits into a cell of a Markdown table."""
-    return re.sub(r"(?<!\\)\|", r"\\|", text.replace("\n", " ")).strip()
+def called(thing: Any) -> str:
+    """What a function or a class is called with; nothing for a class that is a protocol or an error."""
+    is_class = inspect.isclass(thing)
+    if is_class and (issubclass(thing, Exception) or getattr(thing, "_is_protocol", False)):
+        return ""
+    found, parts = inspect.signature(thing), list[str]()
+    for one in found.parameters.values():
+        if one.name != "self":
+            if one.kind is one.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
+                parts.append("*")
+            stars = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
+            kind = "" if is_class else f": {short(one.annotation)}"
+            plain_default = repr(one.default) if isinstance(one.default, str | int | float | tuple | None) else "…"
+            parts.append(f"{stars}{one.name}{kind}" + ("" if one.default is one.empty else f" = {plain_default}"))
+    return f"({', '.join(parts)})" + ("" if is_class else f" -> {short(found.return_annotation)}")
 
 
-def anchor(heading: str) -> str:
-    """The fragment that Markdown renderers give a heading.
-
-    >>> anchor("[trainer.lanes.<name>]")
-    'trainerlanesname'
-    """
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+def short(thing: Any) -> str:
+    """A type without the modules of its names."""
+    if get_origin(thing) is Annotated:
+        return short(get_args(thing)[0])
+    text = thing.__name__ if isinstance(thing, type) and not get_args(thing) else str(thing)
+    text = re.sub(r"\*?<class '([\w.]+)'>", r"\1", text)
+    return re.sub(r"(?<!\w)(?:[A-Za-z_]\w*\.)+(?=\w)", "", text.replace("NoneType", "None")).replace("~", "")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from schemas.topics import EVALS, POLICIES
 async def run_eval(
     suite: str, version: int | None, config: Path, sets: list[str], *, within: str, as_json: bool
 ) -> int:
-    """Print the result; exit code 1 where there is none in time. Raises ConfigError for what nobody can answer."""
+    """Print the result; exit code 1 where there is none in time. Raises ConfigError for a request that no role can answer."""
     settings = load_settings(config, sets)
     timeout_s = duration_s(within)
     check_suite(suite, settings.master.evals)
@@ -41,7 +41,7 @@ async def run_eval(
                     found = await result_of(log, settings.policy.name, suite, wanted)
         except TimeoutError:
             status.print(
-                f"no result of {suite} at version {wanted} within {within}: the request stands; "
+                f"no result of {suite} at version {wanted} within {within}: the request stays in the log; "
                 "`headrace status` shows whether master and explorers are at work",
                 style="red",
             )
@@ -49,9 +49,9 @@ async def run_eval(
     if as_json:
         print(printable_json(msgspec.json.encode(found).decode()))
     else:
-        told = {"share": found.accuracy, "interval": found.interval, "pass_at": found.pass_at}
+        stats = {"share": found.accuracy, "interval": found.interval, "pass_at": found.pass_at}
         asked = "" if found.version == wanted else f" (explorers were past version {wanted})"
-        Screen().print(f"{suite} {accuracy_text(told)} at v{found.version}{asked}")
+        Screen().print(f"{suite} {accuracy_text(stats)} at v{found.version}{asked}")
     return 0
 
 

@@ -20,16 +20,16 @@ from trainer.journal import checkpoint
 from trainer.replay.replay import ReplayStart, find_start
 
 
-async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool) -> int:
+async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool, trusted: bool = False) -> int:
     """Write the archive; returns the exit code."""
     console = Screen(stderr=True)
-    async with opened(run) as source:
+    async with opened(run, trusted=trusted) as source:
         with console.status("reading the journal"):
             start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=None)
         with console.status(f"writing {file}"), writing(file) as archive:
             counts = await fill(archive, source, start)
             num_bytes = archive.close()
-    told = {
+    summary = {
         "file": str(file),
         "bytes": num_bytes,
         "from_step": start.manifest.place.step,
@@ -37,10 +37,12 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
         "records": counts,
     }
     if as_json:
-        print(printable_json(msgspec.json.encode(told).decode()))
+        print(printable_json(msgspec.json.encode(summary).decode()))
     else:
         records = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
-        print(f"{file}  {told['bytes']:,} bytes: {start.survey.num_steps} steps from {told['from_step']}, {records}")
+        print(
+            f"{file}  {summary['bytes']:,} bytes: {start.survey.num_steps} steps from {summary['from_step']}, {records}"
+        )
         sys.stdout.flush()
     return 0
 

@@ -24,7 +24,7 @@ from infra.model.model import DTYPE_NAMES
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy_feed import PolicyFeed
 from infra.policies.publish import SHARD_BYTES, split_runs
-from infra.policies.tensors import Tensor, save_tensors
+from infra.policies.tensors import Tensor, write_tensors
 from infra.store.store import Store
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError, NotInStore
@@ -161,7 +161,8 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int =
     if len(runs) == 1:
         names = ["model.safetensors"]
     for name, run in zip(names, runs, strict=True):
-        (folder / name).write_bytes(save_tensors({one: tensors[one] for one in run}, METADATA))
+        with (folder / name).open("wb") as file:
+            write_tensors(file, {one: tensors[one] for one in run}, METADATA)
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     if len(runs) > 1:
         where = {one: name for name, run in zip(names, runs, strict=True) for one in run}

@@ -92,12 +92,13 @@ bench_app.command("gateway")(measure.bench_gateway)
 bench_app.command("held")(measure.bench_held)
 bench_app.command("feedback")(measure.bench_feedback)
 bench_app.command("outage")(measure.bench_outage)
+bench_app.command("state")(measure.bench_state)
 bench_app.command("trace")(measure.bench_trace)
 
 
 def main() -> None:
     """Entry point of the `headrace` command."""
-    # A shell without job control starts what it puts into the background deaf to Ctrl-C, and Python leaves it so.
+    # A shell without job control makes its background processes ignore Ctrl-C, and Python leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(umask_of(os.environ))
     app()

@@ -157,7 +157,7 @@ def vllm_engine_needs(size: ModelSize, dtype: str, published: str, options: Mapp
         host=(
             Row("Python and libraries", PROCESS_BYTES),
             Row("the served version and the next", 2 * version),
-            Row("the next as one file", version),
+            Row("its file in /dev/shm", version),
         ),
     )
 

@@ -30,8 +30,8 @@ def umask_of(environment: Mapping[str, str]) -> int:
     """What others may not do with what headrace makes: nothing at all, unless HEADRACE_UMASK says less (027 lets a group read).
     Secrets are their owner's alone whatever it says.
     """
-    told = environment.get(UMASK, "")
-    return int(told, 8) if told and len(told) <= 4 and set(told) <= set("01234567") else OWNERS_ALONE
+    mask = environment.get(UMASK, "")
+    return int(mask, 8) if mask and len(mask) <= 4 and set(mask) <= set("01234567") else OWNERS_ALONE
 
 
 def exit_with(
@@ -61,13 +61,13 @@ def _tell(error: Exception) -> int:
     from infra.cli.terminal import printable
     from schemas.errors import ConfigError, HeadraceError
 
-    told = _leaves(error)
-    if not all(isinstance(one, HeadraceError) for one in told):
+    errors = _leaves(error)
+    if not all(isinstance(one, HeadraceError) for one in errors):
         print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
         return 1
-    for line in dict.fromkeys(f"headrace: {one}" for one in told):
+    for line in dict.fromkeys(f"headrace: {one}" for one in errors):
         print(printable(line), file=sys.stderr)
-    return 2 if all(isinstance(one, ConfigError) for one in told) else 1
+    return 2 if all(isinstance(one, ConfigError) for one in errors) else 1
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

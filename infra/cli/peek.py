@@ -45,8 +45,8 @@ def show(console: Console, message: LogMessage, as_json: bool) -> None:
     """One record: where it lies and what it says."""
     if as_json:
         where = {"partition": message.partition, "offset": message.offset, "timestamp_ms": message.timestamp_ms}
-        told = msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode()
-        print(printable_json(told), flush=True)
+        line = msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode()
+        print(printable_json(line), flush=True)
         return
     clock = time.strftime("%H:%M:%S", time.localtime(message.timestamp_ms / 1000))
     head = Text(f"{message.partition}/{message.offset} {clock}  ", style="dim")
@@ -132,7 +132,7 @@ def batch_line(batch: Batch) -> str:
 
 
 def letter_line(letter: DeadLetter) -> str:
-    """A dead letter: where it lay, why it died, and what it held as far as that can be told."""
+    """A dead letter: where it lay, why it died, and what it held as far as that is known."""
     try:
         inner = decode(letter.value)
         held = f"a block of {inner.group}" if isinstance(inner, Block) else one_line(inner)

@@ -1,5 +1,5 @@
 """What of a run others than its owner may look into: nothing, of what is made today (see `infra.cli.options.umask_of`). What an
-earlier release made, or somebody opened, stays as it is, and is told.
+earlier release made, or a user opened to others, stays as it is, and is reported.
 """
 
 import os
@@ -23,7 +23,7 @@ def open_to_others(settings: Settings) -> list[str]:
         places.append(settings.folder / settings.gateway.spool)
     if settings.trainer.tensorboard:
         places.append(settings.folder / settings.trainer.tensorboard)
-    if (store := folder_of(settings.store.url, settings.folder)) is not None:
+    if not settings.store.use and (store := folder_of(settings.store.url, settings.folder)) is not None:
         places.append(store)
     open_ = [path for path in places if _mode(path) & refused]
     if (secrets := folder_of(settings.store.keys or settings.store.url, settings.folder)) is not None:

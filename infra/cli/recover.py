@@ -21,6 +21,7 @@ from schemas.errors import ConfigError
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint
 from trainer.journal.recover import begin_anew
+from trainer.state.stored import StoredState
 
 STORE_LOST = """\
 The weights, the optimizer's state, large frames and users' keys lay in the store alone; no log brings them back.
@@ -43,11 +44,11 @@ async def run_recover(config: Path, sets: list[str], *, yes: bool) -> int:
 async def recover(log: Log, store: Store, floor: Floor, console: Console, *, agreed: bool) -> int:
     """`run_recover` on a log. agreed: do not ask."""
     fit = await fit_of(log, store, floor)
-    told = fault(fit, floor.app, repr(store)).partition(": ")[0]
-    if not told:
+    reason = fault(fit, floor.app, repr(store)).partition(": ")[0]
+    if not reason:
         console.print("The log and the store belong together: there is nothing to recover.")
         return 0
-    console.print(f"{told}.")
+    console.print(f"{reason}.")
     if fit.verdict == "store lost":
         console.print(STORE_LOST)
         return 1
@@ -74,7 +75,7 @@ async def newest(log: Log, store: Store, floor: Floor) -> Checkpoint:
                 f"{message.offset}), and {store!r} belongs to another one: name the broker or the store that belongs to "
                 "it in [kafka] or [store]; nothing was changed"
             )
-    found = await asyncio.to_thread(checkpoint.load_newest, store, run)
+    found = await asyncio.to_thread(checkpoint.load_newest, store, run, take=StoredState.verified)
     if found is None:
         raise ConfigError(
             f'run "{run}": no checkpoint in {store!r} verifies, so there is nothing to go on from; give [store] url an '
@@ -102,6 +103,6 @@ def plan(found: Checkpoint, fit: Fit, floor: Floor) -> str:
 def ask() -> bool:
     """Whether a person at a terminal says yes."""
     if not sys.stdin.isatty():
-        print("headrace: recover: nobody to ask here; say --yes to go on", file=sys.stderr)
+        print("headrace: recover: no terminal to ask on; give --yes to go on", file=sys.stderr)
         return False
     return input("Begin a new journal? [y/N] ").strip().lower() in ("y", "yes")

@@ -23,6 +23,7 @@ from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, ReplayStart, find_start, forgotten_steps, replay
 from trainer.replay.shipped import foreign_names
+from trainer.state.pieces import KIND
 
 SHOWN_HASH = 16
 
@@ -68,7 +69,7 @@ async def run_replay(
 ) -> int:
     """Replay the run at `path` and print what came out; returns the exit code."""
     console = Screen(stderr=as_json, soft_wrap=True)
-    async with opened(path, trust.max_bytes) as source:
+    async with opened(path, trust.max_bytes, trusted=trust.plugins) as source:
         check_names(console, source, trusted=trust.plugins)
         with console.status("loading the model"):
             learner = await asyncio.to_thread(open_learner, source.settings.trainer, source.model)
@@ -164,9 +165,9 @@ def judged(
 
 def line(one: Compared, *, verify: bool) -> str:
     """A checkpoint as a line."""
-    words = [f"step {one.step:>6}  v{one.version:<5} {one.got[:SHOWN_HASH]}"]
+    words = [f"step {one.step:>6}  v{one.version:<5} {one.got.removeprefix(KIND)[:SHOWN_HASH]}"]
     if verify:
-        told = ", ".join(each[:SHOWN_HASH] for each in one.expected)
+        told = ", ".join(each.removeprefix(KIND)[:SHOWN_HASH] for each in one.expected)
         words.append("equal" if one.equal else f"DIFFERS: the run told {told}")
         if not one.equal and one.distance is not None:
             words.append(f"largest difference of a weight {one.distance:.3g}")

@@ -63,7 +63,7 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
 
 
 async def say_failed(role: str, settings: Settings, reason: str) -> None:
-    """Tell the log why this role ends, for `headrace status`; a log that cannot be reached is told nothing."""
+    """Write to the log why this role ends, for `headrace status`; nothing where the log cannot be reached."""
     ended = Progress(
         role=role,
         instance=instance_of(role),
@@ -128,7 +128,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     from infra.model.model import load_tokenizer
     from infra.settings.plugin import load
 
-    async with connected(settings) as log:  # first: a missing broker is told in seconds, a model takes longer to load
+    async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
         await require_fit(log, store_of(settings), settings)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
         engine: Engine = load(settings.engine.use, {"model": folder, **settings.engine.options}, "engine")
@@ -185,14 +185,14 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch.batch_chain import build_batch
     from trainer.batch.image_inputs import open_sight
     from trainer.health.board import Board
-    from trainer.learners.learner import Follower, open_learner
+    from trainer.learners.learner import Ranks, open_learner
     from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
         learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
-        if not isinstance(learner, Follower):
+        if not isinstance(learner, Ranks):
             raise ConfigError(several_ranks(settings))
-        await asyncio.to_thread(learner.follow)
+        await asyncio.to_thread(learner.follow, store_of(settings))
         return
     # Each of its records is waited for alone, and the optimizer step with it: none would leave with others.
     async with connected(settings, linger_ms=0) as log:
@@ -226,7 +226,7 @@ async def require_fit_if_there(settings: Settings) -> None:
 
 
 def gateway_of(settings: Settings) -> GatewayConfig:
-    """The [gateway] table, or its defaults where there is none; of a canary, as it stands beside the others."""
+    """The [gateway] table, or its defaults where there is none; of a canary, as it runs beside the others."""
     config = settings.gateway or GatewayConfig()
     return config.as_canary() if config.channel == "canary" else config
 

@@ -27,6 +27,7 @@ from infra.cli.needs import (
 )
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
+from infra.model.model import gpu_bytes
 from infra.model.size import ModelSize, model_size
 from infra.settings.config import Use, duration_s
 from schemas.errors import ConfigError
@@ -66,6 +67,10 @@ def run_size(config: Path, sets: list[str], machine: Machine) -> int:
     settings = load_settings(config, sets)
     found = estimate(settings, machine)
     console = Screen()
+    console.print(
+        f"for GPUs of {_gb(machine.gpu)}, hosts of {_gb(machine.host)} with {_gb(machine.shm)} free in /dev/shm; a step each "
+        f"{machine.step_s:g} s (--help says how to name others)"
+    )
     for table in tables(settings, machine, found):
         console.print(table)
     for problem in found.problems:
@@ -75,9 +80,7 @@ def run_size(config: Path, sets: list[str], machine: Machine) -> int:
 
 def this_machine(gpu_gb: float | None, host_gb: float | None, shm_gb: float | None, step_s: float) -> Machine:
     """What was said, and where nothing was, what this machine has; a GPU of 80 GB where it has none."""
-    import torch
-
-    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
+    gpu = gpu_bytes() or 80e9
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     shm = shared.f_bavail * shared.f_frsize if shared else 0

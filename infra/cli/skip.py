@@ -1,7 +1,7 @@
 """`headrace skip GROUP`: go on behind what retention deleted before a stage had read it.
 
 A stage never skips a record by itself: one that was away for longer than the log keeps its input stops and names this
-command. What is lost is said, and stands in dead-letters as one letter a partition.
+command. What is lost is printed, and written to dead-letters as one letter a partition.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ REASON = "deleted unread"
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Records of one partition that nobody can read any more: `start` to `stop`, exclusive.
+    """Records of one partition that are no longer kept: `start` to `stop`, exclusive.
 
     Example: Lost(topic=topics.VERIFIED, partition=2, start=1030, stop=4400)
     """
@@ -56,7 +56,7 @@ async def run_skip(group: Group, config: Path, sets: list[str]) -> int:
 
 
 async def skip_lost(log: Log, group: Group) -> list[Lost]:
-    """Commit the oldest kept offset wherever the group stands before it; what it will never read."""
+    """Commit the oldest kept offset wherever the group's offset is below it; what it will never read."""
     found = [one for topic in READS[group] for one in await lost_of(log, group, topic)]
     for one in found:
         reader = await log.assigned(one.topic, {one.partition: one.stop}, group=group)
@@ -66,9 +66,9 @@ async def skip_lost(log: Log, group: Group) -> list[Lost]:
             raise ConfigError(f"{group}: processes of this group are running; stop them, then skip: {error}") from error
         finally:
             await reader.close()
-        said = f"offsets {one.start} to {one.stop - 1} were deleted before {group} had read them"
+        loss = f"offsets {one.start} to {one.stop - 1} were deleted before {group} had read them"
         letter = DeadLetter(
-            topic=one.topic.name, partition=one.partition, offset=one.start, stage=group, reason=REASON, error=said
+            topic=one.topic.name, partition=one.partition, offset=one.start, stage=group, reason=REASON, error=loss
         )
         await log.publish(topics.DEAD_LETTERS, letter)
     return found

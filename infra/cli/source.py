@@ -1,6 +1,7 @@
 """What a replay reads: the folder of a run with its log and store, or an archive of one. Nothing of either is changed.
 
-Guarantee: opening one imports nothing that its settings name; of an archive's settings those of SHAPING are taken.
+Guarantee: opening one imports nothing that its settings name, unless it is trusted; of an archive's settings
+those of SHAPING are taken.
 """
 
 import asyncio
@@ -43,8 +44,9 @@ class ReplaySource(NamedTuple):
 
 
 @asynccontextmanager
-async def opened(path: Path, max_bytes: int = MAX_BYTES) -> AsyncIterator[ReplaySource]:
-    """The run at `path`: its folder, its TOML, or an archive that unpacks to at most `max_bytes`.
+async def opened(path: Path, max_bytes: int = MAX_BYTES, *, trusted: bool = False) -> AsyncIterator[ReplaySource]:
+    """The run at `path`: its folder, its TOML, or an archive that unpacks to at most `max_bytes`. trusted: a store that its
+    settings name and headrace does not ship may be imported.
 
     Raises ConfigError, BadFrame, BrokerUnavailable.
     """
@@ -53,6 +55,11 @@ async def opened(path: Path, max_bytes: int = MAX_BYTES) -> AsyncIterator[Replay
             yield await asyncio.to_thread(unpacked, path, Path(folder), max_bytes)
         return
     settings = load_settings(path if path.suffix == ".toml" else path / DEFAULT_FILE)
+    if settings.store.use and not trusted:
+        raise ConfigError(
+            f'{settings.folder}: store.use = "{settings.store.use}" would be imported, which headrace does not ship. '
+            "--trust-plugins does so, where you know who wrote this run's settings"
+        )
     if not settings.kafka.bootstrap_servers and not kafka_folder(settings).is_dir():
         raise ConfigError(f"{settings.folder}: no run was started here; expected its log in {kafka_folder(settings)}")
     async with reading(settings) as log:

@@ -164,7 +164,7 @@ async def policy_state(log: Log) -> State:
     return {
         "published": version,
         "refused": [f"v{event.version} by {event.owner}: {event.reason}" for event in refused[-3:]],
-        # One that was refused and replaced since is history; the newest being refused means nobody learns from it.
+        # One that was refused and replaced since is history; the newest being refused means that no engine serves it.
         "newest_refused": any(event.version == version for event in refused),
     }
 
@@ -173,12 +173,17 @@ async def learning_state(log: Log) -> State:
     """Whether an operator drains or pauses learning: the newest word holds, and nothing is published after it."""
     state: State = {"state": "on"}
     for message in await newest(log, topics.POLICIES, RECENT):
-        word = message.value
-        if isinstance(word, Directive) and word.order == "continue":
+        directive = message.value
+        if isinstance(directive, Directive) and directive.order == "continue":
             state = {"state": "on"}
-        elif isinstance(word, Directive) and word.is_of_learning:
-            told = {"pause": "paused", "drain": "draining"}[word.order]
-            state = {"state": told, "by": word.owner, "reason": word.reason, "since_s": message.timestamp_ms / 1000}
+        elif isinstance(directive, Directive) and directive.is_of_learning:
+            state_word = {"pause": "paused", "drain": "draining"}[directive.order]
+            state = {
+                "state": state_word,
+                "by": directive.owner,
+                "reason": directive.reason,
+                "since_s": message.timestamp_ms / 1000,
+            }
     return state
 
 
@@ -217,7 +222,7 @@ async def lag(log: Log, topic: topics.Topic, group: str) -> int | None:
 
 
 def alarms(state: State, max_lag: int) -> list[str]:
-    """What somebody should look at, one line each; empty when all is well."""
+    """What an operator should look at, one line each; empty when all is well."""
     found = list(state["missing"]) if state["roles"] else ["no role has reported"]
     for role in state["roles"]:
         if role["silent"] and not any(role["instance"] in line for line in state["missing"]):

@@ -1,4 +1,4 @@
-"""Foreign text on a terminal and in logs: prompts, answers, names, errors and whatever else somebody else wrote.
+"""Foreign text on a terminal and in logs: prompts, answers, names, errors and all else that others wrote.
 
 Guarantee: text is text. Escape sequences, cursor moves, bidirectional overrides and lone surrogates are shown as `\\x1b`,
 markup as it is written; only the styles of our own code reach the terminal. Every command prints through `Screen` or

@@ -32,7 +32,7 @@ CONFIG_ERROR = 2  # an exit code that a restart cannot mend
 
 
 class Stopped(Exception):
-    """Somebody asked for the end of it all first."""
+    """The user asked for the end before the start was done."""
 
 
 def broker_child(settings: Settings) -> Child | None:

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from infra.log.log import LogMessage
-from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, Rollback, Skip, Stub, decode
+from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, DropMarker, Rollback, Skip, decode
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.journal import Entry, JournalRecord, effective
 
@@ -22,8 +22,8 @@ VALIDATION = "kept for validation"
 class Account(msgspec.Struct, frozen=True):
     """published = trained + dropped + pending. uses: lane → times trained → experiences. trained_twice: ids whose
     (revision, use) the journal lists more than once; always empty unless a promise is broken. unknown: trained ids that
-    nobody published and that are not in the buffer, where processors put what they make. waiting: lane → of the pending, those
-    in the buffer that are drawn at will (demonstrations): a drain does not use them up. repeated: deliveries of what was
+    were neither published nor are in the buffer, where processors put what they make. waiting: lane → of the pending, those
+    in the buffer that are drawn without order (demonstrations): a drain does not use them up. repeated: deliveries of what was
     delivered before, which count once.
     """
 
@@ -52,7 +52,7 @@ class Account(msgspec.Struct, frozen=True):
 class Ledger:
     """Folds the topics of one app, each in its own order; the order between topics does not matter.
 
-    buffer_begins: oldest kept offset of `buffer`; of what was trained from below it nobody can tell where it came from.
+    buffer_begins: oldest kept offset of `buffer`; where what was trained from below it came from is unknown.
     """
 
     def __init__(self, run: str, buffer_begins: int = 0) -> None:
@@ -80,8 +80,8 @@ class Ledger:
                         self._kept_apart[one.id] = VALIDATION
 
     def verified(self, message: LogMessage) -> None:
-        """A record of `verified`: stubs name what was dropped and why."""
-        if isinstance(message.value, Stub):
+        """A record of `verified`: drop markers name what was dropped and why."""
+        if isinstance(message.value, DropMarker):
             self._stubs.setdefault(message.value.id, message.value.reason)
 
     def buffered(self, message: LogMessage) -> None:
@@ -176,7 +176,7 @@ class Ledger:
             elif closure.outcome == "buffered":
                 found |= dict.fromkeys(names, trainer)
                 left_out = sorted(name for name in names if name not in self._buffered and name not in own)
-                # Those with a stub have their reason already, and the closure counts it too.
+                # Those with a drop marker have their reason already, and the closure counts it too.
                 others = Counter(closure.drops) - Counter(own[name] for name in names if name in own)
                 found |= dict(zip(left_out, spread(others, len(left_out)), strict=True))
             else:

@@ -204,7 +204,7 @@ def _unpack(plain: _Bounded, folder: Path, max_bytes: int) -> None:
 
 
 def checked_name(member: tarfile.TarInfo) -> PurePosixPath:
-    """Where a member goes. Raises BadFrame for what is no plain file with a name of ours."""
+    """Where a member goes. Raises BadFrame for a member that is not a plain file with a name of ours."""
     name = PurePosixPath(member.name)
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         raise BadFrame(f"{member.name}: a link, folder or device, expected plain files only")

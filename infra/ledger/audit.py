@@ -16,7 +16,7 @@ ORDER = (
 
 
 async def audit(log: Log, run: str, on_topic: Callable[[str], None] = lambda name: None) -> Account:
-    """The account of the kept log; `on_topic` is told what is being read."""
+    """The account of the kept log; `on_topic` is called with the name of each topic before it is read."""
     begins = await log.bus.beginning_offsets(log.name(topics.BUFFER))
     ledger = Ledger(run, buffer_begins=min(begins.values()))
     for topic in ORDER:

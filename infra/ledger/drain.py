@@ -41,11 +41,11 @@ OnDraining = Callable[[Draining], None]
 async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: OnDraining) -> Account:
     """Drain and account for everything; what is still on its way when the time is up is in the account."""
     heard_from = await log.bus.end_offsets(log.name(PROGRESS))
-    told = await log.publish(POLICIES, Directive(order="drain", owner=owner))
+    order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
     ends_s = time.monotonic() + timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            await _master_drained(log, min(heard_from.values()), told.offset, on_draining)
+            await _master_drained(log, min(heard_from.values()), order.offset, on_draining)
     except TimeoutError:
         return await audit(log, run)
     again_s = AGAIN_S

@@ -1,10 +1,10 @@
-"""`forget`: a user's keys are destroyed, and what had been learned from them is told.
+"""`forget`: a user's keys are destroyed, and a report says what had been learned from them.
 
     keys destroyed ─> Directive(forget) in the log ─> keys of their sessions destroyed ─> report from the index
                                                           └─> a checkpoint that was made since
 
-What people wrote about their answers, and turns of their sessions that named nobody, are sealed under keys of the sessions,
-which the log tells: so these go once it is read.
+What people wrote about their answers, and turns of their sessions that named no user, are sealed under keys of the sessions.
+Which sessions, the log says: so these keys go once it is read.
 
 Guarantees: from the first step on nothing of theirs is opened by whoever looks the key up (see `infra.store.seal`): verify,
 collect and the trainer drop what they still hold, with the reason "forgotten" and a counter; repeating it is harmless, and
@@ -33,7 +33,7 @@ class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
     steps: journaled on it and not taken back; replay cannot compute these again, nor anything after the first of them that
     begins before it. first_version: the first published policy that learned from it, None for none; every one up to
     newest_version descends from it. replay_from: the step after the last of them, where a checkpoint can be replayed from.
-    texts: sessions where what was written under the session's own key (feedback, turns that named nobody) cannot be read any
+    texts: sessions where what was written under the session's own key (feedback, turns that named no user) cannot be read any
     more. tasks: that quoted them, and are emptied.
 
     Example: ForgetReport(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,

@@ -98,7 +98,7 @@ class Index:
         self._lock.close()
 
     async def refresh(self, log: Log, on_read: Callable[[str, int], None] = lambda topic, left: None) -> None:
-        """Read what has come since the last time. on_read is told a topic and how many of its records are left."""
+        """Read what has come since the last time. on_read: called with a topic and how many of its records are left."""
         async with self._alone():
             if await self._is_of_another_log(log):
                 self._drop()
@@ -306,6 +306,6 @@ def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, i
 
 def keys_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:
     """Key id, group and its session ("" for none) of sealed records, as their Kafka headers tell."""
-    told = [dict(record.headers) for record in records]
-    pairs = [(one["key"], one["group"].decode(errors="replace")) for one in told if "key" in one and "group" in one]
+    headers = [dict(record.headers) for record in records]
+    pairs = [(one["key"], one["group"].decode(errors="replace")) for one in headers if "key" in one and "group" in one]
     return [(key.decode(errors="replace"), number(group), session_of(group)) for key, group in pairs]

@@ -1,6 +1,6 @@
 """`trace`: from an answer to the steps that learned from it, and from a policy to what it learned.
 
-Read from the log through the index; nothing is inferred: each line of a trace is a record somebody wrote.
+Read from the log through the index; nothing is inferred: each line of a trace is a record of the log.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ import msgspec
 from infra.ledger.index import Index, IndexPlace, TrainedStep
 from infra.log.log import Log, LogMessage
 from infra.store.seal import FORGOTTEN, Keys, open_text
-from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
+from schemas import Batch, Block, Closure, DropMarker, Experience, Feedback, PolicyEvent, topics
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of
 from schemas.topics import by_name
@@ -22,7 +22,8 @@ READ_S = 30.0
 class TrainedUse(msgspec.Struct, frozen=True):
     """One optimizer step that trained on an answer.
 
-    Example: TrainedUse(step=40, version=39, lane="usual", revision=0, use=0, advantage=0.93, weight=1.0, undone="")
+    Example: TrainedUse(step=40, time_ms=1763715600000, version=39, lane="usual", revision=0, use=0,
+                        advantage=0.93, weight=1.0, undone="")
     """
 
     step: int
@@ -59,7 +60,7 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyTrace(msgspec.Struct, frozen=True, kw_only=True):
     """What made a policy: the steps since its parent, and who was trained on in them.
 
-    lanes, versions: lane or behaviour version → experiences. tenants are not told: the journal does not hold them.
+    lanes, versions: lane or behaviour version → experiences. without tenants: the journal does not hold them.
     """
 
     version: int
@@ -99,7 +100,7 @@ async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
             (
                 f"{one.reason} (by {one.processor})" if one.processor else one.reason
                 for _, one in by_topic.get("verified", ())
-                if isinstance(one, Stub) and one.id == name
+                if isinstance(one, DropMarker) and one.id == name
             ),
             "",
         ),

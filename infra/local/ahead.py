@@ -27,7 +27,7 @@ def cache_options(folder: Path, train: Callable[[Path], None]) -> tuple[str, ...
         if not cache.exists():
             _make(cache, train)
         usable = cache.stat().st_size > 0
-    except OSError as error:  # somebody else's folder
+    except OSError as error:  # another user's folder
         logger.info("starting without Java's ahead-of-time cache: %s", error)
         return ()
     # Damage shows in the checksums; a Java to come that has no such option starts all the same.

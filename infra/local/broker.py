@@ -67,7 +67,7 @@ def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str] 
         "controller.listener.names": "CONTROLLER",
         "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
         "log.dirs": str(data),
-        # One node: nothing to replicate to, nobody to wait for.
+        # One node: no replicas to wait for.
         "default.replication.factor": "1",
         "offsets.topic.replication.factor": "1",
         "offsets.topic.num.partitions": "4",
@@ -237,7 +237,7 @@ class EmbeddedKafka:
 
 
 def _learn(cache: Path) -> None:
-    """Start and stop a broker that nobody uses, for Java to write its cache."""
+    """Start and stop a broker without clients, for Java to write its cache."""
     with tempfile.TemporaryDirectory(prefix="headrace-kafka-") as folder, EmbeddedKafka(Path(folder), learned=cache):
         logger.info("kafka.learn cache=%s", cache)
 

@@ -1,8 +1,8 @@
 """The ranks of one trainer on one machine: started together, stopped together, and together again when one dies.
 
     group      waits for  the first of its processes to end
-    rank 0 done           the others have been told to end; whoever stays is killed
-    another one done      it was told to, so rank 0 is about to end; it has as long as a stop may take
+    rank 0 done           it has asked the others to end; whoever stays is killed
+    another one done      rank 0 asked it to, and is about to end; it has as long as a stop may take
     anyone dead           the group cannot go on (its next collective would wait for ever): all are killed, and start again
 
 Guarantee: a new group begins only when nothing is left of the old one. Rank 0 alone touches the log; what it had journaled
@@ -47,7 +47,7 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_of(environment: Mapping[str, str]) -> int | None:
-    """The rank a launcher (ours, or torchrun) gave this process; None where nobody launched ranks."""
+    """The rank a launcher (ours, or torchrun) gave this process; None where no launcher did."""
     return int(environment.get(RANK, "0")) if WORLD_SIZE in environment else None
 
 
@@ -79,22 +79,22 @@ async def _run_group(group: RankGroup, stop: asyncio.Event) -> tuple[int, int]:
     """One life of the group: exit code of the process that ended it, and its rank."""
     ranks = _start(group)
     try:
-        told = False
+        ending = False
         deadline_s = leaving_s = float("inf")
         while True:
             ended = [(rank, watched.process.poll()) for rank, watched in enumerate(ranks)]
-            if ended[0][1] == 0:  # it has told the others to end
+            if ended[0][1] == 0:  # it has asked the others to end
                 await asyncio.to_thread(_wait_for_all, ranks, group.stop_s)
                 return 0, 0
             for rank, code in ended:
                 if code:
                     return code, rank
-            if left := [rank for rank, code in ended if code == 0]:  # told to end by rank 0, which is about to
+            if left := [rank for rank, code in ended if code == 0]:  # asked to end by rank 0, which is about to
                 leaving_s = min(leaving_s, time.monotonic() + group.stop_s)
                 if time.monotonic() > leaving_s:
                     return 0, left[0]
-            if stop.is_set() and not told:
-                told, deadline_s = True, time.monotonic() + group.stop_s
+            if stop.is_set() and not ending:
+                ending, deadline_s = True, time.monotonic() + group.stop_s
                 ranks[0].process.send_signal(signal.SIGTERM)
             if time.monotonic() > deadline_s:
                 logger.warning("ranks did not end within %.0f s of SIGTERM", group.stop_s)

@@ -4,7 +4,7 @@ Guarantee: a frame that a kept record claims stays, however old it is, and so do
 Why: who sends a frame deposits it under the day of the sending (`blobs.deposit`), so no record that is still to come
 claims a frame of a day gone by, but for a copy of one that is there: a dead letter, or its second chance. Dead letters are
 read before and after everything else, so that a copy made meanwhile is found where it came from or where it went.
-Nothing is removed before the whole log was read; a run that is broken off has removed only what nobody claims.
+Nothing is removed before the whole log was read; a run that is broken off has removed only what no record claims.
 
 Images lie under their hash alone, named by tasks that are kept for ever, and are not touched.
 """
@@ -21,7 +21,7 @@ from schemas import DeadLetter
 from schemas.errors import BadFrame
 from schemas.topics import ALL, DEAD_LETTERS, Topic
 
-LEEWAY_DAYS = 2  # clocks that disagree, and a sender that stands still between deposit and record
+LEEWAY_DAYS = 2  # clocks that disagree, and a sender that stops between deposit and record
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ async def prune_frames(log: Log, *, today: int, keep_ms: int) -> int:
 
 
 async def claimed_keys(log: Log) -> set[str]:
-    """Keys that the records of the log claim, as it stands when each topic is come to."""
+    """Keys that the records of the log claim, as it is when each topic is read."""
     holding = [topic for topic in ALL if "Block" in topic.holds]
     keys: set[str] = set()
     for topic in (DEAD_LETTERS, *holding, DEAD_LETTERS):

@@ -2,7 +2,7 @@
 
 Delivery: `publish` returns after the broker's confirmation. Loss: a record that does not decode reaches the caller as
 `LogMessage.error` (BadFrame) with its bytes, never as silence; a record of a newer major raises UnknownMajor and stops the
-reader. Whatever `read` raises, the reader stands before the records of that call again. Privacy: a block whose members
+reader. Whatever `read` raises, the reader is before the records of that call again. Privacy: a block whose members
 name a key is sealed before it is sent or stored (see `infra.store.seal`).
 """
 
@@ -370,7 +370,7 @@ def _is_slow_to_encode(block: Block) -> bool:
 
 
 def _rewind(reader: Reader, records: Sequence[Record]) -> None:
-    """Stand before `records` again, in every partition that is still the reader's."""
+    """Go back to before `records`, in every partition that is still the reader's."""
     first: dict[Partition, int] = {}
     for record in records:
         first.setdefault(Partition(record.topic, record.partition), record.offset)

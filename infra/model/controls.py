@@ -1,7 +1,7 @@
 """Control tokens (what separates turns and roles) in text that people, tools and tasks write: they are spelled, not obeyed.
 
-A tokenizer finds the names of its special tokens wherever they stand in a text. Here only those count that the chat template
-wrote itself. Innocent text, in which no such name stands, takes the plain way. For any other text a copy of the tokenizer is
+A tokenizer finds the names of its special tokens wherever they are in a text. Here only those count that the chat template
+wrote itself. Text without such a name takes the plain way. For any other text a copy of the tokenizer is
 used that obeys no special token: the template's own are passed to it under secret names, and the ids are put back behind it.
 So the copy cuts the text where the tokenizer would, and what people wrote goes through it as text.
 
@@ -12,7 +12,7 @@ So the copy cuts the text where the tokenizer would, and what people wrote goes 
 Guarantees: the control tokens of a conversation are exactly the template's, also where two fields make up a name together;
 without them the ids say the very text; innocent text has the ids of the plain tokenizer; no text raises UnicodeError.
 
-Limits: a template that marks turns by plain words, which no token stands for, cannot be told from a message that says the
+Limits: a template that marks turns by plain words, without tokens of their own, looks the same as a message that says the
 same; a name that a template itself puts together around a field (`<|` role `|>`) is the template's. Added tokens that are
 not special (`<think>`, `<tool_call>` of many models) are words like any other, so that a model's own answers can be read back.
 """
@@ -41,7 +41,7 @@ class Controls:
         self.ids: Mapping[str, int] = {name: named[name][0] for name in self._flags}
         unknown = self.ids.get(getattr(backend.model, "unk_token", None) or "")  # what no word stands for has this id
         self._controls = frozenset(self.ids.values()) - {unknown}
-        nonce = secrets.token_hex(16)  # nobody can guess what the copy knows each control token by
+        nonce = secrets.token_hex(16)  # a text cannot guess the names of the control tokens in the copy
         self._secret = {name: f"\uf8ff{nonce}{index}\uf8ff" for index, name in enumerate(self.ids)}
         self._cut = f"\uf8ff{nonce}\uf8ff"
         self._heads = {name[:size] for name in self.ids for size in range(1, len(name))}
@@ -51,13 +51,13 @@ class Controls:
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that is nobody's template."""
+        """Ids of a text that no template wrote."""
         if not self._stands_in(text):
             return _ids(self._backend, text)
         return self._obeyed(text, [match.start() for match in self._anywhere.finditer(text)])
 
     def prepare(self) -> None:
-        """Make the copy now: for a process that may not stand still for it later."""
+        """Make the copy now: for a process that may not stop for it later."""
         self._obeyed("", [])
 
     def encode_rendered(self, given: Any, render: Callable[[Any], str]) -> list[int]:
@@ -91,7 +91,7 @@ class Controls:
         return [self._back.get(token, token) for token in ids if token != cut]
 
     def _stands_in(self, text: str) -> bool:
-        """Whether a name stands in the text, or would once the tokenizer has normalized it."""
+        """Whether a name is in the text, or would be once the tokenizer has normalized it."""
         if not self.ids:
             return False
         if self._anywhere.search(text):

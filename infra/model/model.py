@@ -207,6 +207,13 @@ def meta_model(folder: str | Path) -> "torch.nn.Module":
     return module
 
 
+def gpu_bytes() -> int:
+    """Memory of this machine's first GPU, 0 where it has none."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+
+
 def _own_kernels(folder: str | Path) -> Any:
     """A folder's configuration without what it says of kernels: a name there may be that of a repository with code.
 

@@ -1,4 +1,4 @@
-"""How a vision-language model takes pictures: where they stand among the tokens, and what it computes of them.
+"""How a vision-language model takes pictures: their places among the tokens, and what it computes of them.
 
 Of the LLaVA family (`model_type` "llava"): every picture is brought to one size by the model's own image processor, and
 stands in the tokens as `num_places` copies of one id, which the vision tower's features replace. The explorer's engine
@@ -61,7 +61,7 @@ class Vision:
         return [token for one in ids for token in ([one] * self.num_places if one == self.token else [one])]
 
     def places(self, tokens: Sequence[int] | npt.NDArray[Any], num_images: int) -> npt.NDArray[np.int64]:
-        """Where in a sequence its pictures stand, [num_images * num_places].
+        """The places of its pictures in a sequence, [num_images * num_places].
 
         These are the first such ids: one that the policy sampled itself is a token like any other. Raises ValueError
         where they are too few, or a picture is torn.

@@ -36,7 +36,7 @@ WRITES: tuple[Action, ...] = (*WITH_ERROR, "tear", "full")
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One failpoint. where: what it stands before or after. actions: those that make sense. error: what "raise" raises.
+    """One failpoint. where: what it is before or after. actions: those that make sense. error: what "raise" raises.
 
     Example: Point("after the broker confirmed it", ("kill", "raise"), BrokerUnavailable)
     """

@@ -1,14 +1,14 @@
 """What customers are served, the stable channel, and what a share of them tries, the canary channel: decided by the
 events of `policies` and nothing else. Pure.
 
-Rules: `promoted` moves it, unless somebody pinned it; `pinned` holds it at a version, and `pinned` at -1 lets it go to
+Rules: `promoted` moves it, unless it is pinned; `pinned` holds it at a version, and `pinned` at -1 lets it go to
 the newest promoted one; `rolled_back` moves it to an older version and ends a pin; versions above it that were promoted
 before count for nothing from then on. `promoted` in the canary channel begins a trial of that version; every move of the
 stable channel ends it, and so does `held` with its version. Without a trial a canary serves the stable version. Events of
 the candidate channel (all that a trainer publishes) change nothing.
 
 Guarantee: what a master decides that was overtaken moves nothing, whether it has noticed or not: its decision lies behind
-the lease of the later one, so it may rest on what is no longer so. People's words always hold.
+the lease of the later one, so it may rest on facts that have changed. People's words always hold.
 """
 
 import msgspec

@@ -63,7 +63,7 @@ class PolicyFetcher:
         self._serving = _hashes(self._held.entries)
 
     def confirm(self, policy: Policy) -> None:
-        """The engine now serves `policy`: later `touched` names count from it. Until told, every tensor is touched."""
+        """The engine now serves `policy`: later `touched` names count from it. Until then, every tensor is touched."""
         if self._held is not None and self._held.tensors is policy.tensors:
             self._serving = _hashes(self._held.entries)
         else:

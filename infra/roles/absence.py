@@ -1,4 +1,4 @@
-"""Whether somebody who is wanted is away for too long: an alarm that sounds once, and is over when they are back. Pure."""
+"""Whether a role that is wanted is away for too long: an alarm that is raised once, and is over when it is back. Pure."""
 
 MISSING_S = 30.0  # a role that was started late or again is back sooner
 
@@ -12,7 +12,7 @@ class Absence:
         self.missing_s = 0.0
 
     def look(self, now_s: float, *, wanted: bool, there: bool) -> bool:
-        """Take in how it stands; True where the alarm is to sound. `missing_s` is 0 but while it lasts."""
+        """Note the present state; True where the alarm is to be raised. `missing_s` is 0 but while it lasts."""
         sounded = self.missing_s > 0
         if there or not wanted:
             self._since_s, self.missing_s = None, 0.0

@@ -10,7 +10,7 @@ MAX_PROCESSES = 1024
 
 
 class ClaimedFolder:
-    """A folder that belongs to this process until it ends: the first of `<role>-0`, `<role>-1`, … that nobody holds.
+    """A folder that belongs to this process until it ends: the first of `<role>-0`, `<role>-1`, … that no process holds.
 
     A process that restarts finds its own files again; with several on one machine it may find another's.
     """

@@ -84,8 +84,8 @@ async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
 async def require_fit(log: Log, store: Store, floor: Floor) -> None:
     """Raise ConfigError where log and store do not belong together."""
     fit = await fit_of(log, store, floor)
-    if told := fault(fit, floor.app, repr(store)):
-        raise ConfigError(told)
+    if reason := fault(fit, floor.app, repr(store)):
+        raise ConfigError(reason)
 
 
 def fault(fit: Fit, app: str, store: str) -> str:

@@ -23,4 +23,4 @@ async def unless(happens: Coroutine[Any, Any, object], work: Awaitable[T], error
             task.cancel()
             await asyncio.wait((task,))
             if not task.cancelled():
-                task.exception()  # looked at, so that nobody is told it was not
+                task.exception()  # retrieved, so that asyncio does not warn of it

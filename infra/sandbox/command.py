@@ -6,9 +6,9 @@ With the shell's end, which is the program's, the kernel ends all that is left i
 reaper the first there, bubblewrap would leave it behind as a zombie for whoever buries orphans. The shell keeps the
 user that bubblewrap has, since only then may that one's death end it.
 
-As root each run has a user id of its own, so that its limit of processes is its own, and no user namespace is needed;
-as any other user there is one, in which the program is nobody. Either way it ends up without capabilities, unable to
-gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below, read-only.
+As root each run has a user id of its own, so that its limit of processes is its own, and no user namespace is needed; as
+any other user there is one, in which the program runs as user `nobody`. Either way it ends up without capabilities, unable
+to gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below, read-only.
 """
 
 import os

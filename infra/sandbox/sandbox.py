@@ -98,7 +98,7 @@ class Sandbox:
                 yield child
 
     def _probe(self) -> None:
-        """One run that must work, so that a machine without is told so before anything waits for a verdict."""
+        """One run that must work, so that a machine without a sandbox fails before anything waits for a verdict."""
         try:
             finished = self.run(self.python_command("-c", PROBE))
         except (OSError, SandboxUnavailable) as error:

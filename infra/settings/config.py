@@ -107,13 +107,21 @@ class StoreConfig(Section, frozen=True):
     same, for what signs and seals (objects below `keys/` and `gateway/`), "" for the same place. Apart, weights and checkpoints
     can be shared with whoever must not read customers: gateways, stream workers, `forget` and `keys` need to write there,
     trainer, explorers, `trace` and `replay` to read. Neither place may keep old versions of these objects. To move them,
-    stop the app and copy both folders.
+    stop the app and copy both folders. use: a store of your own instead of url, as `module:name`. options: what it is built
+    with.
 
     Example: StoreConfig(url="s3://ml/support-bot", keys="s3://ml-secrets/support-bot")
     """
 
     url: str = "store"
     keys: str = ""
+    use: UsePath | Literal[""] = ""
+    options: Table = {}
+
+    @property
+    def shown(self) -> str:
+        """Where objects lie, as `headrace check` names it."""
+        return self.use or self.url
 
 
 class Keep(Section, frozen=True):

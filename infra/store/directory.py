@@ -64,6 +64,17 @@ class DirectoryStore:
         """The whole object. Raises NotInStore, StoreError."""
         return self._guard("get", key, self._path(key).read_bytes)
 
+    def read(self, key: str, start: int, length: int) -> bytes:
+        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
+        path = self._path(key)
+
+        def part() -> bytes:
+            with open(path, "rb") as file:
+                file.seek(start)
+                return file.read(length)
+
+        return self._guard("read", key, part)
+
     def size(self, key: str) -> int:
         """Bytes of the object. Raises NotInStore, StoreError."""
         path = self._path(key)

@@ -27,6 +27,10 @@ class MemoryStore:
             raise NotInStore(f"get {key}: not in memory")
         return found
 
+    def read(self, key: str, start: int, length: int) -> bytes:
+        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore."""
+        return self.get(key)[start : start + length]
+
     def size(self, key: str) -> int:
         """Bytes of the object. Raises NotInStore."""
         return len(self.get(key))

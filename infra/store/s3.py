@@ -27,7 +27,7 @@ READ_TIMEOUT_S = 60.0
 NUM_RETRIES = 3
 PART_BYTES = 64 * 1024 * 1024
 
-# The same call can never succeed until somebody changes a setting.
+# The same call can never succeed until a setting is changed.
 _FINAL_CODES = frozenset({
     "AccessDenied", "AuthorizationHeaderMalformed", "InvalidAccessKeyId", "InvalidBucketName", "NoSuchBucket",
     "SignatureDoesNotMatch",
@@ -133,6 +133,11 @@ class S3Store:
         name = self._name(key)
         return self._call("get", key, lambda: self._read(name))
 
+    def read(self, key: str, start: int, length: int) -> bytes:
+        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
+        name = self._name(key)
+        return self._call("read", key, lambda: self._read_part(name, start, length))
+
     def size(self, key: str) -> int:
         """Bytes of the object. Raises NotInStore, StoreError."""
         name = self._name(key)
@@ -164,8 +169,18 @@ class S3Store:
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-    def _read(self, name: str) -> bytes:
-        response = self._client.get_object(self._bucket, name)
+    def _read_part(self, name: str, start: int, length: int) -> bytes:
+        from minio.error import S3Error
+
+        try:
+            return self._read(name, offset=start, length=length) if length else b""
+        except S3Error as error:
+            if error.code == "InvalidRange":  # it begins at or after the end
+                return b""
+            raise
+
+    def _read(self, name: str, **part: int) -> bytes:
+        response = self._client.get_object(self._bucket, name, **part)
         try:
             data: bytes = response.read()
             return data

@@ -7,9 +7,9 @@
     forgotten  Keys.destroy(subject)     an empty object in the key's place, for good
 
 What people write about an answer is sealed too, from our first write on, as a string that says under which key; since
-nobody there knows whose answer it was, under a key of the session, which is destroyed with the user's. An event from outside
+no stage there knows whose answer it was, under a key of the session, which is destroyed with the user's. An event from outside
 is sealed as a whole, under the keys of all sessions whose answers it names, so it goes with the first of them; one that names
-none is nobody's, and stays as it is. What lies in a topic or a file of somebody else's is theirs to delete.
+none is not sealed. What lies in a topic or a file of another system is that system's to delete.
 
 Guarantees: a key lies in the object store and in the memory of processes, nowhere else; a process that looks up a key
 learns within FRESH_S that it was destroyed; a subject that comes back gets a new key, and what was forgotten stays so.
@@ -52,8 +52,8 @@ _SEALED_TEXT = re.compile(rf"sealed:({_KEY_ID.pattern}(?:,{_KEY_ID.pattern})*):(
 
 
 def app_secret(store: Store) -> bytes:
-    """The app's secret, made by whoever is first: `headrace keys create` is, before a gateway has anybody to serve. All that is
-    named in the log is named with it (`schemas.names`): one that is lost leaves `forget` nobody to find. Raises StoreError.
+    """The app's secret, made by the first that needs it: `headrace keys create`, before a gateway has clients. All names in the
+    log are made with it (`schemas.names`): if it is lost, `forget` finds no user. Raises StoreError.
     """
     try:
         return store.get(SECRET)
@@ -80,7 +80,7 @@ def sealed(block: Block, keys: "Keys", subject: str) -> Block:
 def seal_text(text: str, keys: "Keys", answer: str) -> str:
     """What was written about an answer, as it may be kept: sealed under its session's key. answer: experience id.
 
-    An answer that is of no session was given to nobody: what is written about it stays as it is. Blocks; raises StoreError.
+    An answer that is of no session was given to no user: what is written about it stays as it is. Blocks; raises StoreError.
     """
     session = session_of(group_of(answer))
     if not session:

@@ -22,6 +22,9 @@ class Store(Protocol):
     def get(self, key: str) -> bytes:
         """The whole object. Raises NotInStore, StoreError."""
 
+    def read(self, key: str, start: int, length: int) -> bytes:
+        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
+
     def size(self, key: str) -> int:
         """Bytes of the object. Raises NotInStore, StoreError."""
 
@@ -49,6 +52,10 @@ class DividedStore:
     def get(self, key: str) -> bytes:
         """The whole object. Raises NotInStore, StoreError."""
         return self._of(key).get(key)
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
+        return self._of(key).read(key, start, length)
 
     def size(self, key: str) -> int:
         """Bytes of the object. Raises NotInStore, StoreError."""

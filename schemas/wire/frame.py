@@ -1,4 +1,4 @@
-"""The bytes of every record: one bounded encoder and decoder, and the Kafka headers that let nobody open them to route.
+"""The bytes of every record: one bounded encoder and decoder, and the Kafka headers, so that no router has to open them.
 
     frame    magic "HR" · format u8 · flags u8 · body_len u32 LE · body
     control  flag bit 7: the body is the msgpack map of the record, and nothing follows

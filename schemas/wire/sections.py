@@ -1,7 +1,7 @@
 """Sections of a block: named columns of items, each compressed once, decompressed on first use and then shared.
 
 Guarantee: nothing is decompressed before its declared size is known to be within `MAX_SECTION_BYTES` and to equal what
-the header says, and a section that nobody opens is never decompressed, nor, where it is sealed, deciphered. Sections of
+the header says, and a section that is not opened is never decompressed, nor, where it is sealed, deciphered. Sections of
 unknown names are kept as they came.
 """
 

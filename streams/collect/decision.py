@@ -61,7 +61,7 @@ def blocks_of(experiences: Sequence[Experience]) -> tuple[Block, ...]:
 
 
 def mean_reward(experiences: Sequence[Experience]) -> float | None:
-    """Mean over the episodes that have a reward, told by their last parts."""
+    """Mean over the episodes that have a reward, which their last parts carry."""
     rewards = [experience.reward for experience in experiences if experience.last and experience.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
 

@@ -2,7 +2,7 @@
 
     (state, record) -> decisions          the only clock is the log-append time of the record
 
-A group waits until every episode is there (its last part, or its stub) or its deadline has passed; then, in lanes that
+A group waits until every episode is there (its last part, or its drop marker) or its deadline has passed; then, in lanes that
 wait for feedback, until every source has spoken or its window has passed; then the chain judges it and it is closed.
 Guarantees: one closure per (group, attempt, revision), whatever is delivered twice; deadlines fire on consumption,
 before the record whose time reached them and behind all earlier ones, so backlog, restart and replay decide alike;
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from infra.chain.chain import Context, Step, run_chain
-from schemas import Block, Closure, Control, Experience, Feedback, Lane, Stub, Tick, encode
+from schemas import Block, Closure, Control, DropMarker, Experience, Feedback, Lane, Tick, encode
 from schemas.ids import group_of
 from schemas.names import tenant_in
 from streams.collect.credit import FeedbackRules, is_labelled, learn_usual, usual_of
@@ -78,7 +78,7 @@ def chain_of(steps: Sequence[Step]) -> Chain:
 
 def group_named(value: Block | Control | None) -> str | None:
     """Group a record is about, None for none."""
-    if isinstance(value, Block | Stub):
+    if isinstance(value, Block | DropMarker):
         return value.group
     if isinstance(value, Feedback):
         try:
@@ -100,8 +100,8 @@ async def fold(
     match arrival.value:
         case Block():
             await work.block(arrival.value)
-        case Stub():
-            await work.stub(arrival.value)
+        case DropMarker():
+            await work.marker(arrival.value)
         case Feedback():
             await work.feedback(arrival.value)
         case Tick() | None:
@@ -138,10 +138,10 @@ class _Fold:
             await self._credit_earlier(group, came=True)  # first: what is settled may be closed, with all its credit
             await self._settle_first(group, arrived)
 
-    async def stub(self, stub: Stub) -> None:
-        group = self._group(stub.group)
-        if self._arrive(group, stub, stub.reason):
-            await self._settle_first(group, (stub.attempt,))
+    async def marker(self, marker: DropMarker) -> None:
+        group = self._group(marker.group)
+        if self._arrive(group, marker, marker.reason):
+            await self._settle_first(group, (marker.attempt,))
 
     async def feedback(self, feedback: Feedback) -> None:
         group_id = group_named(feedback)
@@ -245,8 +245,8 @@ class _Fold:
             await self._revise(turn, members, "late credit")
         return len(credited)
 
-    def _arrive(self, group: Group, record: Experience | Stub, arrived: BlockPlace | str) -> bool:
-        """Note an experience or stub; True if its attempt is open and did not have it."""
+    def _arrive(self, group: Group, record: Experience | DropMarker, arrived: BlockPlace | str) -> bool:
+        """Note an experience or drop marker; True if its attempt is open and did not have it."""
         number = record.attempt
         if number in group.superseded:
             return False

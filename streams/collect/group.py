@@ -1,12 +1,12 @@
 """What collect knows of one group: its attempts, who has arrived, the feedback on its answers, and how it ended.
 
-An attempt is complete when every episode 0..group_size-1 has all its parts up to its last one; a stub counts like the
+An attempt is complete when every episode 0..group_size-1 has all its parts up to its last one; a drop marker counts like the
 experience it replaces. Arrivals are known by (episode, part), so a redelivery changes nothing.
 """
 
 import msgspec
 
-from schemas import Experience, Feedback, Lane, Stub
+from schemas import DropMarker, Experience, Feedback, Lane
 
 
 class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -20,7 +20,7 @@ class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Episode(msgspec.Struct, array_like=True):
-    """Parts of one episode by number: a BlockPlace, or the reason of the stub that came instead. last: -1 not seen yet.
+    """Parts of one episode by number: a BlockPlace, or the reason of the drop marker that came instead. last: -1 not seen yet.
 
     Example: Episode(parts={0: BlockPlace(981, 7)}, last=0)
     """
@@ -52,11 +52,11 @@ class Attempt(msgspec.Struct, array_like=True):
         return self.num_done >= self.group_size
 
     def has(self, episode: int, part: int) -> bool:
-        """Whether that part, or its stub, has arrived."""
+        """Whether that part, or its drop marker, has arrived."""
         known = self.episodes.get(episode)
         return known is not None and part in known.parts
 
-    def add(self, record: Experience | Stub, arrived: BlockPlace | str) -> bool:
+    def add(self, record: Experience | DropMarker, arrived: BlockPlace | str) -> bool:
         """Note an arrival; False if it was there already or lies outside the group."""
         if record.episode >= self.group_size or self.has(record.episode, record.part):
             return False
@@ -79,7 +79,7 @@ class Attempt(msgspec.Struct, array_like=True):
         ]
 
     def drops(self) -> dict[str, int]:
-        """Stubs that arrived: reason to count."""
+        """Drop markers that arrived: reason to count."""
         counts: dict[str, int] = {}
         for episode in self.episodes.values():
             for arrived in episode.parts.values():
@@ -91,8 +91,8 @@ class Attempt(msgspec.Struct, array_like=True):
 class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True):
     """One feedback as it lies in the log.
 
-    Example: LoggedFeedback(feedback=Feedback(ref="hr-a1b2.0-3-0", id="ticket-81", value=0.8), offset=982,
-                            time_ms=1763715600000)
+    Example: LoggedFeedback(feedback=Feedback(ref="hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", id="ticket-81", value=0.8),
+                            offset=982, time_ms=1763715600000)
     """
 
     feedback: Feedback

@@ -1,4 +1,4 @@
-"""Feedback held back: more from one rater than its source takes, and the same words over and over.
+"""Feedback held back: more from one rater than its source takes, and the same text over and over.
 
 A rater is one of its tenant; who is not named is one rater too, so that leaving the name out lifts no cap.
 

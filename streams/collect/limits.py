@@ -1,11 +1,11 @@
-"""What one rater and one tenant can move in a day: how many answers their words may decide how to learn from.
+"""What one rater and one tenant can move in a day: of how many answers their feedback may decide how they are learned from.
 
-A word moves the answer it is about, and each turn before it that hears of it. Of a UTC day of log time, on one partition, a
+Feedback moves the answer it is about, and each turn before it that is credited. Of a UTC day of log time, on one partition, a
 rater moves at most max(rater_answers, rater_share of all that is moved there), and at most `MAX_TURNS` more; a tenant, and
 so each of its keys, likewise. Of P partitions that is P · rater_answers + rater_share of all. A tenant whose users are alone
-that day and the day before has no bound: there is nobody to protect from it.
+that day and the day before has no bound: there is no other tenant to protect.
 
-Guarantees: what is beyond counts for nothing, neither for learning nor as a rating, and has a reason; what takes a word back
+Guarantees: what is beyond counts for nothing, neither for learning nor as a rating, and has a reason; a retraction
 is never held; the decision follows from the records before it on its partition and their times, and what is remembered is
 bounded: of more than `MAX_RATERS` raters or `MAX_TENANTS` tenants those that began longest ago begin anew.
 """
@@ -42,7 +42,7 @@ def limit_memories() -> dict[str, Memory]:
 
 
 def beyond(memories: dict[str, Memory], limits: DayLimits, tenant: str, rater: str, time_ms: int) -> str:
-    """Why one more word does not count, "" if it does. tenant: "" for answers that the gateway did not give."""
+    """Why one more feedback does not count, "" if it does. tenant: "" for answers that the gateway did not give."""
     day, tenants = time_ms // DAY_MS, _memory(memories, TENANTS, MAX_TENANTS)
     total, before = _moved(tenants, _ALL, day)
     if is_somebody(rater):
@@ -57,7 +57,7 @@ def beyond(memories: dict[str, Memory], limits: DayLimits, tenant: str, rater: s
 
 
 def charge(memories: dict[str, Memory], tenant: str, rater: str, time_ms: int, moved: int) -> None:
-    """Count what a word moved."""
+    """Count what a feedback moved."""
     day, tenants = time_ms // DAY_MS, _memory(memories, TENANTS, MAX_TENANTS)
     if is_somebody(rater):
         _add(_memory(memories, RATERS, MAX_RATERS), _name(tenant, rater), day, moved)
@@ -66,7 +66,7 @@ def charge(memories: dict[str, Memory], tenant: str, rater: str, time_ms: int, m
 
 
 def is_somebody(rater: str) -> bool:
-    """Whether a rater is named: all that nobody is named for is the tenant's."""
+    """Whether a rater is named: feedback without one is the tenant's."""
     return bool(rater) and not rater.startswith(OF_KEY)
 
 

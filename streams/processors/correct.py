@@ -1,4 +1,4 @@
-"""correct: an answer that somebody edited, as a demonstration and as a preference of the edit over the answer.
+"""correct: an answer that a person edited, as a demonstration and as a preference of the edit over the answer.
 
 Guarantees: the prompt is the answer's own, token for token, and the edit is spelled by the policy's tokenizer; what is made
 has the same ids at a retry and a new revision only when the edit changed, so that it replaces what was not drawn yet; an
@@ -63,18 +63,18 @@ class Correct:
         edit, _ = self._redactor.mask(edit)
         prompt = answer.tokens[: answer_start(answer)].tolist()
         chosen = [*prompt, *self._speller.encode(edit), self._speller.end]
-        said = (*answer.messages[:-1], Message(role="assistant", content=edit))
-        made = [_side(_named(answer, DEMONSTRATION, "expert"), chosen, said, edits, "demonstration")]
+        messages = (*answer.messages[:-1], Message(role="assistant", content=edit))
+        made = [_side(_named(answer, DEMONSTRATION, "expert"), chosen, messages, edits, "demonstration")]
         rejected = answer.tokens.tolist()
         if chosen != rejected:
             better, worse = (_named(answer, PREFERENCE, "human", episode) for episode in (0, 1))
-            made.append(_side(better, chosen, said, edits, CHOSEN))
+            made.append(_side(better, chosen, messages, edits, CHOSEN))
             made.append(_side(worse, rejected, answer.messages, edits, REJECTED))
         return made
 
 
 def without_edit(answer: Experience) -> Experience:
-    """The answer as it goes on: what was made of the edit stands elsewhere."""
+    """The answer as it goes on: what was made of the edit is elsewhere."""
     return answer if answer.edit is None else msgspec.structs.replace(answer, edit=None)
 
 
@@ -94,7 +94,7 @@ def _side(
     edits: int,
     kind: Side | Literal["demonstration"],
 ) -> Experience:
-    """Tokens that nobody sampled, as one side of a pair or alone; named: whose header it takes."""
+    """Tokens that were not sampled, as one side of a pair or alone; named: whose header it takes."""
     start = answer_start(named)
     made = named.with_bulk(
         tokens=tokens,

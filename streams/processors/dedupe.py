@@ -15,7 +15,7 @@ def dedupe_key(experience: Experience) -> str:
 def dedupe(experience: Experience, *, memory: Memory, record_offset: int) -> Experience | Drop:
     """Drop what came before in another record; the same record again (a retry) is not a duplicate of itself.
 
-    A duplicate needs no stub: its first delivery has completed its place in the group.
+    A duplicate needs no drop marker: its first delivery has completed its place in the group.
     """
     key = dedupe_key(experience)
     if key not in memory:

@@ -2,9 +2,9 @@
 
     input ─> Verifier (memory read back before the range) ─> compare with verified, evals ─> another app's verified
 
-Scores on record are reused where score, version and input are the same, and so is the failure that a stub names; unless
+Scores on record are reused where score, version and input are the same, and so is the failure that a drop marker names; unless
 they are to be asked for again. Where the code of a score changed and its version did not, the report says so. With
---publish, what others than verify put into `verified` (feedback, ticks, stubs of explorers) goes along in its place.
+--publish, what others than verify put into `verified` (feedback, ticks, drop markers of explorers) goes along in its place.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from infra.chain.processor import Verdict
 from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Question, Recorded
 from infra.log.log import Log, LogMessage
-from schemas import Block, Control, Feedback, Stub, Tick
+from schemas import Block, Control, DropMarker, Feedback, Tick
 from schemas.topics import EVALS, VERIFIED, Topic
 from streams.processors.dedupe import DUPLICATE
 from streams.reprocess.outcome import Reprocessed, dropped, kept
@@ -78,7 +78,7 @@ async def passed_along(log: Log, one: Range) -> AsyncGenerator[Passed, None]:
     async with aclosing(messages_of(log, one)) as messages:
         async for message in messages:
             value = message.value
-            if isinstance(value, Feedback | Tick) or (isinstance(value, Stub) and value.stage != STAGE):
+            if isinstance(value, Feedback | Tick) or (isinstance(value, DropMarker) and value.stage != STAGE):
                 yield Passed(message.timestamp_ms, value)
 
 
@@ -123,7 +123,7 @@ async def _take(
     outputs = [output for output in (*made.handled.first, *made.handled.then) if output.topic in (VERIFIED, EVALS)]
     for output in outputs:
         record = output.record
-        assert isinstance(record, Block | Stub)
+        assert isinstance(record, Block | DropMarker)
         if isinstance(record, Block) and not diff:
             report.kept += len(record.experiences)
         else:
@@ -138,14 +138,18 @@ async def _take(
             report.drop(reason, count)
 
 
-def _outcomes(record: Block | Stub) -> list[Reprocessed]:
-    return [dropped(record, record.reason)] if isinstance(record, Stub) else [kept(one) for one in record.experiences]
+def _outcomes(record: Block | DropMarker) -> list[Reprocessed]:
+    return (
+        [dropped(record, record.reason)]
+        if isinstance(record, DropMarker)
+        else [kept(one) for one in record.experiences]
+    )
 
 
 def _untraced(handled: Handled, reason: str) -> int:
-    """Of those dropped for `reason`, those without a stub."""
-    stubs = sum(isinstance(one.record, Stub) and one.record.reason == reason for one in handled.then)
-    return handled.dropped.get(reason, 0) - stubs
+    """Of those dropped for `reason`, those without a drop marker."""
+    markers = sum(isinstance(one.record, DropMarker) and one.record.reason == reason for one in handled.then)
+    return handled.dropped.get(reason, 0) - markers
 
 
 def _recorded(shelf: Shelf, report: ReprocessReport) -> Recorded:
@@ -186,7 +190,7 @@ async def shelve(log: Log, shelf: Shelf, since_ms: int, on_progress: OnProgress)
                     if isinstance(message.value, Block):
                         for member in message.value.experiences:
                             shelf.put(kept(member))
-                    elif isinstance(message.value, Stub) and message.value.stage == STAGE:
+                    elif isinstance(message.value, DropMarker) and message.value.stage == STAGE:
                         shelf.put(dropped(message.value, message.value.reason))
                         if message.value.reason in FAILED_SCORES:
                             failed = _failed_key(message.value.id, message.value.processor)

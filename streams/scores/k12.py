@@ -1,7 +1,7 @@
 """k12: school questions: multiple choice, fill-in, and numbers with units.
 
 Guarantees: one answer is looked at, the last one that is given as such, so listing several gains nothing; an answer that
-is denied, or stands beside another, is wrong; a number in a wrong unit is wrong, in another unit of the same kind right.
+is denied, or is beside another, is wrong; a number in a wrong unit is wrong, in another unit of the same kind right.
 """
 
 import json
@@ -57,9 +57,9 @@ def k12(
 
 
 def _kind(experience: Experience, wanted: str, has_options: bool) -> str:
-    said = experience.meta.get("kind")
-    if said in KINDS:
-        return str(said)
+    kind = experience.meta.get("kind")
+    if kind in KINDS:
+        return str(kind)
     if has_options:
         return "choice"
     return "number" if read_quantity(wanted) is not None else "fill"

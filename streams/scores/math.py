@@ -113,7 +113,7 @@ def _sides(gold: str, candidate: str) -> list[str]:
 
 
 def _outside(line: str) -> str:
-    """The line without what stands in brackets, up to the next closing one, and without commas of thousands.
+    """The line without what is in brackets, up to the next closing one, and without commas of thousands.
 
     Behind its last closing bracket nothing is looked for, so that each opening one finds its end at once.
     """

@@ -4,7 +4,7 @@ Delivery: at least once; what was published before a crash is published again wi
 Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
 dead-lettered and counted, and the next one goes on; one whose key was destroyed is counted as forgotten. Privacy: what we
 write of an event, Feedback or dead letter, is redacted and sealed (see `infra.store.seal`), wherever it came from; what a
-topic or a file of somebody else's holds we only read.
+topic or a file of another system holds we only read.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 class EventSource(msgspec.Struct, kw_only=True):
     """One configured source. topic, file or webhook says where it listens. trouble: what hangs, and which errors were logged.
-    redactor: takes out of what is written what is nobody's business.
+    redactor: masks personal data in texts.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
@@ -53,7 +53,8 @@ class Event(msgspec.Struct, frozen=True):
     """One event as it came, and where it lay. sealed_for: the answer whose texts in it may be sealed, "" for no such event.
     ours: the gateway wrote it, redacted and sealed.
 
-    Example: Event(b'{"answer_id": "hr-a1b2.0-3-0", "csat": 4}', topic="zendesk.closed", partition=3, offset=77)
+    Example: Event(b'{"answer_id": "hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "csat": 4}', topic="zendesk.closed",
+                   partition=3, offset=77)
     """
 
     value: bytes
@@ -162,8 +163,8 @@ def _reading(source: EventSource, answer: object) -> Reading:
     if answer is None:
         return Reading("ignored")
     if isinstance(answer, calls.Failure):
-        said = f"{source.name} {answer.kind}: "
-        return Reading("failed", error=said + answer.detail, brief=said + answer.detail.partition(":")[0])
+        prefix = f"{source.name} {answer.kind}: "
+        return Reading("failed", error=prefix + answer.detail, brief=prefix + answer.detail.partition(":")[0])
     if not isinstance(answer, Feedback):
         fault = f"{source.name} returned {type(answer).__name__}, expected Feedback or None"
         return Reading("invalid", error=fault, brief=fault)

@@ -77,7 +77,7 @@ def verify_chain(config: StreamsConfig) -> list[BuiltIn]:
 def collect_chain(config: StreamsConfig, model: str = "") -> list[BuiltIn]:
     """correct, reward, synthesize, advantage, difficulty, prioritize.
 
-    correct comes first: an edited answer shows how, though nobody gave it a value. synthesize comes before difficulty: a
+    correct comes first: an edited answer shows how, though it was given no value. synthesize comes before difficulty: a
     group that is all right teaches nothing by comparison, but shows how. model: folder or name of the policy's.
     """
     collect, reward, redact = config.collect, config.reward, config.verify.redact

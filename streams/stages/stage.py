@@ -26,7 +26,7 @@ from schemas.topics import DEAD_LETTERS, Topic
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-EXIT_OPERATOR = 2  # as for a mistake in the settings: somebody has to do something
+EXIT_OPERATOR = 2  # as for a mistake in the settings: an operator has to act
 EXIT_UNKNOWN_MAJOR = 65  # EX_DATAERR
 EXIT_BROKER = 69  # EX_UNAVAILABLE
 EXIT_BUG = 70  # EX_SOFTWARE
@@ -50,7 +50,7 @@ class Delivery(Protocol):
 class Output(msgspec.Struct, frozen=True):
     """A record to be published; the key follows from the record.
 
-    Example: Output(VERIFIED, Stub(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, reason="short"))
+    Example: Output(VERIFIED, DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, reason="short"))
     """
 
     topic: Topic
@@ -152,11 +152,11 @@ def end_for(error: BaseException, doing: str) -> NoReturn:
 
 def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
     """End the process after Faust has ended. What a restart would only meet again ends it with the way out, for good."""
-    told = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "OffsetOutOfRangeError":
         way_out = f"`headrace skip {stage}` goes on at the oldest records that are kept, and says what is lost"
-        end_process(f"{stage}: records were deleted before they were read ({told}); {way_out}", EXIT_OPERATOR)
-    end_process(f"{stage}: Faust stopped: {told}", EXIT_BUG)
+        end_process(f"{stage}: records were deleted before they were read ({reason}); {way_out}", EXIT_OPERATOR)
+    end_process(f"{stage}: Faust stopped: {reason}", EXIT_BUG)
 
 
 def causes(error: BaseException) -> list[BaseException]:

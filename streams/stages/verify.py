@@ -1,7 +1,7 @@
-"""Stage verify: a block of experiences goes through the chain; what is kept goes on as a block, what is not as stubs.
+"""Stage verify: a block of experiences goes through the chain; what is kept goes on as a block, what is not as drop markers.
 
-Guarantees: every experience of a readable block is either in the block that goes on or has a stub with its reason, so
-its group can complete (a duplicate has none: its original stands there); eval answers go to `evals`, scored, and are
+Guarantees: every experience of a readable block is either in the block that goes on or has a drop marker with its reason, so
+its group can complete (a duplicate has none: its original is there); eval answers go to `evals`, scored, and are
 never dropped.
 """
 
@@ -14,7 +14,7 @@ from infra.chain.processor import Memory
 from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Recorded
 from infra.log.log import LogMessage
-from schemas import Block, Experience, Stub
+from schemas import Block, DropMarker, Experience
 from schemas.topics import EVALS, VERIFIED
 from streams.processors.dedupe import DUPLICATE, dedupe_key
 from streams.stages.stage import Handled, Output, faults_of, letter
@@ -61,12 +61,12 @@ class Verifier:
         return handled_from(block.experiences, outcome)
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
-        """What is left of a record that could not be handled or published: a dead letter, and stubs for its members."""
+        """What is left of a record that could not be handled or published: a dead letter, and drop markers for its members."""
         members = message.value.experiences if isinstance(message.value, Block) else ()
         gone = [Dropped(member, reason, error) for member in members]
-        stubs = tuple(Output(VERIFIED, stub_of(drop)) for drop in gone if not drop.experience.suite)
+        markers = tuple(Output(VERIFIED, marker_of(drop)) for drop in gone if not drop.experience.suite)
         return Handled(
-            then=(*stubs, letter(message, STAGE, reason, error)),
+            then=(*markers, letter(message, STAGE, reason, error)),
             dropped={reason: max(1, len(members))},
             num_in=len(members),
         )
@@ -104,8 +104,8 @@ def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Han
         dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
     return Handled(
         first=tuple(first),
-        # A duplicate has no stub: its original holds its place in the group.
-        then=tuple(Output(VERIFIED, stub_of(drop)) for drop in gone if drop.reason != DUPLICATE),
+        # A duplicate has no drop marker: its original holds its place in the group.
+        then=tuple(Output(VERIFIED, marker_of(drop)) for drop in gone if drop.reason != DUPLICATE),
         dropped=dropped,
         num_in=len(experiences),
         num_out=len(kept) + len(evals),
@@ -123,10 +123,10 @@ def blocks_by_group(experiences: Sequence[Experience]) -> list[Block]:
     return [Block(experiences=tuple(members)) for members in groups.values()]
 
 
-def stub_of(drop: Dropped) -> Stub:
-    """The header-only stand-in of a dropped experience."""
+def marker_of(drop: Dropped) -> DropMarker:
+    """The drop marker of an experience: its header alone."""
     experience = drop.experience
-    return Stub(
+    return DropMarker(
         id=experience.id,
         group=experience.group,
         episode=experience.episode,

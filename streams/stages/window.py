@@ -1,7 +1,7 @@
 """Ordered acks: which records are in flight per partition, and which may be acknowledged when one of them is done.
 
 Guarantees: handles come back in offset order and only when every earlier record of the partition is done, so a crash
-repeats records and never skips one. A partition that was taken away is forgotten: what completes late is nobody's.
+repeats records and never skips one. A partition that was taken away is forgotten: what completes late is ignored.
 
     take 7, take 8, take 9 · done 9 -> [] · done 7 -> [7] · done 8 -> [8, 9]
 """

@@ -19,7 +19,7 @@ from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
 from infra.store.open import open_store
 from infra.store.store import Store
-from schemas import Block, Closure, Experience, Message, Score, Stub, Task
+from schemas import Block, Closure, DropMarker, Experience, Message, Score, Task
 from schemas.topics import EVALS, EXPERIENCES, PROGRESS, TASKSET, VERIFIED, Topic
 from tests.role import role_of
 
@@ -141,7 +141,7 @@ async def streams(log: Log, *, correct: Callable[[Experience], bool] = lambda _:
 
     async def stubs() -> None:
         async for message in log.read_all(VERIFIED, until_end=False):
-            if isinstance(stub := message.value, Stub):
+            if isinstance(stub := message.value, DropMarker):
                 await seen(stub.group, stub.attempt, stub.episode, stub.group_size, stub.sequence)
 
     async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""What guard and trial make of counts, at their edges: who is counted, where evidence begins, and what is told."""
+"""What guard and trial make of counts, at their edges: who is counted, where evidence begins, and what is reported."""
 
 import math
 
@@ -22,12 +22,12 @@ from actors.master.gate.guard import (
     before_of,
     breach,
     compared,
+    evidence_text,
     failures,
     harmed,
     hours_of,
     is_worse,
     odds_of,
-    told,
     unrest,
 )  # fmt: skip
 from actors.master.gate.ratings import Ratings, Tally, Voice, Voices
@@ -38,7 +38,7 @@ from actors.master.gate.trial import (
     TrialResult,
     blocks_of,
     decided,
-    heard_of,
+    evidence_of,
     lets_through,
     merged,
     outcome,
@@ -77,7 +77,7 @@ def test_a_version_gives_way_to_one_before_it_that_is_another_and_there() -> Non
         assert breach(GUARD, PEOPLE, versions, bad, {}, {}) is None
     found = breach(GUARD, PEOPLE, (1, 0), bad, {}, {})
     assert found is not None and (found.version, found.before) == (1, 0)
-    assert found.reason == told(bad) == "rated down by 8 of 9 people, 1 of 7 before"
+    assert found.reason == evidence_text(bad) == "rated down by 8 of 9 people, 1 of 7 before"
     assert found.numbers["guard/people"] == 9.0 and found.numbers["guard/same_hour"] == BOUND
     assert breach(GUARD, PEOPLE, (0, 1), bad, {}, {}) is not None
     new, old = {"": Tally(100, failed=40)}, {"": Tally(100, failed=1)}
@@ -222,6 +222,9 @@ def test_nothing_is_compared_with_too_little_or_with_days_that_differ() -> None:
     assert compared(GUARD, PEOPLE, new, restless, several=False).same_hour == 0.0
     everybody = before_of([Hour("a", 5, 60, 57), Hour("a", 29, 60, 57)])
     assert compared(GUARD, PEOPLE, new, everybody, several=False).whatever_hour == 0.0, "nothing is higher than all"
+    most = before_of([Hour("a", 5, 1000, 850)])
+    all_now = [Hour("a", 53, 500, 500)]
+    assert compared(GUARD, PEOPLE, all_now, most, several=False).whatever_hour == 0.0, "nor by a tenth than nine in ten"
 
 
 # Trials.
@@ -284,7 +287,7 @@ def test_a_trial_is_decided_from_its_bounds_on() -> None:
 
 def test_what_is_heard_stops_where_it_decides() -> None:
     blocks = [PeopleBlock("a", 0, 30, 28, 30, 1), PeopleBlock("a", 1, 30, 0, 30, 30)]
-    heard = heard_of(CANARY, PEOPLE, blocks, several=False)
+    heard = evidence_of(CANARY, PEOPLE, blocks, several=False)
     first = log_odds_ratio(30, 28, 30, 1, CANARY.odds)
     assert first >= turns_away(CANARY) and heard == TrialEvidence(60, 28, 60, 31, first, first)
 

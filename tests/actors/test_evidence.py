@@ -1,12 +1,14 @@
 """The likelihood ratios that decide: martingales where nothing differs, whatever the numbers."""
 
 import math
+from itertools import product
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.master.gate.evidence import against, log_odds_ratio, wilson
+from actors.master.gate.evidence import against, log_odds_ratio, mean_chance, sign_chance, wilson
 
 FEW = st.integers(0, 40)
 ODDS = st.floats(1.01, 10.0)
@@ -54,3 +56,32 @@ def test_luck_reaches_the_bound_seldom_though_what_speaks_against_it_is_cut() ->
             top = max(top, against(logs, bound, 0.5))
         reached += top >= bound
     assert reached <= 1200 * 0.05 * 1.25
+
+
+@given(st.lists(st.floats(-5.0, 5.0).map(lambda size: round(size, 3)), max_size=9))
+def test_differences_are_never_as_likely_by_chance_as_is_allowed_for(gaps: list[float]) -> None:
+    sums = [
+        sum(sign * abs(gap) for sign, gap in zip(signs, gaps, strict=True))
+        for signs in product((1, -1), repeat=len(gaps))
+    ]
+    exact = sum(one >= sum(gaps) - 1e-9 for one in sums) / len(sums)
+    assert sign_chance(gaps) >= exact - 1e-12
+
+
+def test_what_differences_are_allowed_for_chance_is_hoeffdings() -> None:
+    assert sign_chance([2.0, 2.0, -1.0, 0.0]) == pytest.approx(math.exp(-9 / 18))
+    assert sign_chance([1.0, -1.0]) == sign_chance([-3.0]) == sign_chance([]) == 1.0
+
+
+@given(st.integers(1, 40), st.data())
+def test_a_mean_is_never_as_high_by_chance_as_is_allowed_for(count: int, data: st.DataObject) -> None:
+    high, most = data.draw(st.integers(0, count)), data.draw(st.floats(0.01, 0.99))
+    tail = sum(math.comb(count, k) * most**k * (1 - most) ** (count - k) for k in range(high, count + 1))
+    assert mean_chance([1.0] * high + [0.0] * (count - high), most) >= tail - 1e-9
+
+
+def test_what_a_mean_is_allowed_for_chance_is_hoeffdings() -> None:
+    assert mean_chance([1.0, 0.5], 0.5) == pytest.approx(math.exp(-2 * (0.75 * math.log(1.5) + 0.25 * math.log(0.5))))
+    assert mean_chance([1.0, 1.0], 0.9) == pytest.approx(0.81)
+    assert mean_chance([0.4, 0.6], 0.5) == mean_chance([], 0.5) == mean_chance([0.0], 0.0) == 1.0
+    assert mean_chance([1.0], 1.0) == 1.0 and mean_chance([0.1], 0.0) == 0.0

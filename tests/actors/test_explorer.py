@@ -19,7 +19,7 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.settings.config import Use
 from infra.store.store import Store
-from schemas import Closure, DeadLetter, Experience, PolicyEvent, Progress, Score, Stub, Task
+from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Progress, Score, Task
 from schemas.ids import group_of
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, TASKS, VERIFIED
 from tests.actors.rig import EXPLORE, MASTER, Heard, explorer, folder_store, memory_log, running, task, until
@@ -127,14 +127,14 @@ def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> No
 
 
 def test_an_episode_that_sampled_nothing_still_completes_its_group(tmp_path: Path) -> None:
-    async def run() -> list[Stub]:
+    async def run() -> list[DropMarker]:
         log = await memory_log()
         heard = Heard(log, VERIFIED)
         config = named("nothing_happens")
         async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
             await log.publish(TASKS, issue("add", 3, workflow="nothing_happens"))
             await until(lambda: len(heard.records) == 3)
-        return heard.of(Stub)
+        return heard.of(DropMarker)
 
     stubs = asyncio.run(run())
     assert {(one.group, one.sequence) for one in stubs} == {("add.0", 3)}
@@ -152,7 +152,7 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
     sys.path.append(str(tmp_path))
     names = ("of_a_dataset:run", "unittest.__main__:x", "lib2to3.__main__:x", "os:system", "", CONVERSE)
 
-    async def run() -> tuple[list[Stub], list[Closure], list[Experience]]:
+    async def run() -> tuple[list[DropMarker], list[Closure], list[Experience]]:
         log = await memory_log()
         stubs, closures, heard = Heard(log, VERIFIED), Heard(log, PROGRESS), Heard(log, EXPERIENCES)
         async with running(
@@ -162,9 +162,9 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
             for index, name in enumerate(names):
                 await log.publish(TASKS, issue(f"t{index}", workflow=name))
             await log.publish(TASKS, replace(ask(0), workflow=names[0]))
-            await until(lambda: len(stubs.of(Stub)) == 12 and len(heard.experiences) == 6)
+            await until(lambda: len(stubs.of(DropMarker)) == 12 and len(heard.experiences) == 6)
             await until(lambda: bool(closures.of(Closure)))
-        return stubs.of(Stub), closures.of(Closure), heard.experiences
+        return stubs.of(DropMarker), closures.of(Closure), heard.experiences
 
     try:
         stubs, closures, answers = asyncio.run(run())

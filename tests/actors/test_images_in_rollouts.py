@@ -11,7 +11,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.images import MISSING, Pixels, deposit_image
 from infra.store.memory import MemoryStore
-from schemas import Image, Issued, Message, Stub, Task
+from schemas import DropMarker, Image, Issued, Message, Task
 from schemas.topics import EXPERIENCES, TASKS, VERIFIED
 from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, Heard, memory_log, running, until
 from tests.eye_model import drawings
@@ -58,7 +58,7 @@ async def explore(store: MemoryStore, tasks: list[Task], engine: ScriptedEngine)
     roles = [asyncio.create_task(one) for one in (explorer, raw.listen(), verified.listen())]
     async with running(*roles):
         await log.publish_all(TASKS, tasks)
-        await until(lambda: len(raw.experiences) + len(verified.of(Stub)) >= 2 * len(tasks))
+        await until(lambda: len(raw.experiences) + len(verified.of(DropMarker)) >= 2 * len(tasks))
     return raw, verified, metrics
 
 
@@ -82,7 +82,7 @@ def test_an_image_that_cannot_be_shown_fails_its_own_episodes_by_name_and_is_cou
     tasks = [issued("good", good.image), issued("gone", gone.image)]
     raw, verified, metrics = asyncio.run(explore(store, tasks, Looking()))
     assert {one.group for one in raw.experiences} == {"good.0"} and len(raw.experiences) == 2
-    assert [stub.group for stub in verified.of(Stub)] == ["gone.0"] * 2
+    assert [stub.group for stub in verified.of(DropMarker)] == ["gone.0"] * 2
     counted = {name: value for name, value in metrics.counters().items() if "bad_images" in name}
     assert sum(counted.values()) == 2 and any(MISSING in name for name in counted)
 
@@ -93,5 +93,5 @@ def test_an_engine_of_text_alone_refuses_images_by_name() -> None:
     deposit_image(store, one.image, one.picture)
     engine = ScriptedEngine(seed=1, num_vocabulary=128, max_model_len=64)
     raw, verified, metrics = asyncio.run(explore(store, [issued("plain", one.image)], engine))
-    assert not raw.experiences and len(verified.of(Stub)) == 2
+    assert not raw.experiences and len(verified.of(DropMarker)) == 2
     assert metrics.counters()["requests_failed"] == 2

@@ -8,7 +8,7 @@ import pytest
 
 from actors.config import GateConfig, GateGuardConfig, GateSuite, PeopleConfig
 from actors.master.gate.evidence import log_odds_ratio, log_share_ratio, wilson
-from actors.master.gate.gate import Gate, breach_event, verdict_event
+from actors.master.gate.gate import Gate, breach_event, decision_event
 from actors.master.gate.guard import RESTLESS, GuardEvidence, Hour, before_of, breach, compared, odds_of, unrest
 from actors.master.gate.ratings import Tally
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
@@ -109,9 +109,9 @@ def gate() -> Gate:
 def passed(one: Gate, version: int, at_ms: int = PROMOTED_MS) -> PolicyEvent:
     one.progress(Progress(role="master", instance="master/1"), at_ms)
     one.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
-    (verdict,) = one.verdicts()
+    (verdict,) = one.decisions()
     assert verdict.passed
-    return verdict_event(verdict, "main", 0)
+    return decision_event(verdict, "main", 0)
 
 
 def heard(one: Gate, said: Iterable[Closure], at_ms: int = LATER_MS) -> list[Closure]:
@@ -148,9 +148,9 @@ def test_customers_go_back_to_the_version_before_with_the_numbers_in_the_event()
     assert event.stats["guard/bad"] == 30.0 and event.stats["guard/whatever_hour"] >= math.log(4 / CONFIG.alpha)
     assert one.breaches() == [], "said once"
     one.result(EvalResult(policy="main", version=5, suite="dev", num_tasks=100, num_correct=99))
-    assert one.verdicts() == [], "a version taken back is not weighed again"
+    assert one.decisions() == [], "a version taken back is not weighed again"
     one.result(EvalResult(policy="main", version=7, suite="dev", num_tasks=100, num_correct=60))
-    assert [verdict.passed for verdict in one.verdicts()] == [False], "compared with the version they went back to"
+    assert [verdict.passed for verdict in one.decisions()] == [False], "compared with the version they went back to"
 
 
 def test_a_restart_takes_back_nothing_twice_in_whatever_order_the_topics_are_read() -> None:

@@ -1,26 +1,34 @@
 """Recorded prompts answered again: a candidate that answers much worse in form is held, with the numbers."""
 
+import math
+from random import Random
+
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GateReplies, GateSuite, MasterConfig
-from actors.master.gate.gate import Gate, verdict_event
+from actors.master.gate.gate import Gate, decision_event
 from actors.master.gate.replies import Replies, jaccard, word_pairs
 from schemas import EvalResult, Experience, Message, PolicyEvent
 from schemas.fields import End
 from tests.schemas.record_samples import group_block
 
 CONFIG = GateReplies(max_distance=0.9)
-PROMPTS = ("How do I reset it?", "Where is my parcel?", "Cancel my plan", "Thanks")
+BASE = group_block(num_members=1).experiences[0]
+PROMPTS = tuple(f"How do I reset number {number}?" for number in range(64))
+ALL = len(PROMPTS)
 HELPFUL = "Hold the button for ten seconds"
 SORRY = "I'm sorry, I cannot help you with that"
 
 
 def answer(version: int, prompt: str, text: str, *, tokens: int = 8, end: End = "terminal") -> Experience:
-    base = group_block(num_members=1).experiences[0]
+    base = BASE
     span = replace(base.spans[0], start=0, stop=tokens, version=version)
     messages = (Message(role="user", content=prompt), Message(role="assistant", content=text))
-    made = base.with_bulk(tokens=range(tokens), logprobs=[-1.0] * tokens, messages=messages, spans=(span,))
+    made = base.with_bulk(
+        tokens=np.arange(tokens), logprobs=np.zeros(tokens, dtype=np.float32), messages=messages, spans=(span,)
+    )
     return replace(made, suite="production", end=end, part=0, last=True)
 
 
@@ -37,49 +45,52 @@ def answered(one: Gate, version: int, *texts: str, tokens: int = 8, end: End = "
         one.reply(answer(version, prompt, text, tokens=tokens, end=end))
     one.result(result(version, "production"))
     one.result(result(version, "dev"))
-    (verdict,) = one.verdicts()
+    (verdict,) = one.decisions()
     return verdict.passed, verdict.reason
 
 
 def test_a_candidate_that_refuses_more_is_held_though_its_evals_are_as_good() -> None:
     one = gate()
-    assert answered(one, 3, *[HELPFUL] * 4)[0], "there is nothing to compare the first one with"
-    passed, reason = answered(one, 5, HELPFUL, HELPFUL, HELPFUL, SORRY)
-    expected = "production: 0.250 cut off, refused or out of form, the stable version 3 has 0.000"
+    assert answered(one, 3, *[HELPFUL] * ALL)[0], "there is nothing to compare the first one with"
+    assert answered(one, 4, *[SORRY] * 11, *[HELPFUL] * (ALL - 11))[0], "11 of 11 that differ may be chance"
+    one = gate()
+    assert answered(one, 3, *[HELPFUL] * ALL)[0]
+    passed, reason = answered(one, 5, *[SORRY] * 12, *[HELPFUL] * (ALL - 12))
+    expected = "production: 0.188 cut off, refused or out of form, the stable version 3 has 0.000"
     assert (passed, reason) == (False, expected)
-    assert answered(one, 7, *[HELPFUL] * 4) == (True, "dev 0.800, 4 recorded prompts compared")
+    assert answered(one, 7, *[HELPFUL] * ALL) == (True, "dev 0.800, 64 recorded prompts compared")
 
 
 @pytest.mark.parametrize(("tokens", "passed"), [(12, True), (13, False), (6, True), (5, False)])
 def test_answers_may_not_become_much_longer_or_shorter(tokens: int, passed: bool) -> None:
     one = gate()
-    answered(one, 3, *[HELPFUL] * 4)
-    assert answered(one, 5, *[HELPFUL] * 4, tokens=tokens)[0] == passed
+    answered(one, 3, *[HELPFUL] * ALL)
+    assert answered(one, 5, *[HELPFUL] * ALL, tokens=tokens)[0] == passed
 
 
 def test_answers_cut_off_or_out_of_form_count_as_failed() -> None:
     one = gate()
-    answered(one, 3, *[HELPFUL] * 4)
-    assert not answered(one, 5, *[HELPFUL] * 4, end="truncated")[0]
+    answered(one, 3, *[HELPFUL] * ALL)
+    assert not answered(one, 5, *[HELPFUL] * ALL, end="truncated")[0]
     formed = gate(GateReplies(form="[0-9]{3}"))
-    answered(formed, 3, "280", "281", "282", "283")
-    assert not answered(formed, 5, "280", "281", "282", "28")[0]
+    answered(formed, 3, *["280"] * ALL)
+    assert not answered(formed, 5, *["28"] * 12, *["280"] * (ALL - 12))[0]
 
 
 def test_answers_in_other_words_altogether_are_too_far_away() -> None:
     one = gate()
-    answered(one, 3, *[HELPFUL] * 4)
-    passed, reason = answered(one, 5, *["Entirely different words"] * 4)
+    answered(one, 3, *[HELPFUL] * ALL)
+    passed, reason = answered(one, 5, *["Entirely different words"] * ALL)
     assert not passed and reason == "production: 1.000 away from the stable version 3's answers"
 
 
 def test_only_prompts_that_both_answered_are_compared() -> None:
     replies = Replies(CONFIG)
-    for version, prompts in ((3, PROMPTS[:3]), (5, PROMPTS[1:])):
+    for version, prompts in ((3, PROMPTS[:-1]), (5, PROMPTS[3:])):
         for prompt in prompts:
             replies.take(answer(version, prompt, HELPFUL))
     numbers, faults = replies.weigh(5, 3)
-    assert numbers["production/prompts"] == 2.0 and numbers["production/distance"] == 0.0 and not faults
+    assert numbers["production/prompts"] == ALL - 4.0 and numbers["production/distance"] == 0.0 and not faults
     assert replies.weigh(5, -1) == ({"production/prompts": 0.0}, [])
 
 
@@ -87,9 +98,9 @@ def test_without_recorded_prompts_the_gate_does_not_wait_for_any() -> None:
     one = gate()
     one.result(result(3, "dev"))
     assert [verdict.passed for verdict in one.verdicts()] == [True]
-    answered(one, 5, *[HELPFUL] * 4)
+    answered(one, 5, *[HELPFUL] * ALL)
     one.result(result(7, "dev"))
-    assert one.verdicts() == [], "from now on there are some"
+    assert one.decisions() == [], "from now on there are some"
 
 
 def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_the_topics_are_read() -> None:
@@ -98,8 +109,8 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
     for reply in first:
         one.reply(reply)
     one.result(result(3, "production")), one.result(result(3, "dev"))
-    (verdict,) = one.verdicts()
-    event = verdict_event(verdict, "main", 0)
+    (verdict,) = one.decisions()
+    event = decision_event(verdict, "main", 0)
     for events_first in (True, False):
         again = gate()
         if events_first:
@@ -108,7 +119,7 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
             again.reply(reply)
         again.result(result(3, "production")), again.result(result(3, "dev"))
         again.event(event)
-        assert not answered(again, 5, *[SORRY] * 4)[0], events_first
+        assert not answered(again, 5, *[SORRY] * ALL)[0], events_first
 
 
 def test_the_distance_is_jaccards() -> None:
@@ -127,24 +138,24 @@ def test_the_suite_of_recorded_prompts_must_be_one_of_the_evals() -> None:
 def test_answers_of_versions_that_are_compared_with_nothing_are_neither_kept_nor_taken() -> None:
     one = gate()
     for version in (3, 5, 7):
-        assert answered(one, version, *[HELPFUL] * 4)[0]
+        assert answered(one, version, *[HELPFUL] * ALL)[0]
     one.reply(answer(3, PROMPTS[0], HELPFUL))
     one.event(PolicyEvent(event="pinned", policy="main", version=3, channel="stable", owner="ann"))
-    assert answered(one, 9, *[SORRY] * 4) == (True, "dev 0.800"), "of version 3 no answer is known any more"
+    assert answered(one, 9, *[SORRY] * ALL) == (True, "dev 0.800"), "of version 3 no answer is known any more"
 
 
 def test_answers_of_the_stable_version_before_and_of_the_newest_one_held_are_kept_and_taken() -> None:
     for back in (3, 7):
         one = gate()
-        assert answered(one, 3, *[HELPFUL] * 4)[0] and answered(one, 5, *[HELPFUL] * 4)[0]
+        assert answered(one, 3, *[HELPFUL] * ALL)[0] and answered(one, 5, *[HELPFUL] * ALL)[0]
         one.reply(answer(3, "One more prompt", HELPFUL))
-        assert not answered(one, 7, *[SORRY] * 4)[0]
+        assert not answered(one, 7, *[SORRY] * ALL)[0]
         one.reply(answer(7, "One more prompt", HELPFUL))
         one.event(PolicyEvent(event="promoted", policy="main", version=back, channel="stable", owner="ann"))
         one.reply(answer(9, "One more prompt", HELPFUL))
-        assert answered(one, 9, *[SORRY if back == 7 else HELPFUL] * 4) == (
+        assert answered(one, 9, *[SORRY if back == 7 else HELPFUL] * ALL) == (
             True,
-            "dev 0.800, 5 recorded prompts compared",
+            "dev 0.800, 65 recorded prompts compared",
         )
 
 
@@ -153,3 +164,59 @@ def test_a_gate_without_recorded_prompts_leaves_answers_alone() -> None:
     one.reply(answer(3, PROMPTS[0], HELPFUL))
     one.result(result(3, "dev"))
     assert [verdict.passed for verdict in one.verdicts()] == [True]
+
+
+def lengths(random: Random, count: int) -> list[int]:
+    """Heavy in the tail, as answers are: half are below 60 tokens, one in a hundred above 600."""
+    return [max(1, round(60 * math.exp(random.gauss(0.0, 1.0)))) for _ in range(count)]
+
+
+def is_held(random: Random, old: list[int], new: list[int], refuses: tuple[float, float]) -> bool:
+    """Whether a candidate is held for answers of these lengths that refuse so often."""
+    replies = Replies(GateReplies(max_distance=0.6))
+    words = tuple(random.random() < 0.6 for _ in old)
+    for version, sizes, share in ((3, old, refuses[0]), (5, new, refuses[1])):
+        for at, size in enumerate(sizes):
+            text = SORRY if random.random() < share else "" if version == 3 and words[at] else HELPFUL
+            replies.take(answer(version, f"Prompt {at}", text, tokens=size))
+    return bool(replies.weigh(5, 3)[1])
+
+
+@pytest.mark.parametrize("count", [4, 20, 100])
+def test_where_nothing_differs_at_most_one_candidate_in_a_hundred_is_held(count: int) -> None:
+    random = Random(count)
+    held = sum(is_held(random, lengths(random, count), lengths(random, count), (0.1, 0.1)) for _ in range(200))
+    assert held <= 2, f"{held} of 200; expected distance is as far as it may be"
+
+
+def test_where_answers_truly_differ_the_candidate_is_held() -> None:
+    random = Random(1)
+    longer = refusing = 0
+    for _ in range(50):
+        old = lengths(random, 100)
+        longer += is_held(random, old, [round(2.5 * size) for size in lengths(random, 100)], (0.1, 0.1))
+        refusing += is_held(random, old, lengths(random, 100), (0.05, 0.4))
+    assert longer >= 40 and refusing >= 40, (longer, refusing)
+
+
+def test_copies_of_one_prompt_count_once() -> None:
+    """What the intervals assume: prompts are independent of each other."""
+    replies = Replies(GateReplies())
+    for _ in range(50):
+        replies.take(answer(3, "The same", HELPFUL))
+        replies.take(answer(5, "The same", SORRY))
+    numbers, faults = replies.weigh(5, 3)
+    assert numbers["production/prompts"] == 1.0 and not faults
+
+
+def test_near_copies_of_one_prompt_are_what_the_intervals_do_not_allow_for() -> None:
+    """One in two candidates as good as the stable version is held: copies share the chance that speaks against it."""
+    random, held = Random(2), 0
+    for _ in range(50):
+        replies = Replies(GateReplies())
+        worse = random.choice((3, 5))
+        for version in (3, 5):
+            for copy in range(20):
+                replies.take(answer(version, f"The same, {copy}", SORRY if version == worse else HELPFUL))
+        held += bool(replies.weigh(5, 3)[1])
+    assert 15 <= held <= 35

@@ -76,7 +76,7 @@ class Answers:
     async def load(self, policy: Policy) -> LoadReport:
         raise NotImplementedError
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         raise NotImplementedError
 
 

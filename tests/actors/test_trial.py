@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from actors.config import CanaryConfig, GateConfig, GateGuardConfig, GateSuite, PeopleConfig
-from actors.master.gate.gate import Gate, GateDecision, verdict_event
+from actors.master.gate.gate import Gate, GateDecision, decision_event
 from actors.master.gate.guard import Breach
 from actors.master.gate.ratings import Tally
-from actors.master.gate.trial import PeopleBlock, decided, heard_of, merged, outcome, weighed
+from actors.master.gate.trial import PeopleBlock, decided, evidence_of, merged, outcome, weighed
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
 from tests.actors.rated import BLOCK_MS, crowd, rated
 
@@ -27,7 +27,7 @@ def gate(canary: CanaryConfig | None = CONFIG) -> Gate:
 
 def weighed_by(one: Gate, version: int) -> list[GateDecision]:
     one.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
-    return one.verdicts()
+    return one.decisions()
 
 
 def begun(canary: CanaryConfig | None = CONFIG) -> Gate:
@@ -50,7 +50,7 @@ def say(one: Gate, people: int, canary_down: int, stable_down: int = 0, **more: 
 def passes(one: Gate, at_ms: int = LATER_MS) -> list[GateDecision]:
     """What is decided at a time."""
     one.progress(Progress(role="master", instance="master/1"), at_ms)
-    return one.verdicts()
+    return one.decisions()
 
 
 def drifting(random: Random, odds: float) -> list[PeopleBlock]:
@@ -82,7 +82,7 @@ def test_a_version_whose_odds_are_twice_as_high_is_turned_away_and_seldom_let_th
 
 def test_what_is_let_through_is_let_through_by_evidence_alone_however_many_spoke() -> None:
     """As many complaints as between equal and twice the odds: nothing is decided by 400 people of each side."""
-    heard = heard_of(CONFIG, PEOPLE, [PeopleBlock("acme", 0, 400, 48, 400, 36)], several=False)
+    heard = evidence_of(CONFIG, PEOPLE, [PeopleBlock("acme", 0, 400, 48, 400, 36)], several=False)
     assert math.log(CONFIG.beta) < heard.favour and heard.against < math.log(3 / CONFIG.alpha)
     assert outcome(CONFIG, PEOPLE, heard, {}, {}, 0).ended == ""
 
@@ -92,7 +92,7 @@ def test_a_master_that_was_away_decides_as_one_that_looked_at_every_block() -> N
         [PeopleBlock("a", n, 9, 9, 9, 0) for n in range(3)],
         [PeopleBlock("a", 3 + n, 9, 0, 9, 9) for n in range(9)],
     )
-    heard = heard_of(CONFIG, PEOPLE, [*bad, *good], several=False)
+    heard = evidence_of(CONFIG, PEOPLE, [*bad, *good], several=False)
     assert decided(CONFIG, heard.against, heard.favour) == ends([*bad, *good]) == "failed"
 
 
@@ -117,19 +117,19 @@ def test_what_passes_the_suites_is_tried_first_and_then_served_with_the_numbers_
     say(one, 100, 5, stable_down=20)
     assert passes(one, 3_600_000) == [], "their time is not over"
     (passed,) = passes(one)
-    event = verdict_event(passed, "main", 0)
+    event = decision_event(passed, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("promoted", TRIAL, "stable", "canary")
     assert event.reason == "rated down by 5 of 100 people, the stable version by 20 of 100"
     assert event.stats["trial/favour"] < math.log(CONFIG.beta)
     assert (one.stable.version, one.stable.trial) == (TRIAL, -1)
-    assert [verdict.version for verdict in one.verdicts()] == [7], "the next one's turn"
+    assert [verdict.version for verdict in one.decisions()] == [7], "the next one's turn"
 
 
 def test_a_canary_people_like_less_is_taken_back_and_not_tried_again() -> None:
     one = begun()
     say(one, 60, 40)
     (held,) = passes(one)
-    event = verdict_event(held, "main", 0)
+    event = decision_event(held, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("held", TRIAL, "stable", "canary")
     assert event.reason == "rated down by 40 of 60 people, the stable version by 0 of 60"
     assert event.stats["trial/against"] > math.log(3 / CONFIG.alpha)
@@ -188,7 +188,7 @@ def arms(failed: int, clients: tuple[Client, ...] = ()) -> Progress:
 def test_a_canary_that_fails_is_turned_away_without_a_single_rating() -> None:
     one = begun()
     one.progress(arms(25), 0)
-    (held,) = one.verdicts()
+    (held,) = one.decisions()
     assert not held.passed and held.reason == "failed 25 of 100 times, the stable version 0 of 900"
 
 
@@ -198,7 +198,7 @@ def test_answers_that_fail_one_client_alone_turn_no_canary_away() -> None:
     for clients, verdicts in ((alone, 0), (both, 1)):
         one = begun()
         one.progress(arms(25, clients), 0)
-        assert len(one.verdicts()) == verdicts
+        assert len(one.decisions()) == verdicts
 
 
 @pytest.mark.parametrize(("kind", "version"), [("promoted", 4), ("rolled_back", 2), ("pinned", 3)])
@@ -212,14 +212,14 @@ def test_a_move_by_hand_ends_the_trial(kind: str, version: int) -> None:
 def test_a_version_the_canary_cannot_load_is_not_waited_for() -> None:
     one = begun()
     one.event(PolicyEvent(event="refused", policy="main", version=TRIAL, owner="serve/7", reason="damaged"))
-    (held,) = one.verdicts()
+    (held,) = one.decisions()
     assert (held.passed, held.reason, one.stable.trial) == (False, "serve/7 refused it: damaged", -1)
     assert held.owner == "canary"
 
 
 def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read() -> None:
     one = gate()
-    events = [verdict_event(verdict, "main", 0) for version in (STABLE, TRIAL) for verdict in weighed_by(one, version)]
+    events = [decision_event(verdict, "main", 0) for version in (STABLE, TRIAL) for verdict in weighed_by(one, version)]
     said = say(one, 30, 6, stable_down=4)
     assert passes(one) == []
     for closures_first in (True, False):
@@ -256,7 +256,7 @@ def test_a_trial_begun_by_hand_without_a_rule_is_ended_by_hand() -> None:
 
 def test_a_tally_of_nobody_decides_nothing() -> None:
     assert (
-        outcome(CONFIG, PEOPLE, heard_of(CONFIG, PEOPLE, [], several=False), {}, {"": Tally(answers=900)}, 0).ended
+        outcome(CONFIG, PEOPLE, evidence_of(CONFIG, PEOPLE, [], several=False), {}, {"": Tally(answers=900)}, 0).ended
         == ""
     )
 
@@ -273,6 +273,6 @@ def test_a_refusal_of_one_trial_ends_no_later_one_and_the_first_version_may_be_t
     (trial,) = weighed_by(one, TRIAL)
     assert trial.channel == "canary"
     one.event(PolicyEvent(event="refused", policy="main", version=TRIAL, owner="serve/7", reason="damaged"))
-    assert len(one.verdicts()) == 1
+    assert len(one.decisions()) == 1
     (again,) = weighed_by(one, 7)
     assert again.channel == "canary" and passes(one) == [] and one.stable.trial == 7

@@ -207,7 +207,7 @@ def test_scores_are_the_forward_at_temperature_one(case: Case) -> None:
         tokens = [1, *range(20, 60)]
         for _ in range(2):  # the second finds its tokens in a prefix cache, where there is one
             np.testing.assert_allclose(
-                await case.engine.score(tokens), case.reference(case.tensors, tokens, 1.0), atol=1e-4, rtol=0
+                await case.engine.score_tokens(tokens), case.reference(case.tensors, tokens, 1.0), atol=1e-4, rtol=0
             )
 
     case.run(check)
@@ -264,13 +264,13 @@ def missing(tensors: Tensors) -> Tensors:
 def test_a_bad_policy_is_refused_and_the_old_one_keeps_serving(case: Case, spoil: Callable[[Tensors], Tensors]) -> None:
     async def check(case: Case) -> None:
         version, tokens = case.engine.version, [1, *range(30, 50)]
-        before = await case.engine.score(tokens)
+        before = await case.engine.score_tokens(tokens)
         good = case.next_policy()
         bad = Policy(version=good.version, tensors=spoil(case.tensors), touched=good.touched, probe=good.probe)
         with pytest.raises(PolicyRefused):
             await case.engine.load(bad)
         assert case.engine.version == version
-        assert await case.engine.score(tokens) == before
+        assert await case.engine.score_tokens(tokens) == before
 
     case.run(check)
 
@@ -278,7 +278,7 @@ def test_a_bad_policy_is_refused_and_the_old_one_keeps_serving(case: Case, spoil
 def test_a_policy_the_engine_does_not_reproduce_is_refused_and_none_of_its_tokens_leave(case: Case) -> None:
     async def check(case: Case) -> None:
         version, tokens = case.engine.version, [1, *range(30, 50)]
-        before = await case.engine.score(tokens)
+        before = await case.engine.score_tokens(tokens)
         prompts = [(1, 20 + index, 30) for index in range(8)]
         sampling = Sampling(max_tokens=120)
         requests = [asyncio.create_task(case.engine.generate(prompt, sampling)) for prompt in prompts]
@@ -292,7 +292,7 @@ def test_a_policy_the_engine_does_not_reproduce_is_refused_and_none_of_its_token
                 Policy(version=wrong.version, tensors=wrong.tensors, touched=wrong.touched, probe=right.probe)
             )
         assert case.engine.version == version
-        np.testing.assert_allclose(await case.engine.score(tokens), before, atol=1e-6, rtol=0)
+        np.testing.assert_allclose(await case.engine.score_tokens(tokens), before, atol=1e-6, rtol=0)
         for prompt, completion in zip([*prompts, prompts[0]], await asyncio.gather(*requests), strict=True):
             assert {span.version for span in completion.spans} == {version}
             assert len(completion.tokens) == 120

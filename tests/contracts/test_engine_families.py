@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from actors.engines.engine import Engine
-from infra.policies.fetch import Follower
+from infra.cli.bench.tiny_models import FAMILIES, build_tiny_model
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import publish
 from infra.store.memory import MemoryStore
 from tests.contracts.test_learner import batch, opened
@@ -29,17 +30,22 @@ def vllm_engine(folder: str) -> Engine:
     return VllmEngine(model=folder, max_num_seqs=8)
 
 
-@pytest.mark.parametrize("engine", [torch_engine, vllm_engine], ids=["torch", "vllm"])
-@pytest.mark.parametrize("family", ["qwen3_moe"])
-def test_three_versions_of_a_family_are_trained_published_loaded_and_proved(
-    tmp_path: Path, family: str, engine: Callable[[str], Engine]
-) -> None:
-    folder = str(build_family(tmp_path / family, family))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"cohere"}))  # a learner refuses that one by name
+def test_three_versions_of_a_family_are_trained_published_loaded_and_proved(tmp_path: Path, family: str) -> None:
+    three_versions(str(build_tiny_model(tmp_path / family, family)), torch_engine)
+
+
+def test_experts_are_too_in_vllm(tmp_path: Path) -> None:
+    three_versions(str(build_family(tmp_path / "model", "qwen3_moe")), vllm_engine)
+
+
+def three_versions(folder: str, engine: Callable[[str], Engine]) -> None:
+    """Train, publish, fetch and load; the engine's logprobs are the learner's after each reload."""
     learner = opened("trainer.learners.torch:TorchLearner", folder)
     store = MemoryStore()
 
     async def main() -> None:
-        follower, serving, previous = Follower(store, "main"), engine(folder), None
+        follower, serving, previous = PolicyFetcher(store, "main"), engine(folder), None
         await serving.start()
         try:
             for version in range(3):
@@ -53,7 +59,7 @@ def test_three_versions_of_a_family_are_trained_published_loaded_and_proved(
                 report = await serving.load(policy)
                 assert serving.version == version and report.probe_abs_max < 1e-4
                 for tokens, expected in zip(SEQUENCES, probe.logprobs, strict=True):
-                    assert await serving.score(tokens) == pytest.approx(expected, abs=1e-4)
+                    assert await serving.score_tokens(tokens) == pytest.approx(expected, abs=1e-4)
                 previous = tensors
         finally:
             await serving.close()

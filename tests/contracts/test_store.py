@@ -125,6 +125,18 @@ def test_an_absent_key_is_not_in_store(store: Store) -> None:
             store.size(absent)
 
 
+def test_a_range_of_an_object_is_read_without_the_rest(store: Store) -> None:
+    store.put("a/1", b"0123456789")
+    store.put("a/empty", b"")
+    assert store.read("a/1", 0, 10) == b"0123456789"
+    assert store.read("a/1", 3, 4) == b"3456"
+    assert store.read("a/1", 8, 100) == b"89"
+    assert store.read("a/1", 3, 0) == store.read("a/1", 10, 5) == store.read("a/1", 99, 5) == b""
+    assert store.read("a/empty", 0, 5) == b""
+    with pytest.raises(NotInStore, match="absent"):
+        store.read("absent", 0, 5)
+
+
 def test_deleting_twice_is_fine_and_leaves_neighbours(store: Store) -> None:
     store.put("a/1", b"x")
     store.put("a/2", b"y")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from infra.log.log import Log
-from schemas import Batch, Block, Closure, DeadLetter, Drawn, Fence, Rollback, Skip, Stub, decode, topics
+from schemas import Batch, Block, Closure, DeadLetter, Drawn, DropMarker, Fence, Rollback, Skip, decode, topics
 from schemas.errors import BadFrame, BrokerUnavailable
 
 SOURCES = (topics.EXPERIENCES, topics.EXPERTS)
@@ -112,7 +112,7 @@ class Fates:
             self._closures[record.group, record.attempt] = record
         elif isinstance(record, Drawn):
             self._group_drops |= record.dropped
-        elif isinstance(record, Stub):
+        elif isinstance(record, DropMarker):
             self.dropped.setdefault(record.id, record.reason)
         elif isinstance(record, DeadLetter):
             self._take_letter(record)

@@ -19,7 +19,7 @@ from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.model.model import folder_tensors, load_tokenizer
 from infra.store.store import Store
-from schemas import Batch, Closure, DeadLetter, EvalResult, Experience, PolicyEvent, Progress, Stub, Task, topics
+from schemas import Batch, Closure, DeadLetter, DropMarker, EvalResult, Experience, PolicyEvent, Progress, Task, topics
 from schemas.ids import task_of
 from tests.actors.rig import Heard, folder_store, running, until
 from tests.e2e.demo_run import last_words
@@ -177,7 +177,7 @@ def workflows_ran(flow: Flow) -> None:
     """Converse, tools with a sandbox, a grid by react, a service, a generator; a service that is away loses its own group."""
     raw = flow.experiences(topics.EXPERIENCES)
     assert {task_of(one.group) for one in raw if not one.suite} == DRAWN
-    stubs = [one for one in flow.of(topics.VERIFIED, Stub) if task_of(one.group) == "lost"]
+    stubs = [one for one in flow.of(topics.VERIFIED, DropMarker) if task_of(one.group) == "lost"]
     assert stubs and {one.reason for one in stubs} == {"episode failed"}, "its environment is away"
     ended = {one.outcome for one in flow.of(topics.PROGRESS, Closure) if task_of(one.group) == "lost"}
     assert ended == {"dropped"}

@@ -267,6 +267,6 @@ class Reciting(TorchEngine):
         version = -1
         while version != self.version:  # a reload in between: once more, under one policy
             version = self.version
-            logprobs = (await self.score([*prompt, *tokens]))[-len(tokens) :]
+            logprobs = (await self.score_tokens([*prompt, *tokens]))[-len(tokens) :]
         span = Span(0, len(tokens), version, sampling.temperature, sampling.temperature == 1.0)
         return Completion(tokens=tokens, logprobs=logprobs, spans=(span,), stopped=True)

@@ -168,7 +168,7 @@ class Parrot:
         self._version = policy.version
         return LoadReport(pause_ms=0.0, probe_abs_max=0.0)
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return (0.0,) * (len(tokens) - 1)
 
 
@@ -190,6 +190,9 @@ class Shelf:
         if check_key(key) not in self._objects:
             raise NotInStore(f"get {key}: not on the shelf")
         return self._objects[key]
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        return self.get(key)[start : start + length]
 
     def size(self, key: str) -> int:
         return len(self.get(key))

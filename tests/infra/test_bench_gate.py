@@ -56,7 +56,7 @@ def test_a_simulated_trial_counts_as_the_master_does_record_by_record() -> None:
     others = trial.blocks_of(people.ratings.of_trial(TRIAL), TRIAL, STABLE, BLOCK_MS, 2 * DAYS_MS)
     assert [msgspec.structs.replace(one, tenant="") for one in others] == own
     assert CONFIG.canary is not None
-    heard = trial.heard_of(CONFIG.canary, CONFIG.people, own, several=False)
+    heard = trial.evidence_of(CONFIG.canary, CONFIG.people, own, several=False)
     assert people.of_trial(TRIAL, STABLE) == heard and heard.people > 0 and heard.against != 0.0
 
 

@@ -20,7 +20,7 @@ import pytest
 import typer.main
 
 from actors.gateway.config import GatewayLimits, Webhook
-from infra.cli import docs
+from infra.cli import docs, docs_parts
 from infra.cli.init import files_of
 from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
@@ -75,7 +75,7 @@ def test_the_reference_is_what_the_code_says() -> None:
     written = {page.relative_to(docs.FOLDER).as_posix() for page in (docs.FOLDER / "reference").iterdir()}
     for path, text in docs.pages().items():
         assert (docs.FOLDER / path).read_text(encoding="utf-8") == text, f"{path}: run `python -m infra.cli.docs`"
-    assert written - set(docs.pages()) == {"reference/what-ships.md"}
+    assert written - set(docs.pages()) == {"reference/what-ships.md", "reference/http.md"}
 
 
 def test_every_setting_says_what_it_means() -> None:
@@ -99,6 +99,17 @@ def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
     settings = (docs.FOLDER / "reference" / "settings.md").read_text(encoding="utf-8")
     for table in ("[kafka]", "[[feedback]]", "[master.gate.canary]", "[trainer.lanes.<name>]", "[collect.limits]"):
         assert f"\n## `{table}`\n" in settings
+
+
+def test_every_part_that_ships_has_its_options_in_the_reference() -> None:
+    """A score, an environment and the like in a file of their own are listed; helpers of those are not."""
+    listed = {use.partition(":")[0] for uses in docs_parts.PARTS.values() for use in uses}
+    for folder in ("streams/scores", "trainer/losses", "trainer/processors", "actors/rollout/environments"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            defines = re.search(
+                rf"^(?:@score|def {path.stem}\(inputs|class \w+:\n.*\n.*def reset)", path.read_text(), re.MULTILINE
+            )
+            assert not defines or f"{folder.replace('/', '.')}.{path.stem}" in listed, path.name
 
 
 def test_the_readme_fits_three_screens() -> None:

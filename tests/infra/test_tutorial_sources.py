@@ -8,12 +8,15 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
+from typer.testing import CliRunner
 
+from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.plugin import add_plugin_folders
-from schemas import Block, Closure, Experience, Message, Span, Stub, make_experience
+from schemas import Block, Closure, DropMarker, Experience, Message, Span, make_experience
 from schemas.ids import answer_id, experience_id
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, VERIFIED
 from streams.sources.source import build_sources, run_sources
@@ -86,7 +89,13 @@ def test_each_example_is_at_most_15_lines_of_code_and_wired_by_its_own_tables() 
         lines = [line for line in example(kind).code.splitlines() if line.strip() and not line.startswith("#")]
         assert len(lines) <= 15
     tables = [re.findall(r"^\[.*\]$", example(kind).tables, re.MULTILINE) for kind in KINDS]
-    assert tables == [["[[processor]]"], ["[[score]]", "[reward]"], ["[[feedback]]"]]
+    assert tables == [["[[processor]]"], ["[[score]]"], ["[[feedback]]", "[reward]"]]
+
+
+def test_check_accepts_the_examples_together_and_has_nothing_to_note(tmp_path: Path) -> None:
+    settings_of(tmp_path, *(example(kind).tables for kind in KINDS))
+    checked = CliRunner().invoke(app, ["check", "-c", str(tmp_path / "headrace.toml")])
+    assert checked.exit_code == 0 and "note:" not in checked.output, checked.output
 
 
 def test_the_examples_are_picked_up_by_restarting_the_stream_workers(tmp_path: Path) -> None:
@@ -105,8 +114,8 @@ def test_the_examples_are_picked_up_by_restarting_the_stream_workers(tmp_path: P
                 await until_stored(log, PROGRESS, 3)
             (_, after) = await buffered(log)
             assert {one.name: one.value for one in after.scores} == {"exact": 1.0, "brief": 1.0, "csat": 0.8}
-            assert after.reward == 1.0 and "not_trivial@1" in after.stamps
-            stubs = [one for one in await values(log, VERIFIED) if isinstance(one, Stub)]
+            assert after.reward == pytest.approx((0.8 + 0.2) / 1.2) and "not_trivial@1" in after.stamps
+            stubs = [one for one in await values(log, VERIFIED) if isinstance(one, DropMarker)]
             assert [(one.group, one.reason) for one in stubs] == [("short.0", "too short")]
             ends = {one.group: one.outcome for one in await values(log, PROGRESS) if isinstance(one, Closure)}
             assert ends == {"before.0": "buffered", "short.0": "dropped", "after.0": "buffered"}

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 16,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,

@@ -4,9 +4,10 @@
 
 A core's tests (`cores.json`) are imported once and run once; then every mutant gets a process of its own, forked from
 there, in which the changed function has its new code, and the tests that enter that function run, the quickest first,
-until one fails. A change of what runs at import imports everything anew. Hypothesis draws few examples, always the same;
-what survives them meets each Hypothesis test with its own number. A mutant under which a test takes more than ten times as
-long, and some seconds, counts as killed. Explained survivors are in `survivors.json`, and run like the others.
+until one fails. A change of what runs at import imports everything anew. First the core's own code is put in both ways:
+where a test fails for that, nothing is measured. Hypothesis draws few examples, always the same; what survives them meets
+each Hypothesis test with its own number. A mutant under which a test takes more than ten times as long, and some seconds,
+counts as killed. Explained survivors are in `survivors.json`, and run like the others.
 
 Prints what survives and nobody explained, and a line for each core; ends with 1 where there is any such.
 """
@@ -48,6 +49,7 @@ IMPORT_S = 20  # for the imports of a process that imports anew
 SPARE_BYTES = 2 << 30
 LruCache = type(functools.lru_cache(lambda: None))
 Functions = dict[str, list[FunctionType]]
+Changes = list[tuple[FunctionType, CodeType]]
 Chosen = Callable[[list[int]], list[int]]
 Tell = Callable[[Mutant, str], None]
 
@@ -95,9 +97,11 @@ class Core:
         self._run_once()
         source = Path(self.file).read_text(encoding="utf-8")
         wanted = set(self.chosen(list(range(sum(1 for _ in mutants(source))))))
+        gc.unfreeze()  # what an earlier core froze: the garbage collector does not list it
         functions = _functions(self.file)
         self.caches = [one for one in gc.get_objects() if type(one) is LruCache and one.__module__ == self.module]
         gc.freeze()
+        self._check(source, functions)
         for number, (mutant, tree) in enumerate(mutants(source)):
             if number in wanted:
                 fate = self._fate(mutant, tree, functions, {})
@@ -128,20 +132,42 @@ class Core:
             for name in names:
                 self.entered.setdefault(name, set()).add(at)
 
+    def _check(self, source: str, functions: Functions) -> None:
+        """The core's own code survives, put in as that of a mutant is: else a mutant might be killed by that alone."""
+        names = sorted({mutant.function for mutant, _ in mutants(source)} & self.entered.keys())
+        changes = [one for name in names for one in self._changes(name, ast.parse(source), functions)]
+        runs = {at: _Run(self.costs[at], EXAMPLES) for at in sorted(self.costs, key=self.costs.__getitem__)}
+        for fate in (
+            _forked(lambda: self._run_changed(changes, runs)),
+            _forked(lambda: self._run_anew(self._compiled(ast.parse(source)), runs)),
+        ):
+            if fate != "survived":
+                raise pytest.UsageError(f"{self.path}: its tests fail when they run again ({fate})")
+
+    def _compiled(self, tree: ast.Module) -> CodeType:
+        return compile(tree, self.file, "exec", dont_inherit=True)
+
+    def _changes(self, name: str, tree: ast.Module, functions: Functions) -> Changes:
+        """A function, everywhere it is held, and its code in the tree."""
+        return list(zip(functions[name], _codes(self._compiled(tree), name), strict=True))
+
     def _fate(self, mutant: Mutant, tree: ast.Module, functions: Functions, every: dict[int, int]) -> str:
         """every: tests and their numbers of examples, where only these are to run; all run with few where it is empty."""
-        code = compile(tree, self.file, "exec", dont_inherit=True)
         numbers: Iterable[int] = self.entered.get(mutant.function, ()) if mutant.function else self.costs
         if not numbers:
             return "never run"
         wanted = sorted((at for at in numbers if not every or at in every), key=self.costs.__getitem__)
+        if not wanted:
+            return "survived"
         runs = {at: _Run(self.costs[at] * every.get(at, EXAMPLES) / EXAMPLES, every.get(at, EXAMPLES)) for at in wanted}
         if not mutant.function:
+            code = self._compiled(tree)
             return _forked(lambda: self._run_anew(code, runs))
-        return _forked(lambda: self._run_changed(mutant, code, functions, runs))
+        changes = self._changes(mutant.function, tree, functions)
+        return _forked(lambda: self._run_changed(changes, runs))
 
-    def _run_changed(self, mutant: Mutant, code: CodeType, functions: Functions, runs: dict[int, "_Run"]) -> bool:
-        for function, changed in zip(functions[mutant.function], _codes(code, mutant.function), strict=True):
+    def _run_changed(self, changes: Changes, runs: dict[int, "_Run"]) -> bool:
+        for function, changed in changes:
             function.__code__ = changed
         for one in self.caches:
             one.cache_clear()
@@ -161,7 +187,7 @@ class Core:
         sys.meta_path.insert(0, _Changed(self.module, self.file, code))
         _limit(IMPORT_S)
         anew = _Anew({self.items[at].nodeid: run for at, run in runs.items()})
-        return pytest.main([*OPTIONS, *self.tests], plugins=[anew]) in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+        return pytest.main([*OPTIONS, *self.tests], plugins=[anew]) == 0
 
 
 class _Run(NamedTuple):

@@ -1,5 +1,8 @@
 """The map of the cores, the list of explained survivors, and the mutants themselves."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.mutation.mutate import mutants
@@ -26,6 +29,15 @@ def test_the_list_of_explained_survivors_names_only_mutants_that_still_exist_eac
     ]
     assert not gone
     assert all(one.why for one in listed)
+
+
+@pytest.mark.slow
+def test_a_cores_own_code_is_killed_by_no_test_also_where_another_core_was_tried_before() -> None:
+    """Both are imported by the tests of the first. Without mutants the tool only runs them on their own code."""
+    given = ["streams/collect/decision.py", "streams/collect/needs.py", "--sample", "0"]
+    command = [sys.executable, "-m", "tests.mutation.score", *given]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0 and found.stdout.count(": 0 mutants") == 4, found.stdout + found.stderr
 
 
 def changes(source: str) -> list[tuple[str, str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import Block, Feedback, Stub
+from schemas import Block, DropMarker, Feedback
 from schemas.ids import group_of
 from streams.collect.feedback import answer_of
 
@@ -65,7 +65,7 @@ class CollectModel:
             if isinstance(value, Block):
                 done = [self._arrive(one, one.id, now_ms) for one in value.experiences]
                 self._complete(value.group, [number for number in done if number is not None], now_ms)
-            elif isinstance(value, Stub):
+            elif isinstance(value, DropMarker):
                 number = self._arrive(value, "", now_ms)
                 self._complete(value.group, [] if number is None else [number], now_ms)
             elif isinstance(value, Feedback):

@@ -59,6 +59,10 @@ class ClientStore:
                 return BOMB
         return self._shared.get(key)
 
+    def read(self, key: str, start: int, length: int) -> bytes:
+        """See Store."""
+        return self.get(key)[start : start + length]
+
     def size(self, key: str) -> int:
         """See Store."""
         return len(self.get(key))

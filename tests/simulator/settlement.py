@@ -7,7 +7,7 @@ import numpy as np
 
 from infra.ledger.account import Account
 from infra.policies.tensors import to_numpy
-from schemas import Batch, Block, Closure, DeadLetter, Fence, PolicyEvent, Rollback, Stub, topics
+from schemas import Batch, Block, Closure, DeadLetter, DropMarker, Fence, PolicyEvent, Rollback, topics
 from schemas.topics import Topic
 from schemas.withdrawal import is_withdrawal
 from tests.simulator.collect_model import CollectModel, Expected
@@ -70,7 +70,7 @@ def check_account(world: World, log: Logged) -> None:
     stored = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
     if lost := sorted(world.watch.acknowledged - stored):
         world.watch.complain("I1 acknowledged", f"not in the log: {lost}")
-    stubs = {one.id for one in values(log, topics.VERIFIED, Stub)}
+    stubs = {one.id for one in values(log, topics.VERIFIED, DropMarker)}
     if lost := sorted(world.watch.acknowledged_stubs - stubs):
         world.watch.complain("I1 acknowledged", f"stubs not in the log: {lost}")
     if not account.is_clean:
@@ -159,7 +159,7 @@ def check_replay(world: World, log: Logged) -> None:
 def check_verify(world: World, log: Logged) -> None:
     """I6: every experience goes on as itself, as a stub, or as an answer to an evaluation."""
     passed = members(log, topics.VERIFIED).keys() | members(log, topics.EVALS).keys()
-    passed |= {one.id for one in values(log, topics.VERIFIED, Stub)}
+    passed |= {one.id for one in values(log, topics.VERIFIED, DropMarker)}
     published = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
     if lost := sorted(published - passed):
         world.watch.complain("I6 verify", f"neither verified nor a stub: {lost}")

@@ -15,7 +15,7 @@ TWENTY = {
     "ack_before_send", "attempt_with_same_ids", "buffer_trimmed_too_far", "checkpoint_after_publication",
     "dead_letter_not_confirmed", "deadline_by_wall_clock", "delta_on_wrong_parent", "duplicate_closure",
     "event_before_manifest", "feedback_before_answer", "feedback_to_last_answer", "journal_after_step",
-    "manifest_before_shards", "offset_before_state", "rng_left_out", "state_before_outputs", "stub_not_sent",
+    "manifest_before_shards", "offset_before_state", "drop_marker_not_sent", "rng_left_out", "state_before_outputs",
     "token_missing_in_journal", "token_missing_in_path", "uses_not_in_checkpoint",
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ NUM_SEEDS = 1_000
 # What a thousand seeds must have come across: a fault nobody meets proves nothing.
 MUST_BE_SEEN = {
     "dies", "stalls", "goes on", "loses the network", "is asked to stop", "finds an empty disk", "FencedOut", "StoreError",
-    "BrokerUnavailable", "issued again", "superseded", "late", "missing at deadline", "Tick", "DeadLetter", "Stub",
+    "BrokerUnavailable", "issued again", "superseded", "late", "missing at deadline", "Tick", "DeadLetter", "DropMarker",
     "Skip", "Rollback", "EvalResult", "promoted", "held", "pinned", "rolled_back", "/v1/chat/completions 200", "Received",
     "spooled", "reads what somebody else put there", "answers of serve", "answers of canary", "serve there at the end",
     "canary there at the end",

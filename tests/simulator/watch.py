@@ -16,7 +16,19 @@ from infra.policies.manifest import hash_tensor
 from infra.policies.tensors import Tensor, is_finite
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys
-from schemas import Batch, Block, Closure, EvalResult, Experience, Fence, PolicyEvent, Progress, Stub, Task, decode
+from schemas import (
+    Batch,
+    Block,
+    Closure,
+    DropMarker,
+    EvalResult,
+    Experience,
+    Fence,
+    PolicyEvent,
+    Progress,
+    Task,
+    decode,
+)
 from schemas.errors import BadFrame, HeadraceError
 from schemas.topics import POLICIES, topic_name
 from tests.simulator.hostile import STRUCK
@@ -135,7 +147,7 @@ class Watch:
         value = self.read(record.value)
         if isinstance(value, Block) and topic != "verified":
             self.acknowledged.update(one.id for one in value.experiences)
-        elif isinstance(value, Stub) and value.stage == "explore":
+        elif isinstance(value, DropMarker) and value.stage == "explore":
             self.acknowledged_stubs.add(value.id)
 
     def failed(self, process: Process, topic: str, key: bytes, value: bytes, stored: bool) -> None:

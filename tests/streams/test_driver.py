@@ -7,7 +7,7 @@ from infra.chain.turn import ChainTurn
 from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
-from schemas import Block, DeadLetter, Message, Stub, Task
+from schemas import Block, DeadLetter, DropMarker, Message, Task
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, TASKSET, VERIFIED
 from streams.stages.driver import WindowDriver
 from streams.stages.stage import Handled, Output, letter
@@ -181,7 +181,7 @@ def test_poison_between_good_records_is_dead_lettered_and_they_go_on() -> None:
             await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
             sent = await values(log, VERIFIED)
             assert [one.experiences[0].episode for one in sent if isinstance(one, Block)] == [0, 1]
-            assert not any(isinstance(one, Stub) for one in sent)
+            assert not any(isinstance(one, DropMarker) for one in sent)
             (dead,) = await values(log, DEAD_LETTERS)
             assert isinstance(dead, DeadLetter)
             assert (dead.reason, dead.value) == ("bad frame", b"HR\x01\x00garbage")

@@ -13,7 +13,7 @@ from infra.chain.turn import ChainTurn
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from schemas import Block, Experience, Score, Stub
+from schemas import Block, DropMarker, Experience, Score
 from schemas.topics import EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, ProcessorConfig, ScoreConfig, StreamsConfig
 from streams.processors.dedupe import dedupe
@@ -175,7 +175,7 @@ async def contents(log: Log) -> dict[str, tuple[object, ...]]:
             for member in one.experiences:
                 seen: tuple[object, ...] = (member.scores, member.stamps, member.tokens.tolist())
                 assert found.setdefault(member.id, seen) == seen
-        elif isinstance(one, Stub):
+        elif isinstance(one, DropMarker):
             assert found.setdefault(one.id, (one.reason, one.processor)) == (one.reason, one.processor)
     return found
 

@@ -8,7 +8,7 @@ from infra.chain.chain import make_step
 from infra.chain.processor import Drop, processor
 from infra.log.bus import Record
 from infra.log.log import LogMessage
-from schemas import BadFrame, Block, DeadLetter, Experience, Stub, Tick, encode
+from schemas import BadFrame, Block, DeadLetter, DropMarker, Experience, Tick, encode
 from schemas.topics import DEAD_LETTERS, EVALS, VERIFIED
 from streams.processors.dedupe import dedupe
 from streams.stages.stage import Handled
@@ -40,7 +40,7 @@ def test_kept_members_go_on_in_one_block_and_dropped_ones_leave_a_stub() -> None
     assert [one.episode for one in kept.record.experiences] == [0, 2]
     stubs = [output.record for output in result.then]
     assert stubs == [
-        Stub(
+        DropMarker(
             id=f"t.0.0-{n}-0",
             group="t.0",
             episode=n,
@@ -57,7 +57,7 @@ def test_kept_members_go_on_in_one_block_and_dropped_ones_leave_a_stub() -> None
 def test_a_block_whose_members_are_all_dropped_sends_stubs_only() -> None:
     result = handled(block(answer("t.0", 1)), even_only)
     assert result.first == ()
-    assert [type(output.record) for output in result.then] == [Stub]
+    assert [type(output.record) for output in result.then] == [DropMarker]
 
 
 def test_a_duplicate_is_counted_and_closes_nobodys_place() -> None:
@@ -93,5 +93,5 @@ def test_bad_frames_and_strange_records_are_dead_lettered() -> None:
 def test_members_of_a_record_that_failed_as_a_whole_leave_stubs() -> None:
     message = message_of(block(answer("t.0", 0), answer("t.0", 1)))
     result = Verifier([]).failed(message, "record too large", "9 MB")
-    assert [type(output.record) for output in result.then] == [Stub, Stub, DeadLetter]
+    assert [type(output.record) for output in result.then] == [DropMarker, DropMarker, DeadLetter]
     assert result.dropped == {"record too large": 2}

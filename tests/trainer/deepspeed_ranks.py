@@ -4,11 +4,13 @@ Started by torchrun it is one rank. With the word "serve" alone it forks the ran
 import torch and DeepSpeed takes far longer than most checks, and is done once for all of them.
 """
 
+import hashlib
 import json
 import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -16,11 +18,19 @@ import numpy as np
 from trainer_samples import make_item, random_items
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
+from infra.store.directory import DirectoryStore
+from infra.store.memory import MemoryStore
 from schemas import BatchItem, Span
 from trainer.batch.batch import TrainItem, pack
+from trainer.buffer.uses import Uses
 from trainer.config import LaneConfig, TrainerConfig
+from trainer.journal.checkpoint import Checkpoint, CheckpointPlace, Position, load_newest, save
+from trainer.journal.checkpoint import folder as folder_of
 from trainer.learners.deepspeed import DeepSpeedLearner
+from trainer.learners.learner import put_back, take_from
 from trainer.learners.torch import TorchLearner
+from trainer.state.pieces import whole_hash
+from trainer.state.stored import Index, StoredState, encode_index, index_hash, open_state
 
 LIMIT_S = 300
 LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
@@ -58,7 +68,7 @@ def check_unequal(model: str, stage: int) -> None:
     config = TrainerConfig(lanes=LANES, threads=1, gradient_clip=1e9)
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
-        learner.follow()
+        learner.follow(MemoryStore())
         return
     alone = TorchLearner(model, config, device="cpu")
     for max_tokens in (300, 10_000):
@@ -94,7 +104,7 @@ def check_needs(model: str, stage: int, what: str) -> None:
     )
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
-        learner.follow()
+        learner.follow(MemoryStore())
         return
     alone = TorchLearner(model, config, device="cpu")
     for step in range(2):
@@ -113,7 +123,7 @@ def check_states(model: str, stage: int, folder: Path) -> None:
     config = TrainerConfig(lanes=LANES, threads=1)
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
-        learner.follow()
+        learner.follow(MemoryStore())
         return
     alone = TorchLearner(model, config, device="cpu")
     state = load_tensors((folder / "state").read_bytes())
@@ -130,7 +140,7 @@ def main(model: str, stage: int) -> None:
     config = TrainerConfig(lanes=LANES, threads=1, learning_rate=1e-3)
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
-        learner.follow()
+        learner.follow(MemoryStore())
         return
     alone = TorchLearner(model, config, device="cpu")
     assert furthest(learner.tensors(), alone.tensors()) == 0
@@ -181,8 +191,105 @@ def main(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
+def check_refused(model: str, stage: int, what: str) -> None:
+    """A gradient above what is allowed changes nothing on any rank, whether the step has one minibatch or several."""
+    config = TrainerConfig(lanes=NEEDS["proximal"] if what == "refused minibatch" else LANES, threads=1)
+    learner = DeepSpeedLearner(model, config, stage=stage, offload=what == "refused offload")
+    if learner.rank:
+        learner.follow(MemoryStore())
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    first, second = (pack(random_items(seed), max_tokens=40, version=5) for seed in (1, 2))
+    for one in (learner, alone):
+        assert one.step(first, learning_rate=1e-4, seed=1).finite
+    before = learner.save()
+    norms = [alone.step(second, learning_rate=1e-4, seed=2, max_grad_norm=0.0).grad_norm]  # of the first minibatch
+    norms.append(norms[0] * 1.0001)  # a second one may be above it, and then the first is taken back
+    for limit in (1e-9, *norms):
+        stats = learner.step(second, learning_rate=1e-4, seed=2, max_grad_norm=limit)
+        if stats.finite:
+            learner.restore(before)
+            continue
+        assert stats.grad_norm > limit
+        assert furthest(learner.save(), before) == 0
+    for one in (learner, alone):
+        assert one.step(second, learning_rate=1e-4, seed=2, max_grad_norm=1e6).finite
+    assert furthest(learner.save(), alone.save()) < 5e-5
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
+def check_shards(model: str, stage: int, folder: Path) -> None:
+    """Go on from the newest checkpoint, which another number of ranks at another stage wrote, then write the next."""
+    store = DirectoryStore(folder)
+    config = TrainerConfig(lanes=NEEDS["reference"], threads=1)
+    learner = DeepSpeedLearner(model, config, stage=stage)
+    if learner.rank:
+        learner.follow(store)
+        return
+    found = load_newest(store, "r", take=take_from(learner))
+    assert found is not None and isinstance(found.learner, StoredState)
+    put_back(learner, found.learner)
+    index = learner.snapshot(store, f"again/{stage}").write()
+    assert index_hash(index) == index_hash(found.learner.index) == whole_hash(learner.save())
+    ranks_at_work = {one.rank for one in index.objects}
+    assert ranks_at_work == set(range(int(os.environ["WORLD_SIZE"])))
+    check_damage(learner, store, f"again/{stage}", index)
+    step = found.position.step + 1
+    assert learner.step(pack(random_items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step).finite
+    position = Position(step=step)
+    taken = learner.snapshot(store, folder_of("r", CheckpointPlace(step, 0)))
+    learner.step(
+        pack(random_items(99), max_tokens=40, version=5), learning_rate=1e-4, seed=99
+    )  # it reaches no snapshot
+    save(store, "r", Checkpoint(position, {}, Uses(), ()), index=taken.write())
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
+def check_damage(learner: DeepSpeedLearner, store: DirectoryStore, folder: str, index: Index) -> None:
+    """A shard that is missing or damaged is named with the rank that wrote it, and nothing is changed."""
+    encoded = encode_index(index)
+    store.put(f"{folder}/index.msgpack", encoded)
+    state = open_state(store, folder, f"{folder}/index.msgpack", hashlib.sha256(encoded).hexdigest())
+    learner.verify(state)
+    last = index.objects[-1]
+    data = store.get(f"{folder}/{last.name}")
+    store.put(f"{folder}/{last.name}", data[:-1] + bytes([data[-1] ^ 1]))
+    for damage in ("not those that were written", "missing"):
+        try:
+            learner.verify(state)
+        except ValueError as error:
+            assert f"{last.name} (rank {last.rank})" in str(error) and damage in str(error), error
+            assert str(error).startswith("rank "), error
+        else:
+            raise AssertionError(damage)
+        store.delete(f"{folder}/{last.name}")
+    assert whole_hash(learner.save()) == index_hash(index)
+
+
+def check_silence(model: str, stage: int, what: str) -> None:
+    """Ranks outlive a silence longer than their timeout; one that hangs meanwhile ends the group."""
+    learner = DeepSpeedLearner(model, TrainerConfig(lanes=LANES, threads=1, ranks_timeout="4s"), stage=stage)
+    if learner.rank:
+        if what == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        learner.follow(MemoryStore())
+        return
+    time.sleep(60 if what == "hang" else 10)
+    learner.step(pack(random_items(0), max_tokens=40, version=5), learning_rate=1e-4, seed=0)
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
 def check(model: str, stage: int, what: str, *folder: str) -> None:
     match what:
+        case "refused" | "refused minibatch" | "refused offload":
+            check_refused(model, stage, what)
+        case "shards":
+            check_shards(model, stage, Path(*folder))
+        case "silence" | "hang":
+            check_silence(model, stage, what)
         case "steps":
             main(model, stage)
         case "unequal":

@@ -25,13 +25,13 @@ from tests.trainer.memory_run import (
     train_through_kills,
 )
 from trainer.config import TrainerConfig
-from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.learner import Learner
 from trainer.learners.torch import TorchLearner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, find_start, replay
+from trainer.state.pieces import whole_hash
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, steps_per_version=2, straggler_s=0.01))
 ASYNC_STEPS = 500
@@ -79,7 +79,7 @@ def test_a_trainer_killed_at_any_send_and_any_put_ends_with_the_bits_of_one_that
         log = await filled_log(store, bus)
         learner, died = await train_through_kills(bus, store, opened(model, config), kills, log, config)
         assert died >= bool(kills), "nothing was killed"
-        return checkpoint.state_sha256(learner.save())
+        return whole_hash(learner.save())
 
     async def main() -> None:
         bus, store = KillingBus(), KillingStore()
@@ -125,6 +125,6 @@ def test_an_asynchronous_run_with_twenty_crashes_replays_three_times_to_equal_ha
         assert {one.step for one in runs[0]} == steps and len(steps) > ASYNC_STEPS / 8
         assert all(one.equal and not one.fault for found in runs for one in found)
         assert runs[0] == runs[1] == runs[2]
-        assert runs[0][-1].got == checkpoint.state_sha256(learner.save())
+        assert runs[0][-1].got == whole_hash(learner.save())
 
     asyncio.run(main())

@@ -7,16 +7,21 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from trainer_samples import random_items
 
 from infra.cli.demo.char_model import build_char_model
-from infra.policies.tensors import save_tensors
+from infra.policies.tensors import save_tensors, to_numpy
+from infra.store.directory import DirectoryStore
 from schemas.errors import ConfigError
 from trainer.batch.batch import pack
-from trainer.config import TrainerConfig
+from trainer.buffer.uses import Uses
+from trainer.config import LaneConfig, TrainerConfig
+from trainer.journal.checkpoint import Checkpoint, Position, load_newest, manifests, save
 from trainer.learners.torch import TorchLearner
 from trainer.learners.zero import engine_settings
+from trainer.state.pieces import whole_hash
 
 HERE = Path(__file__).parent
 
@@ -104,6 +109,56 @@ def test_a_state_goes_on_under_either_learner_and_another_number_of_ranks(agree,
     (tmp_path / "state").write_bytes(save_tensors(alone.save()))
     agree(3, "states", str(tmp_path), num_ranks=2)
     agree(1, "states", str(tmp_path), num_ranks=1)
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, model, tmp_path):
+    """Each group reads the state of the one before with an equal hash, steps, and writes its own pieces for the next."""
+    lanes = {"usual": LaneConfig(loss="grpo", options={"kl": 0.1}), "expert": LaneConfig(loss="sft", weight=0.1)}
+    alone = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1), device="cpu")
+    alone.step(pack(random_items(0), max_tokens=40, version=5), learning_rate=1e-4, seed=0)
+    store = DirectoryStore(tmp_path / "store")
+    save(store, "r", Checkpoint(Position(step=0), alone.save(), Uses(), ()))
+    groups = ((3, 3), (2, 2), (1, 2), (0, 3), (2, 3), (3, 2), (1, 1))
+    for stage, num_ranks in groups:
+        agree(stage, "shards", str(tmp_path / "store"), num_ranks=num_ranks)
+    for step in range(1, len(groups) + 1):
+        alone.step(pack(random_items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step)
+    found = load_newest(store, "r")
+    assert found is not None and found.position.step == len(groups)
+    other = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1), device="cpu")
+    other.restore(found.learner)
+    assert whole_hash(other.save()) == manifests(store, "r")[-1].learner_sha256
+    mine, theirs = alone.save(), other.save()
+    assert max(np.abs(to_numpy(mine[name]) - to_numpy(theirs[name])).max() for name in mine) < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "stage"),
+    [
+        *(("refused", stage) for stage in range(4)),
+        *(("refused minibatch", stage) for stage in (0, 2, 3)),
+        *(("refused offload", stage) for stage in (2, 3)),
+    ],
+)
+def test_a_gradient_above_the_limit_changes_nothing_on_any_rank(agree, what, stage):
+    agree(stage, what)
+
+
+@pytest.mark.slow
+def test_idle_ranks_outlive_a_silence_longer_than_their_timeout(agree):
+    agree(2, "silence")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_all_wait_is_named_and_ends_the_group(ranks, model, tmp_path):
+    ranks.stdin.write(json.dumps([str(tmp_path / "said"), 2, model, 2, "hang"]) + "\n")
+    ranks.stdin.flush()
+    assert ranks.stdout.readline().strip() == "1"
+    said = (tmp_path / "said").read_text(errors="replace")
+    assert "ranks do not answer" in said and "1" in said.partition("ranks do not answer")[2], said[-4000:]
+    assert "the answer of all ranks to a heartbeat did not end within 4 s" in said
 
 
 def test_deepspeeds_json_is_laid_over_ours_table_by_table():

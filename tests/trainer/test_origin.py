@@ -37,7 +37,7 @@ BITS_MAY_CHANGE: dict[str, Edit] = {
     "how sections are cut": ("schemas/wire/sections.py", "WIDTHS", "WIDE"),
     "what a member of a block is": ("schemas/parts.py", "ratio: bool = True", "ratio: bool = False"),
     "the teacher's logprobs": ("schemas/wire/teacher.py", "WIDTH", "WIDE"),
-    "how items are packed": ("trainer/batch/batch.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
+    "how items are packed": ("trainer/batch/rows.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
     "the learning rate": (
         "trainer/batch/schedule.py",
         "return config.learning_rate",

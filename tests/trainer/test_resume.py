@@ -1,6 +1,7 @@
 """Where a resume begins, and in which order what it relies on is written."""
 
 import asyncio
+import functools
 import itertools
 
 import msgspec
@@ -78,7 +79,9 @@ def test_skips_in_a_row_are_counted_across_a_death_between_them(send: int) -> No
         failing = tuple(step_seed(3, step) for step in (3, 4, 5))
         bus, store = KillingBus(), KillingStore()
         log = await filled_log(store, bus)
-        await train_through_kills(bus, store, lambda: ScriptedLearner(fail_at=failing), [(send, -1)], log, config)
+        learner = functools.partial(ScriptedLearner, fail_at=failing)
+        _, died = await train_through_kills(bus, store, learner, [(send, -1)], log, config)
+        assert died == 1
         records = await journal(log)
         assert {one.step for one in records if isinstance(one, Skip)} == {3, 4}
         assert [one.to_step for one in records if isinstance(one, Rollback)] == [5]

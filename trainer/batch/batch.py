@@ -8,7 +8,7 @@ descendants. `reach` is one past the last of them, so position i may attend to j
 several trees share a row without seeing each other. The last token of a sequence is only ever a target, never an input.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_args
 
 import msgspec
@@ -19,10 +19,10 @@ from schemas.fields import Lane
 from schemas.pairs import CHOSEN, pair_side
 from schemas.wire.teacher import teacher_logprobs
 from trainer.batch.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
+from trainer.batch.rows import chunk, fill_rows
+from trainer.batch.tree import Branch, Tree, grow, in_order
 
 LANES: tuple[Lane, ...] = get_args(Lane)
-SHARED_ROW_TOKENS = 512  # short trees share rows of at most this width
-ATTENTION_TOKENS = 1024  # row width at which attention costs about what the rest of a small model does
 
 
 class TrainItem(msgspec.Struct, frozen=True):
@@ -76,7 +76,8 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
     whole step, over all ranks and microbatches: the denominators of the lanes' means.
 
     version: policy version before the step. exact: the weights before the step are that version's own (no optimizer
-    step since it was published), so that tokens of this version measure engine against trainer.
+    step since it was published), so that tokens of this version measure engine against trainer. max_tokens: positions
+    that a microbatch may have, 0 for those of the largest.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -85,6 +86,7 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
     lane_sequences: Mapping[Lane, int] = {}
     version: int = 0
     exact: bool = True
+    max_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -97,34 +99,6 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
         return sum(one.tokens_BT.size for one in self.microbatches)
 
 
-class _Flat(NamedTuple):
-    """All sequences end to end. S sequences, N sampled tokens in item order."""
-
-    tokens: np.ndarray
-    start_S: np.ndarray
-    num_inputs_S: np.ndarray  # all but the last token, which only a bootstrapped value is read at
-    bootstrap_S: np.ndarray  # bool: its end is valued
-    num_sampled_S: np.ndarray
-    at_N: np.ndarray  # index within its own sequence
-    per_token: dict[str, np.ndarray]
-    gallery: Gallery
-
-
-class _Forest(NamedTuple):
-    """Trees as flat node arrays; indexes are relative to their tree."""
-
-    token: np.ndarray
-    position: np.ndarray
-    reach: np.ndarray
-    tree: np.ndarray
-    predecessor_N: np.ndarray
-    bootstrap_N: np.ndarray
-    tree_N: np.ndarray
-    size: np.ndarray  # nodes of each tree
-    lane: np.ndarray  # of each tree
-    picture: np.ndarray  # number of the place in the gallery
-
-
 def pack(
     items: Sequence[TrainItem], *, max_tokens: int, version: int = 0, exact: bool = True, bootstrap: bool = False
 ) -> PackedBatch:
@@ -132,16 +106,25 @@ def pack(
 
     A group whose tree is larger is cut between sequences, a pair never; one sequence that is larger goes alone.
     bootstrap: the last part of a truncated episode has, in place of its reward, a place where what would follow is valued.
+    Nothing is computed over the whole batch at once, so that a thread that packs lets others run.
     ValueError names an experience that cannot be trained (no sampled token, or nothing before the first one).
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens}, expected 1 or more")
     if not items:
         return PackedBatch(microbatches=(), lane_tokens={}, num_sequences=0, version=version, exact=exact)
-    flat = _flatten(items, bootstrap)
-    forest = _grow(items, flat, max_tokens)
-    rows = _fill_rows(forest, max_tokens)
-    microbatches = tuple(_assemble(flat, forest, some) for some in _chunk(rows, forest, max_tokens))
+    given = _given(items, bootstrap)
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for s, one in enumerate(items):  # equal tokens are the same only where they show the same
+        names = one.pictures.names if one.pictures is not None else ()
+        groups.setdefault((one.experience.group, one.item.lane, names), []).append(s)
+    trees = [
+        tree
+        for members in groups.values()
+        for tree in grow(in_order([_branch(items, given, s) for s in members]), max_tokens)
+    ]
+    rows = fill_rows(trees, [LANES.index(items[tree.sequences[0]].item.lane) for tree in trees], max_tokens)
+    microbatches = tuple(_assemble(items, given, trees, some) for some in chunk(rows, trees, max_tokens))
     return PackedBatch(
         microbatches=microbatches,
         lane_tokens=count_lanes(microbatches),
@@ -149,45 +132,53 @@ def pack(
         num_sequences=len(items),
         version=version,
         exact=exact,
+        max_tokens=max_tokens,
     )
 
 
-def _flatten(items: Sequence[TrainItem], bootstrap: bool) -> _Flat:
+class _Given(NamedTuple):
+    """What is found of all sequences before they are laid out. at: of each, indexes of its sampled tokens.
+
+    pair_S: pair and side. bootstrap_S bool: its end is valued. start_S: where it begins in the gallery's numbers.
+    """
+
+    at: list[np.ndarray]
+    pair_S: np.ndarray
+    bootstrap_S: np.ndarray
+    start_S: np.ndarray
+    gallery: Gallery
+
+
+def _given(items: Sequence[TrainItem], bootstrap: bool) -> _Given:
     for one in items:
         if not one.experience.spans or one.experience.num_prompt < 1:
             got = one.experience.spans[:1]
             raise ValueError(f"{one.experience.id}: spans: got {got}, expected sampled tokens after at least one token")
-    sequences = [one.experience.tokens for one in items]
-    stop_S = np.array([one.experience.spans[-1].stop for one in items])
-    length_S = np.array([len(tokens) for tokens in sequences])
+        if len(one.experience.logprobs) != one.experience.num_sampled:
+            got_num = len(one.experience.logprobs)
+            raise ValueError(
+                f"{one.experience.id}: logprobs: got {got_num}, expected {one.experience.num_sampled} as the spans say"
+            )
+    shown = any(one.pictures is not None for one in items)
+    length_S = np.array([one.experience.num_tokens if shown else 0 for one in items])
     start_S = np.cumsum(length_S) - length_S
-    tokens = np.concatenate(sequences).astype(np.int64)
-    spans = [(s, span) for s, one in enumerate(items) for span in one.experience.spans]
-    num_L = np.array([span.stop - span.start for _, span in spans])
-    sequence_N = np.repeat(np.array([s for s, _ in spans]), num_L)
-    at_N = _ragged_arange(num_L) + np.repeat(np.array([span.start for _, span in spans]), num_L)
-    behaviour_N = np.concatenate([one.experience.logprobs for one in items]).astype(np.float32)
-    if len(behaviour_N) != len(at_N):
-        raise ValueError(f"logprobs: got {len(behaviour_N)} in all, expected {len(at_N)} as the spans say")
-    bootstrap_S = np.array([bootstrap and one.experience.end == "truncated" and one.experience.last for one in items])
-    temperatures = np.array([span.temperature if span.temperature > 0 else 1.0 for _, span in spans], np.float32)
-    per_token = {
-        "target_N": tokens[start_S[sequence_N] + at_N],
-        "behaviour_N": behaviour_N,
-        "advantage_N": np.concatenate([_advantages(one) for one in items]),
-        "weight_N": np.array([one.item.weight for one in items], np.float32)[sequence_N],
-        "temperature_N": np.repeat(temperatures, num_L),
-        "version_N": np.repeat(np.array([span.version for _, span in spans]), num_L),
-        "ratio_N": np.repeat(np.array([span.ratio for _, span in spans]), num_L),
-        "lane_N": np.array([LANES.index(one.item.lane) for one in items])[sequence_N],
-        "sequence_N": sequence_N,
-        "pair_N": _pairs(items)[sequence_N],
-        "teacher_N": np.concatenate([_teacher(one.experience) for one in items]),
-        "reward_N": _rewards(items, sequence_N, bootstrap_S),
-    }
-    num_sampled_S = np.bincount(sequence_N, minlength=len(items))
-    gallery = hang([one.pictures for one in items], start_S, len(tokens))
-    return _Flat(tokens, start_S, stop_S - 1 + bootstrap_S, bootstrap_S, num_sampled_S, at_N, per_token, gallery)
+    return _Given(
+        at=[np.concatenate([np.arange(span.start, span.stop) for span in one.experience.spans]) for one in items],
+        pair_S=_pairs(items),
+        bootstrap_S=np.array(
+            [bootstrap and one.experience.end == "truncated" and one.experience.last for one in items]
+        ),
+        start_S=start_S,
+        gallery=hang([one.pictures for one in items], start_S, int(length_S.sum())),
+    )
+
+
+def _branch(items: Sequence[TrainItem], given: _Given, s: int) -> Branch:
+    """The inputs of a sequence: all but its last token, which only a bootstrapped value is read at."""
+    experience = items[s].experience
+    num = experience.spans[-1].stop - 1 + int(given.bootstrap_S[s])
+    numbers = given.gallery.number[given.start_S[s] :][:num]
+    return Branch(s, experience.tokens[:num], given.at[s], bool(given.pair_S[s] >= 0), numbers)
 
 
 def _pairs(items: Sequence[TrainItem]) -> np.ndarray:
@@ -226,149 +217,63 @@ def _rewards(items: Sequence[TrainItem], sequence_N: np.ndarray, bootstrap_S: np
     return rewards_N
 
 
-def _grow(items: Sequence[TrainItem], flat: _Flat, max_tokens: int) -> _Forest:
-    """Lay each group's tree of shared prefixes out depth first."""
-    order, first_O, shared_O = _order(items, flat)
-    num_nodes = int(flat.num_inputs_S.sum())  # an upper bound
-    reach, source, depth, tree = (np.zeros(num_nodes, np.int64) for _ in range(4))
-    predecessor_N, tree_N = np.zeros(len(flat.at_N), np.int64), np.zeros(len(flat.at_N), np.int64)
-    bootstrap_N = np.full(len(flat.at_N), -1)
-    path = np.zeros(int(flat.num_inputs_S.max()), np.int64)  # node at each depth of the sequence just laid out
-    sampled_S = np.cumsum(flat.num_sampled_S) - flat.num_sampled_S
-    node = base = open_depth = 0  # nodes so far, first node of this tree, depth of `path`
-    lanes: list[int] = []
-    bases: list[int] = []
-    ranges = np.arange(num_nodes)
-    for o, s in enumerate(order):
-        num, shared = int(flat.num_inputs_S[s]), int(shared_O[o])
-        is_pair = flat.per_token["pair_N"][sampled_S[s]] >= 0
-        if first_O[o] or (node - base + num - shared > max_tokens and not is_pair):
-            reach[path[:open_depth]] = node
-            shared = 0
-            base = node
-            bases.append(base)
-            lanes.append(LANES.index(items[s].item.lane))
-        else:
-            reach[path[shared:open_depth]] = node
-        stop = node + num - shared
-        path[shared:num] = ranges[node:stop]
-        source[node:stop] = flat.start_S[s] + ranges[shared:num]
-        depth[node:stop] = ranges[shared:num]
-        tree[node:stop] = len(bases) - 1
-        mine = slice(sampled_S[s], sampled_S[s] + flat.num_sampled_S[s])
-        predecessor_N[mine] = path[flat.at_N[mine] - 1]
-        tree_N[mine] = len(bases) - 1
-        if flat.bootstrap_S[s]:
-            bootstrap_N[mine.stop - 1] = path[num - 1]
-        node, open_depth = stop, num
-    reach[path[:open_depth]] = node
-    base_F = np.array(bases)
-    tree, of_tree = tree[:node], base_F[tree[:node]]
-    size = np.diff(np.append(base_F, node))
-    lane = np.array(lanes)
-    bootstrap_N = np.where(bootstrap_N >= 0, bootstrap_N - base_F[tree_N], -1)
-    return _Forest(
-        flat.tokens[source[:node]], depth[:node], reach[:node] - of_tree, tree, predecessor_N - base_F[tree_N],
-        bootstrap_N, tree_N, size, lane, flat.gallery.number[source[:node]],
-    )  # fmt: skip
+def _per_token(items: Sequence[TrainItem], given: _Given, chosen: Sequence[int]) -> dict[str, np.ndarray]:
+    """What is known of the sampled tokens of some sequences, by the fields of `Microbatch`."""
+    mine = [items[s] for s in chosen]
+    num_S = np.array([len(given.at[s]) for s in chosen])
+    spans = [span for one in mine for span in one.experience.spans]
+    num_L = np.array([span.stop - span.start for span in spans])
+    temperatures = np.array([span.temperature if span.temperature > 0 else 1.0 for span in spans], np.float32)
+    sequence_N = np.repeat(np.array(chosen), num_S)
+    return {
+        "target_N": np.concatenate([items[s].experience.tokens[given.at[s]] for s in chosen]).astype(np.int64),
+        "behaviour_N": np.concatenate([one.experience.logprobs for one in mine]).astype(np.float32),
+        "advantage_N": np.concatenate([_advantages(one) for one in mine]),
+        "weight_N": np.repeat(np.array([one.item.weight for one in mine], np.float32), num_S),
+        "temperature_N": np.repeat(temperatures, num_L),
+        "version_N": np.repeat(np.array([span.version for span in spans]), num_L),
+        "ratio_N": np.repeat(np.array([span.ratio for span in spans]), num_L),
+        "lane_N": np.repeat(np.array([LANES.index(one.item.lane) for one in mine]), num_S),
+        "sequence_N": sequence_N,
+        "pair_N": np.repeat(given.pair_S[chosen], num_S),
+        "teacher_N": np.concatenate([_teacher(one.experience) for one in mine]),
+        "reward_N": _rewards(mine, sequence_N, given.bootstrap_S[chosen]),
+    }
 
 
-def _order(items: Sequence[TrainItem], flat: _Flat) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Sequences by group, sorted within it; is each the first of its group; inputs it shares with the one before."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for s, one in enumerate(items):  # equal tokens are the same only where they show the same
-        names = one.pictures.names if one.pictures is not None else ()
-        groups.setdefault((one.experience.group, one.item.lane, names), []).append(s)
-    big_endian = flat.tokens.astype(">u4")  # so that bytes sort as tokens do
-    starts, nums = flat.start_S.tolist(), flat.num_inputs_S.tolist()
-    order, first = [], []
-    for members in groups.values():
-        if len(members) > 1:
-            members.sort(key=lambda s: (big_endian[starts[s] : starts[s] + nums[s]].tobytes(), s))
-        order += members
-        first += [True] + [False] * (len(members) - 1)
-    order_O = np.array(order)
-    previous_O = np.roll(order_O, 1)
-    num_O = np.minimum(flat.num_inputs_S[order_O], flat.num_inputs_S[previous_O])
-    within = _ragged_arange(num_O)
-    same = (
-        flat.tokens[np.repeat(flat.start_S[order_O], num_O) + within]
-        == flat.tokens[np.repeat(flat.start_S[previous_O], num_O) + within]
-    )
-    ends = np.where(same, np.repeat(num_O, num_O), within)  # the first difference is the least of these
-    shared_O = np.minimum.reduceat(ends, np.cumsum(num_O) - num_O)
-    return order, np.array(first), shared_O
-
-
-def _fill_rows(forest: _Forest, max_tokens: int) -> list[list[int]]:
-    """Trees into rows of the width that costs least: wide rows cost attention, narrow ones padding."""
-    fitting = forest.size[forest.size <= max_tokens]  # a tree that does not fit gets a row, and a microbatch, alone
-    widest = int(fitting.max()) if len(fitting) else max_tokens
-    widths = {widest} | {widest * i // 2 for i in (3, 4, 6) if widest * i // 2 <= min(SHARED_ROW_TOKENS, max_tokens)}
-    choices = [_first_fit(forest, width) for width in sorted(widths)]
-
-    def cost(rows: list[list[int]]) -> float:
-        width = max(int(forest.size[row].sum()) for row in rows)
-        return len(rows) * width * (1 + width / ATTENTION_TOKENS)
-
-    return min(choices, key=cost)
-
-
-def _first_fit(forest: _Forest, width: int) -> list[list[int]]:
-    """Trees, largest first, into the first row with room; a row holds one lane."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    sizes, lanes = forest.size.tolist(), forest.lane.tolist()
-    for tree in np.argsort(-forest.size, kind="stable").tolist():
-        for r, free in enumerate(room):
-            if free >= sizes[tree] and lanes[rows[r][0]] == lanes[tree]:
-                rows[r].append(tree)
-                room[r] -= sizes[tree]
-                break
-        else:
-            rows.append([tree])
-            room.append(width - sizes[tree])
-    return rows
-
-
-def _chunk(rows: list[list[int]], forest: _Forest, max_tokens: int) -> Iterator[list[list[int]]]:
-    """Rows of like width into microbatches."""
-    used = {id(row): int(forest.size[row].sum()) for row in rows}
-    rows = sorted(rows, key=lambda row: -used[id(row)])
-    while rows:
-        count = max(1, max_tokens // used[id(rows[0])])
-        yield rows[:count]
-        rows = rows[count:]
-
-
-def _assemble(flat: _Flat, forest: _Forest, rows: list[list[int]]) -> Microbatch:
-    trees = np.array([tree for row in rows for tree in row])
-    row_of, offset_of = np.full(len(forest.size), -1), np.zeros(len(forest.size), np.int64)
-    row_of[trees] = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-    offset_of[trees] = np.concatenate([np.cumsum(forest.size[row]) - forest.size[row] for row in rows])
-    num_T = max(int(forest.size[row].sum()) for row in rows)
+def _assemble(
+    items: Sequence[TrainItem], given: _Given, trees: Sequence[Tree], rows: Sequence[Sequence[int]]
+) -> Microbatch:
+    num_T = max(sum(trees[tree].size for tree in row) for row in rows)
     shape = (len(rows), num_T)
-    nodes = np.flatnonzero(row_of[forest.tree] >= 0)
-    tree = forest.tree[nodes]
-    first = np.concatenate([[0], np.cumsum(forest.size)])[tree]
-    index = row_of[tree] * num_T + offset_of[tree] + nodes - first
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     reach = np.tile(np.arange(1, num_T + 1), (len(rows), 1))  # padding is seen by itself only
-    tokens.reshape(-1)[index] = forest.token[nodes]
-    positions.reshape(-1)[index] = forest.position[nodes]
-    reach.reshape(-1)[index] = forest.reach[nodes] + offset_of[tree]
-    chosen = np.flatnonzero(row_of[forest.tree_N] >= 0)
-    tree_N = forest.tree_N[chosen]
-    begin_N = row_of[tree_N] * num_T + offset_of[tree_N]
-    bootstrap_N = forest.bootstrap_N[chosen]
+    nodes: dict[int, tuple[np.ndarray, int]] = {}  # of each sequence: its sampled tokens' predecessors, its end
+    numbers, indexes = [], []
+    for r, row in enumerate(rows):
+        begin = 0
+        for tree in (trees[index] for index in row):
+            place = slice(begin, begin + tree.size)
+            tokens[r, place], positions[r, place], reach[r, place] = tree.token, tree.position, tree.reach + begin
+            first = r * num_T + begin
+            for s, predecessor_N, end in zip(tree.sequences, tree.predecessors, tree.ends, strict=True):
+                nodes[s] = (first + predecessor_N, first + end)
+            numbers.append(tree.number)
+            indexes.append(first + np.arange(len(tree.number)))
+            begin += tree.size
+    chosen = sorted(nodes)
+    bootstraps = [np.full(len(given.at[s]), -1) for s in chosen]
+    for s, bootstrap_N in zip(chosen, bootstraps, strict=True):
+        if given.bootstrap_S[s]:
+            bootstrap_N[-1] = nodes[s][1]
     return Microbatch(
         tokens_BT=tokens,
         positions_BT=positions,
         reach_BT=reach,
-        predecessor_N=begin_N + forest.predecessor_N[chosen],
-        bootstrap_N=np.where(bootstrap_N >= 0, begin_N + bootstrap_N, -1),
-        **{name: values[chosen] for name, values in flat.per_token.items()},
-        **of_nodes(flat.gallery, forest.picture[nodes], index),
+        predecessor_N=np.concatenate([nodes[s][0] for s in chosen]),
+        bootstrap_N=np.concatenate(bootstraps),
+        **_per_token(items, given, chosen),
+        **of_nodes(given.gallery, np.concatenate(numbers), np.concatenate(indexes)),
     )
 
 
@@ -386,9 +291,3 @@ def count_sequences(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
             num = len(np.unique(one.sequence_N[one.lane_N == index]))
             counts[LANES[index]] = counts.get(LANES[index], 0) + num
     return counts
-
-
-def _ragged_arange(num: np.ndarray) -> np.ndarray:
-    """0..num[0]-1, 0..num[1]-1, and so on, end to end."""
-    offsets: np.ndarray = np.arange(int(num.sum())) - np.repeat(np.cumsum(num) - num, num)
-    return offsets

@@ -63,7 +63,7 @@ class Buffer:
         if fault := pair_fault(block.experiences):
             return fault
         if first.held_out:
-            if first.sequence >= 0:  # the master waits to hear of it, and nobody looks at it here
+            if first.sequence >= 0:  # the master waits for it, and it is never drawn here
                 return "held out"
             self._validation[offset] = (frame, block)
             return ""

@@ -1,8 +1,8 @@
 """How much of a batch one tenant or one user may make up. Pure, like `trainer.buffer.draw`.
 
-Guarantee: where others have something to draw too, nobody makes up more of a batch than the share allows, up to one whole
-group; what is above it waits. Where a batch of `least` experiences does not come about at these shares, it is filled up to
-`least` with what would have waited, so that a deployment with one large customer goes on learning.
+Guarantee: where others have something to draw too, no tenant or user makes up more of a batch than the share allows, up to
+one whole group; what is above it waits. Where a batch of `least` experiences does not come about at these shares, it is
+filled up to `least` with what would have waited, so that a deployment with one large customer goes on learning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ Party = tuple[str, ...]  # (tenant,) or (tenant, subject)
 class ShareLimits(msgspec.Struct, frozen=True):
     """Shares of a batch in experiences, 1 for no limit. least: see the module.
 
-    Data of nobody in particular ("") is never above its share; it counts as one of the others.
+    Data without a tenant or user ("") is never above its share; it counts as one of the others.
 
     Example: ShareLimits(tenant=0.5, subject=0.25, least=64)
     """

@@ -1,4 +1,4 @@
-"""The draw at will: whole groups, least used first, in an order that the seed alone decides. Pure."""
+"""The draw without an issue order: whole groups, least used first, in an order that the seed alone decides. Pure."""
 
 import hashlib
 from collections.abc import Sequence

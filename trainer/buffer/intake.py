@@ -53,7 +53,7 @@ class Intake:
 
     @property
     def must_forget(self) -> bool:
-        """Whether somebody was forgotten, and what is held of them is still to be let go."""
+        """Whether a user was forgotten, and their data is still to be dropped from memory."""
         return self.clock() >= self.forget_at_s
 
     def absent(self) -> list[int]:
@@ -88,7 +88,7 @@ class Intake:
             self.outstanding_groups = report.master.outstanding
 
     def take_directive(self, directive: Directive) -> None:
-        """An operator says whether to learn, where the newest word holds, or that somebody is forgotten."""
+        """An operator says whether to learn, where the newest order holds, or that a user is forgotten."""
         if directive.order == "forget":
             self.forget_at_s = self.clock() + FRESH_S
         if directive.is_of_learning:

@@ -1,14 +1,18 @@
 """Checkpoints: everything a trainer needs to go on as if it had never stopped.
 
-Guarantees: the manifest is written last and names the hash of the state, so a torn checkpoint is never taken; the newest
-that verifies is used and a broken one is reported and passed over; no two trainers write to the same place. Only
-safetensors and JSON.
+    <folder>/state-*.bin, index.msgpack     the learner's state, see `trainer.state.stored`
+    <folder>/state.safetensors              what the buffer remembers; in a checkpoint of an earlier release the state too
+    <folder>/manifest.json                  last
+
+Guarantees: the manifest is written last and names the hashes of all of it, so a torn checkpoint is never taken; the newest
+that verifies is used and a broken one is reported and passed over; no two trainers write to the same place. Nothing in it
+is code.
 """
 
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -20,9 +24,12 @@ from infra.store.store import Store
 from schemas.errors import NotInStore
 from trainer.buffer.uses import KEY_BYTES, Known, Uses
 from trainer.health.guard import GuardState
+from trainer.state.pieces import KIND, whole_hash
+from trainer.state.stored import Index, StoredState, encode_index, index_hash, open_state, write_whole
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
 POLICY = "model/"
 USES_KEYS = "buffer/uses_keys"
 USES_COUNTS = "buffer/uses_counts"
@@ -60,7 +67,9 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A verified checkpoint. references: offsets of undrawn buffer blocks. uses: of what was trained."""
+    """A verified checkpoint. learner: its tensors, here or read from the store when asked for (StoredState). references:
+    offsets of undrawn buffer blocks. uses: of what was trained.
+    """
 
     position: Position
     learner: Mapping[str, Tensor]
@@ -74,7 +83,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a checkpoint valid: the position, and size and sha256 of its state object.
+    """What makes a checkpoint valid: the position, size and sha256 of its state object, key and sha256 of its index ("" in
+    one of an earlier release).
 
     learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 where there is none.
     oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `parts_of`; None where
@@ -92,6 +102,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     oldest_offset: int = 0
     shapes: dict[str, tuple[int, ...]] = {}
     parts: tuple[str, ...] | None = None
+    index: str = ""
+    index_sha256: str = ""
 
     @property
     def place(self) -> CheckpointPlace:
@@ -114,8 +126,15 @@ def parts_of(names: Iterable[str]) -> set[str]:
     return {part_of(name) for name in names} - {""}
 
 
+def hash_like(told: str, state: Mapping[str, Tensor]) -> str:
+    """The hash of a state in the form of one that was told: of its chunks, or of whole tensors as earlier releases did."""
+    return whole_hash(state) if told.startswith(KIND) else state_sha256(state)
+
+
 def state_sha256(state: Mapping[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and bytes in order of the names: equal exactly where the states are."""
+    """Of names, dtypes, shapes and bytes in order of the names: equal exactly where the states are. What journals of earlier
+    releases tell.
+    """
     digest = hashlib.sha256()
     for name in sorted(state):
         one = state[name]
@@ -129,57 +148,68 @@ def save(
     run: str,
     checkpoint: Checkpoint,
     *,
+    index: Index | None = None,
     token: int = 0,
-    learner_sha256: str = "",
     made_with: Mapping[str, str] = {},
     time_ms: int = 0,
 ) -> Manifest:
-    """Write one checkpoint, manifest last. Blocking."""
-    tensors = dict(checkpoint.learner)
-    tensors |= _uses_tensors(checkpoint.uses)
-    references = np.asarray(checkpoint.references, dtype="<i8")
-    tensors[REFERENCES] = Tensor("I64", references.shape, references.tobytes())
-    body = save_tensors(tensors)
+    """Write one checkpoint, manifest last. Blocking. index: of a learner's state whose objects are in `folder` already."""
     place = CheckpointPlace(checkpoint.position.step, token)
+    if index is None:
+        reach("checkpoint.before_state")
+        index = write_whole(store, folder(run, place), checkpoint.learner)
+    references = np.asarray(checkpoint.references, dtype="<i8")
+    remembered = _uses_tensors(checkpoint.uses)
+    body = save_tensors(remembered | {REFERENCES: Tensor("I64", references.shape, references.tobytes())})
+    encoded = encode_index(index)
+    shapes = {name.removeprefix(POLICY): one.shape for name, one in index.tensors.items() if name.startswith(POLICY)}
     manifest = Manifest(
         position=checkpoint.position,
-        state=f"{_folder(run, place)}/state.safetensors",
+        state=f"{folder(run, place)}/state.safetensors",
         size=len(body),
         sha256=hashlib.sha256(body).hexdigest(),
         token=token,
-        learner_sha256=learner_sha256 or state_sha256(checkpoint.learner),
+        learner_sha256=index_hash(index),
         made_with=dict(made_with),
         time_ms=time_ms,
         oldest_offset=checkpoint.oldest_offset,
-        shapes={
-            name.removeprefix(POLICY): one.shape for name, one in checkpoint.learner.items() if name.startswith(POLICY)
-        },
-        parts=tuple(sorted(parts_of(checkpoint.learner))),
+        shapes=shapes,
+        parts=tuple(sorted(parts_of(index.tensors))),
+        index=f"{folder(run, place)}/index.msgpack",
+        index_sha256=hashlib.sha256(encoded).hexdigest(),
     )
-    reach("checkpoint.before_state")
     store.put(manifest.state, body)
+    store.put(manifest.index, encoded)
     reach("checkpoint.before_manifest")
     store.put(_manifest_key(run, place), msgspec.json.encode(manifest))
     reach("checkpoint.after_manifest")
     return manifest
 
 
-def load_newest(store: Store, run: str, *, before: CheckpointPlace | None = None) -> Checkpoint | None:
-    """The newest checkpoint (older than `before`) that verifies, or None where there is none.
+Take = Callable[[StoredState], Mapping[str, Tensor]]
+
+
+def load_newest(
+    store: Store, run: str, *, before: CheckpointPlace | None = None, take: Take = dict
+) -> Checkpoint | None:
+    """The newest checkpoint (older than `before`) that verifies, or None where there is none. take: see `load`.
 
     Raises StoreError where the store fails: only what is known to be broken is passed over.
     """
     for place in sorted(places(store, run), reverse=True):
         if before is None or place < before:
             try:
-                return load(store, run, place)
+                return load(store, run, place, take)
             except (NotInStore, ValueError, msgspec.MsgspecError) as error:
                 logger.warning("checkpoint passed over run=%s step=%d error=%s", run, place.step, error)
     return None
 
 
-def load(store: Store, run: str, place: CheckpointPlace) -> Checkpoint:
-    """One checkpoint, verified. Raises StoreError or ValueError saying what differs."""
+def load(store: Store, run: str, place: CheckpointPlace, take: Take = dict) -> Checkpoint:
+    """One checkpoint, verified. Raises StoreError or ValueError saying what differs.
+
+    take: verifies the learner's state and gives what it is read from; `dict` reads it whole, which verifies it.
+    """
     manifest = load_manifest(store, run, place)
     body = store.get(manifest.state)
     if len(body) != manifest.size or hashlib.sha256(body).hexdigest() != manifest.sha256:
@@ -187,7 +217,10 @@ def load(store: Store, run: str, place: CheckpointPlace) -> Checkpoint:
     tensors = load_tensors(body)
     uses = _take_uses(tensors, manifest.position)
     references = np.frombuffer(tensors.pop(REFERENCES).data, dtype="<i8").tolist()
-    return Checkpoint(position=manifest.position, learner=tensors, uses=uses, references=tuple(references))
+    learner: Mapping[str, Tensor] = tensors
+    if manifest.index:
+        learner = take(open_state(store, folder(run, place), manifest.index, manifest.index_sha256))
+    return Checkpoint(position=manifest.position, learner=learner, uses=uses, references=tuple(references))
 
 
 def _uses_tensors(uses: Uses) -> dict[str, Tensor]:
@@ -236,18 +269,23 @@ def manifests(store: Store, run: str) -> list[Manifest]:
 
 def places(store: Store, run: str) -> list[CheckpointPlace]:
     """Checkpoints that have a manifest, ascending; whether they verify is another question."""
-    found = []
+    return sorted(place for place, names in _folders(store, run).items() if MANIFEST in names)
+
+
+def _folders(store: Store, run: str) -> dict[CheckpointPlace, list[str]]:
+    """All that begins like a checkpoint, and the names of its objects."""
+    found: dict[CheckpointPlace, list[str]] = {}
     for key in store.keys(f"checkpoints/{run}/"):
-        folder, _, name = key.removeprefix(f"checkpoints/{run}/").rpartition("/")
-        number, _, token = folder.partition("-")
-        if name == "manifest.json" and number.isdigit() and token.isdigit():
-            found.append(CheckpointPlace(int(number) - 1, int(token)))
-    return sorted(found)
+        where, _, name = key.removeprefix(f"checkpoints/{run}/").rpartition("/")
+        number, _, token = where.partition("-")
+        if number.isdigit() and token.isdigit():
+            found.setdefault(CheckpointPlace(int(number) - 1, int(token)), []).append(name)
+    return found
 
 
 def objects(store: Store, run: str, place: CheckpointPlace) -> list[str]:
     """Keys of all that one checkpoint consists of."""
-    return list(store.keys(f"{_folder(run, place)}/"))
+    return list(store.keys(f"{folder(run, place)}/"))
 
 
 def remove(store: Store, run: str, doomed: Iterable[CheckpointPlace]) -> None:
@@ -260,9 +298,25 @@ def remove(store: Store, run: str, doomed: Iterable[CheckpointPlace]) -> None:
             store.delete(key)
 
 
-def _folder(run: str, place: CheckpointPlace) -> str:
+def remove_unfinished(store: Store, run: str, newest: CheckpointPlace) -> int:
+    """Remove what trainers that died while they stored a checkpoint left behind; how many folders. newest: just finished,
+    by the trainer that removes: what an older one may still be storing can never count.
+    """
+    torn = [
+        place
+        for place, names in _folders(store, run).items()
+        if MANIFEST not in names and (place.token < newest.token or (place.token == newest.token and place < newest))
+    ]
+    for place in torn:
+        for key in objects(store, run, place):
+            store.delete(key)
+    return len(torn)
+
+
+def folder(run: str, place: CheckpointPlace) -> str:
+    """Where all objects of one checkpoint lie."""
     return f"checkpoints/{run}/{place.step + 1:012d}-{place.token}"
 
 
 def _manifest_key(run: str, place: CheckpointPlace) -> str:
-    return f"{_folder(run, place)}/manifest.json"
+    return f"{folder(run, place)}/{MANIFEST}"

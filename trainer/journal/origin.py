@@ -1,7 +1,7 @@
 """What the bits of a run depend on besides its journal: code, libraries, device, threads, settings. Told with every
 checkpoint, so that a replay can say what differs here and what can still be promised.
 
-Code is what stands between a journaled batch with its blocks and the weights: how blocks are read, how items are packed,
+Code is what makes the weights of a journaled batch and its blocks: how blocks are read, how items are packed,
 how pictures are prepared, the lanes' losses, the learner. Which batches are executed, and in which order, the journal says.
 """
 
@@ -101,7 +101,7 @@ def differences(then: Mapping[str, str], here: Mapping[str, str]) -> dict[str, t
     """What is not as it was: name → (then, here)."""
     names = sorted(then.keys() | here.keys()) if then else []
     return {
-        name: (then.get(name, "not told"), here.get(name, "not told"))
+        name: (then.get(name, "not known"), here.get(name, "not known"))
         for name in names
         if then.get(name) != here.get(name)
     }

@@ -17,6 +17,8 @@ from trainer.buffer.uses import Uses
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace
 from trainer.journal.journal import Lease, take_lease
+from trainer.state.pieces import whole_hash
+from trainer.state.stored import StoredState, index_hash
 
 READ = (topics.BUFFER, topics.PROGRESS)
 
@@ -50,8 +52,9 @@ def highest(store: Store, run: str, policy: str) -> tuple[int, int]:
 
 
 async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, version: int) -> Checkpoint:
-    sha256 = checkpoint.state_sha256(found.learner)
-    told = Saved(
+    learner = found.learner
+    sha256 = index_hash(learner.index) if isinstance(learner, StoredState) else whole_hash(learner)
+    saved = Saved(
         run=lease.run,
         token=lease.token,
         step=found.position.step,
@@ -59,7 +62,7 @@ async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, vers
         sha256=sha256,
         phase="train" if found.position.warmed_up else "warmup",
     )
-    at = await log.publish(topics.BATCHES, told)
+    at = await log.publish(topics.BATCHES, saved)
     begins = {topic: min((await log.bus.beginning_offsets(log.name(topic))).values()) for topic in READ}
     position = msgspec.structs.replace(
         found.position,
@@ -72,13 +75,11 @@ async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, vers
     )
     # Groups are numbered from 0 again: what was trained under such a name is another one.
     state = msgspec.structs.replace(found, position=position, uses=Uses(), references=())
+    index = None
+    if isinstance(learner, StoredState):
+        folder = checkpoint.folder(lease.run, CheckpointPlace(position.step, lease.token))
+        index = await asyncio.to_thread(learner.copy_to, folder)
     await asyncio.to_thread(
-        checkpoint.save,
-        store,
-        lease.run,
-        state,
-        token=lease.token,
-        learner_sha256=sha256,
-        time_ms=at.timestamp_ms,
+        checkpoint.save, store, lease.run, state, index=index, token=lease.token, time_ms=at.timestamp_ms
     )
     return state

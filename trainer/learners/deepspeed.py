@@ -1,15 +1,17 @@
 """The learner of many ranks: DeepSpeed's ZeRO 0 to 3, optionally with the optimizer in host memory.
 
 `headrace train --ranks N` or `torchrun` starts it. Rank 0 is the learner the trainer calls; the others call `follow` and
-do what it says until it closes. Rows are dealt to ranks, and short ranks compute a row that counts for nothing, so any
-number of ranks gives one gradient. Saved states are whole tensors, those of `TorchLearner`, and restore on any number of
-ranks and any stage.
+do what it says until it closes. Rows are dealt to ranks, each gets its own, so any number of ranks gives one gradient. Each
+rank saves and reads its own pieces of the state; they are those of `TorchLearner`, for any number of ranks and any stage.
 """
 
-import math
+import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,35 +20,40 @@ import torch
 import torch.distributed as distributed
 
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor, from_torch, load_tensors, save_tensors, to_torch
-from schemas.errors import ConfigError
-from schemas.fields import Lane
+from infra.policies.tensors import Tensor
+from infra.settings.config import duration_s
+from infra.store.store import Store
+from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.health.diagnostics import Observed, diagnose, join
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
-    StepContext,
-    bounds,
     check_step,
-    compares,
-    looks_ahead,
-    microbatch_loss,
     of_phase,
-    read,
     reference_dtype,
-    step_context,
 )
-from trainer.learners.learner import Phase, StepStats
+from trainer.learners.learner import Phase, Snapshot, StepStats
 from trainer.learners.numerics import numerics
-from trainer.learners.orders import Order, broadcast, decode_batch, encode_batch, gather_arrays, gather_observed
-from trainer.learners.shards import Shards
+from trainer.learners.orders import (
+    Channel,
+    Counts,
+    Order,
+    Orders,
+)
+from trainer.learners.rank_step import RankStep
+from trainer.learners.shards import Shards, Source
+from trainer.learners.snapshot import RankSnapshot
 from trainer.learners.zero import engine_settings
-from trainer.losses.loss import Objective, open_objectives
-from trainer.losses.offpolicy import effective_share, ess_learning_rate
+from trainer.losses.loss import open_objectives
+from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of
+from trainer.state.stored import StoredState, open_state
+
+logger = logging.getLogger(__name__)
 
 PHASES: tuple[Phase, ...] = ("warmup", "train")
+PHASE = "phase"
+WRITE_S = 24 * 3600.0  # of one rank's upload against another's; a rank that hangs is found by its heartbeat
 
 
 class _Forward(torch.nn.Module):
@@ -62,10 +69,11 @@ class _Forward(torch.nn.Module):
 
 
 class DeepSpeedLearner:
-    """See `trainer.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. json: DeepSpeed's own
+    """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. json: DeepSpeed's own
     settings under its own names, laid over ours; see `trainer.learners.zero` for those that are ours.
 
     rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank.
+    trainer.ranks_timeout is how long one rank waits for another.
     """
 
     def __init__(
@@ -94,9 +102,13 @@ class DeepSpeedLearner:
 
         _alone_unless_told(os.environ)
         deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
-        deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo")
+        timeout_s = duration_s(config.ranks_timeout)
+        deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
         self.rank: int = distributed.get_rank()
         self._world = distributed.get_world_size()
+        self._channel, self._beside = Channel(timeout_s), Channel(WRITE_S)
+        self._writing: threading.Thread | None = None
+        self._store: Store | None = None
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
         self._model = PackedModel(
             model, dtype=config.dtype, device=device, activation_checkpointing=config.activation_checkpointing
@@ -108,19 +120,44 @@ class DeepSpeedLearner:
         parameters = [value for _, value in named]
         optimizer = torch.optim.AdamW(parameters, betas=config.betas, weight_decay=config.weight_decay)
         self._engine: Any = deepspeed.initialize(model=_Forward(self._model), optimizer=optimizer, config=settings)[0]
-        self._shards = Shards(deepspeed, self._engine, named, stage=stage)
+        compared = [] if self._reference is None else list(self._reference.module.named_parameters())
+        self._shards = Shards(deepspeed, self._engine, named, compared, stage=stage)
+        self._ranks = RankStep(
+            config,
+            self._objectives,
+            model=self._model,
+            reference=self._reference,
+            engine=self._engine,
+            shards=self._shards,
+            channel=self._channel,
+            stage=stage,
+        )
         self._begin("train")
+        self._orders = Orders(self._channel)
 
-    def follow(self) -> None:
+    def follow(self, store: Store) -> None:
         """What ranks other than 0 do: obey until rank 0 closes."""
-        while (order := broadcast(None, self._model.device)).name != "close":
-            self._obey(order)
-        distributed.destroy_process_group()  # its threads must not be running when the interpreter ends
+        self._store = store
+        while (order := self._orders.next()).name != "close":
+            try:
+                self._obey(order)
+            except (StoreError, ValueError) as error:
+                if order.name not in ("verify", "load"):  # what rank 0 knows of as well
+                    raise
+                logger.warning("%s: %s", order.name, error)
+        self._end()
 
     def close(self) -> None:
         """Let the other ranks end. Rank 0 only; nothing can be called afterwards."""
-        broadcast(Order(name="close"), self._model.device)
-        distributed.destroy_process_group()
+        self._orders.close()
+        with self._orders.lock:
+            self._orders.give(Order(name="close"))
+        self._end()
+
+    def _end(self) -> None:
+        if self._writing is not None:
+            self._writing.join()
+        distributed.destroy_process_group()  # its threads must not be running when the interpreter ends
 
     def begin_phase(self, phase: Phase) -> None:
         """Start a fresh optimizer."""
@@ -131,13 +168,19 @@ class DeepSpeedLearner:
     def step(
         self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
     ) -> StepStats:
-        """One optimizer step over all ranks, or m where a loss asks for minibatches; all of them or none.
-
-        max_grad_norm is not looked at: DeepSpeed tells the norm once the step is done.
-        """
+        """One optimizer step over all ranks, or m where a loss asks for minibatches; all of them or none."""
         check_step(self._objectives, batch, learning_rate)
-        order = Order(name="step", batch=encode_batch(batch), learning_rate=learning_rate, seed=seed)
-        stats: StepStats = self._call(order)
+        minibatches = max(of_phase(self._objectives, self._phase)[lane].minibatches for lane in batch.lane_tokens)
+        parts = [batch] if minibatches == 1 else list(split(batch, minibatches, seed=seed))
+        order = Order(
+            name="step",
+            counts=Counts.of(batch),
+            num_parts=len(parts),
+            learning_rate=learning_rate,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )
+        stats: StepStats = self._call(order, parts)
         return stats
 
     def tensors(self) -> dict[str, Tensor]:
@@ -153,241 +196,165 @@ class DeepSpeedLearner:
         """Share of sequences whose every sampled token is the argmax."""
         if not batch.num_sequences:
             raise ValueError("batch: got no sequences, expected at least one")
-        return float((self._call(Order(name="greedy", batch=encode_batch(batch))) == 0).mean())
+        return float((self._call(Order(name="greedy", counts=Counts.of(batch)), [batch]) == 0).mean())
 
     def log_distances(self, batch: PackedBatch) -> np.ndarray:
         """Σ |log π_θ - log μ| over the tokens of each sequence that have a ratio, [num_sequences] float64."""
-        return np.asarray(self._call(Order(name="distances", batch=encode_batch(batch))))
+        return np.asarray(self._call(Order(name="distances", counts=Counts.of(batch)), [batch]))
 
     def numerics(self) -> dict[str, str]:
         """Those of one process, ranks, and the stage of ZeRO."""
         return numerics(self._model.device) | {"ranks": str(self._world), "zero": str(self._stage)}
 
+    def layout(self) -> Layout:
+        """Names, dtypes and shapes of the state as it is."""
+        return self._shards.layout() | {PHASE: Kind("U8", ())}
+
+    def state_hash(self) -> str:
+        """The hash of the state as a checkpoint would tell it, without one."""
+        found: str = self._call(Order(name="hash"))
+        return found
+
     def save(self) -> dict[str, Tensor]:
-        """Float32 weights, optimizer moments and phase, whole."""
+        """Float32 weights, optimizer moments and phase, gathered whole: for comparisons; a checkpoint is a `snapshot`."""
         state: dict[str, Tensor] = self._call(Order(name="save"))
         return state
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `save`."""
-        with_moments = any(name.startswith("adam/") for name in state)
-        expected: dict[str, tuple[int, ...]] = {"phase": ()} | self._shards.expected(with_moments=with_moments)
-        if self._reference is not None:
-            named = self._reference.module.named_parameters()
-            expected |= {f"reference/{name}": tuple(value.shape) for name, value in named}
-        if odd := sorted(set(state) ^ set(expected)):
-            what = "the model has none" if odd[0] in state else "it is missing"
-            raise ValueError(f"state: {odd[0]}: {what} ({len(odd)} names differ)")
-        for name, shape in expected.items():
-            if state[name].shape != shape:
-                raise ValueError(f"state: {name}: got shape {state[name].shape}, expected {shape}")
-        self._call(Order(name="restore", state=save_tensors(state)))
+        """Continue from `save`; to other ranks goes one tensor at a time."""
+        self._check(layout_of(state))
+        self.set(state)
 
-    def _call(self, order: Order) -> Any:
+    def set(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over these tensors of a state, as they are; the others stay."""
+        names = tuple(sorted(tensors))
+        self._call(Order(name="set", names=names, dtypes=tuple(tensors[name].dtype for name in names)), tensors)
+
+    def snapshot(self, store: Store, folder: str) -> Snapshot:
+        """Copy the state to host memory, each rank its own pieces; the others write theirs from now on."""
+        self._store = store
+        found: Snapshot = self._call(Order(name="snapshot", folder=folder))
+        return found
+
+    def verify(self, state: StoredState) -> None:
+        """Read a stored state, each rank a share, and compare its hashes."""
+        self._call(Order(name="verify", folder=state.folder, index=state.key, sha256=state.sha256), state)
+
+    def load(self, state: StoredState, *, without: Sequence[str] = ()) -> None:
+        """Continue from a stored state, each rank reading its own pieces. without: names that stay as they are here."""
+        self._check(state.layout, without)
+        order = Order(name="load", folder=state.folder, index=state.key, sha256=state.sha256, names=tuple(state.layout))
+        self._call(order, state)
+
+    def _check(self, layout: Layout, without: Sequence[str] = ()) -> None:
+        with_moments = any(name.startswith("adam/") for name in layout)
+        expected = self._shards.layout(with_moments=with_moments) | {PHASE: Kind("U8", ())}
+        check_same(layout, {name: kind for name, kind in expected.items() if name not in without})
+
+    def _call(self, order: Order, given: Any = None) -> Any:
+        """Do an order on all ranks. given: what rank 0 alone has for it."""
         if self.rank:
             raise ValueError(f"rank {self.rank}: got a call of {order.name}, expected follow(): only rank 0 is called")
-        return self._obey(broadcast(order, self._model.device))
+        with self._orders.lock:
+            self._orders.give(order)
+            return self._obey(order, given)
 
-    def _obey(self, order: Order) -> Any:
+    def _obey(self, order: Order, given: Any = None) -> Any:
         """Do one order on this rank, together with all others."""
         match order.name:
             case "begin_phase":
                 return self._begin(order.phase)
             case "step":
-                return self._step(order)
+                return self._ranks.step(order, self._phase, given)
             case "tensors":
-                return self._tensors()
+                return self._ranks.tensors()
             case "probe":
-                return self._probe(order.sequences)
+                return self._ranks.probe(order.sequences)
             case "greedy":
-                return self._per_sequence(order, "hits", lambda one, hits: hits == 0)
+                return self._ranks.per_sequence(order, given, "hits", lambda one, hits: hits == 0)
             case "distances":
-                return self._distances(order)
+                return self._ranks.per_sequence(order, given, "logprobs", _moved)
             case "save":
                 return self._save()
-            case "restore":
-                return self._restore(load_tensors(order.state))
+            case "set":
+                return self._set(order, given)
+            case "hash":
+                return self._unwritten(self._channel, "", copy=False).hash()
+            case "snapshot":
+                return self._snapshot(order.folder)
+            case "verify":
+                return self._with_state(order, given, lambda state: state.verify(self.rank, self._world))
+            case "load":
+                self._with_state(order, given, lambda state: self._take(order.names, state))
+                return self._shards.use()
         raise ValueError(f"order: got {order.name!r}, which this rank does not know")
 
     def _begin(self, phase: Phase) -> None:
         self._phase: Phase = phase
         self._shards.forget()
-        self._move_reference(0.0)
+        self._ranks.move_reference(0.0)
 
-    def _step(self, order: Order) -> StepStats:
-        assert order.batch is not None
-        batch = decode_batch(order.batch)
-        torch.manual_seed(order.seed)
-        objectives = of_phase(self._objectives, self._phase)
-        present = [objectives[lane] for lane in batch.lane_tokens]
-        minibatches = max(one.minibatches for one in present)
-        parts = [batch] if minibatches == 1 else list(split(batch, minibatches, seed=order.seed))
-        ahead = [self._ahead(part) for part in parts] if any(looks_ahead(one) for one in present) else None
-        bounded = self._bounds(objectives, batch, parts, ahead) if ahead is not None else {}
-        before = self._save() if len(parts) > 1 else None
-        observed: list[Observed] = []
-        losses: list[float] = []
-        norms: list[float] = []
-        for index, part in enumerate(parts):
-            decay = self._config.staleness_decay
-            context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
-            proximal = ahead[index] if ahead is not None and any(one.proximal for one in present) else None
-            loss, seen = self._backward(context, part, proximal)
-            observed += seen
-            norm = self._apply(order.learning_rate, seen)
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                if before is not None:
-                    self._restore(before)
-                return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
-            losses.append(loss)
-            norms.append(norm)
-            if self._config.reference_decay < 1.0:
-                self._move_reference(self._config.reference_decay)
-        loss = sum(losses) / len(losses)
-        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)))
-
-    @torch.no_grad()
-    def _ahead(self, part: PackedBatch) -> list[torch.Tensor]:
-        """log π_θ of this rank's microbatches before the step."""
-        mine, most = self._share(part)
-        found = [self._engine("logprobs", mine[i] if i < len(mine) else part.microbatches[0]) for i in range(most)]
-        return found[: len(mine)]
-
-    def _bounds(
-        self,
-        objectives: Mapping[Lane, Objective],
-        batch: PackedBatch,
-        parts: Sequence[PackedBatch],
-        ahead: Sequence[Sequence[torch.Tensor]],
-    ) -> dict[Lane, float]:
-        """What losses measure over the whole step, from the microbatches of all ranks."""
-        mine = [one for part in parts for one in self._share(part)[0]]
-        logprobs = [logprob.cpu().numpy() for part in ahead for logprob in part]
-        every, of_all = gather_arrays(mine, logprobs, self._model.device)
-        return bounds(objectives, msgspec.structs.replace(batch, microbatches=tuple(every)), of_all)
-
-    @torch.no_grad()
-    def _move_reference(self, decay: float) -> None:
-        """The reference as `decay` of itself and the rest the policy. Collective."""
-        if self._reference is None:
-            return
-        with self._shards.gathered():
-            pairs = zip(self._reference.module.parameters(), self._model.module.parameters(), strict=True)
-            for reference, value in pairs:
-                reference.lerp_(value.to(reference.dtype), 1.0 - decay)
-
-    def _backward(
-        self, context: StepContext, part: PackedBatch, proximal: Sequence[torch.Tensor] | None
-    ) -> tuple[float, list[Observed]]:
-        """Forward and backward of this rank's rows; the loss over all ranks and what all of them observed."""
-        mine, most = self._share(part)
-        total = torch.zeros(1, device=self._model.device)
-        observed = []
-        for index in range(most):
-            real = index < len(mine)
-            one = mine[index] if real else part.microbatches[0]
-            self._engine.set_gradient_accumulation_boundary(index == most - 1)
-            logprob_N, entropy_N = read(self._engine, context, one)
-            loss, seen = microbatch_loss(
-                context,
-                one,
-                logprob_N,
-                proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
-                reference_N=self._of_reference(one) if compares(context.objectives, one) else None,
-                entropy_N=entropy_N,
-            )
-            if real:
-                observed.append(seen)
-                total += loss.detach()
-            # ZeRO averages over ranks; the lanes are divided by global counts already, so their sum is wanted.
-            loss = loss * self._world if real else loss.nan_to_num() * 0
-            if index == most - 1:
-                distributed.all_reduce(total)
-                # A step is refused by its gradient's norm alone, so a loss that is not finite must show there.
-                loss = loss if math.isfinite(float(total)) else loss * math.nan
-            self._engine.backward(loss, scale_wrt_gas=False)
-        return float(total), gather_observed(observed, self._model.device)
-
-    @torch.no_grad()
-    def _of_reference(self, one: Microbatch) -> torch.Tensor | None:
-        return None if self._reference is None else self._reference.logprobs(one)
-
-    def _share(self, part: PackedBatch) -> tuple[tuple[Microbatch, ...], int]:
-        """This rank's microbatches, and how many the rank with most has."""
-        dealt = split(part, self._world)
-        mine = dealt[self.rank].microbatches if self.rank < len(dealt) else ()
-        return mine, max(len(one.microbatches) for one in dealt)
-
-    def _apply(self, learning_rate: float, observed: list[Observed]) -> float:
-        if self._config.scale_by_ess:
-            seen = join(observed)
-            weight = np.exp(seen.logprob[seen.ratio].astype(np.float64) - seen.behaviour[seen.ratio])
-            learning_rate = ess_learning_rate(learning_rate, effective_share(weight))
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
-        if not self._stage:
-            norm = self._shards.gradient_norm()
-            if not math.isfinite(norm):
-                self._engine.zero_grad()
-                return norm
-            self._engine.step()
-            self._shards.count_step()
-            return norm
-        self._engine.step()
-        if not self._engine.optimizer.overflow:
-            self._shards.count_step()
-        return float(self._engine.get_global_grad_norm())
-
-    @torch.no_grad()
-    def _tensors(self) -> dict[str, Tensor]:
-        found = {}
-        with self._shards.gathered():
-            if self.rank == 0:
-                found = {name: from_torch(value) for name, value in self._model.module.state_dict().items()}
-        return found
-
-    @torch.no_grad()
-    def _probe(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(self._engine("sequence_logprobs", one)) for one in sequences)
-
-    def _distances(self, order: Order) -> np.ndarray:
-        return self._per_sequence(
-            order, "logprobs", lambda one, found: np.where(one.ratio_N, np.abs(found - one.behaviour_N), 0.0)
-        )
-
-    @torch.no_grad()
-    def _per_sequence(
-        self, order: Order, name: str, of_tokens: Callable[[Microbatch, np.ndarray], np.ndarray]
-    ) -> np.ndarray:
-        """Sum over the tokens of each sequence of what is made of a forward's values, over all ranks."""
-        assert order.batch is not None
-        batch = decode_batch(order.batch)
-        mine, most = self._share(batch)
-        sums = np.zeros(batch.num_sequences)
-        for index in range(most):
-            one = mine[index] if index < len(mine) else batch.microbatches[0]
-            found = self._engine(name, one).double().cpu().numpy()
-            if index < len(mine):
-                sums += np.bincount(one.sequence_N, weights=of_tokens(one, found), minlength=len(sums))
-        total = torch.from_numpy(sums).to(self._model.device)
-        distributed.all_reduce(total)
-        return np.asarray(total.cpu().numpy())
+    def _pieces(self, *, copy: bool) -> list[Piece]:
+        phase = [] if self.rank else [Piece(PHASE, 0, bytes([PHASES.index(self._phase)]))]
+        return [*self._shards.pieces(copy=copy), *phase]
 
     def _save(self) -> dict[str, Tensor]:
-        state = self._shards.save()
-        if self._reference is not None:
-            named = self._reference.module.named_parameters()
-            state |= {f"reference/{name}": from_torch(value) for name, value in named}
-        state["phase"] = from_torch(torch.tensor(PHASES.index(self._phase), dtype=torch.uint8))
-        return state
+        mine = [msgspec.structs.astuple(one) for one in self._pieces(copy=False)]
+        whole = {name: bytearray(kind.num_bytes) for name, kind in self.layout().items()}
+        for data in self._channel.gather(msgspec.msgpack.encode(mine)):
+            for name, start, part in msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes]]):
+                whole[name][start : start + len(part)] = part
+        return {name: Tensor(kind.dtype, kind.shape, bytes(whole[name])) for name, kind in self.layout().items()}
 
-    @torch.no_grad()
-    def _restore(self, state: Mapping[str, Tensor]) -> None:
-        self._phase = PHASES[int(to_torch(state["phase"]))]
-        self._shards.restore(state, rank=self.rank)
-        if self._reference is not None:
-            for name, value in self._reference.module.named_parameters():
-                value.copy_(to_torch(state[f"reference/{name}"]))
+    def _set(self, order: Order, given: Mapping[str, Tensor] | None) -> None:
+        dtypes = dict(zip(order.names, order.dtypes, strict=True))
+
+        def source_of(name: str) -> Source:
+            whole = bytearray(self._channel.broadcast(None if given is None else bytes(given[name].data)))
+            if name == PHASE:
+                self._phase = PHASES[whole[0]]
+            return Source(lambda start, stop: memoryview(whole)[start:stop], dtypes[name])
+
+        self._shards.load(order.names, source_of)
+        self._shards.use()
+
+    def _snapshot(self, folder: str) -> RankSnapshot:
+        if self._writing is not None:
+            self._writing.join()
+        found = self._unwritten(self._beside, folder, copy=True)
+        if self.rank:
+            self._writing = threading.Thread(target=found.write, name="snapshot")
+            self._writing.start()
+        return found
+
+    def _unwritten(self, channel: Channel, folder: str, *, copy: bool) -> RankSnapshot:
+        return RankSnapshot(channel, self._store, folder, self.layout(), self._pieces(copy=copy))
+
+    def _take(self, names: Sequence[str], state: StoredState) -> None:
+        self._phase = PHASES[state.read(PHASE, 0, 1)[0]]
+        self._shards.load(names, lambda name: Source(partial(state.read, name), state.layout[name].dtype))
+
+    def _with_state(self, order: Order, given: StoredState | None, use: Callable[[StoredState], None]) -> None:
+        """Use a stored state on every rank; on rank 0 StoreError or ValueError naming the ranks that could not."""
+        told = ["", ""]
+        try:
+            if given is None:
+                assert self._store is not None
+                given = open_state(self._store, order.folder, order.index, order.sha256)
+            use(given)
+        except (StoreError, ValueError) as error:
+            told = [type(error).__name__, f"rank {self.rank}: {error}"]
+        found = [
+            msgspec.msgpack.decode(data, type=list[str])
+            for data in self._channel.everywhere(msgspec.msgpack.encode(told))
+        ]
+        if failed := [one for one in found if one[0]]:
+            kind = StoreError if any(one[0] != ValueError.__name__ for one in failed) else ValueError
+            raise kind("; ".join(text for _, text in failed))
+
+
+def _moved(one: Microbatch, logprob_N: np.ndarray) -> np.ndarray:
+    return np.where(one.ratio_N, np.abs(logprob_N - one.behaviour_N), 0.0)
 
 
 def _alone_unless_told(environment: MutableMapping[str, str]) -> None:

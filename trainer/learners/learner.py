@@ -5,17 +5,21 @@ Guarantees (one contract, every learner): a step whose loss or gradient is not f
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
+from infra.observe.failpoint import reach
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from infra.settings.plugin import load
+from infra.store.store import Store
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
+from trainer.state.pieces import Layout
+from trainer.state.stored import Index, StoredState, write_whole
 
 Phase = Literal["warmup", "train"]
 
@@ -53,10 +57,9 @@ class Learner(Protocol):
     ) -> StepStats:
         """Forward, backward and one optimizer step (m minibatch steps where a loss asks for them).
 
-        seed: of everything random in the step. max_grad_norm: before clipping; a larger one is as one that is not finite,
-        except where a learner knows it only afterwards and says so in `grad_norm`. ValueError for an empty batch, a lane
-        without an objective, or tokens without an importance ratio under a loss that forms one: nothing is changed then
-        either.
+        seed: of everything random in the step. max_grad_norm: before clipping; a larger one is as one that is not finite.
+        ValueError for an empty batch, a lane without an objective, or tokens without an importance ratio under a loss that
+        forms one: nothing is changed then either.
         """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -84,14 +87,79 @@ class Learner(Protocol):
         """Let go of what it holds, other ranks among it; nothing is called afterwards."""
 
 
+class Snapshot(Protocol):
+    """A learner's state as it was, in the memory of whoever computes with it; later steps do not reach it."""
+
+    def write(self) -> Index:
+        """Put it into the store, in a thread beside the learner's. Nothing names it before a manifest does. Blocking."""
+
+
 @runtime_checkable
-class Follower(Protocol):
-    """A learner of several processes. Rank 0 is called; the others follow it."""
+class Ranks(Protocol):
+    """A learner of several processes. Rank 0 is called; the others follow it. Each holds, saves and reads its own pieces."""
 
     rank: int
 
-    def follow(self) -> None:
-        """Do what rank 0 says until it closes. Blocks."""
+    def follow(self, store: Store) -> None:
+        """Do what rank 0 says until it closes. Blocks. store: where states lie, the same as rank 0's."""
+
+    def snapshot(self, store: Store, folder: str) -> Snapshot:
+        """Copy the state to host memory, each rank its own pieces. folder: where the snapshot will be written."""
+
+    def verify(self, state: StoredState) -> None:
+        """Read a stored state, each rank a share, and compare its hashes. ValueError names rank and object."""
+
+    def layout(self) -> Layout:
+        """Names, dtypes and shapes of the state as it is."""
+
+    def load(self, state: StoredState, *, without: Sequence[str] = ()) -> None:
+        """Continue from a stored state, each rank reading its own pieces. Raises as `restore` does. without: names that stay
+        as they are here.
+        """
+
+    def set(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a few tensors of a state that rank 0 has."""
+
+
+class WholeSnapshot(msgspec.Struct, frozen=True):
+    """Of a learner of one process."""
+
+    tensors: Mapping[str, Tensor]
+    store: Store
+    folder: str
+
+    def write(self) -> Index:
+        """See Snapshot."""
+        reach("checkpoint.before_state")
+        return write_whole(self.store, self.folder, self.tensors)
+
+
+def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
+    """The state of any learner, in host memory."""
+    if isinstance(learner, Ranks):
+        return learner.snapshot(store, folder)
+    return WholeSnapshot(learner.save(), store, folder)
+
+
+def take_from(learner: Learner) -> Callable[[StoredState], Mapping[str, Tensor]]:
+    """How a checkpoint's state is verified for this learner: read whole by one process, in shares by ranks."""
+    if not isinstance(learner, Ranks):
+        return dict
+    ranks = learner
+
+    def verified(state: StoredState) -> StoredState:
+        ranks.verify(state)
+        return state
+
+    return verified
+
+
+def put_back(learner: Learner, state: Mapping[str, Tensor]) -> None:
+    """`restore`, by ranks each reading its own pieces where the state lies in the store."""
+    if isinstance(learner, Ranks) and isinstance(state, StoredState):
+        learner.load(state)
+    else:
+        learner.restore(state)
 
 
 def open_learner(config: TrainerConfig, model: str) -> Learner:

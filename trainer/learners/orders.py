@@ -1,6 +1,14 @@
-"""How rank 0 tells the other ranks what to do: named orders with a batch or tensors, as bytes, never pickled."""
+"""What the ranks of a learner say to each other besides gradients: orders, rows, pieces; as bytes over gloo, never pickled.
 
-from collections.abc import Sequence
+Guarantees: no rank gets more than it asked for or computes with: rows and pieces go to their rank alone. Idle ranks hear a
+heartbeat, so that silence is no reason to end, however long it lasts; a rank that does not answer one is named, and the
+process ends, so that whoever keeps the ranks running starts all of them again.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -8,121 +16,212 @@ import numpy as np
 import torch
 import torch.distributed as distributed
 
+from infra.roles.deadline import exit_stuck
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.health.diagnostics import Observed
 from trainer.learners.learner import Phase
 
+logger = logging.getLogger(__name__)
+
+BEATS = 4  # in the time after which a silent rank is given up
 Encoded = tuple[str, tuple[int, ...], bytes]  # dtype, shape, data
 
 
-class WireBatch(msgspec.Struct, frozen=True):
-    """A PackedBatch as bytes."""
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective call. num_parts: minibatches of a step. folder, index, sha256: of a state in the store.
+    names, dtypes: of tensors that follow, or that are taken over.
 
-    microbatches: tuple[dict[str, Encoded], ...]
+    Example: Order(name="begin_phase", phase="train")
+    """
+
+    name: str
+    counts: "Counts | None" = None
+    num_parts: int = 1
+    learning_rate: float = 0.0
+    max_grad_norm: float = 0.0
+    seed: int = 0
+    phase: Phase = "train"
+    sequences: tuple[tuple[int, ...], ...] = ()
+    folder: str = ""
+    index: str = ""
+    sha256: str = ""
+    names: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Of a PackedBatch, all but its rows."""
+
     lane_tokens: dict[Lane, int]
     lane_sequences: dict[Lane, int]
     num_sequences: int
     version: int
     exact: bool
 
+    @classmethod
+    def of(cls, batch: PackedBatch) -> "Counts":
+        """Those of a batch."""
+        return cls(dict(batch.lane_tokens), dict(batch.lane_sequences), batch.num_sequences, batch.version, batch.exact)
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective call. state: tensors as safetensors bytes.
-
-    Example: Order(name="begin_phase", phase="train")
-    """
-
-    name: str
-    batch: WireBatch | None = None
-    learning_rate: float = 0.0
-    seed: int = 0
-    phase: Phase = "train"
-    sequences: tuple[tuple[int, ...], ...] = ()
-    state: bytes = b""
+    def batch(self) -> PackedBatch:
+        """A batch of these counts without rows."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return PackedBatch(microbatches=(), **fields)
 
 
-def encode_batch(batch: PackedBatch) -> WireBatch:
-    """A batch as it travels."""
-    return WireBatch(
-        tuple(_encode_arrays(one) for one in batch.microbatches),
-        dict(batch.lane_tokens),
-        dict(batch.lane_sequences),
-        batch.num_sequences,
-        batch.version,
-        batch.exact,
-    )
+class Channel:
+    """Bytes between the ranks. All calls are collective, in one order on all ranks; one thread at a time."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank: int = distributed.get_rank()
+        self.world: int = distributed.get_world_size()
+        self.timeout_s = timeout_s
+        self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """What rank 0 gives, on every rank."""
+        size = torch.tensor([len(data or b"")])
+        distributed.broadcast(size, 0, group=self._group)
+        buffer = _tensor(data) if data is not None else torch.empty(int(size), dtype=torch.uint8)
+        distributed.broadcast(buffer, 0, group=self._group)
+        return data if data is not None else _bytes(buffer)
+
+    def scatter(self, parts: Iterable[bytes] | None) -> bytes:
+        """To each rank its own of what rank 0 gives, one after the other."""
+        if self.rank:
+            return self._received(0)
+        mine = b""
+        for rank, part in enumerate(parts or ()):
+            if rank:
+                self._send(part, rank)
+            else:
+                mine = part
+        return mine
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank gives, in their order, on rank 0; nothing on the others."""
+        if self.rank:
+            self._send(data, 0)
+            return []
+        return [data, *(self._received(rank) for rank in range(1, self.world))]
+
+    def everywhere(self, data: bytes) -> list[bytes]:
+        """What every rank gives, on every rank."""
+        found = self.gather(data)
+        every: list[bytes] = msgspec.msgpack.decode(
+            self.broadcast(None if self.rank else msgspec.msgpack.encode(found))
+        )
+        return every
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """parts: one for each rank. What the ranks have for this one."""
+        sizes = torch.tensor([len(part) for part in parts])
+        theirs = torch.empty_like(sizes)
+        distributed.all_to_all_single(theirs, sizes, group=self._group)
+        found = torch.empty(int(theirs.sum()), dtype=torch.uint8)
+        distributed.all_to_all_single(
+            found, _tensor(b"".join(parts)), theirs.tolist(), sizes.tolist(), group=self._group
+        )
+        return [_bytes(part) for part in torch.split(found, theirs.tolist())]
+
+    def answer(self) -> None:
+        """All ranks are here. RuntimeError on rank 0 naming those that did not answer in time."""
+        limit = timedelta(seconds=self.timeout_s)
+        distributed.monitored_barrier(self._group, timeout=limit, wait_all_ranks=True)
+
+    def _send(self, data: bytes, rank: int) -> None:
+        distributed.send(torch.tensor([len(data)]), rank, group=self._group)
+        distributed.send(_tensor(data), rank, group=self._group)
+
+    def _received(self, rank: int) -> bytes:
+        size = torch.empty(1, dtype=torch.int64)
+        distributed.recv(size, rank, group=self._group)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        distributed.recv(buffer, rank, group=self._group)
+        return _bytes(buffer)
 
 
-def decode_batch(wire: WireBatch) -> PackedBatch:
-    """The batch again."""
-    return PackedBatch(
-        microbatches=tuple(Microbatch(**_decode_arrays(one)) for one in wire.microbatches),
-        lane_tokens=wire.lane_tokens,
-        lane_sequences=wire.lane_sequences,
-        num_sequences=wire.num_sequences,
-        version=wire.version,
-        exact=wire.exact,
-    )
+class Orders:
+    """The way of orders from rank 0 to the others. Rank 0 gives one at a time, and a heartbeat where it has given none."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._closed = threading.Event()
+        self.lock = threading.Lock()
+        if channel.world > 1 and not channel.rank:
+            threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True).start()
+
+    def give(self, order: Order) -> None:
+        """Rank 0, holding the lock: the others do this next."""
+        self._channel.broadcast(msgspec.msgpack.encode(order))
+
+    def next(self) -> Order:
+        """The others: what to do next. Heartbeats are answered here."""
+        while True:
+            order = msgspec.msgpack.decode(self._channel.broadcast(None), type=Order)
+            if order.name != "heartbeat":
+                return order
+            self._channel.answer()
+
+    def close(self) -> None:
+        """No more heartbeats."""
+        self._closed.set()
+
+    def _keep_alive(self) -> None:
+        while not self._closed.wait(self._channel.timeout_s / BEATS):
+            if not self.lock.acquire(blocking=False):
+                continue  # an order is being done
+            try:
+                if not self._closed.is_set():
+                    self.give(Order(name="heartbeat"))
+                    self._channel.answer()
+            except RuntimeError as error:
+                logger.error("ranks do not answer: %s", error)
+                exit_stuck("the answer of all ranks to a heartbeat", self._channel.timeout_s)
+            finally:
+                self.lock.release()
 
 
-def broadcast(order: Order | None, device: torch.device) -> Order:
-    """Rank 0 gives an order, the others (None) receive it. Collective."""
-    data = msgspec.msgpack.encode(order) if order is not None else b""
-    size = torch.tensor([len(data)], device=device)
-    distributed.broadcast(size, 0)
-    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    buffer = buffer.to(device)
-    distributed.broadcast(buffer, 0)
-    return order or msgspec.msgpack.decode(buffer.cpu().numpy().tobytes(), type=Order)
+def encode_observed(observed: Iterable[Observed]) -> bytes:
+    """What a rank observed, as bytes."""
+    return msgspec.msgpack.encode([encode_arrays(one) for one in observed])
 
 
-def gather_observed(observed: list[Observed], device: torch.device) -> list[Observed]:
-    """What every rank observed, in the order of ranks, on every rank. Collective."""
+def decode_observed(every: Iterable[bytes]) -> list[Observed]:
+    """What all ranks observed, in their order."""
     return [
-        Observed(**_decode_arrays(one))
-        for data in _gather(msgspec.msgpack.encode([_encode_arrays(one) for one in observed]), device)
+        Observed(**decode_arrays(one))
+        for data in every
         for one in msgspec.msgpack.decode(data, type=list[dict[str, Encoded]])
     ]
 
 
-def gather_arrays(
-    microbatches: Sequence[Microbatch], logprobs: Sequence[np.ndarray], device: torch.device
-) -> tuple[list[Microbatch], list[np.ndarray]]:
-    """The microbatches of every rank with an array for each, in the order of ranks, on every rank. Collective."""
-    mine = [_encode_arrays(one) | {"": _encoded(array)} for one, array in zip(microbatches, logprobs, strict=True)]
-    every: list[Microbatch] = []
-    arrays: list[np.ndarray] = []
-    for data in _gather(msgspec.msgpack.encode(mine), device):
-        for one in msgspec.msgpack.decode(data, type=list[dict[str, Encoded]]):
-            found = _decode_arrays(one)
-            arrays.append(found.pop(""))
-            every.append(Microbatch(**found))
-    return every, arrays
-
-
-def _gather(data: bytes, device: torch.device) -> list[bytes]:
-    """Bytes of every rank. Collective."""
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(sizes, torch.tensor([len(data)], device=device))
-    longest = max(int(size) for size in sizes)
-    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\x00")), dtype=torch.uint8).to(device)
-    buffers = [torch.empty_like(mine) for _ in sizes]
-    distributed.all_gather(buffers, mine)
-    return [buffer[: int(size)].cpu().numpy().tobytes() for size, buffer in zip(sizes, buffers, strict=True)]
-
-
-def _encode_arrays(one: msgspec.Struct) -> dict[str, Encoded]:
-    arrays: dict[str, Any] = msgspec.structs.asdict(one)
-    return {name: _encoded(array) for name, array in arrays.items()}
-
-
-def _encoded(array: np.ndarray) -> Encoded:
+def encode_array(array: np.ndarray) -> Encoded:
+    """An array as it travels."""
     return array.dtype.str, array.shape, array.tobytes()
 
 
-def _decode_arrays(encoded: dict[str, Encoded]) -> dict[str, Any]:
-    return {
-        name: np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-        for name, (dtype, shape, data) in encoded.items()
-    }
+def decode_array(encoded: Encoded) -> np.ndarray:
+    """The array again; writable."""
+    dtype, shape, data = encoded
+    return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def encode_arrays(one: Microbatch | Observed) -> dict[str, Encoded]:
+    """All arrays of a struct, by name."""
+    arrays: dict[str, Any] = msgspec.structs.asdict(one)
+    return {name: encode_array(array) for name, array in arrays.items()}
+
+
+def decode_arrays(encoded: dict[str, Encoded]) -> dict[str, Any]:
+    """The arrays again."""
+    return {name: decode_array(one) for name, one in encoded.items()}
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(buffer: torch.Tensor) -> bytes:
+    return buffer.numpy().tobytes()

@@ -1,29 +1,59 @@
-"""Whole tensors out of a DeepSpeed engine and back into it, whatever its ZeRO stage: weights, moments, step count.
+"""What each rank of a DeepSpeed engine holds of the state, whatever its ZeRO stage: weights, moments, a reference.
 
-Stage 0 keeps everything on every rank in a plain optimizer; stages 1 and 2 shard the optimizer, stage 3 the weights too.
-All functions are collective. `engine` and `deepspeed` come from the one module that may import the library.
+Stage 0 keeps everything on every rank in a plain optimizer; stages 1 and 2 shard the optimizer, stage 3 the weights too. A
+rank reads and writes its own flat ranges in place; nothing is gathered but what is published, one tensor at a time.
+`engine` and `deepspeed` come from the one module that may import the library.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as distributed
 
-from infra.policies.tensors import Tensor, from_torch, to_torch
+from trainer.state.pieces import Kind, Piece
+from trainer.state.stored import READ_BYTES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+NAMED = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Source(NamedTuple):
+    """Where the bytes of one tensor come from. read: bytes, from and to. dtype: a safetensors name."""
+
+    read: Callable[[int, int], memoryview]
+    dtype: str
+
+
+class Fragment(NamedTuple):
+    """What a rank holds of one tensor of the state. start: of its values in the flat tensor. values: flat, the engine's own."""
+
+    name: str
+    start: int
+    values: torch.Tensor
 
 
 class Shards:
-    """The weights and optimizer state of one engine, by the model's own names."""
+    """The state of one engine, by the model's own names. reference: whole on every rank, saved in equal shares."""
 
     def __init__(
-        self, deepspeed: Any, engine: Any, named: Sequence[tuple[str, torch.nn.Parameter]], *, stage: int
+        self,
+        deepspeed: Any,
+        engine: Any,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        reference: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        stage: int,
     ) -> None:
         self._deepspeed = deepspeed
         self._engine = engine
         self._named = list(named)
+        self._reference = list(reference)
         self._stage = stage
+        self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
         self._num_steps = 0
         self._create_moments()
 
@@ -31,68 +61,154 @@ class Shards:
         """One more optimizer step was taken."""
         self._num_steps += 1
 
+    @torch.no_grad()
     def forget(self) -> None:
         """An optimizer as new."""
-        self._set_moments({})
+        for _, value in self._named:
+            for key in MOMENTS:
+                for fragment in self._held("", value, key):
+                    fragment.values.zero_()
         self._set_num_steps(0)
 
-    def expected(self, *, with_moments: bool) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a saved state."""
-        found: dict[str, tuple[int, ...]] = {}
+    def layout(self, *, with_moments: bool | None = None) -> dict[str, Kind]:
+        """Names and kinds of a saved state. with_moments: None for what the state of now has."""
+        found: dict[str, Kind] = {}
+        moments = self._num_steps > 0 if with_moments is None else with_moments
         for name, value in self._named:
-            found[f"model/{name}"] = _shape(value)
-            if with_moments:
-                found |= {f"adam/{key}/{name}": _shape(value) for key in MOMENTS} | {f"adam/step/{name}": ()}
+            found[f"model/{name}"] = Kind("F32", _shape(value))
+            if moments:
+                found |= {f"adam/{key}/{name}": Kind("F32", _shape(value)) for key in MOMENTS}
+                found[f"adam/step/{name}"] = Kind("F32", ())
+        return found | {
+            f"reference/{name}": Kind(DTYPES[value.dtype], tuple(value.shape)) for name, value in self._reference
+        }
+
+    def pieces(self, *, copy: bool = True) -> list[Piece]:
+        """A copy of this rank's part of the state in host memory: together the parts of all ranks are the state. copy: False
+        gives what lies in host memory itself.
+        """
+        found = []
+        for one in self._fragments(moments=self._num_steps > 0):
+            values: Any = one.values.detach().to("cpu", copy=copy).view(torch.uint8).numpy()
+            found.append(Piece(one.name, one.start * one.values.element_size(), memoryview(values)))
+        if self._num_steps and not self._rank:
+            step = torch.tensor(float(self._num_steps)).numpy().tobytes()
+            found += [Piece(f"adam/step/{name}", 0, step) for name, _ in self._named]
         return found
 
-    def save(self) -> dict[str, Tensor]:
-        """Float32 weights and, once a step was taken, moments: whole."""
-        state = {}
-        for name, value in self._named:
-            state[f"model/{name}"] = from_torch(self._weight(value))
-            if self._num_steps:
-                for key in MOMENTS:
-                    state[f"adam/{key}/{name}"] = from_torch(self._moment(value, key))
-                state[f"adam/step/{name}"] = from_torch(torch.tensor(float(self._num_steps)))
-        return state
+    @torch.no_grad()
+    def keep(self) -> Callable[[], None]:
+        """A copy of what this rank holds; returns what puts it back, on all ranks together."""
+        held = [*self._fragments(moments=True, whole=True)]
+        copies, num_steps = [one.values.clone() for one in held], self._num_steps
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for one, copy in zip(held, copies, strict=True):
+                one.values.copy_(copy)
+            self._set_num_steps(num_steps)
+            self.use()
+
+        return put_back
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, Tensor], *, rank: int) -> None:
-        """Continue from `save`."""
-        for name, value in self._named:
-            weight = to_torch(state[f"model/{name}"]).to(value.device)
-            if self._stage:
-                self._deepspeed.utils.safe_set_full_fp32_param(value, weight)
-            with self._deepspeed.zero.GatheredParameters([value], modifier_rank=0, enabled=self._stage == 3):
-                if rank == 0 or self._stage < 3:
-                    value.copy_(weight)
-        self._set_moments(state)
-        step = state.get(f"adam/step/{self._named[0][0]}")
-        self._set_num_steps(0 if step is None else int(to_torch(step)))
+    def load(self, names: Sequence[str], source_of: Callable[[str], Source]) -> None:
+        """Take over these tensors of a state, before `use`. source_of: one tensor; it is asked for in order."""
+        held: dict[str, list[Fragment]] = {}
+        for one in self._fragments(moments=True, whole=True):
+            held.setdefault(one.name, []).append(one)
+        step = 0.0
+        for name in names:
+            source = source_of(name)
+            if name.startswith("adam/step/") and not step:
+                step = float(torch.frombuffer(source.read(0, 4), dtype=torch.float32))
+            for one in held.get(name, ()):
+                _fill(one, source)
+        if any(name.startswith("model/") for name in names):
+            self._set_num_steps(int(step))
+            if not step:
+                self.forget()
 
-    def gathered(self) -> Any:
-        """A context in which every weight is whole."""
-        parameters = [value for _, value in self._named]
-        return self._deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3)
+    def gathered(self, value: torch.nn.Parameter) -> AbstractContextManager[Any]:
+        """A context in which a weight is whole."""
+        found: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters([value], enabled=self._stage == 3)
+        return found
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Of stage 0, whose gradients are whole on every rank after the last backward of a step."""
-        norms = [value.grad.float().norm() for _, value in self._named if value.grad is not None]
-        return float(torch.stack(norms).norm())
-
-    def _weight(self, value: torch.nn.Parameter) -> torch.Tensor:
+        """Over all ranks, after the last backward of a step and before `engine.step`; not finite where the gradient is not."""
+        zero = self._engine.optimizer
         if not self._stage:
-            return value.detach().float()
-        whole: torch.Tensor = self._deepspeed.utils.safe_get_full_fp32_param(value)
-        return whole
+            norms = [value.grad.float().norm() for _, value in self._named if value.grad is not None]
+            return float(torch.stack(norms).norm())
+        if self._stage < 3:
+            zero._wait_for_offload_copies()
+            found = [float(zero.scaled_global_norm())]
+        else:
+            found = [float(one) for one in zero._get_norm_groups()]
+        return math.hypot(*found) if min(found) >= 0 else math.nan  # -1 stands for one that is not finite
 
-    def _moment(self, value: torch.nn.Parameter, key: str) -> torch.Tensor:
+    @torch.no_grad()
+    def spoil_gradient(self) -> None:
+        """Make the gradient not finite, which `engine.step` then refuses and clears. Of stages 1 to 3."""
+        zero = self._engine.optimizer
+        norms = getattr(zero, "norm_for_param_grads", {})
+        for key in norms:
+            norms[key] = torch.tensor(math.nan)
+        if norms and self._stage < 3:
+            zero.update_offload_overflow_tracker(torch.tensor(math.nan))
+        for gradients in zero.averaged_gradients.values():
+            for gradient in gradients or ():
+                gradient.fill_(math.nan)
+
+    def _fragments(self, *, moments: bool, whole: bool = False) -> Iterator[Fragment]:
+        """What this rank holds. whole: also what other ranks hold as well, and save."""
+        for name, value in self._named:
+            for fragment in self._held(f"model/{name}", value, None):
+                yield from self._shared(fragment, whole=whole or self._stage > 0)
+            for key in MOMENTS if moments else ():
+                for fragment in self._held(f"adam/{key}/{name}", value, key):
+                    yield from self._shared(fragment, whole=whole or self._stage > 0)
+        for name, value in self._reference:
+            yield from self._shared(Fragment(f"reference/{name}", 0, value.data.view(-1)), whole=whole)
+
+    def _shared(self, one: Fragment, *, whole: bool) -> Iterator[Fragment]:
+        """The fragment, or this rank's share of it; nothing where that is empty."""
+        first, last = (0, len(one.values)) if whole else (len(one.values) * at // self._world for at in self._place)
+        if first < last:
+            yield Fragment(one.name, one.start + first, one.values[first:last])
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self._rank, self._rank + 1
+
+    def _held(self, name: str, value: Any, key: str | None) -> Iterator[Fragment]:
+        """What this rank has of a weight (key None) or of a moment, in float32."""
+        zero = self._engine.optimizer
         if not self._stage:
-            held: torch.Tensor = self._engine.optimizer.state[value][key]
-            return held
-        whole: torch.Tensor = self._deepspeed.utils.safe_get_full_optimizer_state(value, key)
-        return whole
+            whole = value.data if key is None else zero.state[value][key]
+            yield Fragment(name, 0, whole.view(-1))
+        elif self._stage < 3:
+            if value._hp_mapping is not None:
+                start = value._hp_mapping.lp_fragment_address.start
+                yield Fragment(name, start, value._hp_mapping.get_hp_fragment(key))
+        else:
+            part, _ = zero._get_fp32_opt_state_partition(value, release_swap_buffers=True, optim_state_key=key)
+            start = len(part) * self._rank
+            if length := max(0, min(len(part), value.ds_numel - start)):  # the rest is padding
+                yield Fragment(name, start, part[:length])
+
+    def use(self) -> None:
+        """Compute with the float32 weights as they are now. Collective."""
+        zero = self._engine.optimizer
+        if self._stage == 3:
+            zero._partition_all_parameters()
+            for group in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        elif self._stage:
+            zero.update_lp_params()
 
     def _create_moments(self) -> None:
         """An optimizer makes them at its first step, but a restore must find them."""
@@ -109,24 +225,22 @@ class Shards:
         if self._stage < 3:
             zero._lazy_init_hp_params_optimizer_state()
 
-    @torch.no_grad()
-    def _set_moments(self, state: Mapping[str, Tensor]) -> None:
-        """Moments from a state; zero where it has none."""
-        for name, value in self._named:
-            for key in MOMENTS:
-                saved = state.get(f"adam/{key}/{name}")
-                moment = (torch.zeros(_shape(value)) if saved is None else to_torch(saved)).to(value.device)
-                if self._stage:
-                    self._deepspeed.utils.safe_set_full_optimizer_state(value, moment, key)
-                else:
-                    self._engine.optimizer.state[value][key].copy_(moment)
-
     def _set_num_steps(self, num_steps: int) -> None:
         self._num_steps = num_steps
         optimizer = self._engine.optimizer
         for state in (optimizer.optimizer if self._stage else optimizer).state.values():
             if "step" in state:
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), num_steps)
+
+
+def _fill(one: Fragment, source: Source) -> None:
+    """Copy a fragment's bytes in place, a block at a time."""
+    dtype = NAMED[source.dtype]
+    block = READ_BYTES // dtype.itemsize
+    for at in range(0, len(one.values), block):
+        into = one.values[at : at + block]
+        first = (one.start + at) * dtype.itemsize
+        into.copy_(torch.frombuffer(source.read(first, first + len(into) * dtype.itemsize), dtype=dtype))
 
 
 def _shape(value: Any) -> tuple[int, ...]:

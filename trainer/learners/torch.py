@@ -44,7 +44,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TorchLearner:
-    """See `trainer.learner.Learner`. model: a folder. device: "auto" takes a GPU where there is one."""
+    """See `trainer.learners.learner.Learner`. model: a folder. device: "auto" takes a GPU where there is one."""
 
     def __init__(self, model: str, config: TrainerConfig, *, device: str = "auto") -> None:
         if device == "auto":

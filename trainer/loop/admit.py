@@ -1,7 +1,7 @@
 """Admission by divergence: a lane without a version limit takes what the policy could still have said, however old.
 
 Guarantee: a group of a lane with a `bound` is trained only if mean |log w| over its sampled tokens, under the policy as it
-is at the draw, lies within it; one that does not is dropped with a reason, told and counted, never trained.
+is at the draw, lies within it; one that does not is dropped with a reason, reported and counted, never trained.
 """
 
 import msgspec

@@ -18,7 +18,9 @@ from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError, PolicyRefused
 from trainer.journal.checkpoint import Checkpoint, Position, part_of, parts_of
+from trainer.learners.learner import Ranks, put_back
 from trainer.loop.state import Learning
+from trainer.state.stored import StoredState
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +37,20 @@ async def restore_learner(run: Learning, state: Checkpoint, first: First | None 
     """
     step = state.position.step
     try:
-        await run.in_thread(run.learner.restore, state.learner)
+        await run.in_thread(put_back, run.learner, state.learner)
         return
     except ValueError:
         logger.info("checkpoint of step=%d is of other lanes or of another model", step)
-    now = await run.in_thread(run.learner.save)
+    learner = run.learner
+    now = learner.layout() if isinstance(learner, Ranks) else await run.in_thread(learner.save)
     lacking, left_out = parts_of(now) - parts_of(state.learner), parts_of(state.learner) - parts_of(now)
     weights = await first(state.position) if first is not None and REFERENCE in lacking else None
     try:
-        await run.in_thread(run.learner.restore, fitted(state.learner, now, weights))
+        if isinstance(learner, Ranks) and isinstance(state.learner, StoredState):
+            await run.in_thread(fit_ranks, learner, state.learner, weights)
+        else:
+            whole = await run.in_thread(learner.save)
+            await run.in_thread(learner.restore, fitted(state.learner, whole, weights))
     except ValueError as error:
         raise ConfigError(
             f"checkpoint of step {step} does not fit the configured model: {error}; expected the policy.model it was made "
@@ -54,6 +61,16 @@ async def restore_learner(run: Learning, state: Checkpoint, first: First | None 
         logger.warning("checkpoint of step=%d has no %s, a lane wants one: it begins as %s", step, part, where)
     for part in sorted(left_out):
         logger.warning("checkpoint of step=%d has a %s that no lane wants any more: left out", step, part)
+
+
+def fit_ranks(ranks: Ranks, state: StoredState, reference: Mapping[str, Tensor] | None) -> None:
+    """`fitted` for a learner of several ranks: each reads its own pieces, what the state lacks stays as it is there."""
+    layout = ranks.layout()
+    wanted, held = parts_of(layout), parts_of(state)
+    lacking = [name for name in layout if part_of(name) in wanted - held]
+    ranks.load(state.only([name for name in state if part_of(name) in wanted | {""}]), without=lacking)
+    named = {f"{REFERENCE}/{name}": tensor for name, tensor in (reference or {}).items()}
+    ranks.set({name: tensor for name, tensor in named.items() if name in lacking})
 
 
 def fitted(

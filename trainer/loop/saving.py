@@ -1,11 +1,12 @@
-"""Writing a checkpoint: told in the journal, stored, then what the horizon no longer needs is removed.
+"""Writing a checkpoint: a snapshot, stored, told in the journal, then what the horizon no longer needs is removed.
 
-Order: Saved record (it counts) → state → manifest → older checkpoints → `buffer` below all that stay → uses and policies of
-before the horizon. So a manifest belongs to a record that counts, and nothing is removed that a checkpoint on disk could
-ask for.
+Order: snapshot (in host memory; the next step may begin) → state → Saved record (it counts) → manifest → older checkpoints →
+`buffer` below all that stay → uses and policies of before the horizon. So a manifest belongs to a record that counts, and
+nothing is removed that a checkpoint on disk could ask for.
 """
 
 import logging
+import time
 
 import msgspec
 
@@ -13,59 +14,90 @@ from infra.log.bus import Partition
 from infra.settings.config import duration_s
 from schemas import Saved, topics
 from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint, CheckpointPlace
 from trainer.journal.horizon import CheckpointTime, kept, trim_below, uses_below
 from trainer.journal.origin import made_with
+from trainer.learners.learner import Snapshot, take_snapshot
 from trainer.loop.report import Stopwatch
 from trainer.loop.state import Run
+from trainer.state.stored import index_hash
 
 logger = logging.getLogger(__name__)
 
 
+class Unwritten(msgspec.Struct, frozen=True):
+    """A checkpoint in memory. checkpoint: all of it but the learner's state. made_with: as in Saved."""
+
+    checkpoint: Checkpoint
+    snapshot: Snapshot
+    made_with: dict[str, str]
+    began_s: float
+
+
 async def write_checkpoint(run: Run, version: int) -> None:
-    """Write a checkpoint of now. version: of these weights; a resume publishes it if nobody did."""
+    """Write a checkpoint of now and wait for it. version: of these weights; a resume publishes it if nobody did."""
+    await run.written()
+    await store(run, await snapshot(run, version))
+
+
+async def snapshot(run: Run, version: int) -> Unwritten:
+    """A checkpoint of now; no later step reaches it."""
     intake = run.intake
     run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next)
     uses, references = intake.buffer.uses.copy(), tuple(intake.buffer.references())
-    with Stopwatch(run.report, "checkpoint_seconds"):
-        learner = await run.in_thread(run.learner.save)
-        saved = Saved(
-            run=run.name,
-            token=run.lease.token,
-            step=run.position.step,
-            version=version,
-            sha256=await run.in_thread(checkpoint.state_sha256, learner),
-            phase="train" if run.position.warmed_up else "warmup",
-            made_with=await run.in_thread(made_with, run.config, run.floor, run.learner),
-        )
-        time_ms = await run.journal(saved)
-        position = msgspec.structs.replace(run.position, version=version)
-        if run.unread is not None:
-            journal_next, journal_token = run.unread.journal_next, run.unread.journal_token
-            position = msgspec.structs.replace(position, journal_next=journal_next, journal_token=journal_token)
-        state = checkpoint.Checkpoint(position=position, learner=learner, uses=uses, references=references)
-        await run.in_thread(
-            checkpoint.save,
-            run.store,
-            run.name,
-            state,
-            token=saved.token,
-            learner_sha256=saved.sha256,
-            made_with=saved.made_with,
-            time_ms=time_ms,
-        )
-        run.saved_step = position.step
-        await tidy(run)
+    position = msgspec.structs.replace(run.position, version=version)
+    if run.unread is not None:
+        journal_next, journal_token = run.unread.journal_next, run.unread.journal_token
+        position = msgspec.structs.replace(position, journal_next=journal_next, journal_token=journal_token)
+    began_s = time.monotonic()
+    with Stopwatch(run.report, "snapshot_seconds"):
+        folder = checkpoint.folder(run.name, CheckpointPlace(position.step, run.lease.token))
+        taken = await run.in_thread(take_snapshot, run.learner, run.store, folder)
+    state = checkpoint.Checkpoint(position=position, learner={}, uses=uses, references=references)
+    return Unwritten(state, taken, await run.in_thread(made_with, run.config, run.floor, run.learner), began_s)
+
+
+async def store(run: Run, unwritten: Unwritten) -> None:
+    """Write a snapshot, manifest last."""
+    state = unwritten.checkpoint
+    index = await run.in_writer(unwritten.snapshot.write)
+    saved = Saved(
+        run=run.name,
+        token=run.lease.token,
+        step=state.position.step,
+        version=state.position.version,
+        sha256=index_hash(index),
+        phase="train" if state.position.warmed_up else "warmup",
+        made_with=unwritten.made_with,
+    )
+    time_ms = await run.journal(saved)
+    await run.in_writer(
+        checkpoint.save,
+        run.store,
+        run.name,
+        state,
+        index=index,
+        token=saved.token,
+        made_with=saved.made_with,
+        time_ms=time_ms,
+    )
+    run.saved_step = state.position.step
+    await tidy(run)
+    run.report.add("checkpoint_seconds", time.monotonic() - unwritten.began_s)
     run.report.add("checkpoints")
 
 
 async def tidy(run: Run) -> None:
     """Remove checkpoints, buffered blocks and policies that neither resume nor replay needs any more."""
     keep_ms = int(duration_s(run.floor.keep.replay) * 1000)
-    manifests = await run.in_thread(checkpoint.manifests, run.store, run.name)
+    manifests = await run.in_writer(checkpoint.manifests, run.store, run.name)
     marks = [CheckpointTime(one.place, one.time_ms) for one in manifests]
     stay = kept(marks, newest=run.config.keep_checkpoints, keep_ms=keep_ms)
     doomed = [one.place for one in manifests if one.place not in stay]
-    await run.in_thread(checkpoint.remove, run.store, run.name, doomed)
+    await run.in_writer(checkpoint.remove, run.store, run.name, doomed)
+    newest = CheckpointPlace(run.saved_step, run.lease.token)
+    if torn := await run.in_writer(checkpoint.remove_unfinished, run.store, run.name, newest):
+        logger.info("unfinished checkpoints removed folders=%d", torn)
     below = trim_below(manifests, stay)
     if below > run.trimmed:
         await run.log.bus.delete_records(Partition(run.log.name(topics.BUFFER), 0), below)
@@ -76,4 +108,4 @@ async def tidy(run: Run) -> None:
     run.report.set("uses_remembered", len(run.intake.buffer.uses))
     # Executing journaled steps again compares what they give with what was published.
     oldest = min(one.position.version for one in manifests[-run.config.keep_checkpoints :])
-    await run.in_thread(run.publisher.prune, keep_ms, oldest)
+    await run.in_writer(run.publisher.prune, keep_ms, oldest)

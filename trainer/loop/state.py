@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(kw_only=True)
 class Learning:
-    """A learner and where it stands: all that executing a journaled step takes, and nothing that could write.
+    """A learner and its position: all that executing a journaled step takes, and nothing that could write.
 
     position: after what was executed last.
     """
@@ -75,7 +75,8 @@ class Unread(msgspec.Struct, frozen=True):
 class Run(Learning):
     """One trainer. position changes only after what it says is confirmed. saved_step: of the newest own checkpoint;
     trimmed: offset of `buffer` below which this process has removed everything. published_probe: of the version this
-    process published last. chain: what a drawn batch passes.
+    process published last. chain: what a drawn batch passes. tasks: where a checkpoint is stored beside the next steps;
+    without it steps wait.
     """
 
     log: Log
@@ -94,6 +95,9 @@ class Run(Learning):
     unread: Unread | None = None
     trimmed: int = 0
     published_s: float = -math.inf  # by the clock of the intake
+    tasks: asyncio.TaskGroup | None = None
+    writing: asyncio.Task[None] | None = None
+    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
 
     def __post_init__(self) -> None:
         self.objectives = open_objectives(self.config.lanes)
@@ -102,6 +106,25 @@ class Run(Learning):
     def name(self) -> str:
         """The run's name: one lineage of policies."""
         return self.lease.run
+
+    async def beside(self, work: Coroutine[None, None, None]) -> None:
+        """Store a checkpoint beside the next steps, one at a time; where there is no task group, now."""
+        await self.written()
+        if self.tasks is None:
+            await work
+        else:
+            self.writing = self.tasks.create_task(work)
+
+    async def written(self) -> None:
+        """Wait for the checkpoint that is being stored, and for the version that follows it; a failure ends the task group."""
+        if self.writing is not None:
+            await asyncio.wait([self.writing])
+
+    async def in_writer(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Run a blocking call of the store beside the learner."""
+        return await asyncio.get_running_loop().run_in_executor(self.writer, lambda: function(*args, **kwargs))
 
     def settle(self, sequences: list[int]) -> None:
         """Groups of these issue numbers are being trained: what was issued before them is waited for no longer."""

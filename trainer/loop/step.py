@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from infra.observe.failpoint import reach
+from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
 from trainer.batch.assemble import Stamp, assemble, step_seed
@@ -32,11 +33,11 @@ from trainer.health.guard import (
 )
 from trainer.journal import checkpoint
 from trainer.journal.origin import config_hash
-from trainer.learners.learner import StepStats
+from trainer.learners.learner import StepStats, take_from
 from trainer.loop.fit import restore_learner
 from trainer.loop.publication import PROBE_TOKENS, probe_sequences
 from trainer.loop.report import Stopwatch
-from trainer.loop.saving import write_checkpoint
+from trainer.loop.saving import snapshot, store, write_checkpoint
 from trainer.loop.state import Learning, Run
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,12 @@ async def journal_draw(run: Run, draw: Draw, *, phase: Literal["warmup", "train"
 
 
 async def tell_drawn(run: Run, batch: Batch) -> None:
-    """Tell the master which groups a journaled batch ends; told again after a restart, it counts once."""
+    """Report to the master which groups a journaled batch ends; again after a restart, it counts once."""
     used = (*batch.items, *batch.dropped)
     groups = tuple(dict.fromkeys(ids.group_of(item.id) for item in used if item.lane == "usual"))
     if groups:
-        told = Drawn(token=run.lease.token, step=batch.step, version=batch.version, groups=groups)
-        await run.log.publish(topics.PROGRESS, told)
+        drawn = Drawn(token=run.lease.token, step=batch.step, version=batch.version, groups=groups)
+        await run.log.publish(topics.PROGRESS, drawn)
 
 
 async def execute(
@@ -97,7 +98,7 @@ async def execute(
         return StepStats(finite=True, loss=math.nan, grad_norm=math.nan, values={})
     steps_done = batch.step - run.position.first_train_step
     given = await with_pictures(run, items)
-    packed, learning_rate = step_inputs(run.config, run.floor.pacing, batch, given, steps_done)
+    packed, learning_rate = await run.in_thread(step_inputs, run.config, run.floor.pacing, batch, given, steps_done)
     with Stopwatch(run.report, "learner_seconds") as watch:
         reach("learner.before_step")
         stats = await run.in_thread(
@@ -144,6 +145,7 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
         run.report.add("steps_skipped")
         await run.journal(Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason))
     if batch.phase == "train" and run.publication_due():
+        await run.written()  # the version before is out, and its probe is what this one is compared with
         tensors = await run.in_thread(run.learner.tensors)
         if reason := await fault(run, tensors):
             await roll_back(run, batch, reason, newest=batch.step)
@@ -179,35 +181,62 @@ async def fault(run: Run, tensors: Mapping[str, Tensor]) -> str:
 
 
 async def write_and_publish_due(run: Run, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach.
+    """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach; both
+    are stored beside the next steps.
 
     tensors: see `publish_now`.
     """
     if not run.publication_due():
         return
+    await run.written()  # so that versions come out in order
     version = run.position.version + 1
-    if run.checkpoint_due():
-        await write_checkpoint(run, version)
-    await publish_now(run, version, tensors)
+    if not run.checkpoint_due():
+        await publish_now(run, version, tensors)
+        return
+    unwritten, unpublished = await snapshot(run, version), await ready(run, version, tensors)
+    run.advance(version=version)
+
+    async def write_and_publish() -> None:
+        await store(run, unwritten)
+        await publish(run, unpublished)
+
+    await run.beside(write_and_publish())
+
+
+class Unpublished(msgspec.Struct, frozen=True):
+    """A version in memory: the weights after `step`, and what they say of a few sequences."""
+
+    version: int
+    parent: int
+    step: int
+    tensors: Mapping[str, Tensor]
+    probe: Probe | None
+    stats: Mapping[str, float]
 
 
 async def publish_now(run: Run, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Publish the learner's weights as `version` (or the next free number). tensors: a copy of them, where one is made."""
+    await publish(run, await ready(run, version, tensors))
+
+
+async def ready(run: Run, version: int, tensors: Mapping[str, Tensor] | None) -> Unpublished:
+    """The learner's weights as a version; no later step reaches it."""
+    if tensors is None:
+        tensors = await run.in_thread(run.learner.tensors)
+    probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
+    parent = run.position.version if version else -1
+    return Unpublished(version, parent, run.position.step, tensors, probe, dict(run.report.worth_showing))
+
+
+async def publish(run: Run, one: Unpublished) -> None:
+    """Publish a version (or under the next free number)."""
     with Stopwatch(run.report, "publish_seconds"):
-        if tensors is None:
-            tensors = await run.in_thread(run.learner.tensors)
-        probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
         got = await run.publisher.publish(
-            version,
-            tensors,
-            probe,
-            parent=run.position.version if version else -1,
-            step=run.position.step,
-            stats=run.report.worth_showing,
+            one.version, one.tensors, one.probe, parent=one.parent, step=one.step, stats=one.stats
         )
     run.advance(version=got)
     run.published_s = run.intake.clock()
-    run.published_probe = probe
+    run.published_probe = one.probe
     run.report.add("policy_versions")
 
 
@@ -215,10 +244,11 @@ async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None
     """Restore the weights of the newest checkpoint before step `newest` (of any, where there is none) as a new, higher
     version; the batches since it are quarantined.
     """
-    state = await run.in_thread(
-        checkpoint.load_newest, run.store, run.name, before=checkpoint.CheckpointPlace(newest, 0)
-    )
-    state = state or await run.in_thread(checkpoint.load_newest, run.store, run.name)
+    await run.written()
+    load, take = checkpoint.load_newest, take_from(run.learner)
+    before = checkpoint.CheckpointPlace(newest, 0)
+    state = await run.in_thread(load, run.store, run.name, before=before, take=take)
+    state = state or await run.in_thread(load, run.store, run.name, take=take)
     if state is None:
         raise RuntimeError(f"step {batch.step}: {reason}, and there is no checkpoint to go back to")
     logger.error("rolling back from step=%d to step=%d reason=%s", batch.step, state.position.step, reason)

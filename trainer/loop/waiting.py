@@ -1,6 +1,6 @@
 """Waiting for a draw: the loop sleeps until the buffer changes, or until a straggler's time is up.
 
-Guarantee: groups dropped at the draw are told to the master at once, so that what will never be trained holds nobody up.
+Guarantee: groups dropped at the draw are reported to the master at once, so that it does not wait for them.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of 
 
 
 async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
-    """What the next step trains on; None when asked to stop, or to forget somebody first."""
+    """What the next step trains on; None when asked to stop, or to forget a user first."""
     with Stopwatch(run.report, "idle_seconds"):
         while not stop.is_set() and not must_forget(run):
             if run.intake.paused:
@@ -69,7 +69,7 @@ async def while_paused(run: Run, stop: asyncio.Event) -> None:
 
 
 def decide(run: Run, *, now_s: float) -> Draw:
-    """The draw as the buffer stands: the paced lane decides, the others follow in proportion."""
+    """The draw from the buffer as it is now: the paced lane decides, the others follow in proportion."""
     lanes = run.config.lanes
     taken: list[Candidate] = []
     dropped: list[tuple[Candidate, str]] = []
@@ -205,7 +205,7 @@ def is_rest(intake: Intake, num_groups: int, now_s: float) -> bool:
 
 
 def must_forget(run: Run) -> bool:
-    """Whether what is held of somebody is to be let go now; during the warm-up it waits for its end."""
+    """Whether the data of a forgotten user is to be dropped now; during the warm-up it waits for its end."""
     return run.position.warmed_up and run.intake.must_forget
 
 
@@ -218,6 +218,7 @@ async def let_go(run: Run) -> None:
     logger.info("forgetting groups=%d", len(lost))
     if lost:
         await drop(run, Draw(dropped=tuple(lost)))
+    await run.written()
     if run.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)
 
@@ -240,11 +241,11 @@ async def drop(run: Run, draw: Draw) -> None:
 
 async def tell_dropped(run: Run, dropped: dict[str, str]) -> None:
     """Tell the master and the audit which groups will never be trained, and why."""
-    told = Drawn(
+    drawn = Drawn(
         token=run.lease.token,
         step=run.position.step + 1,
         version=run.position.version,
         groups=(),
         dropped=dropped,
     )
-    await run.log.publish(topics.PROGRESS, told)
+    await run.log.publish(topics.PROGRESS, drawn)

@@ -4,7 +4,7 @@
     batches ──> what was journaled since ─> executed again, published where the event is missing
 
 Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are. What was forgotten
-between a step and the next checkpoint is excepted: it is left out, told and counted.
+between a step and the next checkpoint is excepted: it is left out, reported and counted.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from trainer.buffer.intake import Intake
 from trainer.config import TrainerConfig
 from trainer.journal import checkpoint
 from trainer.journal.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
-from trainer.learners.learner import Learner
+from trainer.learners.learner import Learner, take_from
 from trainer.loop.fit import first_weights, restore_learner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
@@ -55,7 +55,7 @@ async def resume(
     found = published([(offset, event) for offset, _, event in events], floor.policy.name)
     times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
     publisher = WeightPublisher(log, store, lease, floor.policy.name, found, times_ms)
-    state, journal = await find_start(log, store, lease)
+    state, journal = await find_start(log, store, lease, take_from(learner))
     position = state.position if state else checkpoint.Position()
     uses = state.uses if state else None
     buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses, log.find_seal, max_tokens)
@@ -94,10 +94,15 @@ async def resume(
     return run
 
 
-async def find_start(log: Log, store: Store, lease: Lease) -> tuple[checkpoint.Checkpoint | None, Journal]:
-    """The newest checkpoint that verifies and was not rolled back later, and the journal after it."""
+async def find_start(
+    log: Log, store: Store, lease: Lease, take: checkpoint.Take = dict
+) -> tuple[checkpoint.Checkpoint | None, Journal]:
+    """The newest checkpoint that verifies and was not rolled back later, and the journal after it. take: see
+    `checkpoint.load`.
+    """
     before: checkpoint.CheckpointPlace | None = None
-    while (state := checkpoint.load_newest(store, lease.run, before=before)) is not None:
+    load = checkpoint.load_newest
+    while (state := await asyncio.to_thread(load, store, lease.run, before=before, take=take)) is not None:
         position = state.position
         journal = await read_journal(log, lease, start=position.journal_next, token=position.journal_token)
         if not is_quarantined(journal.entries, position.step):
@@ -136,7 +141,7 @@ async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
 
 
 async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
-    """The items of a journaled batch; its groups are used, whatever became of its step, and the master is told again."""
+    """The items of a journaled batch; its groups are used, whatever became of its step, and the master gets its report."""
     used = (*one.batch.items, *one.batch.dropped)
     found = await read_blocks(run.log, {item.offset for item in used})
     await tell_drawn(run, one.batch)

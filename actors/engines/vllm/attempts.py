@@ -29,7 +29,7 @@ class Attempts:
         """There will be no verdict: whoever waits for it gets the error."""
         verdict = self._undecided[label]  # stays, so that later waiters get it too
         verdict.set_exception(error)
-        verdict.exception()  # nobody need be waiting
+        verdict.exception()  # perhaps no caller waits any more
 
     def is_proved(self, label: str) -> bool:
         """Whether tokens of this attempt may leave now."""

@@ -12,10 +12,8 @@ The tensors go through this host's memory, so the workers must run on it.
 
 import asyncio
 import gc
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +26,20 @@ from actors.engines.checks import (
     check_tensors,
 )
 from actors.engines.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
-from actors.engines.grammar import MAX_COMPILED, folder_vocabulary
 from actors.engines.judge import SchemaCompiler
+from actors.engines.once_per_schema import OncePerSchema
 from actors.engines.request_images import RequestImages
+from actors.engines.token_spellings import TokenSpellings, folder_vocabulary
 from actors.engines.vllm.attempts import Attempts
+from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment, exchange_folder
+from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment
 from actors.engines.vllm.streaming import stream, whole
 from infra.model.model import folder_tensors, load_model, model_tensors
 from infra.model.vision import load_vision
 from infra.policies.policy import Policy, Probe
-from infra.policies.tensors import Tensor, save_tensors
+from infra.policies.tensors import Tensor
 from infra.store.images import Pixels
 from schemas.errors import ConfigError, PolicyRefused
 
@@ -54,9 +54,11 @@ class VllmEngine:
         self._options = options
         self._llm: Any = None
         self._requests: Requests | None = None
-        self._check_schema: Callable[[str], None] | None = None
+        self._schemas = OncePerSchema(self._check_schema)
+        self._vocabulary: TokenSpellings | None = None
         self._judge: SchemaCompiler | None = None
         self._attempts = Attempts()
+        self._exchange = Exchange()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
         self._loads: set[asyncio.Task[LoadReport]] = set()
@@ -82,7 +84,6 @@ class VllmEngine:
         self._vision = await asyncio.to_thread(load_vision, self._folder)
         self._held = await asyncio.to_thread(self._folder_tensors)
         await asyncio.to_thread(self._build)
-        self._exchange = exchange_folder()
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         self._max_model_len = int(config.max_model_len)
@@ -94,7 +95,7 @@ class VllmEngine:
         )
         await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
         seen = (self._vision.token,) * self._vision.num_places if self._vision else ()
-        await self.score((*seen, 0, 0))
+        await self.score_tokens((*seen, 0, 0))
 
     async def close(self) -> None:
         """Stop vLLM; running requests are cancelled."""
@@ -102,13 +103,14 @@ class VllmEngine:
         if requests is not None:
             await asyncio.gather(*self._loads, return_exceptions=True)
             await requests.close()
+        self._schemas.close()
         if self._judge is not None:
             self._judge.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = requests = None
             gc.collect()  # it is part of cycles, and would shut down again, noisily, when the interpreter ends
-            shutil.rmtree(self._exchange, ignore_errors=True)
+            self._exchange.close()
 
     async def generate(
         self,
@@ -131,20 +133,21 @@ class VllmEngine:
         return await requests.generate(prompt, sampling, pictures)
 
     async def prepare(self, json_schema: str) -> None:
-        """Check the schema, also that it compiles in time. vLLM compiles it in its own process, with threads of its own, and
-        keeps it there.
+        """Check the schema, also that it compiles in time. Raises SchemaRefused.
+
+        vLLM compiles it once more, in its own process and in threads that sample nothing: whoever waits for that has a schema
+        that took no longer than the deadline on one thread here. Schemas arrive there one after the other, as they pass here,
+        so they do not pile up; what vLLM let go of is compiled again, within the same time.
         """
-        if self._check_schema is None:
-            vocabulary = await asyncio.to_thread(folder_vocabulary, str(self._folder), self._num_vocabulary)
-            self._running().special = vocabulary.special
-            self._judge = judge = SchemaCompiler(vocabulary.spellings)
+        await self._schemas.of(json_schema)
 
-            def check(json_schema: str) -> None:
-                vocabulary.check(json_schema)
-                judge.check(json_schema)
-
-            self._check_schema = lru_cache(MAX_COMPILED)(check)
-        await asyncio.to_thread(self._check_schema, json_schema)
+    def _check_schema(self, json_schema: str) -> None:
+        if self._vocabulary is None or self._judge is None:
+            self._vocabulary = folder_vocabulary(str(self._folder), self._num_vocabulary)
+            self._running().special = self._vocabulary.special
+            self._judge = SchemaCompiler(self._vocabulary.spellings)
+        self._vocabulary.check(json_schema)
+        self._judge.check(json_schema)
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap the weights while requests run. A cancelled call still finishes its swap."""
@@ -154,7 +157,7 @@ class VllmEngine:
         task.add_done_callback(self._loads.discard)
         return await asyncio.shield(task)
 
-    async def score(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first; waits for a load that is under way."""
         async with self._loading:
             scores: tuple[float, ...] = await (await self._running().submit_score(tokens))()
@@ -203,15 +206,14 @@ class VllmEngine:
     async def _load(self, policy: Policy) -> LoadReport:
         async with self._loading:
             names = await asyncio.to_thread(self._check, policy)
-            previous = {name: self._held[name] for name in names}
+            path = await asyncio.to_thread(self._exchange.write, {name: policy.tensors[name] for name in names})
             label = self._attempts.begin(policy.version)
             try:
                 try:
-                    wanted = {name: policy.tensors[name] for name in names}
-                    pause_ms, scores = await self._swap(wanted, label, policy.probe)
+                    pause_ms, scores = await self._swap(path, label, policy.probe)
                     difference = self._gate.check(policy, scores)
                 except PolicyRefused:
-                    await self._swap(previous, self._attempts.begin(self._version, proved=True), None)
+                    await self._undo(names)
                     self._attempts.decide(label, False)
                     raise
             except PolicyRefused:
@@ -224,17 +226,23 @@ class VllmEngine:
             self._attempts.decide(label, True)
             return LoadReport(pause_ms, difference)
 
+    async def _undo(self, names: Sequence[str]) -> None:
+        """Put the served tensors back. Raises EngineStopped where that cannot be done: then nothing it would say is true."""
+        try:
+            path = await asyncio.to_thread(self._exchange.write, {name: self._held[name] for name in names})
+            await self._swap(path, self._attempts.begin(self._version, proved=True), None)
+        except PolicyRefused as error:
+            raise EngineStopped(str(error)) from error
+
     def _check(self, policy: Policy) -> list[str]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
         return names_to_send(changed_names(self._held, policy.tensors), policy.tensors)
 
-    async def _swap(
-        self, tensors: Mapping[str, Tensor], label: str, probe: Probe | None
-    ) -> tuple[float, list[tuple[float, ...]]]:
-        """Put `tensors` in place between two steps; (milliseconds without sampling, the probe's scores)."""
-        path = self._exchange / f"{label}.safetensors"
-        await asyncio.to_thread(lambda: path.write_bytes(save_tensors(tensors)))
+    async def _swap(self, path: Path, label: str, probe: Probe | None) -> tuple[float, list[tuple[float, ...]]]:
+        """Put the tensors of a file in place between two steps, and remove it; (milliseconds without sampling, the probe's
+        scores).
+        """
         core, requests = self._llm.engine_core, self._running()
         begin = time.perf_counter()
         try:
@@ -251,7 +259,7 @@ class VllmEngine:
                 return_exceptions=True,
             )
         finally:
-            path.unlink(missing_ok=True)
+            self._exchange.discard(path)
         for result in results:
             if isinstance(result, BaseException):
                 if self._llm.errored:

@@ -1,6 +1,6 @@
 """What vLLM is given to read: tokens, and pictures prepared as the trainer prepares them.
 
-Guarantees: no processor of vLLM's changes a picture or the places at which it stands; a picture's name is made of what
+Guarantees: no processor of vLLM's changes a picture or its places in the prompt; a picture's name is made of what
 the vision tower takes, so that no cache confuses two pictures behind equal tokens.
 """
 

@@ -95,7 +95,7 @@ class Requests:
             queue.close()
 
     def failure(self, error: Exception) -> Exception:
-        """What a caller is told: EngineStopped where vLLM's process is gone."""
+        """What a caller gets: EngineStopped where vLLM's process is gone."""
         return EngineStopped(f"vLLM's process is gone: {error}") if self._llm.errored else error
 
     async def submit_score(self, tokens: Sequence[int]) -> Callable[[], Any]:

@@ -5,7 +5,6 @@ What the user sets always wins, except where another value would break the engin
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,12 +100,6 @@ def cached_byte_code() -> Iterator[None]:
         yield
     finally:
         sys.dont_write_bytecode, sys.pycache_prefix = before
-
-
-def exchange_folder() -> Path:
-    """A new folder in memory (or a temporary one) through which tensors go to the worker."""
-    shared = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="headrace-", dir=shared if os.access(shared, os.W_OK) else None))
 
 
 def _sizes(vision: Vision) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Who may come in: keys, scopes, tenants and quotas, and signed tokens for browsers. Pure but for the clock it is given.
 
-Guarantee: what a client is told does not say why its key is none; the metric does.
+Guarantee: the response does not say why a key was refused; the metric does.
 """
 
 import time

@@ -57,7 +57,7 @@ class Refused(Exception):
 
 
 class KeyBook:
-    """The keys as last read from the store. secret: nobody's until then. is_read: whether it ever was."""
+    """The keys as last read from the store. secret: empty until then. is_read: whether they ever were."""
 
     def __init__(self, keys: Collection[ApiKey] = (), revoked: Collection[str] = (), secret: bytes = b"") -> None:
         self._keys = {key.id: key for key in keys}
@@ -106,7 +106,7 @@ class KeyBook:
 def create_key(
     store: Store, *, tenant: str, scopes: tuple[Scope, ...], train: Train, rpm: int, tpm: int, lives_s: float = 0.0
 ) -> tuple[ApiKey, str]:
-    """A new key in the store, and the text a client presents: nobody can show it again. Raises StoreError."""
+    """A new key in the store, and the text a client presents: it cannot be shown again. Raises StoreError."""
     app_secret(store)  # there before anybody can be served
     secret = secrets.token_urlsafe(32)
     now_s = time.time()

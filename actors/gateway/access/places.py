@@ -2,7 +2,7 @@
 
 Guarantees: never more places are taken than there are; each that is taken is given back once, also where a client goes away
 before its first byte, a stream never begins, or a canary answers instead; of those who wait for a turn, each key gets one
-after the other, however many a single key waits with; a turn lasts as long as its work, also where nobody waits for it.
+after the other, however many a single key waits with; a turn lasts as long as its work, also where its caller has gone.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
         if not task.done():
             await asyncio.wait((task,))
             if not task.cancelled():
-                task.exception()  # looked at, so that nobody is told it was not
+                task.exception()  # retrieved, so that asyncio does not warn of it
 
 
 class Lasting(StreamingResponse):

@@ -1,6 +1,6 @@
 """Whose a turn is: a session stays that of the user it named, whether later turns name them or not.
 
-Guarantee: a turn that names nobody, of a session that named a user here, is sealed under that user's key. Where this gateway
+Guarantee: a turn that names no user, of a session that named one here, is sealed under that user's key. Where this gateway
 does not know the session (another served it, or it was long ago) and the turn brings a history, it is sealed under a key of
 the session itself, which is destroyed with the keys of whoever the session named (`infra.ledger.forget`). Bounded, in memory.
 """
@@ -18,7 +18,7 @@ class Users:
         self._known: OrderedDict[str, str] = OrderedDict()
 
     def subject(self, session: str, named: str, *, goes_on: bool) -> str:
-        """Under whose key a turn is sealed, "" for nobody's. session: "" for none. named: its user, "" for none.
+        """The user whose key a turn is sealed under, "" for none. session: "" for none. named: its user, "" for none.
 
         goes_on: it brings answers that were given before.
         """

@@ -107,21 +107,21 @@ def text_prompt(prompt: str | Sequence[int]) -> Prompt:
 
 
 def read_calls(text: str) -> tuple[str, list[Called]]:
-    """Text and tool calls of an answer; what is no well-formed call stays text.
+    """Text and tool calls of an answer; a malformed call stays text.
 
     >>> read_calls('Look. <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
     ('Look.', [Called(name='f', arguments='{"x": 1}')])
     """
     calls: list[Called] = []
-    said: list[str] = []
+    texts: list[str] = []
     rest = text
     while (begin := rest.find(OPEN)) >= 0 and (end := rest.find(CLOSE, begin)) >= 0:
         call = _called(rest[begin + len(OPEN) : end])
-        said.append(rest[:begin] if call else rest[: end + len(CLOSE)])
+        texts.append(rest[:begin] if call else rest[: end + len(CLOSE)])
         calls += [call] if call else []
         rest = rest[end + len(CLOSE) :]
-    said.append(rest)
-    return ("".join(said).strip() if calls else text), calls
+    texts.append(rest)
+    return ("".join(texts).strip() if calls else text), calls
 
 
 def is_deep(value: Any) -> bool:
@@ -149,7 +149,7 @@ def _spelled(call: Called) -> dict[str, Any]:
 
 
 def _checked(call: Called, where: str) -> dict[str, Any]:
-    """A call that a client sends back, as templates take it. Raises ApiError for what is no text."""
+    """A call that a client sends back, as templates take it. Raises ApiError for content that is not text."""
     spelled = _spelled(call)
     try:
         msgspec.json.encode(spelled)

@@ -68,7 +68,7 @@ class _Reading:
         self._names: dict[str, str] = {}
 
     def schema(self, given: Any, where: str, depth: int) -> Schema:
-        """A schema rewritten. where: its place, for what is told of it."""
+        """A schema rewritten. where: its place, for messages."""
         self._parts += 1
         if self._parts > MAX_PARTS or depth > MAX_DEPTH:
             raise _wrong(where, f"expected at most {MAX_PARTS} schemas within the schema, and {MAX_DEPTH} levels")
@@ -153,11 +153,11 @@ class _Reading:
         if not isinstance(given, dict):
             raise _wrong(f"{where}.properties", f"got {_shown(given)}, expected an object")
         if not isinstance(required, list) or any(not isinstance(name, str) or name not in given for name in required):
-            raise _wrong(f"{where}.required", f"got {_shown(required)}, expected names that stand in properties")
+            raise _wrong(f"{where}.required", f"got {_shown(required)}, expected names that are in properties")
         properties = {
             name: self.schema(one, f"{where}.properties.{name[:64]}", depth + 1) for name, one in given.items()
         }
-        # Others than those named are allowed only where somebody asked for them: an answer without them fits too.
+        # Others than those named are allowed only where the schema asks for them: an answer without them fits too.
         more = own.get("additionalProperties", not given)
         if isinstance(more, dict):
             more = self.schema(more, f"{where}.additionalProperties", depth + 1)
@@ -166,8 +166,8 @@ class _Reading:
         if more is not False:
             self._open += 1 + len(given.keys() - set(required))
             if self._open > MAX_OPEN:
-                told = f"expected at most {MAX_OPEN} such objects and optional properties of theirs; say required, or false"
-                raise _wrong(f"{where}.additionalProperties", told)
+                expected = f"expected at most {MAX_OPEN} such objects and optional properties of theirs; say required, or false"
+                raise _wrong(f"{where}.additionalProperties", expected)
         return {"type": "object", "properties": properties, "required": required, "additionalProperties": more}
 
     def _array(self, own: Schema, where: str, depth: int) -> Schema:
@@ -182,7 +182,7 @@ class _Reading:
 
 
 def _fitting(value: Any, kind: Any, where: str) -> Any:
-    """A value of enum or const: a string, number, boolean or null of the type that stands beside it."""
+    """A value of enum or const: a string, number, boolean or null of the type given beside it."""
     own = OF_PYTHON.get(type(value))
     kinds = [own, "number"] if own == "integer" else [own]
     if (
@@ -201,8 +201,8 @@ def _refuse(own: Schema, known: set[str], where: str) -> None:
     """Keywords that would not be kept."""
     for name in own:
         if name not in known:
-            told = ", ".join(sorted(known)) or "nothing more"
-            raise _wrong(f"{where}.{name[:64]}", f"cannot be kept here, expected {told}")
+            allowed = ", ".join(sorted(known)) or "nothing more"
+            raise _wrong(f"{where}.{name[:64]}", f"cannot be kept here, expected {allowed}")
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """One answer from the engine, as text that grows.
 
-Guarantees: what is told while it grows is the text of what is returned; a stop string ends the sampling and is not
-told; every token that was sampled is kept with its logprob and version, told or not.
+Guarantees: the text streamed while it grows is the text that is returned; a stop string ends the sampling and is not
+streamed; every token that was sampled is kept with its logprob and version, streamed or not.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Growing:
         answer.stopped = chunk.tokens[-1] in self._sampling.stop
         seen = len(chunk.tokens) - answer.stopped
         piece = self._stops.add(self._detokenizer.add(chunk.tokens[:seen]))
-        self._told(piece, chunk.tokens[:seen], chunk.logprobs[:seen])
+        self._stream(piece, chunk.tokens[:seen], chunk.logprobs[:seen])
         if self._stops.found:
             answer.cut, answer.finish = True, "stop"
             self.found_stop.set()
@@ -71,33 +71,33 @@ class Growing:
         answer = self.answer
         if not self._stops.found:
             held = self._stops.add(self._detokenizer.flush())
-            self._told(held if self._stops.found else held + self._stops.flush(), (), ())
+            self._stream(held if self._stops.found else held + self._stops.flush(), (), ())
             answer.cut = self._stops.found
             answer.finish = "stop" if answer.stopped or answer.cut else "length"
         return answer
 
-    def _told(self, piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def _stream(self, piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         self.answer.text += piece
         if piece or tokens:
             self._tell(piece, tokens, logprobs)
 
 
 async def sample_whole(engine: Engine, decode: Decode, prompt: Sequence[int], sampling: Sampling) -> SampledAnswer:
-    """An answer that nobody watches: the cheapest way, where there is no stop string to look for."""
+    """An answer that is not streamed: the cheapest way, where there is no stop string to look for."""
     completion = await engine.generate(prompt, sampling)
-    told = completion.tokens[:-1] if completion.stopped else completion.tokens
+    text_tokens = completion.tokens[:-1] if completion.stopped else completion.tokens
     return SampledAnswer(
         tokens=list(completion.tokens),
         logprobs=list(completion.logprobs),
         starts=[(span.version, span.start) for span in completion.spans],
-        text=decode(told),
+        text=decode(text_tokens),
         finish="stop" if completion.stopped else "length",
         stopped=completion.stopped,
     )
 
 
 async def sample(engine: Engine, growing: Growing, prompt: Sequence[int], sampling: Sampling) -> SampledAnswer:
-    """An answer that is told as it grows. Cancelling the call frees the engine's request; `growing` keeps the rest."""
+    """An answer that is streamed as it grows. Cancelling the call frees the engine's request; `growing` keeps the rest."""
     running: asyncio.Task[Completion] = asyncio.create_task(engine.generate(prompt, sampling, on_chunk=growing.take))
     stop = asyncio.create_task(growing.found_stop.wait())
     try:

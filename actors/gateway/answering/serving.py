@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaRefused
+from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaNotTried, SchemaRefused
 from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.access.users import Users
@@ -48,8 +48,8 @@ Tokenized = tuple[list[int], list[int], int, list[int]]
 class Minter:
     """Names of requests: (producer epoch, sequence).
 
-    The epoch is 63 random bits drawn at every start. It needs nobody: a gateway must serve while the log, which could
-    hand out numbers, is away; and a restart has an epoch of its own, so no sequence must survive it.
+    The epoch is 63 random bits drawn at every start. No other process is needed: a gateway must serve while the
+    log, which could hand out numbers, is away; and a restart has an epoch of its own, so no sequence must survive it.
     """
 
     def __init__(self, epoch: int | None = None) -> None:
@@ -64,8 +64,8 @@ class Minter:
 
 class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served. place: for its answers. session: "" where the client
-    named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: whose key it is
-    sealed under, "" for nobody's. failed: by the engine.
+    named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: the user
+    whose key it is sealed under, "" for none. failed: by the engine.
     """
 
     place: TakenPlaces
@@ -259,7 +259,7 @@ class Gateway:
     async def _prepared(self, json_schema: str, key: ApiKey) -> None:
         """Wait until the engine can hold answers to the schema: before the answer's first byte, so that it can be refused.
 
-        Keys take turns, so that nobody waits for more than one schema of each other key; one known lately goes first.
+        Keys take turns, so that a key waits for at most one schema of each other key; one known lately goes first.
         """
         try:
             if json_schema in self._prepared_schemas:
@@ -268,6 +268,8 @@ class Gateway:
                 async with self._schemas.turn(key.id):
                     await to_its_end(self.engine.prepare(json_schema))
             self._prepared_schemas.add(json_schema)
+        except SchemaNotTried as error:
+            raise unavailable(f"response_format: {error}") from error
         except SchemaRefused as error:
             raise bad(f"response_format: {error}", "response_format", "unsupported_value") from error
         except EngineStopped as error:
@@ -391,4 +393,4 @@ class Gateway:
 
 
 def _unheard(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Nobody watches."""
+    """For an answer that is not streamed."""

@@ -20,28 +20,30 @@ class Detokenizer:
         self._decode = decode
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here
-        self._told = 0  # tokens before it are told
+        self._num_streamed = 0  # tokens before it are streamed
 
     def add(self, tokens: Sequence[int]) -> str:
-        """What can be told after these tokens."""
+        """The text that can be streamed after these tokens."""
         return "".join([self._add(token) for token in tokens])  # one by one: chunks need not end where characters do
 
     def _add(self, token: int) -> str:
         self._tokens.append(token)
         before, after = self._texts()
-        if after.endswith(BROKEN) and len(self._tokens) - self._told <= MAX_HELD_TOKENS:
+        if after.endswith(BROKEN) and len(self._tokens) - self._num_streamed <= MAX_HELD_TOKENS:
             return ""
-        self._context, self._told = self._told, len(self._tokens)
+        self._context, self._num_streamed = self._num_streamed, len(self._tokens)
         return after[len(before) :]
 
     def flush(self) -> str:
         """What was held, as far as it is text."""
         before, after = self._texts()
-        self._context, self._told = self._told, len(self._tokens)
+        self._context, self._num_streamed = self._num_streamed, len(self._tokens)
         return after[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        return self._decode(self._tokens[self._context : self._told]), self._decode(self._tokens[self._context :])
+        return self._decode(self._tokens[self._context : self._num_streamed]), self._decode(
+            self._tokens[self._context :]
+        )
 
 
 class StopStrings:
@@ -53,7 +55,7 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """What of the text so far can be told."""
+        """What of the text so far can be streamed."""
         if self.found or not self._stops:
             return "" if self.found else piece
         text = self._held + piece

@@ -158,8 +158,8 @@ class Site:
         drawn = self._canary is None or not self._canary.takes(
             self._gateway.name_of(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
         )
-        if not drawn and (told := await self._from_canary(request, body, parsed, chat)) is not None:
-            return told
+        if not drawn and (response := await self._from_canary(request, body, parsed, chat)) is not None:
+            return response
         beginning = self._gateway.begin(parsed, key, session, place, drawn=drawn)
         in_flight = await (_unless_gone(request, beginning) if self._gateway.is_long(parsed) else beginning)
         envelope = Envelope(
@@ -235,22 +235,22 @@ class Site:
         token = request.headers.get(TOKEN_HEADER, "")
         if not token:
             self._authenticator.admit(request.state.key)
-        said = read_feedback(await self._body(request))
-        answer = nth_answer(said.answer_id, said.choice)
+        feedback = read_feedback(await self._body(request))
+        answer = nth_answer(feedback.answer_id, feedback.choice)
         key: ApiKey = self._authenticator.key_of_token(token, answer) if token else request.state.key
         if token:
             self._authenticator.admit(key)
         train = self._authenticator.check_answer(key, answer)
-        identity, recorded = said.id or "", self._gateway.may_record(key.train) and self._gateway.may_record(train)
+        identity, recorded = feedback.id or "", self._gateway.may_record(key.train) and self._gateway.may_record(train)
         if recorded:
-            identity = await self._feedback_intake.feedback(said, answer=answer, key=key, by_token=bool(token))
+            identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key, by_token=bool(token))
         else:
             self._metrics.counter("feedback_received", path=PATH, outcome="no consent").inc()
-        told = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": recorded}
+        body = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": recorded}
         if group_of(answer) not in self._gateway.served:  # another gateway's, of long ago, or never given
             self._metrics.counter("feedback_not_known_here").inc()
-            told["note"] = "this answer is not known here (yet); what was said waits for it until its window ends"
-        return _json(msgspec.json.encode(told), status=202)
+            body["note"] = "this answer is not known here (yet); what was said waits for it until its window ends"
+        return _json(msgspec.json.encode(body), status=202)
 
     async def _issue_token(self, request: Request) -> Response:
         key: ApiKey = request.state.key
@@ -260,8 +260,8 @@ class Site:
         self._authenticator.check_answer(key, answer)
         expires_s = self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S)
         token = sign(FeedbackToken(answer, key.id, expires_s), self._authenticator.book.secret)
-        told = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": int(expires_s)}
-        return _json(msgspec.json.encode(told))
+        body = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": int(expires_s)}
+        return _json(msgspec.json.encode(body))
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]
@@ -276,8 +276,8 @@ class Site:
     async def _health(self, request: Request) -> Response:
         state = self._state()
         channel = self._gateway.config.channel
-        told = {"status": state or "ok", "version": self._gateway.engine.version, "channel": channel}
-        return _json(msgspec.json.encode(told), status=503 if state else 200)
+        body = {"status": state or "ok", "version": self._gateway.engine.version, "channel": channel}
+        return _json(msgspec.json.encode(body), status=503 if state else 200)
 
     async def _measure(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")

@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be served: the status and error object of the OpenAI API."""
+"""The response to a request that cannot be served: the status and error object of the OpenAI API."""
 
 from collections.abc import Mapping
 

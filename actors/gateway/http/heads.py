@@ -88,7 +88,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._at = "end"
         self._wait_no_more()
         if not self._is_answering:
-            self._wait()  # it was answered before it ended: nobody else watches over the connection now
+            self._wait()  # it was answered before it ended: uvicorn no longer watches the connection
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

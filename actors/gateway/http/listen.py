@@ -66,7 +66,7 @@ def bound(listen: str) -> socket.socket:
 
 
 async def serve_on(server: Server, sock: socket.socket, listening: Callable[[int], None]) -> None:
-    """Serve until the server is told to exit. listening: called with the port once it accepts."""
+    """Serve until `should_exit` of the server is set. listening: called with the port once it accepts."""
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await server.began.wait()
@@ -88,7 +88,7 @@ def make_server(app: Starlette, drain_s: float, connection: Any) -> Server:
         lifespan="off",
         ws="none",
         server_header=False,
-        proxy_headers=False,  # nobody here asks where a client is
+        proxy_headers=False,  # no code here reads a client's address
         timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(drain_s)),
         http=connection,

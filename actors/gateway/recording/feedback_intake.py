@@ -1,6 +1,6 @@
 """What people say about answers: /v1/feedback and webhooks, checked and handed to the outbox as they came.
 
-Guarantees: a client is told "accepted" once the log or the disk has it, redacted, with what people wrote sealed
+Guarantees: a client gets "accepted" once the log or the disk has it, redacted, with what people wrote sealed
 (`infra.store.seal`): of a webhook all of the body, where it names an answer (one that names none is counted); a forged
 webhook is refused before it is read, one that comes again is one record; nothing about an answer is written that its key
 may not have trained on, nor anything sealed for an answer that never was. What it means is a feedback source's business.
@@ -70,17 +70,17 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def read_feedback(body: bytes) -> FeedbackRequest:
-    """The feedback in a body; exactly one thing is said. Raises ApiError."""
+    """The feedback in a body; it has exactly one kind. Raises ApiError."""
     request: FeedbackRequest = _decoded(body, _feedback)
-    said = [name for name in ("value", "label", "correction") if getattr(request, name) is not None]
-    said += ["retraction"] if request.retract else []
-    if not said and request.text is not None and request.kind in (None, "label"):
-        said = ["label"]
-    if len(said) != 1:
+    kinds = [name for name in ("value", "label", "correction") if getattr(request, name) is not None]
+    kinds += ["retraction"] if request.retract else []
+    if not kinds and request.text is not None and request.kind in (None, "label"):
+        kinds = ["label"]
+    if len(kinds) != 1:
         raise bad("expected exactly one of value, label, correction, text and retract", "value")
-    if request.kind is not None and request.kind != said[0]:
-        raise bad(f"kind: got {request.kind!r} with a {said[0]}", "kind")
-    return msgspec.structs.replace(request, kind=said[0])
+    if request.kind is not None and request.kind != kinds[0]:
+        raise bad(f"kind: got {request.kind!r} with a {kinds[0]}", "kind")
+    return msgspec.structs.replace(request, kind=kinds[0])
 
 
 def read_token_request(body: bytes) -> TokenRequest:
@@ -90,15 +90,15 @@ def read_token_request(body: bytes) -> TokenRequest:
 
 
 def nth_answer(answer: str, choice: int) -> str:
-    """Id of the choice beside an answer: they are numbered one after the other. Raises ApiError.
+    """Id of the answer `choice` places after this one of the same request: its choices are its episodes. Raises ApiError.
 
-    >>> nth_answer("hr-a1b2.7-3-0", 2)
-    'hr-a1b2.7-5-0'
+    >>> nth_answer("hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", 2)
+    'hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-2-0'
     """
     head, _, tail = answer.rpartition(".")
     try:
-        epoch, sequence, part = tail.split("-")
-        return f"{head}.{epoch}-{int(sequence) + choice}-{part}"
+        attempt, episode, part = tail.split("-")
+        return f"{head}.{attempt}-{int(episode) + choice}-{part}"
     except ValueError as error:
         raise bad("answer_id: not the id of an answer", "answer_id") from error
 
@@ -144,28 +144,28 @@ class FeedbackIntake:
         self._taken = Recent()
 
     async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey, by_token: bool) -> str:
-        """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
-        secret, said_by = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
+        """Hand on the feedback on one answer; returns the feedback's id. Raises ApiError."""
+        secret, rater = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
         if request.rater and not by_token:
-            said_by = pseudonym(secret, "rater", key.tenant, request.rater)
+            rater = pseudonym(secret, "rater", key.tenant, request.rater)
         # A browser's ids are its answer's alone, so none is taken that a server will use.
         place = answer if by_token else ""
         identity = secrets.token_hex(12)
         if request.id:
             identity = pseudonym(secret, "feedback", key.tenant, place, request.id)
-        table = msgspec.to_builtins(request) | {"rater": said_by, "id": identity}
+        table = msgspec.to_builtins(request) | {"rater": rater, "id": identity}
         given = {name: value for name, value in table.items() if value is not None}
-        said: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
-        del said["choice"]
+        feedback: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
+        del feedback["choice"]
         # A custom pattern may take them for something else.
-        said |= {"answer_id": answer, "rater": said_by, "id": identity}
-        written = [name for name in WRITTEN if isinstance(said.get(name), str)]
+        feedback |= {"answer_id": answer, "rater": rater, "id": identity}
+        written = [name for name in WRITTEN if isinstance(feedback.get(name), str)]
         if written and len(session_of(group_of(answer))) != SESSION_LETTERS:
             raise bad("answer_id: an answer of the release before takes a value, not a text", "answer_id")
         received = Received(
-            path=PATH, body=msgspec.json.encode(said), id=identity, ref=answer, tenant=key.tenant, rater=said_by
+            path=PATH, body=msgspec.json.encode(feedback), id=identity, ref=answer, tenant=key.tenant, rater=rater
         )
-        await self._hand_on(received, (lambda: self._sealed(said, written, answer)) if written else None)
+        await self._hand_on(received, (lambda: self._sealed(feedback, written, answer)) if written else None)
         return identity
 
     async def webhook(self, webhook: Webhook, body: bytes) -> None:
@@ -176,7 +176,7 @@ class FeedbackIntake:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
         if not self._secret():
-            raise unavailable("whose answers it names cannot be told yet: the object store is away; send it again")
+            raise unavailable("whose answers it names is not known yet: the object store is away; send it again")
         identity = hmac.new(webhook.secret, b"event\x00" + body, hashlib.sha256).hexdigest()[:24]
         if identity in self._taken:
             self._metrics.counter("feedback_received", path=webhook.path, outcome="repeated").inc()
@@ -194,8 +194,8 @@ class FeedbackIntake:
     def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
         """Sessions whose answers a webhook names, and whether all of them may be written about. Raises ApiError.
 
-        What looks like an answer's id and was never minted names nobody; whether one of an old log may be trained on is not
-        known, so it is taken.
+        What looks like an answer's id and was never minted names no session. Whether one of an old log may be trained on
+        is not known, so it is taken.
         """
         found, consented = [], True
         for session in sessions_in(text):
@@ -212,7 +212,7 @@ class FeedbackIntake:
         return found, consented
 
     async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:
-        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and told so."""
+        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and the sender gets an error."""
 
         async def prepare() -> Control:
             if seal is None:
@@ -231,11 +231,11 @@ class FeedbackIntake:
         if not stored:
             raise unavailable("the feedback could not be kept; send it again")
 
-    def _sealed(self, said: dict[str, Any], written: Sequence[str], ref: str) -> bytes:
+    def _sealed(self, feedback: dict[str, Any], written: Sequence[str], ref: str) -> bytes:
         """The body with its texts sealed. Raises StoreError."""
         answer = ref.removeprefix(ANSWER_PREFIX)
-        texts = {name: seal_text(said[name], self._keys, answer) for name in written}
-        return msgspec.json.encode({**said, **texts})
+        texts = {name: seal_text(feedback[name], self._keys, answer) for name in written}
+        return msgspec.json.encode({**feedback, **texts})
 
 
 _feedback = msgspec.json.Decoder(FeedbackRequest)

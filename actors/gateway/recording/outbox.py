@@ -7,11 +7,11 @@
                                            │ full: shed, counted
 
 Delivery: at least once from the queue on; a send that timed out may have been stored, and a kill forgets what of the oldest
-segment was sent: ids absorb it. What the broker confirmed is not sent again. Order: of what waits on disk, as it was offered,
-and nothing overtakes it; of the 32 that go out together, those that a broker took come before those it refused meanwhile. A
-record sealed under a key that the object store does not have yet waits on disk, too, and all behind it.
-Loss: what a kill finds in the memory queue (told to nobody as kept), and what is shed, with a reason and a counter. Answers
-go first: the event loop is given back before each record, of a batch and of what is drained.
+segment was sent: ids absorb it. What the broker confirmed is not sent again. Order: of what waits on disk, as it was
+offered, and nothing overtakes it; of the 32 that go out together, those that a broker took come before those it refused
+meanwhile. A record sealed under a key that the object store does not have yet waits on disk, too, and all behind it.
+Loss: what a kill finds in the memory queue (no client got "accepted" for it), and what is shed, with a reason and a
+counter. Answers go first: the event loop is given back before each record, of a batch and of what is drained.
 """
 
 import asyncio
@@ -191,7 +191,7 @@ class Outbox:
     def _unsent(
         self, ready: Sequence[tuple[Outgoing, Control | Block]], confirmed: Sequence[bool]
     ) -> list[tuple[Outgoing, Control | Block]]:
-        """What the broker did not confirm; of the rest it is told that they are kept."""
+        """What the broker did not confirm; the senders of the rest get word that it is kept."""
         for (one, _), sent in zip(ready, confirmed, strict=True):
             if sent:
                 _tell(one, True)

@@ -1,4 +1,4 @@
-"""What this gateway served of each version: counts for the gate, of every answer, and of nobody's words.
+"""What this gateway served of each version: counts for the gate, of every answer, without any text.
 
 Beside all answers it counts the sessions of each client, and in how many of them something happened: a prompt may ask for a
 refusal, so what happens to one who asks often must not look like what happens to many. Bounded: `MAX_VERSIONS` versions,
@@ -15,7 +15,7 @@ from schemas import Answered, Client
 
 MAX_VERSIONS = 32
 MAX_CLIENTS = 63
-TOLD_CLIENTS = 4  # versions whose clients are told in a report: those that answered last
+TOLD_CLIENTS = 4  # versions whose clients a report names: those that answered last
 MAX_SEEN = 50_000
 OPENING_CHARS = 200  # a refusal is one at the beginning of an answer
 
@@ -48,8 +48,8 @@ class Tallies:
         """Answers that the engine did not bring to their end."""
         self._add(Answered(version=version, trial=trial, answers=count, failed=count), asker)
 
-    def told(self) -> tuple[Answered, ...]:
-        """As it is told to the others."""
+    def report(self) -> tuple[Answered, ...]:
+        """As the gateway reports it."""
         lately = list(self._clients)[-TOLD_CLIENTS:]
         return tuple(
             msgspec.structs.replace(one, clients=tuple(self._clients[place].values())) if place in lately else one

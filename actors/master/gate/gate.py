@@ -23,7 +23,7 @@ from infra.policies.channel import MASTERS, Stable, fenced, is_overtaken, moved
 from schemas import Closure, Directive, EvalResult, Experience, PolicyEvent, Progress
 from schemas.fields import Channel
 
-REMEMBERED = 1000  # decided versions whose results are kept: somebody may go back to one
+REMEMBERED = 1000  # decided versions whose results are kept: an operator may go back to one
 
 
 class GateDecision(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class Gate:
             self.people.progress(progress, at_ms)
 
     def alarms(self) -> list[str]:
-        """What somebody should look at: where the assumptions of a test fail."""
+        """What an operator should look at: where the assumptions of a test fail."""
         return self.people.alarms(self.stable) if self._weighs_people else []
 
     def breaches(self) -> list[Breach]:
@@ -120,28 +120,28 @@ class Gate:
         self.event(self.record(found))
         return [found]
 
-    def verdicts(self) -> list[GateDecision]:
+    def decisions(self) -> list[GateDecision]:
         """Decisions to publish now; they count as published."""
         if self.stable.trial >= 0:
-            return self._told(self._tried(self.stable.trial))
+            return self._noted(self._tried(self.stable.trial))
         ready = sorted(
             version
             for version, found in self._results.items()
             if version > self._decided and found.keys() >= self._required
         )
-        return self._told(self._weigh(ready[-1])) if ready else []
+        return self._noted(self._weigh(ready[-1])) if ready else []
 
     def record(self, decision: GateDecision | Breach) -> PolicyEvent:
         """A decision as this master publishes it, under its lease."""
         if isinstance(decision, Breach):
             return breach_event(decision, self._policy, self._token)
-        return verdict_event(decision, self._policy, self._token)
+        return decision_event(decision, self._policy, self._token)
 
-    def _told(self, verdict: GateDecision | None) -> list[GateDecision]:
-        if verdict is None:
+    def _noted(self, decision: GateDecision | None) -> list[GateDecision]:
+        if decision is None:
             return []
-        self.event(self.record(verdict))
-        return [verdict]
+        self.event(self.record(decision))
+        return [decision]
 
     def _tried(self, version: int) -> GateDecision | None:
         """What came of a trial, None while it goes on; one begun by hand is ended by hand where nothing says by what."""
@@ -166,8 +166,8 @@ class Gate:
             if share < bar.at_least:
                 faults.append(f"{suite}: {share:.3f}, expected at least {bar.at_least:g}")
             elif suite in before and drop(bar, found[suite], before[suite]):
-                told = f"{before[suite].accuracy:.3f}"
-                faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {told}")
+                stable = f"{before[suite].accuracy:.3f}"
+                faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {stable}")
             elif less := total_drop(bar, self._history(suite, version)):
                 faults.append(f"{suite}: the last {bar.over} candidates are {less:.3f} below the best {bar.over}")
         if self._replies is not None:
@@ -183,7 +183,7 @@ class Gate:
         return GateDecision(version=version, passed=not faults, reason=reason, numbers=dict(numbers), channel=channel)
 
     def _history(self, suite: str, version: int) -> list[EvalResult]:
-        """Results of a suite up to a version, since somebody last said that all is well as it is."""
+        """Results of a suite up to a version, since an operator last said that all is well."""
         return [
             results[suite]
             for known, results in sorted(self._results.items())
@@ -203,17 +203,17 @@ class Gate:
             )
 
 
-def verdict_event(verdict: GateDecision, policy: str, token: int) -> PolicyEvent:
+def decision_event(decision: GateDecision, policy: str, token: int) -> PolicyEvent:
     """The decision as a record of `policies`. token: of the master's lease."""
     return PolicyEvent(
-        event="promoted" if verdict.passed else "held",
+        event="promoted" if decision.passed else "held",
         policy=policy,
         token=token,
-        version=verdict.version,
-        channel=verdict.channel,
-        reason=verdict.reason,
-        owner=verdict.owner,
-        stats=verdict.numbers,
+        version=decision.version,
+        channel=decision.channel,
+        reason=decision.reason,
+        owner=decision.owner,
+        stats=decision.numbers,
     )
 
 

@@ -103,7 +103,7 @@ def breach(
     config: GateGuardConfig,
     people: PeopleConfig,
     versions: tuple[int, int],
-    heard: GuardEvidence,
+    evidence: GuardEvidence,
     new: Mapping[str, Tally],
     old: Mapping[str, Tally],
 ) -> Breach | None:
@@ -112,11 +112,9 @@ def breach(
     if version < 0 or before < 0 or version == before:
         return None
     bound = math.log(NUM_TESTS / config.alpha)
-    if is_worse(config, heard):
-        numbers = {f"guard/{name}": float(value) for name, value in msgspec.structs.asdict(heard).items()}
-        reason = (
-            f"rated down by {heard.bad} of {heard.people} people, {heard.bad_before} of {heard.people_before} before"
-        )
+    if is_worse(config, evidence):
+        numbers = {f"guard/{name}": float(value) for name, value in msgspec.structs.asdict(evidence).items()}
+        reason = evidence_text(evidence)
         return Breach(version, before, reason, numbers)
     fault = harmed(failures(config.more_failed), bound, config.least, people.tenant_share, new, old)
     if fault is None:
@@ -124,14 +122,14 @@ def breach(
     return Breach(version, before, f"{fault.reason}, version {before} {fault.before}", fault.numbers)
 
 
-def is_worse(config: GateGuardConfig, heard: GuardEvidence) -> bool:
+def is_worse(config: GateGuardConfig, evidence: GuardEvidence) -> bool:
     """Whether people complain more than before."""
-    return max(heard.same_hour, heard.whatever_hour) >= math.log(NUM_TESTS / config.alpha)
+    return max(evidence.same_hour, evidence.whatever_hour) >= math.log(NUM_TESTS / config.alpha)
 
 
-def told(heard: GuardEvidence) -> str:
+def evidence_text(evidence: GuardEvidence) -> str:
     """How often people complain, and did before."""
-    return f"rated down by {heard.bad} of {heard.people} people, {heard.bad_before} of {heard.people_before} before"
+    return f"rated down by {evidence.bad} of {evidence.people} people, {evidence.bad_before} of {evidence.people_before} before"
 
 
 def hours_of(
@@ -214,9 +212,9 @@ def unrest(hours: Sequence[Hour]) -> float:
         cell[1] += spread
         if spread:
             days_of.setdefault(quarter, set()).add(day)
-    told = [(quarter, gap * gap / spread) for (_, quarter), (gap, spread) in cells.items() if spread > 0.5]
-    variance = sum(2.0 * len(days_of[quarter]) / max(1, len(days_of[quarter]) - 1) for quarter, _ in told)
-    return math.fsum(value - 1.0 for _, value in told) / math.sqrt(variance) if variance else 0.0
+    known = [(quarter, gap * gap / spread) for (_, quarter), (gap, spread) in cells.items() if spread > 0.5]
+    variance = sum(2.0 * len(days_of[quarter]) / max(1, len(days_of[quarter]) - 1) for quarter, _ in known)
+    return math.fsum(value - 1.0 for _, value in known) / math.sqrt(variance) if variance else 0.0
 
 
 def failures(more: float) -> tuple[Measure, Measure]:

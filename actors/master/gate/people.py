@@ -1,6 +1,6 @@
 """What people say of the versions they are served, as far as it can be decided on by now. State without clock or task.
 
-Time is that of the log: the newest record of `progress`. What is heard is weighed when a block of time is complete, once:
+Time is that of the log: the newest record of `progress`. Evidence is weighed when a block of time is complete, once:
 what is revised later counts with the next block.
 """
 
@@ -21,7 +21,7 @@ MOST = 0.8  # share of the people that is almost everybody
 
 
 class People:
-    """Ratings, and since when the channel stands as it stands."""
+    """Ratings, and since when the channel has not moved."""
 
     def __init__(self, config: GateConfig) -> None:
         self.ratings = Ratings(config.people)
@@ -60,7 +60,7 @@ class People:
             self._trial_ms = at_ms
 
     def tried(self, stable: Stable) -> trial.TrialResult:
-        """How the trial stands. Only with [master.gate.canary]."""
+        """The state of the trial. Only with [master.gate.canary]."""
         assert self._config.canary is not None
         version = stable.trial
         return trial.outcome(
@@ -82,25 +82,25 @@ class People:
         return guard.breach(config, self._config.people, (version, before), self.of_stable(version), *served)
 
     def of_trial(self, version: int, stable: int) -> trial.TrialEvidence:
-        """What is heard in a trial up to the last block."""
+        """The evidence of a trial up to the last block."""
         assert self._config.canary is not None
         key = (version, stable, self._before_ms)
         if self._of_trial is None or self._of_trial[0] != key:
             voices = self.ratings.of_trial(version)
             blocks = trial.blocks_of(voices, version, stable, self._block_ms, self._before_ms)
-            heard = trial.heard_of(self._config.canary, self._config.people, blocks, several=self._are_several())
-            self._of_trial = key, heard
+            evidence = trial.evidence_of(self._config.canary, self._config.people, blocks, several=self._are_several())
+            self._of_trial = key, evidence
         return self._of_trial[1]
 
     def of_stable(self, version: int) -> guard.GuardEvidence:
-        """What is heard of the stable version up to the last block."""
+        """The evidence against the stable version up to the last block."""
         assert self._config.guard is not None
         key = (version, self._stable_ms, self._before_ms)
         if self._of_stable is None or self._of_stable[0] != key:
             new, old = guard.hours_of(self.ratings, version, self._stable_ms, self._before_ms, self._gone)
             before = guard.before_of(old)
-            heard = guard.compared(self._config.guard, self._config.people, new, before, several=self._are_several())
-            self._of_stable = key, heard
+            evidence = guard.compared(self._config.guard, self._config.people, new, before, several=self._are_several())
+            self._of_stable = key, evidence
         return self._of_stable[1]
 
     def alarms(self, stable: Stable) -> list[str]:
@@ -115,20 +115,21 @@ class People:
         if self._config.canary is not None and stable.trial >= 0:
             found += few_people(stable.trial, self.ratings.of_trial(stable.trial))
         if self._config.guard is not None and stable.version >= 0:
-            heard = self.of_stable(stable.version)
-            if heard.unrest >= guard.RESTLESS:
+            evidence = self.of_stable(stable.version)
+            if evidence.unrest >= guard.RESTLESS:
                 found.append(
-                    f"what people say of the stable versions changes by itself from day to day ({heard.unrest:.1f} "
+                    f"what people say of the stable versions changes by itself from day to day ({evidence.unrest:.1f} "
                     "standard deviations): the guard compares no hours with the days before while that is so; "
                     "[master.gate.canary] compares at the same time"
                 )
-            if guard.is_worse(self._config.guard, heard):
+            if guard.is_worse(self._config.guard, evidence):
                 found.append(
-                    f"version {stable.version} is {guard.told(heard)}, and customers stay with it: it is pinned, or there is "
-                    "none to go back to; where they came back to it, what they came from may not have been the cause"
+                    f"version {stable.version} is {guard.evidence_text(evidence)}, and customers stay with it: it is "
+                    "pinned, or there is none to go back to; where they came back to it, what they came from may not have "
+                    "been the cause"
                 )
         days = self.ratings.of_days().values()
-        return found + late_words([voices.said for voices in days]) + self._one_tenant(days)
+        return found + late_ratings([voices.counts for voices in days]) + self._one_tenant(days)
 
     def _one_tenant(self, days: Iterable[Voices]) -> list[str]:
         share = self._config.people.tenant_share
@@ -163,7 +164,7 @@ class People:
 
 def few_people(version: int, voices: Voices) -> list[str]:
     """Ratings of a trial that few people gave."""
-    ratings, people = sum(voices.said[:2]), sum(1 for _ in voices)
+    ratings, people = sum(voices.counts[:2]), sum(1 for _ in voices)
     if ratings < MANY or ratings < CROWDED * people:
         return []
     return [
@@ -172,9 +173,9 @@ def few_people(version: int, voices: Voices) -> list[str]:
     ]
 
 
-def late_words(said: Sequence[Sequence[int]]) -> list[str]:
-    """Ratings that come too late to count. said: as `Voices.said`, of each day."""
-    bad, good, late_bad, late_good = (sum(one[kind] for one in said) for kind in range(4))
+def late_ratings(counts: Sequence[Sequence[int]]) -> list[str]:
+    """Ratings that come too late to count. counts: as `Voices.counts`, of each day."""
+    bad, good, late_bad, late_good = (sum(one[kind] for one in counts) for kind in range(4))
     late = late_bad + late_good
     if bad + good + late < MANY or late < LATE * (bad + good + late):
         return []

@@ -1,8 +1,9 @@
 """What is known of how versions served: what people said of their answers, and how many failed or refused. Counts alone.
 
-People are counted, not ratings: of one person (a named rater, else a session) one word counts in a trial, and one on a
-day: what was said of the first answer of theirs that anybody rated. Whichever version gave it, so who is counted does not
-depend on the version. So nobody decides by saying much, and ratings that are alike because one person gave them count once.
+People are counted, not ratings: of one person (a named rater, else a session) one word counts in a trial, and one on a day:
+what was said of the first answer of theirs that anybody rated. Whichever version gave it, so who is counted does not depend
+on the version. So a person with many ratings does not decide, and ratings that are alike because one person gave them count
+once.
 
 Guarantees: of one answer the newest revision counts, and what was taken back counts for nothing; a word that comes later
 than `mature` after its answer counts for nothing, good or bad, so that how fast people praise or complain decides nothing;
@@ -34,7 +35,7 @@ Arm = tuple[int, int]  # the version that answered, and the version on trial whe
 
 
 class Tally(msgspec.Struct):
-    """What was served to somebody: answers, one of each session where gateways say so.
+    """What was served to one client: answers, one of each session where gateways say so.
 
     failed: the engine did not bring them to an end. refused: they began as a refusal.
 
@@ -57,13 +58,13 @@ class Voice(msgspec.Struct):
 
 
 class RatedAnswer(msgspec.Struct):
-    """One answer. people: who spoke of it in time. said: bad and good words in time, bad and good ones that came late."""
+    """One answer. people: who spoke of it in time. counts: bad and good ratings in time, bad and good ones that came late."""
 
     arm: Arm
     answered_ms: int
     revision: int = -1
     people: tuple[str, ...] = ()
-    said: tuple[int, int, int, int] = (0, 0, 0, 0)
+    counts: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class Voices:
@@ -72,13 +73,13 @@ class Voices:
     def __init__(self) -> None:
         self._known: dict[str, Voice] = {}
         self._place = 2**64  # who lies below it is kept
-        self.said = [0, 0, 0, 0]
+        self.counts = [0, 0, 0, 0]
 
     def __iter__(self) -> Iterator[Voice]:
         return (voice for voice in self._known.values() if voice.bad is not None)
 
     def speak(self, person: str, voice: Voice) -> None:
-        """What a person thinks of an answer as it stands; of their answers the first one counts."""
+        """What a person thinks of an answer now; of their answers the first one counts."""
         if place_of_person(person) >= self._place:
             return
         known = self._known.get(person)
@@ -88,7 +89,7 @@ class Voices:
             self._known[person] = voice
         while len(self._known) > MAX_VOICES:
             self._place //= 2
-            self._known = {one: word for one, word in self._known.items() if place_of_person(one) < self._place}
+            self._known = {one: kept for one, kept in self._known.items() if place_of_person(one) < self._place}
 
 
 class Ratings:
@@ -103,7 +104,7 @@ class Ratings:
         self._served: dict[tuple[str, Arm], Answered] = {}
 
     def closure(self, closure: Closure, at_ms: int) -> None:
-        """An answer of production was closed with what was said of it, or revised. at_ms: when that was logged."""
+        """An answer of production was closed with the ratings of it, or revised. at_ms: when that was logged."""
         answer = self._answers.get(closure.group)
         if answer is None:
             if closure.lane != "live" or closure.revision or closure.version < 0:
@@ -117,12 +118,12 @@ class Ratings:
             self._change(closure.group, answer, ratings_of(closure, answer.answered_ms))
 
     def progress(self, progress: Progress) -> None:
-        """A gateway told what it served."""
-        for told in progress.answered:
-            place = (progress.instance, (told.version, told.trial))
+        """A gateway reports what it served."""
+        for answered in progress.answered:
+            place = (progress.instance, (answered.version, answered.trial))
             known = self._served.get(place)
-            if known is None or told.answers > known.answers:
-                self._served[place] = told
+            if known is None or answered.answers > known.answers:
+                self._served[place] = answered
 
     def of_trial(self, trial: int) -> Voices:
         """People whose sessions were drawn while a version was on trial."""
@@ -163,17 +164,19 @@ class Ratings:
         in_time = [one for one in ratings if one.time_ms <= deadline_ms]
         late = {person_of(group, one) for one in ratings if one.time_ms > deadline_ms}
         bad = {person_of(group, one): self._is_bad(one) for one in reversed(in_time)}
-        # What is replaced after its time stands as it stood; what is taken back is not there any more.
+        # What is replaced after its time stays as it was; what is taken back is not there any more.
         gone = [person for person in answer.people if person not in bad and person not in late]
         answer.people = (*bad, *(person for person in answer.people if person in late and person not in bad))
         for voices in self._places(answer):
-            for person, word in [*bad.items(), *((one, None) for one in gone)]:
-                voices.speak(person, Voice(answer.answered_ms, group, tenant_in(group), answer.arm, word))
-            said = self._said(ratings, deadline_ms)
-            voices.said = [all_ + new - old for all_, new, old in zip(voices.said, said, answer.said, strict=True)]
-        answer.said = self._said(ratings, deadline_ms)
+            for person, bad_one in [*bad.items(), *((one, None) for one in gone)]:
+                voices.speak(person, Voice(answer.answered_ms, group, tenant_in(group), answer.arm, bad_one))
+            counts = self._counts(ratings, deadline_ms)
+            voices.counts = [
+                all_ + new - old for all_, new, old in zip(voices.counts, counts, answer.counts, strict=True)
+            ]
+        answer.counts = self._counts(ratings, deadline_ms)
 
-    def _said(self, ratings: tuple[Rating, ...], deadline_ms: int) -> tuple[int, int, int, int]:
+    def _counts(self, ratings: tuple[Rating, ...], deadline_ms: int) -> tuple[int, int, int, int]:
         found = [0, 0, 0, 0]
         for one in ratings:
             found[2 * (one.time_ms > deadline_ms) + (not self._is_bad(one))] += 1
@@ -191,11 +194,11 @@ class Ratings:
 
     def _sum(self, wanted: Callable[[Arm], bool]) -> dict[str, Tally]:
         found: dict[str, Tally] = {}
-        for (_, arm), told in self._served.items():
+        for (_, arm), answered in self._served.items():
             if not wanted(arm):
                 continue
-            whole = Client(client="", sessions=told.answers, failed=told.failed, refused=told.refused)
-            for one in told.clients or (whole,):
+            whole = Client(client="", sessions=answered.answers, failed=answered.failed, refused=answered.refused)
+            for one in answered.clients or (whole,):
                 tally = found.setdefault(one.client, Tally())
                 tally.answers += one.sessions
                 tally.failed += one.failed
@@ -204,7 +207,7 @@ class Ratings:
 
 
 def ratings_of(closure: Closure, answered_ms: int) -> tuple[Rating, ...]:
-    """What people said of an answer; in logs older than ratings what is credited to it stands for it."""
+    """What people said of an answer; in logs older than ratings what is credited to it is taken instead."""
     if closure.ratings is not None:
         return closure.ratings
     reward = closure.mean_reward

@@ -1,16 +1,23 @@
 """Recorded production prompts, answered again by a candidate and by the stable version, compared. Pure.
 
-What nobody gave a right answer for can still be told apart: answers twice as long, cut off, refused or out of form.
+Answers to prompts without a right one can still be told apart: twice as long, cut off, refused or out of form.
+
+Guarantee: where each prompt's two answers could as well have been each other's, and where the distance of none is expected
+above what may be, a candidate is held with probability alpha at most (Bonferroni's bound over four questions). It assumes
+that prompts are independent of each other; nothing is assumed of how long answers are, or how many.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
 
 from actors.config import GateReplies, any_of
+from actors.master.gate.evidence import mean_chance, sign_chance
 from schemas import Experience
+
+QUESTIONS = 4  # longer, shorter, failed more often, too far away
 
 Prompt = tuple[tuple[str, str], ...]
 
@@ -24,6 +31,9 @@ class Reply(msgspec.Struct, frozen=True):
     num_tokens: int
     failed: str
     words: frozenset[tuple[str, str]]
+
+
+Pair = tuple[Reply, Reply]  # the candidate's answer, and the stable version's
 
 
 class Replies:
@@ -57,21 +67,27 @@ class Replies:
         suite = self._config.suite
         if stable < 0 or version == stable or not both:
             return {f"{suite}/prompts": 0.0}, []
-        numbers = compared([new[prompt] for prompt in both], [old[prompt] for prompt in both])
-        return {f"{suite}/{name}": value for name, value in numbers.items()}, self._faults(numbers, stable)
+        pairs = [(new[prompt], old[prompt]) for prompt in both]
+        numbers = compared(pairs)
+        return {f"{suite}/{name}": value for name, value in numbers.items()}, self._faults(numbers, pairs, stable)
 
-    def _faults(self, numbers: Mapping[str, float], stable: int) -> list[str]:
+    def _faults(self, numbers: Mapping[str, float], pairs: Sequence[Pair], stable: int) -> list[str]:
         config, faults = self._config, []
-        if numbers["length"] > config.max_longer or numbers["length"] < 1.0 / config.max_longer:
+        alpha = config.alpha / QUESTIONS
+        longer = [float(one.num_tokens - other.num_tokens) for one, other in pairs]
+        is_longer = numbers["length"] > config.max_longer and sign_chance(longer) <= alpha
+        is_shorter = numbers["length"] < 1.0 / config.max_longer and sign_chance([-gap for gap in longer]) <= alpha
+        if is_longer or is_shorter:
             faults.append(
                 f"{config.suite}: answers {numbers['length']:.2f} times as long as the stable version {stable}'s"
             )
-        if numbers["failed"] > numbers["stable failed"] + config.max_failed:
+        failed = [float(bool(one.failed) - bool(other.failed)) for one, other in pairs]
+        if numbers["failed"] > numbers["stable failed"] + config.max_failed and sign_chance(failed) <= alpha:
             faults.append(
                 f"{config.suite}: {numbers['failed']:.3f} cut off, refused or out of form, the stable version {stable} has "
                 f"{numbers['stable failed']:.3f}"
             )
-        if numbers["distance"] > config.max_distance:
+        if mean_chance([distance(pair) for pair in pairs], config.max_distance) <= alpha:
             faults.append(f"{config.suite}: {numbers['distance']:.3f} away from the stable version {stable}'s answers")
         return faults
 
@@ -87,20 +103,26 @@ class Replies:
         return Reply(num_tokens=experience.num_sampled, failed=failed, words=word_pairs(text))
 
 
-def compared(new: list[Reply], old: list[Reply]) -> dict[str, float]:
-    """Of answers to the same prompts, in the same order: prompts, length (mean tokens, new over old), failed and its
-    parts, stable failed (shares), distance (mean over prompts, 0 to 1: Jaccard's, of neighbouring words).
+def compared(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Of answers to the same prompts, new and old: prompts, length (mean tokens, new over old), failed and its parts, stable
+    failed (shares), distance (mean over prompts, 0 to 1: Jaccard's, of neighbouring words).
     """
-    count = len(new)
+    count = len(pairs)
+    new, old = [one for one, _ in pairs], [other for _, other in pairs]
     kinds = {kind: sum(one.failed == kind for one in new) / count for kind in ("cut off", "refused", "out of form")}
     return {
         "prompts": float(count),
         "length": sum(one.num_tokens for one in new) / max(1, sum(one.num_tokens for one in old)),
-        "failed": sum(map(bool, (one.failed for one in new))) / count,
+        "failed": sum(bool(one.failed) for one in new) / count,
         **kinds,
-        "stable failed": sum(map(bool, (one.failed for one in old))) / count,
-        "distance": sum(jaccard(one.words, other.words) for one, other in zip(new, old, strict=True)) / count,
+        "stable failed": sum(bool(one.failed) for one in old) / count,
+        "distance": sum(map(distance, pairs)) / count,
     }
+
+
+def distance(pair: Pair) -> float:
+    """How far two answers are from each other."""
+    return jaccard(pair[0].words, pair[1].words)
 
 
 def word_pairs(text: str) -> frozenset[tuple[str, str]]:

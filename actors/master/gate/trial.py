@@ -30,7 +30,7 @@ LEAST_OF_BLOCK = 8  # people of both sides; fewer wait for those of the next blo
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """How a trial stands. ended: "" while it goes on. numbers: what it was decided on.
+    """The state of a trial. ended: "" while it goes on. numbers: what it was decided on.
 
     Example: TrialResult(ended="passed", reason="rated down by 30 of 412 people, version 40 by 305 of 3720", numbers={...})
     """
@@ -74,30 +74,30 @@ class TrialEvidence(msgspec.Struct, frozen=True):
 def outcome(
     config: CanaryConfig,
     people: PeopleConfig,
-    heard: TrialEvidence,
+    evidence: TrialEvidence,
     new: Mapping[str, Tally],
     old: Mapping[str, Tally],
     age_ms: int,
 ) -> TrialResult:
-    """How a trial of that age stands. new, old: what both sides served, by client."""
-    numbers = {f"trial/{name}": float(value) for name, value in msgspec.structs.asdict(heard).items()}
-    stable = f"the stable version by {heard.bad_stable} of {heard.people_stable}"
-    told = f"rated down by {heard.bad} of {heard.people} people, {stable}"
-    ended = decided(config, heard.against, heard.favour)
+    """The state of a trial of that age. new, old: what both sides served, by client."""
+    numbers = {f"trial/{name}": float(value) for name, value in msgspec.structs.asdict(evidence).items()}
+    stable = f"the stable version by {evidence.bad_stable} of {evidence.people_stable}"
+    reason = f"rated down by {evidence.bad} of {evidence.people} people, {stable}"
+    ended = decided(config, evidence.against, evidence.favour)
     if ended == "failed":
-        return TrialResult("failed", told, numbers)
+        return TrialResult("failed", reason, numbers)
     bound = math.log(NUM_TRIAL_TESTS / config.alpha)
     fault = harmed(failures(config.more_failed), bound, config.least, people.tenant_share, new, old)
     if fault is not None:
         return TrialResult("failed", f"{fault.reason}, the stable version {fault.before}", numbers | fault.numbers)
     if ended == "passed":
-        return TrialResult("passed", told, numbers)
+        return TrialResult("passed", reason, numbers)
     if age_ms >= duration_s(config.longest) * 1000:
-        return TrialResult("failed", f"undecided after {config.longest}: {told}", numbers)
+        return TrialResult("failed", f"undecided after {config.longest}: {reason}", numbers)
     return TrialResult("")
 
 
-def heard_of(
+def evidence_of(
     config: CanaryConfig, people: PeopleConfig, blocks: Sequence[PeopleBlock], *, several: bool
 ) -> TrialEvidence:
     """What blocks of people say, up to the first that decides: whenever one looks, the same. several: see `weighed`."""

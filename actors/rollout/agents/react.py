@@ -18,7 +18,7 @@ _ACTION = re.compile(r"^[ \t]*+Action:[ \t]*+(\S.*+)$", re.MULTILINE)
 
 
 class React(Section, frozen=True):
-    """system: how the policy is told to think and act. complaint: its observation where a turn has no action.
+    """system: the instruction to think and act. complaint: its observation where a turn has no action.
 
     Example: React()
     """

@@ -36,7 +36,7 @@ class HttpEnvironment:
     """url: where the service listens. timeout_s: of one request. retries: of a request that may be sent twice.
 
     token_env: environment variable that holds a bearer token; it is sent, and never logged. step_twice: the service
-    answers a turn it has seen with what it answered then. closes: it wants to be told when an episode is over.
+    answers a turn it has seen with what it answered then. closes: it wants a call when an episode is over.
 
     Example: HttpEnvironment(url="http://shop-simulator:8080", timeout_s=20)
     """
@@ -82,7 +82,7 @@ class HttpEnvironment:
         return await self._ask("step", body, twice=self._step_twice)
 
     async def close(self) -> None:
-        """Tell the service, where it wants to be told, and let the connection go."""
+        """Call the service, where it wants that, and close the connection."""
         if self._client is None:
             return
         try:

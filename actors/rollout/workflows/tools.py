@@ -5,7 +5,7 @@
 
 Calls and answers are written as Hermes and Qwen models do: <tool_call>{"name": …, "arguments": {…}}</tool_call>, several
 in one turn run concurrently, and each gets a <tool_response> in their order. The tools are described in the system
-message, so that any chat template will do. A call that is wrong or fails is told to the policy, which may do better; it
+message, so that any chat template will do. The policy reads why a call is wrong or failed, and may do better; that
 never ends the episode. Ends: terminal with the answer, truncated where rounds or context were used up.
 """
 

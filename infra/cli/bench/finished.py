@@ -29,7 +29,9 @@ def read_finished(file: Path | None, plan: msgspec.Struct, varied: Sequence[str]
         found = msgspec.json.decode(file.read_bytes(), type=FinishedRuns)
         runs: list[Run] = [msgspec.convert(run, kind) for run in found.runs]
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{file}: got what is no sweep ({error}), expected one; give another --out") from error
+        raise ConfigError(
+            f"{file}: got a file that is not a sweep ({error}), expected one; give another --out"
+        ) from error
     asked = settings(plan, varied)
     if odd := [name for name in sorted({*asked, *found.settings}) if asked.get(name) != found.settings.get(name)]:
         raise ConfigError(f"{file}: got runs with other {', '.join(odd)}, expected the same; give another --out")

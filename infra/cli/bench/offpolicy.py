@@ -166,7 +166,7 @@ async def step_on(learner: "TorchLearner", items: "Sequence[TrainItem]", *, vers
 
 
 class StepOn(Protocol):
-    """`step_on`, or what stands for it."""
+    """`step_on`, or a replacement."""
 
     def __call__(
         self, learner: "TorchLearner", items: "Sequence[TrainItem]", *, version: int, plan: OffPolicyPlan

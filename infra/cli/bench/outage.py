@@ -109,7 +109,7 @@ async def _log(settings: "Settings") -> AsyncIterator["Log"]:
 
 @contextmanager
 def _serving(folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A gateway for the length of a block, ended so that it writes what it has left; its log is told where it failed."""
+    """A gateway for the length of a block, ended so that it writes what it has left; its log is printed where it failed."""
     command = [sys.executable, "-m", "infra.cli.main", "serve", "-c", str(folder / "headrace.toml")]
     with (folder / "serve.log").open("wb") as output:
         gateway = subprocess.Popen(command, stdout=output, stderr=output)
@@ -180,10 +180,10 @@ async def _ask(traffic: Traffic, settings: "Settings", key: str, per_s: float) -
         async def one(due: float) -> None:
             phase, answer, late_s = traffic.phase, "", time.perf_counter() - due
             try:
-                told = await http.post(url, json=BODY)
-                answer = told.json()["id"] if told.status_code == 200 else ""
+                response = await http.post(url, json=BODY)
+                answer = response.json()["id"] if response.status_code == 200 else ""
             except httpx.HTTPError:
-                pass  # told as a request that failed
+                pass  # counted as a request that failed
             traffic.asked.append(OutageRequest(phase, time.perf_counter() - due, late_s, answer))
 
         begin, number = time.perf_counter(), 0

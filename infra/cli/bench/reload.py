@@ -134,7 +134,7 @@ class _Load:
         self.num_failed = 0
 
     async def work(self, worker: int) -> None:
-        """Run groups until told to stop."""
+        """Run groups until asked to stop."""
         from actors.engines.engine import Sampling
 
         random = np.random.default_rng(worker)

@@ -123,7 +123,7 @@ def skip(
     """Go on behind records that retention deleted before they were read, and say which are lost.
 
     A stage that was away for longer than [bold]\\[keep] replay[/] stops instead of skipping anything by itself. Stop all
-    processes of the group first. Each loss stands in dead-letters.
+    processes of the group first. Each loss is in dead-letters.
 
     Example: [cyan]headrace skip verify[/]
     """

@@ -66,7 +66,7 @@ def audit(
     """Account for every published experience: trained, dropped with a reason, or pending.
 
     Reads the whole kept log and may run at any time; after a drain nothing is pending but what waits in the buffer to be
-    drawn at will, such as demonstrations.
+    drawn without an issue order, such as demonstrations.
     A drained app stays drained, also over restarts, until --then-continue.
     Exits with 1 if an experience was trained twice, trained without having been published, or is still on its way
     when a drain's time is up.
@@ -117,7 +117,7 @@ def evaluate(
 ) -> None:
     """Have a suite answered by exactly one version, beside its schedule, and print the result.
 
-    The request stands in the log, so it outlives this command. An engine cannot go back: an older version is refused,
+    The request is in the log, so it outlives this command. An engine cannot go back: an older version is refused,
     and one that explorers pass meanwhile is answered by a later one.
 
     Example: [cyan]headrace eval held-out --version 144[/]

@@ -110,6 +110,22 @@ def bench_gateway(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("gateway", as_json))
 
 
+def bench_state(
+    hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 9,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO.")] = 3,
+    silence: Annotated[float, typer.Option(help="Seconds for which two idle ranks hear nothing.")] = 0.0,
+    timeout: Annotated[float, typer.Option(help="trainer.ranks_timeout, in seconds.")] = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """A large learner's state saved by two ranks, killed, and read by one, two and three; about 30 bytes of memory a
+    parameter, 12 of disk. Minutes.
+    """
+    from infra.cli.benches import run_state
+
+    exit_with(lambda: run_state(hidden, layers, stage, silence, timeout, as_json=as_json))
+
+
 def bench_outage(
     minutes: Annotated[float, typer.Option(help="How long the broker is away.")] = 10.0,
     per_s: Annotated[float, typer.Option("--rate", help="Requests a second.")] = 20.0,

@@ -13,6 +13,9 @@ from infra.cli.options import JsonOption, exit_with
 FromOption = Annotated[
     int | None, typer.Option("--from", help="Begin at the newest checkpoint at or before this step.", metavar="STEP")
 ]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-plugins", help="Import and call what its settings name and headrace does not ship.")
+]
 RunArgument = Annotated[
     Path, typer.Argument(help="The folder of a run (or its TOML), or a file that `export` wrote.", metavar="RUN")
 ]
@@ -23,11 +26,9 @@ def replay(
     from_step: FromOption = None,
     to_step: Annotated[int | None, typer.Option("--to", help="Stop after this step.", metavar="STEP")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare; exit with 1 on a difference.")] = False,
-    trust_plugins: Annotated[
-        bool, typer.Option("--trust-plugins", help="Import and call what its settings name and headrace does not ship.")
-    ] = False,
+    trust_plugins: TrustOption = False,
     max_unpacked: Annotated[
-        int | None, typer.Option(help="What an archive may unpack to; 32 GiB unless told.", metavar="BYTES", min=1)
+        int | None, typer.Option(help="What an archive may unpack to; 32 GiB by default.", metavar="BYTES", min=1)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,6 +53,7 @@ def export(
     run: RunArgument,
     file: Annotated[Path, typer.Argument(help="The archive to write; it must not be there.")],
     from_step: FromOption = None,
+    trust_plugins: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write all that a replay needs into one file: checkpoint, model, journal, buffered blocks, settings of the trainer.
@@ -64,4 +66,4 @@ def export(
     """
     from infra.cli.export import run_export
 
-    exit_with(lambda: run_export(run, file, from_step=from_step, as_json=as_json))
+    exit_with(lambda: run_export(run, file, from_step=from_step, as_json=as_json, trusted=trust_plugins))

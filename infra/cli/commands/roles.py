@@ -12,7 +12,7 @@ from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with
 
 
 def master(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
-    """Issue tasks as the staleness budget allows, re-issue what nobody finished, request evals.
+    """Issue tasks as the staleness budget allows, issue unfinished ones again, request evals.
 
     One is enough. It keeps no state of its own: everything is counted again from the log when it starts.
     """

@@ -119,9 +119,10 @@ def check(
     ] = None,
     step_s: Annotated[float, typer.Option(help="Seconds from one optimizer step to the next, for --size.")] = 120.0,
 ) -> None:
-    """Check the settings and plugins, and show the resolved chain of each stage.
+    """Check the settings, plugins, log and store, and show the resolved chain of each stage.
 
-    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options.
+    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options,
+    a log and a store that do not belong together.
 
     With --size nothing but the model's config.json is read: what a learner's rank and an engine need, how long a version
     takes, and what will not fit (then the exit code is 1), with the setting that would mend it.

@@ -55,7 +55,7 @@ CHARACTERS_ALONE = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template
 IMAGE_TOKEN = "<image>"
 PATCH = 8  # pixels a side that make one place of a picture
 VISION_LAYERS = 1
-# A message with images is a list of parts: each image stands as its token, the text behind them.
+# A message with images is a list of parts: each image becomes its token, the text follows.
 PARTS_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"

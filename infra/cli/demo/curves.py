@@ -12,7 +12,7 @@ def draw_curves(
 ) -> None:
     """One panel per title; in it one curve per label, of one colour in all panels: the mean over its seeds' points.
 
-    The seeds are thin lines beside it where a panel has at most three curves: more could not be told apart.
+    The seeds are thin lines beside it where a panel has at most three curves: more could not be distinguished.
     """
     import matplotlib
 

@@ -14,7 +14,7 @@ class DemoTask(msgspec.Struct, frozen=True, kw_only=True):
     settings: the TOML from [pacing] on, with {engine}, {seed}, {minutes}, {stop_at}, {processors}, {usual}, {expert}.
     suite: the evals that are reported, and measure what a person calls them. stop_at: success that ends the run. lanes:
     of each control there is, the weights of the lanes usual and expert. engines: those it runs on, the usual one first.
-    minutes: how long tasks are issued, where nobody says otherwise.
+    minutes: how long tasks are issued by default.
 
     Example: DemoTask(name="arithmetic", ..., suite="held-out", measure="held-out accuracy", lanes={"none": (1.0, 0.0)})
     """

@@ -68,7 +68,7 @@ checkpoint_every = 20
 usual = {{ loss = "dppo", weight = {usual} }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
 
-[trainer.warmup]                 # a player that hears what it is told and wastes two guesses of three
+[trainer.warmup]                 # a player that uses its hints and wastes two guesses of three
 lane = "expert"
 stop_at = 1.0
 min_steps = 200                  # a player at random has no accuracy to look at

@@ -39,14 +39,14 @@ max_tokens = 5
 name = "user"
 use = "streams.sources.received:rating"
 from = {{ webhook = "/v1/feedback" }}
-window = "12s"                   # then an answer nobody rated is unlabelled: counted, not trained
+window = "12s"                   # then an answer without a rating is unlabelled: counted, not trained
 late = "amend"
 
 [reward]
 blend = {{ user = 1.0 }}
 require = ["user"]
 
-[[score]]                        # of evals alone: in production nobody knows the right answer
+[[score]]                        # of evals alone: in production the right answer is not known
 name = "exact"
 use = "streams.scores.exact:exact"
 

@@ -10,7 +10,7 @@ from infra.cli.demo.traffic import USERS_FILE
 from infra.cli.demo.users import Seen
 from infra.cli.demo.watch import Watch
 
-ENDS = 500  # answers at each end of the run over which users' accuracy is told
+ENDS = 500  # answers at each end of the run over which users' accuracy is reported
 WINDOW = 200  # answers a point of the users' curve averages over
 
 

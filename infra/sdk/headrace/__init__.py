@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from schemas.errors import ConfigError, NotInStore, PolicyRefused, StoreError
     from schemas.ids import synthetic_group
     from trainer.batch.weight import with_weight
-    from trainer.losses.loss import LossInputs, LossOutput, needs
+    from trainer.losses.loss import LossInputs, LossOutput, Needs, needs
 
 # What is written → the module each name lives in. The reference of docs shows the names by these kinds.
 HOMES: dict[str, dict[str, str]] = {
@@ -56,7 +56,7 @@ HOMES: dict[str, dict[str, str]] = {
         "PolicyRefused": "schemas.errors",
         "SchemaRefused": "actors.engines.engine",
     },
-    "losses": dict.fromkeys(("LossInputs", "LossOutput", "needs"), "trainer.losses.loss"),
+    "losses": dict.fromkeys(("LossInputs", "LossOutput", "Needs", "needs"), "trainer.losses.loss"),
     "stores": {
         **dict.fromkeys(("Store", "check_key", "check_prefix"), "infra.store.store"),
         **dict.fromkeys(("NotInStore", "StoreError"), "schemas.errors"),
@@ -83,6 +83,7 @@ __all__ = [
     "LossOutput",
     "Memory",
     "Message",
+    "Needs",
     "NotInStore",
     "OnChunk",
     "Outcome",

@@ -40,10 +40,10 @@ def build(layers: int, width: int, *, experts: int = 0, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def learn(model: Any, share: float = 1 / 70) -> None:
-    """Move a share of the values by one bit."""
+    """Move a share of the values by one bit, up or down."""
     for value in model.parameters():
-        bits = value.view(torch.int16)
-        bits += (torch.rand(value.shape) < share).to(torch.int16)
+        chance = torch.rand(value.shape)
+        value.view(torch.int16).add_((chance < share / 2).to(torch.int16) - (chance > 1 - share / 2).to(torch.int16))
 
 
 @torch.no_grad()

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engines.engine import Sampling, SchemaRefused
-from actors.engines.grammar import MAX_COMPILED, Grammars, TokenSpellings, byte_vocabulary, folder_vocabulary
+from actors.engines.engine import Sampling, SchemaNotTried, SchemaRefused
+from actors.engines.grammar import Grammars
+from actors.engines.once_per_schema import MAX_KEPT, OncePerSchema
+from actors.engines.token_spellings import TokenSpellings, byte_vocabulary, folder_vocabulary
 from infra.cli.demo.char_model import SPECIAL_TOKENS, VOCABULARY_SIZE, build_char_model
 
 STOP = 256
@@ -53,15 +55,58 @@ def test_no_more_than_so_many_are_kept() -> None:
     async def check() -> None:
         grammars = Grammars(lambda: byte_vocabulary(260))
         first = await grammars.compiled(json.dumps({"const": 0}))
-        for value in range(1, MAX_COMPILED):
+        for value in range(1, MAX_KEPT):
             await grammars.compiled(json.dumps({"const": value}))
         assert await grammars.compiled(json.dumps({"const": 0})) is first
-        await grammars.compiled(json.dumps({"const": MAX_COMPILED}))
+        await grammars.compiled(json.dumps({"const": MAX_KEPT}))
         assert await grammars.compiled(json.dumps({"const": 0})) is first, "it was asked for a moment ago"
-        for value in range(MAX_COMPILED + 1, 2 * MAX_COMPILED + 1):
+        for value in range(MAX_KEPT + 1, 2 * MAX_KEPT + 1):
             await grammars.compiled(json.dumps({"const": value}))
         assert await grammars.compiled(json.dumps({"const": 0})) is not first
         grammars.close()
+
+    asyncio.run(check())
+
+
+def test_a_schema_that_is_refused_is_looked_at_once_and_holds_no_thread_that_others_share() -> None:
+    async def check() -> None:
+        go, looked_at = threading.Event(), []
+
+        def make(json_schema: str) -> str:
+            looked_at.append(json_schema)
+            go.wait(60)
+            raise SchemaRefused("it takes too long")
+
+        schemas = OncePerSchema(make)
+        asked = [asyncio.create_task(schemas.of(str(number % 10))) for number in range(1000)]
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(lambda: "free") == "free"
+        go.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(one, SchemaRefused) for one in found)
+        with pytest.raises(SchemaRefused, match="takes too long"):
+            await schemas.of("0")
+        assert sorted(looked_at) == [str(number) for number in range(10)]
+        schemas.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("error", [SchemaNotTried("the process has ended"), OSError("no such folder")])
+def test_what_failed_for_other_reasons_than_its_schema_is_tried_again(error: Exception) -> None:
+    async def check() -> None:
+        errors = [error]
+
+        def make(json_schema: str) -> str:
+            if errors:
+                raise errors.pop()
+            return json_schema
+
+        schemas = OncePerSchema(make)
+        with pytest.raises(type(error)):
+            await schemas.of(TEXT)
+        assert await schemas.of(TEXT) == TEXT
+        schemas.close()
 
     asyncio.run(check())
 

@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from actors.engines.engine import SchemaRefused
-from actors.engines.grammar import Grammars, byte_vocabulary
+from actors.engines.grammar import Grammars
 from actors.engines.judge import SHORT_CHARS, SchemaCompiler
+from actors.engines.token_spellings import byte_vocabulary
 
 pytestmark = pytest.mark.slow  # the process takes seconds to start
 

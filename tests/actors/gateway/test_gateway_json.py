@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from openai import AsyncOpenAI
 
-from actors.engines.engine import Sampling
+from actors.engines.engine import Sampling, SchemaNotTried
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.answering.json_schema import ANY_OBJECT, MAX_BYTES, MAX_PARTS, rewritten
 from actors.gateway.http.errors import ApiError
@@ -152,6 +152,31 @@ def test_a_vocabulary_that_cannot_spell_json_is_told_before_the_first_byte(tmp_p
                 await client.chat.completions.create(model="m", messages=asked, response_format=OBJECT, stream=stream)
             assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_value")
             await client.chat.completions.create(model="m", messages=asked, max_tokens=3)
+
+    asyncio.run(check())
+
+
+class _Untried(ScriptedEngine):
+    """Has no process to compile schemas in, the first time."""
+
+    def __init__(self) -> None:
+        super().__init__(num_vocabulary=VOCABULARY, max_model_len=4096)
+        self.refusals = [SchemaNotTried("there is no process to compile it in")]
+
+    async def prepare(self, json_schema: str) -> None:
+        if self.refusals:
+            raise self.refusals.pop()
+        await super().prepare(json_schema)
+
+
+def test_a_schema_that_could_not_be_tried_may_be_asked_for_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, _Untried()) as served:
+            client = await client_of(served)
+            with pytest.raises(openai.InternalServerError, match="no process") as caught:
+                await client.chat.completions.create(model="m", messages=ASK, response_format=OBJECT, max_tokens=40)
+            assert caught.value.status_code == 503
+            await client.chat.completions.create(model="m", messages=ASK, response_format=OBJECT, max_tokens=40)
 
     asyncio.run(check())
 

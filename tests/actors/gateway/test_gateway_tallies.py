@@ -21,19 +21,19 @@ def test_a_refusal_is_one_at_the_beginning_of_an_answer() -> None:
     for number, text in enumerate(("I'm sorry, no.", "i cannot help with that", "Sure.", "x" * 200 + " I'm sorry")):
         tallies.answered(3, -1, [text], Asker("a", f"s{number}"))
     clients = (Client(client="a", sessions=4, refused=2),)
-    assert tallies.told() == (Answered(version=3, answers=4, refused=2, clients=clients),)
+    assert tallies.report() == (Answered(version=3, answers=4, refused=2, clients=clients),)
     without = Tallies(())
     without.answered(3, -1, ["I'm sorry"], Asker())
-    assert without.told() == (Answered(version=3, answers=1, clients=(Client(client="", sessions=1),)),)
+    assert without.report() == (Answered(version=3, answers=1, clients=(Client(client="", sessions=1),)),)
 
 
 def test_the_newest_versions_are_kept() -> None:
     tallies = Tallies(())
     for version in range(MAX_VERSIONS + 5):
         tallies.failed(version, -1, 2, Asker("a", "s"))
-    assert [one.version for one in tallies.told()] == list(range(5, MAX_VERSIONS + 5))
+    assert [one.version for one in tallies.report()] == list(range(5, MAX_VERSIONS + 5))
     last = Answered(version=MAX_VERSIONS + 4, answers=2, failed=2, clients=(Client(client="a", sessions=1, failed=1),))
-    assert tallies.told()[-1] == last
+    assert tallies.report()[-1] == last
 
 
 def test_a_session_in_which_a_later_answer_fails_is_one_that_failed() -> None:
@@ -41,14 +41,14 @@ def test_a_session_in_which_a_later_answer_fails_is_one_that_failed() -> None:
     tallies.answered(3, -1, ["Sure."], Asker("a", "s"))
     for _ in range(3):
         tallies.failed(3, -1, 1, Asker("a", "s"))
-    assert tallies.told()[0].clients == (Client(client="a", sessions=1, failed=1),)
+    assert tallies.report()[0].clients == (Client(client="a", sessions=1, failed=1),)
 
 
 def test_a_report_tells_the_clients_of_the_versions_that_answered_last() -> None:
     tallies = Tallies(())
     for version in (*range(TOLD_CLIENTS + 2), 0):
         tallies.answered(version, -1, ["Sure."], Asker("a", f"s{version}"))
-    told = {one.version: bool(one.clients) for one in tallies.told()}
+    told = {one.version: bool(one.clients) for one in tallies.report()}
     assert [version for version, has in told.items() if not has] == [1, 2] and len(told) == TOLD_CLIENTS + 2
 
 
@@ -56,10 +56,12 @@ def test_of_one_session_one_answer_counts_for_its_client_and_clients_are_bounded
     tallies = Tallies(REFUSALS)
     for _ in range(45):
         tallies.answered(3, -1, ["I'm sorry, no."], Asker("a", "s"))
-    assert tallies.told()[0].refused == 45 and tallies.told()[0].clients == (Client(client="a", sessions=1, refused=1),)
+    assert tallies.report()[0].refused == 45 and tallies.report()[0].clients == (
+        Client(client="a", sessions=1, refused=1),
+    )
     for number in range(100):
         tallies.answered(3, -1, ["Sure."], Asker(f"c{number}", "s"))
-    clients = tallies.told()[0].clients
+    clients = tallies.report()[0].clients
     assert len(clients) == MAX_CLIENTS + 1 and clients[-1] == Client(client="", sessions=100 - MAX_CLIENTS + 1)
 
 

@@ -20,6 +20,7 @@ from schemas import (
     Control,
     DeadLetter,
     Drawn,
+    DropMarker,
     EvalResult,
     Feedback,
     Fence,
@@ -28,7 +29,6 @@ from schemas import (
     Progress,
     Received,
     Span,
-    Stub,
     Task,
     Tick,
     encode,
@@ -55,7 +55,7 @@ from schemas.topics import (
 )
 
 GROUP = "add-3745.2"
-STUB = Stub(id=f"{GROUP}.0-1-0", group=GROUP, episode=1, group_size=2, reason="too short")
+STUB = DropMarker(id=f"{GROUP}.0-1-0", group=GROUP, episode=1, group_size=2, reason="too short")
 
 
 def block(num_tokens: int = 8, group: str = GROUP) -> Block:
@@ -143,7 +143,7 @@ def test_a_tick_goes_to_its_own_partition_and_a_given_key_or_partition_rules() -
 
 def test_a_topic_refuses_records_it_does_not_hold() -> None:
     async def check(log: Log) -> None:
-        with pytest.raises(ValueError, match="buffer holds Block; got Stub"):
+        with pytest.raises(ValueError, match="buffer holds Block; got DropMarker"):
             await log.publish(BUFFER, STUB)
         with pytest.raises(ValueError, match="holds issued tasks"):
             await log.publish(TASKS, Task(id="t", messages=()))

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from infra.cli.main import app
+from infra.local.address import BrokerPorts
 from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
 from trainer.journal import checkpoint
@@ -40,6 +41,8 @@ def tensor(*shape: int) -> Tensor:
 def started(tmp_path: Path) -> Path:
     """A folder whose app has a model of one weight and a checkpoint of step 3."""
     header = msgspec.json.encode({"head": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}})
+    (tmp_path / "kafka").mkdir()
+    (tmp_path / "kafka" / "address.json").write_bytes(msgspec.json.encode(BrokerPorts(port=1, controller_port=1)))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 24)
     write(tmp_path, 3, {"model/head": tensor(2, 3)})

@@ -21,7 +21,7 @@ from infra.log.log import Log
 from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, open_text, seal_text, sealed
 from infra.store.store import Store
-from schemas import Block, Closure, Control, EvalResult, PolicyEvent, Progress, Stub, Tick, topics
+from schemas import Block, Closure, Control, DropMarker, EvalResult, PolicyEvent, Progress, Tick, topics
 from schemas.errors import Sealed
 from schemas.ids import experience_id, group_of, request_group, session_name, subject_of
 from tests.infra.ledger.ledger_records import batch, block
@@ -199,7 +199,7 @@ def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken
         app_name,
         [
             *((topics.EXPERIENCES, block(group)) for group in ("a.0", "b.0", "c.0")),
-            (topics.VERIFIED, Stub(id="c.0.0-0-0", group="c.0", episode=0, group_size=4, reason="too short")),
+            (topics.VERIFIED, DropMarker(id="c.0.0-0-0", group="c.0", episode=0, group_size=4, reason="too short")),
             (topics.BUFFER, block("a.0")),
             (topics.PROGRESS, Closure(group="b.0", outcome="dropped", reason="all rewards equal")),
             (topics.BATCHES, trained),

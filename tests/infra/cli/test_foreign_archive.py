@@ -151,3 +151,13 @@ def test_what_an_archive_may_unpack_is_bounded_and_the_flag_is_named(tmp_path: P
 
 def test_a_shipped_learner_needs_no_trust(tmp_path: Path) -> None:
     assert call("replay", exported(tmp_path), "--verify").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["replay", "export"])
+def test_a_run_s_folder_names_no_store_that_is_imported_unless_it_is_trusted(tmp_path: Path, command: str) -> None:
+    mark = tmp_path / "mark"
+    options = f'{{ args = ["touch", "{mark}"] }}'
+    (tmp_path / "headrace.toml").write_text(f'app = "t"\n[store]\nuse = "subprocess:Popen"\noptions = {options}\n')
+    result = call(command, tmp_path, *((tmp_path / "archive",) if command == "export" else ()))
+    assert result.exit_code == 2 and not mark.exists()
+    assert "subprocess:Popen" in result.stderr and "--trust-plugins" in result.stderr

@@ -116,7 +116,7 @@ def test_a_difference_is_told_with_where_it_begins_and_exit_code_1(tmp_path: Pat
     file = exported(tmp_path, damage=other_advantages)
     result = call("replay", file, "--verify")
     assert result.exit_code == 1
-    assert "DIFFERS: the run told " in result.stdout and "the first at step" in result.stdout
+    assert "DIFFERS: the run recorded " in result.stdout and "the first at step" in result.stdout
     assert "so it is in the steps after that" in result.stdout
     assert not verdict(call("replay", file, "--verify", "--json"))["equal"]
 

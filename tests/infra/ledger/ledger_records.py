@@ -12,9 +12,9 @@ from schemas import (
     Closure,
     Control,
     DeadLetter,
+    DropMarker,
     Lane,
     Span,
-    Stub,
     encode,
     ids,
     make_experience,
@@ -48,8 +48,10 @@ def batch(step: int, *names: str, use: int = 0, lane: Lane = "usual", token: int
     return Batch(run=RUN, token=token, step=step, version=step, items=items)
 
 
-def stub(group: str, episode: int, reason: str) -> Stub:
-    return Stub(id=ids.experience_id(group, 0, episode), group=group, episode=episode, group_size=4, reason=reason)
+def stub(group: str, episode: int, reason: str) -> DropMarker:
+    return DropMarker(
+        id=ids.experience_id(group, 0, episode), group=group, episode=episode, group_size=4, reason=reason
+    )
 
 
 def closure(group: str, outcome: Outcome, *, attempt: int = 0, reason: str = "", **drops: int) -> Closure:

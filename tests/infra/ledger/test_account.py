@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import Block, Control, Drawn, Feedback, Fence, Rollback, Skip, Stub
+from schemas import Block, Control, Drawn, DropMarker, Feedback, Fence, Rollback, Skip
 from tests.infra.ledger.ledger_records import RUN, account, batch, block, closure, dead_letter, stub
 
 
@@ -172,5 +172,5 @@ def test_the_account_adds_up_and_the_order_between_topics_does_not_matter(
     order = list(topics)
     shuffle.shuffle(order)
     assert account({topic: topics[topic] for topic in order}) == found
-    stubbed = {one.id for one in topics["verified"] if isinstance(one, Stub)}
+    stubbed = {one.id for one in topics["verified"] if isinstance(one, DropMarker)}
     assert not stubbed & set(found.pending_ids)

@@ -7,7 +7,19 @@ import msgspec
 import numpy as np
 
 from infra.chain.chain import ChainResult, Context, Dropped
-from schemas import Block, Control, Experience, Feedback, Message, Score, Span, Stub, Tick, encode, make_experience
+from schemas import (
+    Block,
+    Control,
+    DropMarker,
+    Experience,
+    Feedback,
+    Message,
+    Score,
+    Span,
+    Tick,
+    encode,
+    make_experience,
+)
 from schemas.ids import experience_id
 from streams.collect.decision import Decision, Folded
 from streams.collect.fold import Arrival, Rules, fold
@@ -42,8 +54,8 @@ def block(*experiences: Experience) -> Block:
     return Block(experiences=experiences)
 
 
-def stub(group: str, episode: int, *, attempt: int = 0, size: int = 2, reason: str = "too short") -> Stub:
-    return Stub(
+def stub(group: str, episode: int, *, attempt: int = 0, size: int = 2, reason: str = "too short") -> DropMarker:
+    return DropMarker(
         id=experience_id(group, attempt, episode),
         group=group,
         episode=episode,

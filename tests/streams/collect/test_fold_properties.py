@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import Block, Control, Experience, Stub
+from schemas import Block, Control, DropMarker, Experience
 from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Decision, Rules, fold, group_named
 from streams.collect.needs import wanted
@@ -209,7 +209,7 @@ def test_a_damaged_file_is_put_aside_and_started_anew(tmp_path: Path) -> None:
 
 
 def test_duplicate_stub_for_a_member_that_is_there_changes_nothing() -> None:
-    gone = Stub(id="t.0.0-0-0", group="t.0", episode=0, group_size=2, reason="duplicate")
+    gone = DropMarker(id="t.0.0-0-0", group="t.0", episode=0, group_size=2, reason="duplicate")
     results = folded(Inbox().extend([block(answer("t.0", 0)), gone, block(answer("t.0", 1))]), RULES)
     assert buffered(results) == {("t.0", 0): [("t.0.0-0-0", 0.0), ("t.0.0-1-0", 1.0)]}
 

@@ -8,7 +8,7 @@ import pytest
 
 from infra.chain.processor import Verdict, score
 from infra.log.log import Log
-from schemas import Block, Experience, Stub, encode
+from schemas import Block, DropMarker, Experience, encode
 from schemas.errors import ConfigError
 from schemas.topics import ALL, BUFFER, EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, FilterConfig, ProcessorConfig, RewardConfig, ScoreConfig, Switch, VerifyConfig
@@ -92,7 +92,7 @@ def test_a_score_whose_code_changed_under_the_same_version_is_reused_and_the_rep
 def test_a_processor_more_or_less_shows_what_it_drops_by_reason(tmp_path: Path) -> None:
     async def main() -> None:
         log = await recorded_log(tmp_path)
-        stubs = [one for one in await values(log, VERIFIED) if isinstance(one, Stub) and one.reason == "third"]
+        stubs = [one for one in await values(log, VERIFIED) if isinstance(one, DropMarker) and one.reason == "third"]
         without = await run(log, "verify", msgspec.structs.replace(CONFIG, processor=()))
         evals = 1  # of group 18, whose third answer was counted as failed
         assert changes(without) == {("no longer dropped", "third"): len({one.id for one in stubs}) + evals}

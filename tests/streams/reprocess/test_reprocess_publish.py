@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infra.log.log import Log
-from schemas import Block, Closure, DeadLetter, Feedback, Stub, Tick, encode
+from schemas import Block, Closure, DeadLetter, DropMarker, Feedback, Tick, encode
 from schemas.errors import ConfigError
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
 from streams.processors.dedupe import dedupe_key
@@ -64,9 +64,9 @@ def test_a_counterfactual_holds_what_the_other_configuration_makes(tmp_path: Pat
         report = await run(log, "verify", PLAIN, publish="plain")
         assert not report.is_same
         plain = Log(log.bus, "plain")
-        stubs = {one.reason for one in await values(plain, VERIFIED) if isinstance(one, Stub)}
+        stubs = {one.reason for one in await values(plain, VERIFIED) if isinstance(one, DropMarker)}
         assert "third" not in stubs
-        assert "third" in {one.reason for one in await values(log, VERIFIED) if isinstance(one, Stub)}
+        assert "third" in {one.reason for one in await values(log, VERIFIED) if isinstance(one, DropMarker)}
 
     asyncio.run(main())
 

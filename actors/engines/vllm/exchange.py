@@ -1,0 +1,80 @@
+"""Files through which tensors go to vLLM's workers: in this host's memory, and on disk where that is too small.
+
+Guarantee: no file is begun in a place that has no room for all of it, and none is left half written.
+"""
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from infra.policies.tensors import Tensor, write_tensors
+from schemas.errors import PolicyRefused
+
+_log = logging.getLogger(__name__)
+MEMORY = Path("/dev/shm")
+MARGIN_BYTES = 1024 * 1024  # for the header, and for others who write there too
+
+
+def free_bytes(folder: Path) -> int:
+    """What may still be written there."""
+    return shutil.disk_usage(folder).free
+
+
+class Exchange:
+    """places: where files may go, the best first: /dev/shm, then the folder for temporary files (see TMPDIR). Of one engine."""
+
+    def __init__(self, places: Sequence[Path] = (), free: Callable[[Path], int] = free_bytes) -> None:
+        self._places = [one for one in places or (MEMORY, Path(tempfile.gettempdir())) if os.access(one, os.W_OK)]
+        self._free = free
+        self._folders: dict[Path, Path] = {}
+        self._written = 0
+
+    def write(self, tensors: Mapping[str, Tensor]) -> Path:
+        """The tensors as a safetensors file where there is room for it. Blocks. Raises PolicyRefused where there is none."""
+        num_bytes = sum(tensor.num_bytes for tensor in tensors.values()) + MARGIN_BYTES
+        found = {place: self._free(place) for place in self._places}
+        for place in self._places:
+            if found[place] < num_bytes:
+                continue
+            if place != self._places[0]:
+                _log.warning("exchange on disk folder=%s needed=%d free=%s", place, num_bytes, _told(found))
+            if (path := self._written_to(place, tensors)) is not None:
+                return path
+        raise PolicyRefused(
+            f"a reload needs {num_bytes:,} bytes to pass the weights to vLLM, free are {_told(found)}; give the container a "
+            "larger /dev/shm, or set TMPDIR to a folder with room"
+        )
+
+    def discard(self, path: Path) -> None:
+        """Remove a file that was read."""
+        path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove what it made."""
+        for folder in self._folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folders.clear()
+
+    def _written_to(self, place: Path, tensors: Mapping[str, Tensor]) -> Path | None:
+        """The file, or None where others took the room meanwhile."""
+        if place not in self._folders:
+            self._folders[place] = Path(tempfile.mkdtemp(prefix="headrace-", dir=place))
+        self._written += 1
+        path = self._folders[place] / f"{self._written}.safetensors"
+        try:
+            with path.open("wb") as file:
+                write_tensors(file, tensors)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return None
+        return path
+
+
+def _told(found: Mapping[Path, int]) -> str:
+    return ", ".join(f"{num_bytes:,} in {place}" for place, num_bytes in found.items())

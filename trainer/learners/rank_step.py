@@ -1,0 +1,253 @@
+"""What every rank does in a step of a DeepSpeed learner, all of them together: forward, backward, and one optimizer step.
+
+Guarantee: a step that is refused, because it or its gradient is not finite or the gradient is too large, changes nothing on
+any rank; for that each keeps a copy of its own shards where a step has several minibatches.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as distributed
+
+from infra.policies.tensors import Tensor, from_torch
+from schemas.fields import Lane
+from trainer.batch.batch import Microbatch, PackedBatch
+from trainer.config import TrainerConfig
+from trainer.health.diagnostics import Observed, diagnose, join
+from trainer.learners.forward import PackedModel
+from trainer.learners.lanes import (
+    StepContext,
+    bounds,
+    compares,
+    looks_ahead,
+    microbatch_loss,
+    of_phase,
+    read,
+    step_context,
+)
+from trainer.learners.learner import Phase, StepStats
+from trainer.learners.orders import (
+    Channel,
+    Encoded,
+    Order,
+    decode_array,
+    decode_observed,
+    encode_array,
+    encode_observed,
+)
+from trainer.learners.rows import Rows, deal, receive_rows, send_rows
+from trainer.learners.shards import Shards
+from trainer.losses.loss import Objective
+from trainer.losses.offpolicy import effective_share, ess_learning_rate
+
+
+class RankStep:
+    """One rank's part. Everything it is made of is the learner's own. stage: of ZeRO."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        objectives: Mapping[Lane, Objective],
+        *,
+        model: PackedModel,
+        reference: PackedModel | None,
+        engine: Any,
+        shards: Shards,
+        channel: Channel,
+        stage: int,
+    ) -> None:
+        self._config = config
+        self._objectives = objectives
+        self._model = model
+        self._reference = reference
+        self._engine = engine
+        self._shards = shards
+        self._channel = channel
+        self._stage = stage
+
+    def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
+        """One optimizer step over all ranks, of the minibatches that rank 0 is given; what it did, on rank 0."""
+        assert order.counts is not None
+        torch.manual_seed(order.seed)
+        batch = order.counts.batch()
+        dealt = [deal(part, self._channel.world) for part in given or ()]
+        parts = [self._rows(dealt, index) for index in range(order.num_parts)]
+        objectives = of_phase(self._objectives, phase)
+        present = [objectives[lane] for lane in batch.lane_tokens]
+        ahead = [self._ahead(part) for part in parts] if any(looks_ahead(one) for one in present) else None
+        bounded = self._bounds(objectives, batch, dealt, ahead) if ahead is not None else {}
+        put_back = self._shards.keep() if len(parts) > 1 else None
+        observed: list[Observed] = []
+        losses: list[float] = []
+        norms: list[float] = []
+        for index, part in enumerate(parts):
+            decay = self._config.staleness_decay
+            context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
+            proximal = ahead[index] if ahead is not None and any(one.proximal for one in present) else None
+            loss, seen = self._backward(context, part, proximal)
+            observed += seen
+            applied, norm = self._apply(order, self._rate(order.learning_rate, seen), loss)
+            if not applied:
+                if put_back is not None:
+                    put_back()
+                return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
+            losses.append(loss)
+            norms.append(norm)
+            if self._config.reference_decay < 1.0:
+                self.move_reference(self._config.reference_decay)
+        if self._channel.rank:
+            return None
+        loss = sum(losses) / len(losses)
+        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)))
+
+    def _rows(self, dealt: Sequence[Sequence[Rows]], index: int) -> Rows:
+        """This rank's rows of minibatch `index`. dealt: of every minibatch, on rank 0."""
+        return receive_rows(self._channel) if self._channel.rank else send_rows(self._channel, dealt[index])
+
+    @torch.no_grad()
+    def _ahead(self, part: Rows) -> list[torch.Tensor]:
+        """log π_θ of this rank's microbatches before the step."""
+        found = [self._engine("logprobs", part.at(index)[0]) for index in range(part.most)]
+        return found[: len(part.mine)]
+
+    def _bounds(
+        self,
+        objectives: Mapping[Lane, Objective],
+        batch: PackedBatch,
+        dealt: Sequence[Sequence[Rows]],
+        ahead: Sequence[Sequence[torch.Tensor]],
+    ) -> dict[Lane, float]:
+        """What losses measure over the whole step: from all ranks' logprobs, on rank 0, which has the rows."""
+        mine = [encode_array(logprob.cpu().numpy()) for part in ahead for logprob in part]
+        every = self._channel.gather(msgspec.msgpack.encode(mine))
+        found: dict[Lane, float] | None = None
+        if not self._channel.rank:
+            microbatches = [one for rank in range(self._channel.world) for part in dealt for one in part[rank].mine]
+            arrays = [decode_array(one) for data in every for one in msgspec.msgpack.decode(data, type=list[Encoded])]
+            whole = msgspec.structs.replace(batch, microbatches=tuple(microbatches))
+            found = {lane: float(value) for lane, value in bounds(objectives, whole, arrays).items()}
+        told = self._channel.broadcast(None if found is None else msgspec.msgpack.encode(found))
+        return msgspec.msgpack.decode(told, type=dict[Lane, float])
+
+    @torch.no_grad()
+    def move_reference(self, decay: float) -> None:
+        """The reference as `decay` of itself and the rest the policy. Collective."""
+        if self._reference is None:
+            return
+        pairs = zip(self._reference.module.parameters(), self._model.module.parameters(), strict=True)
+        for reference, value in pairs:
+            with self._shards.gathered(value):
+                reference.lerp_(value.to(reference.dtype), 1.0 - decay)
+
+    def _backward(
+        self, context: StepContext, part: Rows, proximal: Sequence[torch.Tensor] | None
+    ) -> tuple[float, list[Observed]]:
+        """Forward and backward of this rank's rows; the loss over all ranks and, on rank 0, what all of them observed."""
+        total = torch.zeros(1, device=self._model.device)
+        observed = []
+        for index in range(part.most):
+            one, real = part.at(index)
+            self._engine.set_gradient_accumulation_boundary(index == part.most - 1)
+            logprob_N, entropy_N = read(self._engine, context, one)
+            loss, seen = microbatch_loss(
+                context,
+                one,
+                logprob_N,
+                proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
+                reference_N=self._of_reference(one) if compares(context.objectives, one) else None,
+                entropy_N=entropy_N,
+            )
+            if real:
+                observed.append(seen)
+                total += loss.detach()
+            # ZeRO averages over ranks; the lanes are divided by global counts already, so their sum is wanted.
+            loss = loss * self._channel.world if real else loss.nan_to_num() * 0
+            if index == part.most - 1:
+                distributed.all_reduce(total)
+                # A step is refused by its gradient's norm alone, so a loss that is not finite must show there.
+                loss = loss if math.isfinite(float(total)) else loss * math.nan
+            self._engine.backward(loss, scale_wrt_gas=False)
+        return float(total), decode_observed(self._channel.gather(encode_observed(observed)))
+
+    @torch.no_grad()
+    def _of_reference(self, one: Microbatch) -> torch.Tensor | None:
+        return None if self._reference is None else self._reference.logprobs(one)
+
+    def _rate(self, learning_rate: float, observed: list[Observed]) -> float:
+        """The learning rate for what was observed, which rank 0 knows."""
+        if not self._config.scale_by_ess:
+            return learning_rate
+        rate = learning_rate
+        if not self._channel.rank:
+            seen = join(observed)
+            weight = np.exp(seen.logprob[seen.ratio].astype(np.float64) - seen.behaviour[seen.ratio])
+            rate = ess_learning_rate(learning_rate, effective_share(weight))
+        told = self._channel.broadcast(None if self._channel.rank else msgspec.msgpack.encode(rate))
+        return msgspec.msgpack.decode(told, type=float)
+
+    def _apply(self, order: Order, learning_rate: float, loss: float) -> tuple[bool, float]:
+        """One optimizer step, where its gradient may make one; whether it did, and the gradient's norm before clipping."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = math.nan
+        if not self._stage or order.max_grad_norm < sys.float_info.max:
+            norm = self._shards.gradient_norm()
+            if not (math.isfinite(loss) and math.isfinite(norm) and norm <= order.max_grad_norm):
+                self._refuse()
+                return False, norm
+        self._engine.step()
+        if self._stage:
+            if self._engine.optimizer.overflow:
+                return False, float(self._engine.get_global_grad_norm())
+            norm = float(self._engine.get_global_grad_norm())
+        self._shards.count_step()
+        return math.isfinite(norm), norm
+
+    def _refuse(self) -> None:
+        """Forget the gradient."""
+        if not self._stage:
+            self._engine.zero_grad()
+            return
+        self._shards.spoil_gradient()
+        self._engine.step()
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """On rank 0 a copy of the policy; one weight at a time is whole on a rank that does not hold it."""
+        found = {}
+        for name, value in self._model.module.state_dict(keep_vars=True).items():
+            with self._shards.gathered(value):
+                if not self._channel.rank:
+                    found[name] = from_torch(value)
+        return found
+
+    @torch.no_grad()
+    def probe(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        """Logprobs of each sequence's tokens."""
+        return tuple(tuple(self._engine("sequence_logprobs", one)) for one in sequences)
+
+    @torch.no_grad()
+    def per_sequence(
+        self,
+        order: Order,
+        given: Sequence[PackedBatch] | None,
+        name: str,
+        of_tokens: Callable[[Microbatch, np.ndarray], np.ndarray],
+    ) -> np.ndarray:
+        """Sum over the tokens of each sequence of what is made of a forward's values, over all ranks."""
+        assert order.counts is not None
+        rows = self._rows([deal(part, self._channel.world) for part in given or ()], 0)
+        sums = np.zeros(order.counts.num_sequences)
+        for index in range(rows.most):
+            one, real = rows.at(index)
+            found = self._engine(name, one).double().cpu().numpy()
+            if real:
+                sums += np.bincount(one.sequence_N, weights=of_tokens(one, found), minlength=len(sums))
+        total = torch.from_numpy(sums).to(self._model.device)
+        distributed.all_reduce(total)
+        return np.asarray(total.cpu().numpy())

@@ -1,0 +1,270 @@
+"""A state in the store: objects of raw bytes that each rank wrote, and an index that says where each tensor's bytes lie.
+
+    <folder>/state-00001-00000.bin     pieces of rank 1, one after the other, at most OBJECT_BYTES
+    <folder>/index.msgpack             written once all ranks are done; a checkpoint's manifest names it and its hash
+
+Guarantees: any byte range of any tensor can be read alone, by any number of ranks; nothing that is read is used before the
+hashes of its chunks agree; what is missing or damaged is named, with the rank that wrote it.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from infra.policies.tensors import Tensor
+from infra.store.store import Store
+from schemas.errors import NotInStore
+from trainer.state.pieces import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    Digests,
+    Kind,
+    Layout,
+    Piece,
+    chunk_digests,
+    joined,
+    layout_of,
+    num_chunks,
+    pieces_of,
+    state_hash,
+)
+
+OBJECT_BYTES = 64 * 1024 * 1024
+READ_BYTES = 64 * 1024 * 1024
+
+
+class StoredPiece(msgspec.Struct, frozen=True):
+    """Bytes `start` to `stop` of a tensor lie in object number `object` from byte `offset` on."""
+
+    start: int
+    stop: int
+    object: int
+    offset: int
+
+
+class StoredObject(msgspec.Struct, frozen=True):
+    """name: below the folder. rank: who wrote it."""
+
+    name: str
+    size: int
+    rank: int
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """pieces: in order, without gaps. digests: of its chunks, one after the other."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+    digests: bytes
+
+
+class Index(msgspec.Struct, frozen=True):
+    """Everything of a stored state but its bytes."""
+
+    chunk_bytes: int
+    objects: tuple[StoredObject, ...]
+    tensors: dict[str, StoredTensor]
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What one rank has put into the store. pieces: by tensor; the numbers of objects are its own."""
+
+    objects: tuple[StoredObject, ...]
+    pieces: dict[str, tuple[StoredPiece, ...]]
+    digests: Digests
+
+
+def write_pieces(
+    store: Store,
+    folder: str,
+    rank: int,
+    pieces: Sequence[Piece],
+    digests: Digests,
+    *,
+    object_bytes: int = OBJECT_BYTES,
+) -> Written:
+    """Store the pieces of one rank. Blocking."""
+    objects: list[StoredObject] = []
+    found: dict[str, list[StoredPiece]] = {}
+    body: list[memoryview] = []
+    size = 0
+
+    def put() -> None:
+        name = f"state-{rank:05d}-{len(objects):05d}.bin"
+        store.put(f"{folder}/{name}", b"".join(body))
+        objects.append(StoredObject(name, size, rank))
+
+    for one in pieces:
+        view, at = memoryview(one.data), 0
+        while at < len(view):
+            part = view[at : at + object_bytes - size]
+            begin = one.start + at
+            found.setdefault(one.name, []).append(StoredPiece(begin, begin + len(part), len(objects), size))
+            body.append(part)
+            at, size = at + len(part), size + len(part)
+            if size == object_bytes:
+                put()
+                body, size = [], 0
+    if body:
+        put()
+    return Written(tuple(objects), {name: tuple(parts) for name, parts in found.items()}, digests)
+
+
+def joined_index(layout: Layout, parts: Iterable[Written]) -> Index:
+    """What all ranks wrote as one state. ValueError naming a tensor that is not there whole."""
+    objects: list[StoredObject] = []
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in layout}
+    chunks: Digests = {name: {} for name in layout}
+    for part in parts:
+        first = len(objects)
+        objects += part.objects
+        for name, stored in part.pieces.items():
+            pieces[name] += [msgspec.structs.replace(one, object=first + one.object) for one in stored]
+        for name, of_name in part.digests.items():
+            chunks[name] |= of_name
+    tensors = {}
+    for name, kind in layout.items():
+        ordered = tuple(sorted(pieces[name], key=lambda one: one.start))
+        _check_whole(name, kind, ordered)
+        tensors[name] = StoredTensor(kind.dtype, kind.shape, ordered, joined(kind, chunks[name], name))
+    return Index(CHUNK_BYTES, tuple(objects), tensors)
+
+
+def write_whole(store: Store, folder: str, tensors: Mapping[str, Tensor]) -> Index:
+    """Store a state that one process holds whole. Blocking."""
+    layout, pieces = layout_of(tensors), pieces_of(tensors)
+    return joined_index(layout, [write_pieces(store, folder, 0, pieces, chunk_digests(pieces, layout))])
+
+
+def index_hash(index: Index) -> str:
+    """`state_hash` of a stored state."""
+    return state_hash(
+        {name: Kind(one.dtype, one.shape) for name, one in index.tensors.items()},
+        {name: one.digests for name, one in index.tensors.items()},
+    )
+
+
+class StoredState(Mapping[str, Tensor]):
+    """A state in the store: its layout here, its bytes read when they are asked for, and then verified.
+
+    key, sha256: of the index, for others to open it by.
+    """
+
+    def __init__(self, store: Store, folder: str, index: Index, key: str, sha256: str) -> None:
+        self._store = store
+        self.folder = folder
+        self.index = index
+        self.key = key
+        self.sha256 = sha256
+        self.layout = {name: Kind(one.dtype, one.shape) for name, one in index.tensors.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One tensor, whole."""
+        kind = self.layout[name]
+        return Tensor(kind.dtype, kind.shape, self.read(name, 0, kind.num_bytes))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def read(self, name: str, start: int, stop: int) -> memoryview:
+        """Bytes of a tensor. Raises StoreError, ValueError naming the object that is missing or damaged."""
+        one, kind = self.index.tensors[name], self.layout[name]
+        begin = start // CHUNK_BYTES * CHUNK_BYTES
+        end = min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, kind.num_bytes)
+        found = memoryview(bytearray(end - begin))
+        for piece in one.pieces:
+            first, last = max(begin, piece.start), min(end, piece.stop)
+            if first < last:
+                found[first - begin : last - begin] = self._bytes(piece, first, last, name)
+        for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            at = chunk * CHUNK_BYTES - begin
+            digest = hashlib.blake2b(found[at : at + CHUNK_BYTES], digest_size=DIGEST_BYTES).digest()
+            if digest != one.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
+                first = chunk * CHUNK_BYTES
+                held = [
+                    self._place(part) for part in one.pieces if part.start < first + CHUNK_BYTES and first < part.stop
+                ]
+                raise ValueError(
+                    f"{' or '.join(held)}: its bytes of {name} from {first} on are not those that were written"
+                )
+        return found[start - begin : stop - begin]
+
+    def verified(self) -> "StoredState":
+        """Itself, once `verify` found nothing wrong."""
+        self.verify()
+        return self
+
+    def only(self, names: Collection[str]) -> "StoredState":
+        """The state without other tensors."""
+        kept = {name: one for name, one in self.index.tensors.items() if name in names}
+        index = msgspec.structs.replace(self.index, tensors=kept)
+        return StoredState(self._store, self.folder, index, self.key, self.sha256)
+
+    def copy_to(self, folder: str) -> Index:
+        """The same objects in another folder, one after the other; their index."""
+        for one in self.index.objects:
+            self._store.put(f"{folder}/{one.name}", self._store.get(f"{self.folder}/{one.name}"))
+        return self.index
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Read one of `parts` equal shares of all bytes and compare the hashes; nothing is kept. Raises as `read` does."""
+        for name, kind in self.layout.items():
+            chunks = num_chunks(kind)
+            start, stop = (chunks * at // parts * CHUNK_BYTES for at in (part, part + 1))
+            for at in range(start, min(stop, kind.num_bytes), READ_BYTES):
+                self.read(name, at, min(at + READ_BYTES, stop, kind.num_bytes))
+
+    def _bytes(self, piece: StoredPiece, first: int, last: int, name: str) -> bytes:
+        there = self.index.objects[piece.object]
+        try:
+            data = self._store.read(f"{self.folder}/{there.name}", piece.offset + first - piece.start, last - first)
+        except NotInStore as error:
+            raise ValueError(f"{self._place(piece)}: missing; it holds bytes of {name}") from error
+        if len(data) != last - first:
+            raise ValueError(f"{self._place(piece)}: cut short; it holds bytes of {name}, expected {there.size} in all")
+        return data
+
+    def _place(self, piece: StoredPiece) -> str:
+        there = self.index.objects[piece.object]
+        return f"{self.folder}/{there.name} (rank {there.rank})"
+
+
+def encode_index(index: Index) -> bytes:
+    """The index as an object."""
+    return msgspec.msgpack.encode(index)
+
+
+def open_state(store: Store, folder: str, key: str, sha256: str) -> StoredState:
+    """The state that an index names. Raises StoreError, ValueError naming what is missing or damaged."""
+    data = store.get(key)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ValueError(f"{key}: its bytes are not those the manifest names")
+    try:
+        index = msgspec.msgpack.decode(data, type=Index)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{key}: {error}") from error
+    if index.chunk_bytes != CHUNK_BYTES:
+        raise ValueError(f"{key}: got chunks of {index.chunk_bytes} bytes, expected {CHUNK_BYTES}")
+    for name, one in index.tensors.items():
+        kind = Kind(one.dtype, one.shape)
+        _check_whole(name, kind, one.pieces)
+        if len(one.digests) != num_chunks(kind) * DIGEST_BYTES:
+            raise ValueError(
+                f"{key}: {name}: got {len(one.digests)} bytes of hashes, expected {num_chunks(kind)} hashes"
+            )
+    return StoredState(store, folder, index, key, sha256)
+
+
+def _check_whole(name: str, kind: Kind, pieces: Sequence[StoredPiece]) -> None:
+    at = 0
+    for one in pieces:
+        if one.start != at:
+            raise ValueError(f"state: {name}: got a piece from byte {one.start} on, expected one from {at} on")
+        at = one.stop
+    if at != kind.num_bytes:
+        raise ValueError(f"state: {name}: got {at} bytes, expected {kind.num_bytes}")
