@@ -356,7 +356,7 @@ def test_what_retention_takes_while_offsets_are_read_is_missing_and_the_rest_is_
         await log.create_topics(partitions=1, keep_ms=-1)
         for number in range(9):
             await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
-        assert sorted(await log.at(PROGRESS, 0, [2, 4, 5, 8])) == [5, 8]
+        assert list(await log.at(PROGRESS, 0, [2, 4, 5, 8])) == [5, 8]
 
     asyncio.run(main())
 
