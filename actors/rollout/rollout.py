@@ -141,7 +141,7 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
     if empty and issued.suite:
         await runtime.role.log.publish(PROGRESS, _closure(issued, reason))
     elif empty:
-        await runtime.role.log.publish_all(VERIFIED, [_stub(episode.episode, issued, reason) for episode in empty])
+        await runtime.role.log.publish_all(VERIFIED, [_marker(episode.episode, issued, reason) for episode in empty])
     metrics = runtime.role.metrics
     metrics.counter("episodes").inc(len(ended))
     metrics.counter("experiences").inc(len(experiences))

@@ -11,7 +11,7 @@ import msgspec
 from infra.ledger.index import Index, IndexPlace, TrainedStep
 from infra.log.log import Log, LogMessage
 from infra.store.seal import FORGOTTEN, Keys, open_text
-from schemas import Batch, Block, Closure, Experience, Feedback, PolicyEvent, Stub, topics
+from schemas import Batch, Block, Closure, DropMarker, Experience, Feedback, PolicyEvent, topics
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of
 from schemas.topics import by_name

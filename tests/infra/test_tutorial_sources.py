@@ -115,7 +115,7 @@ def test_the_examples_are_picked_up_by_restarting_the_stream_workers(tmp_path: P
             (_, after) = await buffered(log)
             assert {one.name: one.value for one in after.scores} == {"exact": 1.0, "brief": 1.0, "csat": 0.8}
             assert after.reward == pytest.approx((0.8 + 0.2) / 1.2) and "not_trivial@1" in after.stamps
-            stubs = [one for one in await values(log, VERIFIED) if isinstance(one, Stub)]
+            stubs = [one for one in await values(log, VERIFIED) if isinstance(one, DropMarker)]
             assert [(one.group, one.reason) for one in stubs] == [("short.0", "too short")]
             ends = {one.group: one.outcome for one in await values(log, PROGRESS) if isinstance(one, Closure)}
             assert ends == {"before.0": "buffered", "short.0": "dropped", "after.0": "buffered"}
