@@ -122,11 +122,7 @@ class DeepSpeedLearner:
         optimizer = torch.optim.AdamW(parameters, betas=config.betas, weight_decay=config.weight_decay)
         self._engine: Any = deepspeed.initialize(model=_Forward(self._model), optimizer=optimizer, config=settings)[0]
         compared = [] if self._reference is None else list(self._reference.module.named_parameters())
-        compare: Any = None if self._reference is None else _Forward(self._reference)
-        if compared and stage == 3:
-            sharded = reference_settings(reference_dtype(config))
-            compare = deepspeed.initialize(model=compare, config=sharded)[0]
-            compare.eval()
+        compare = None if self._reference is None else _comparing(deepspeed, self._reference, config, stage)
         self._shards = Shards(deepspeed, self._engine, named, compared, stage=stage)
         self._ranks = RankStep(
             config,
@@ -365,6 +361,15 @@ class DeepSpeedLearner:
 
 def _moved(one: Microbatch, logprob_N: np.ndarray) -> np.ndarray:
     return np.where(one.ratio_N, np.abs(logprob_N - one.behaviour_N), 0.0)
+
+
+def _comparing(deepspeed: Any, reference: PackedModel, config: TrainerConfig, stage: int) -> Any:
+    """The reference's forward; at stage 3 its weights are sharded from here on."""
+    if stage < 3:
+        return _Forward(reference)
+    engine = deepspeed.initialize(model=_Forward(reference), config=reference_settings(reference_dtype(config)))[0]
+    engine.eval()
+    return engine
 
 
 def _alone_unless_told(environment: MutableMapping[str, str]) -> None:
