@@ -186,7 +186,7 @@ class DeepSpeedLearner:
         return stats
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of the policy in its published dtype, by the model's own names."""
+        """A copy of the policy in its published dtype, by the names of its folder."""
         found: dict[str, Tensor] = self._call(Order(name="tensors"))
         return found
 

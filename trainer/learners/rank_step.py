@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as distributed
 
+from infra.model.names import published
 from infra.policies.tensors import Tensor, from_torch
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
@@ -225,7 +226,8 @@ class RankStep:
         for name, value in self._model.module.state_dict(keep_vars=True).items():
             with self._shards.gathered(value):
                 if not self._channel.rank:
-                    found[name] = from_torch(value)
+                    views = published(self._model.module, {name: value.detach()})
+                    found |= {one: from_torch(view) for one, view in views.items()}
         return found
 
     @torch.no_grad()
