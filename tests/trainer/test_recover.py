@@ -114,6 +114,7 @@ class MortalStore(MemoryStore):
         super().delete(key)
 
 
+@pytest.mark.slow
 def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> None:
     async def is_killed_at(writes: int) -> bool:
         life = Life()
