@@ -88,8 +88,8 @@ def decisions(
         for time_ms, one in history
         if one.channel != "candidate" and one.event in MOVES
     ]
-    said = [ChannelDecision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
-    return sorted([*moves, *said], key=lambda decision: decision.time_ms)
+    orders_made = [ChannelDecision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
+    return sorted([*moves, *orders_made], key=lambda decision: decision.time_ms)
 
 
 def decisions_table(made: Sequence[ChannelDecision]) -> Table:

@@ -30,7 +30,7 @@ async def check_fit(settings: Settings) -> list[str]:
         fit = await found(settings, store) if has_log else await fit_of(Log(MemoryBus(), settings.app), store, settings)
     except (BrokerUnavailable, ConfigError, StoreError) as error:
         return [f"log and store were not compared, as the roles do when they start: {error}"]
-    told = fault(fit, settings.app, repr(store) if has_store else f"{settings.store.url} (nothing is there)")
+    told = fault(fit, settings.app, repr(store) if has_store else f"{settings.store.shown} (nothing is there)")
     if told:
         raise ConfigError(told)
     return []

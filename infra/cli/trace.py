@@ -102,9 +102,10 @@ def show_answer(console: Console, answer: AnswerTrace) -> None:
         rows.add_row("", "judged", f"{scores(answer.judged)}  by {', '.join(answer.judged.stamps) or 'no score'}")
     if answer.dropped:
         rows.add_row("", "dropped", answer.dropped)
-    for time_ms, said in answer.feedback:
-        value = "" if said.value is None else f" {said.value:g}"
-        rows.add_row(clock(time_ms), "feedback", f"{said.source} {said.type}{value} {cut(said.text or '')}".rstrip())
+    for time_ms, feedback in answer.feedback:
+        value = "" if feedback.value is None else f" {feedback.value:g}"
+        shown = f"{feedback.source} {feedback.type}{value} {cut(feedback.text or '')}".rstrip()
+        rows.add_row(clock(time_ms), "feedback", shown)
     for time_ms, closure in answer.closures:
         words = f"{closure.outcome} {closure.reason}".strip()
         rows.add_row(clock(time_ms), "group closed", f"attempt {closure.attempt}, revision {closure.revision}: {words}")

@@ -1,5 +1,6 @@
 """ZeRO on several ranks is the same learner as one process."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from trainer_samples import random_items
 
 from infra.cli.demo.char_model import build_char_model
+from infra.local.ranks import RankGroup, run_ranks
 from infra.policies.tensors import save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
 from schemas.errors import ConfigError
@@ -159,6 +161,17 @@ def test_a_rank_that_hangs_while_all_wait_is_named_and_ends_the_group(ranks, mod
     said = (tmp_path / "said").read_text(errors="replace")
     assert "ranks do not answer" in said and "1" in said.partition("ranks do not answer")[2], said[-4000:]
     assert "the answer of all ranks to a heartbeat did not end within 4 s" in said
+
+
+@pytest.mark.slow
+def test_a_group_whose_rank_hangs_is_started_again(model, tmp_path):
+    pytest.importorskip("deepspeed")
+    argv = (sys.executable, str(HERE / "deepspeed_ranks.py"), model, "2", "hang", str(tmp_path))
+    group = RankGroup(argv=argv, num_ranks=2, log=tmp_path, env=environment(), max_failures=1, stop_s=5.0)
+    code = asyncio.run(run_ranks(group, asyncio.Event()))
+    said = (tmp_path / "train-rank-0.log").read_text(errors="replace")
+    assert code == 0 and (tmp_path / "hung").exists(), said[-4000:]
+    assert "ranks do not answer" in said and "stage 2 agrees" in said
 
 
 def test_deepspeeds_json_is_laid_over_ours_table_by_table():

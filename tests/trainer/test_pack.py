@@ -6,7 +6,8 @@ from trainer_samples import make_item, random_items
 
 from schemas import Span
 from trainer.batch.batch import LANES, Microbatch, PackedBatch, TrainItem, pack
-from trainer.batch.split import split
+from trainer.batch.pictures import Pictures
+from trainer.batch.split import for_ranks, split
 
 
 def visible(one: Microbatch, n: int) -> list[tuple[int, int]]:
@@ -114,6 +115,58 @@ def test_split_parts_are_faithful():
         microbatches=tuple(one for part in parts for one in part.microbatches), lane_tokens={}, num_sequences=len(items)
     )
     check_faithful(items, joined)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 50])
+@pytest.mark.parametrize("max_tokens", [1, 60, 300])
+def test_what_ranks_get_is_faithful_and_within_max_tokens(ranks, max_tokens):
+    items = [*random_items(seed=6), make_item(range(80), [Span(40, 80, 0)], group="long.0")]
+    batch = pack(items, max_tokens=max_tokens)
+    dealt = for_ranks(batch, ranks)
+    assert len(dealt) == ranks
+    joined = PackedBatch(
+        microbatches=tuple(one for part in dealt for one in part), lane_tokens={}, num_sequences=len(items)
+    )
+    check_faithful(items, joined)
+    assert all(one.tokens_BT.size <= max_tokens or len(one.tokens_BT) == 1 for one in joined.microbatches)
+    rows = [sum(len(one.tokens_BT) for one in part) for part in dealt]
+    assert max(rows) - min(rows) <= 1
+
+
+def test_each_rank_fills_its_microbatches_up_to_max_tokens():
+    # 60 rows of 4.9k tokens, three to a microbatch: 20 microbatches on one rank, 3 on each of eight.
+    num_tokens, rows, ranks = 4900, 60, 8
+    items = [
+        make_item([1] * (num_tokens + 1), [Span(num_tokens, num_tokens + 1, 0)], group=f"{g}.0") for g in range(rows)
+    ]
+    batch = pack(items, max_tokens=16_384)
+    assert [len(one.tokens_BT) for one in batch.microbatches] == [3] * 20
+    assert max(len(part) for part in for_ranks(batch, ranks)) == 3
+
+
+def test_pictures_go_with_their_rows_to_their_rank():
+    items = [
+        TrainItem(
+            one.experience,
+            one.item,
+            Pictures((str(s),), np.array([0, 1]), (np.full((3, 2, 2), s, np.float32),)) if s % 3 else None,
+        )
+        for s, one in enumerate(make_item([7, 7, *range(s + 3)], [Span(4, s + 5, 0)], group=f"{s}.0") for s in range(9))
+    ]
+    batch = pack(items, max_tokens=40)
+    for ranks in (1, 2, 4):
+        shown = {}
+        for one in (each for part in for_ranks(batch, ranks) for each in part):
+            at = one.places_P.reshape(len(one.pixels_I3HW), -1)
+            for pixels, places in zip(one.pixels_I3HW, at, strict=True):
+                row = places[0] // one.tokens_BT.shape[1]
+                (of_row,) = {
+                    int(s)
+                    for s in one.sequence_N[one.predecessor_N // one.tokens_BT.shape[1] == row]
+                    if s % 3 and pixels[0, 0, 0] == s
+                }
+                shown[of_row] = one.positions_BT.reshape(-1)[places].tolist()
+        assert shown == {s: [0, 1] for s in range(9) if s % 3}
 
 
 def test_greedy_spans_are_read_at_temperature_one():

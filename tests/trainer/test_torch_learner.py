@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -84,6 +85,30 @@ def test_a_model_whose_head_the_packing_would_change_is_refused(model, tmp_path)
     CohereForCausalLM(CohereConfig(vocab_size=64, logit_scale=0.1, **shape)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="its head is not supported"):
         PackedModel(str(tmp_path), dtype="float32", device="cpu")
+
+
+def test_gradients_of_many_microbatches_in_bfloat16_are_summed_in_float32(model):
+    items = [one for seed in range(8) for one in near_uniform(seed)][:64]
+    batch = pack([TrainItem(one.experience, one.item) for one in items], max_tokens=1)
+    assert len(batch.microbatches) == 64
+    learner = opened(model, dtype="bfloat16", gradient_clip=1e9)
+
+    def gradient(microbatches) -> torch.Tensor:
+        """From the first moment; nothing moves at this learning rate."""
+        learner.begin_phase("train")
+        learner.step(msgspec.structs.replace(batch, microbatches=microbatches), learning_rate=1e-30, seed=0)
+        state = learner.save()
+        return torch.cat(
+            [to_torch(state[name]).flatten() for name in sorted(state) if name.startswith("adam/exp_avg/")]
+        )
+
+    parts = [gradient((one,)) for one in batch.microbatches]
+    exact = sum(part.double() for part in parts)
+    rounded = torch.zeros_like(parts[0], dtype=torch.bfloat16)
+    for part in parts:
+        rounded += part.bfloat16()
+    assert (rounded.double() - exact).norm() > 5e-3 * exact.norm(), "this batch would show a sum in bfloat16"
+    assert (gradient(batch.microbatches).double() - exact).norm() < 1e-3 * exact.norm()
 
 
 def near_uniform(seed: int, *, advantage: float | None = None, versions: tuple[int, ...] = (0,)) -> list[TrainItem]:

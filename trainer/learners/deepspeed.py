@@ -204,7 +204,11 @@ class DeepSpeedLearner:
 
     def numerics(self) -> dict[str, str]:
         """Those of one process, ranks, and the stage of ZeRO."""
-        return numerics(self._model.device) | {"ranks": str(self._world), "zero": str(self._stage)}
+        return numerics(self._model.device) | {
+            "attention": self._model.reading,
+            "ranks": str(self._world),
+            "zero": str(self._stage),
+        }
 
     def layout(self) -> Layout:
         """Names, dtypes and shapes of the state as it is."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trainer.batch.batch import Microbatch, PackedBatch
-from trainer.batch.split import split
+from trainer.batch.split import for_ranks
 from trainer.learners.orders import Channel, Encoded, decode_arrays, encode_arrays
 
 
@@ -38,8 +38,7 @@ class _Wire(msgspec.Struct, frozen=True):
 
 def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
     """The rows of a batch for each rank."""
-    dealt = [one.microbatches for one in split(batch, num_ranks)]
-    dealt += [()] * (num_ranks - len(dealt))
+    dealt = for_ranks(batch, num_ranks)
     most = max(len(one) for one in dealt)
     smallest = min((one for of_rank in dealt for one in of_rank), key=lambda one: one.tokens_BT.size)
     return [Rows(mine, most, smallest if len(mine) < most else None) for mine in dealt]

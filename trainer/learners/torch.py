@@ -1,8 +1,10 @@
 """The learner of one process, on the CPU or one GPU. With pinned threads on the CPU every step is bit-exact.
 
-In bfloat16 the forward computes with the published, rounded weights; the optimizer keeps float32 masters of them.
+In bfloat16 the forward computes with the published, rounded weights; the optimizer keeps float32 masters of them, and
+gradients are summed over microbatches in float32.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +64,9 @@ class TorchLearner:
         self._critic = open_critic(model, config, self._objectives, device=device)
         self._parameters = dict(self._model.module.named_parameters())
         self._masters = {name: _master(value) for name, value in self._parameters.items()}
+        for name, value in self._parameters.items():
+            if self._masters[name] is not value:
+                value.register_post_accumulate_grad_hook(functools.partial(_sum_into, self._masters[name]))
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
@@ -142,8 +147,8 @@ class TorchLearner:
         return sums
 
     def numerics(self) -> dict[str, str]:
-        """Library, device, instruction set and threads."""
-        return numerics(self._model.device)
+        """Library, device, instruction set and threads, and how rows are read."""
+        return numerics(self._model.device) | {"attention": self._model.reading}
 
     def save(self) -> dict[str, Tensor]:
         """Float32 weights, optimizer moments, phase, and the reference and the critic where there are such."""
@@ -206,10 +211,6 @@ class TorchLearner:
             torch.autograd.backward(loss)
             total += loss.detach()
             observed.append(seen)
-        for name, value in self._parameters.items():
-            if self._masters[name] is not value and value.grad is not None:
-                self._masters[name].grad = value.grad.float()
-                value.grad = None
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self._config.gradient_clip)
         return float(total), float(norm)
 
@@ -302,3 +303,13 @@ def _joined(batch: PackedBatch, parts: Sequence[PackedBatch]) -> PackedBatch:
 def _master(value: torch.nn.Parameter) -> torch.nn.Parameter:
     """The float32 weight the optimizer moves: the parameter itself where it is float32."""
     return value if value.dtype == torch.float32 else torch.nn.Parameter(value.detach().float())
+
+
+def _sum_into(master: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Add a microbatch's gradient to its master's."""
+    assert value.grad is not None
+    if master.grad is None:
+        master.grad = value.grad.float()
+    else:
+        master.grad += value.grad
+    value.grad = None
