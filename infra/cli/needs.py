@@ -130,9 +130,10 @@ def _activations(size: ModelSize, plan: LearnerPlan) -> list[Row]:
     whole = size.layers * size.kept
     kept = size.layers * size.hidden + size.kept if plan.recomputes else whole
     logits = min(plan.tokens * size.vocabulary, MAX_LOGITS)
+    gradient = size.vocabulary * size.hidden if width < 4 else 0  # of the output matrix, until a microbatch is done
     return [
         Row(f"activations of {plan.tokens:,} tokens", width * plan.tokens * kept, is_rough=True),
-        Row("output matrix and logits in float32", 4 * (2 * size.vocabulary * size.hidden + 3 * logits), is_rough=True),
+        Row("logits in float32", 4 * (gradient + 3 * logits), is_rough=True),
     ]
 
 
