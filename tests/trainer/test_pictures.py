@@ -16,13 +16,13 @@ from schemas import Block, Message, Span
 from schemas.errors import BadFrame
 from tests.eye_model import NUM_PLACES, build_eye_model, drawings
 from tests.trainer.trainer_samples import make_item
-from trainer.batch.batch import TrainItem, pack
+from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.batch.image_inputs import ImageInputs, open_sight
 from trainer.batch.split import split
 from trainer.buffer.draw import Candidate
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
-from trainer.learners.orders import decode_batch, encode_batch
+from trainer.learners.orders import decode_arrays, encode_arrays
 from trainer.learners.torch import TorchLearner
 
 SFT = TrainerConfig(lanes={"usual": LaneConfig(loss="sft", weight=1.0)})
@@ -87,7 +87,8 @@ def test_parts_and_ranks_get_the_pictures_of_their_rows(model: Path) -> None:
     whole = pack(image_inputs.shown(items), max_tokens=14)
     expected = by_sequence(packed, whole)
     assert len(whole.microbatches) > 1
-    for parts in (split(whole, 3, seed=1), [decode_batch(encode_batch(whole))]):
+    sent = [Microbatch(**decode_arrays(encode_arrays(one))) for one in whole.microbatches]
+    for parts in (split(whole, 3, seed=1), [msgspec.structs.replace(whole, microbatches=tuple(sent))]):
         found = {s: values for part in parts for s, values in by_sequence(packed, part).items()}
         assert found.keys() == expected.keys()
         for s, values in found.items():
