@@ -17,6 +17,7 @@ from infra.local.ranks import RankGroup, run_ranks
 from infra.policies.tensors import save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
 from schemas.errors import ConfigError
+from tests.infra.tiny_families import build_family
 from trainer.batch.batch import pack
 from trainer.buffer.uses import Uses
 from trainer.config import LaneConfig, TrainerConfig
@@ -59,9 +60,9 @@ def ranks() -> Iterator["subprocess.Popen[str]"]:
 def agree(ranks, model, tmp_path) -> Callable[..., None]:
     """Check on so many ranks, and say what they said where it failed."""
 
-    def check(stage: int, *what: str, num_ranks: int = 2) -> None:
+    def check(stage: int, *what: str, num_ranks: int = 2, folder: str = model) -> None:
         said = tmp_path / f"said-{stage}-{num_ranks}"
-        ranks.stdin.write(json.dumps([str(said), num_ranks, model, stage, *what]) + "\n")
+        ranks.stdin.write(json.dumps([str(said), num_ranks, folder, stage, *what]) + "\n")
         ranks.stdin.flush()
         failed = ranks.stdout.readline().strip()
         text = said.read_text(errors="replace")
@@ -74,6 +75,12 @@ def agree(ranks, model, tmp_path) -> Callable[..., None]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_of_zero_take_the_steps_of_one_process(agree, stage):
     agree(stage, "steps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree, tmp_path, stage):
+    agree(stage, "steps", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
 
 
 @pytest.mark.slow
