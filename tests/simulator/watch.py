@@ -20,6 +20,7 @@ from schemas import (
     Batch,
     Block,
     Closure,
+    Directive,
     DropMarker,
     EvalResult,
     Experience,
@@ -78,6 +79,7 @@ class Watch:
         self._seeds: set[int] = set()
         self._token = -1
         self._leases: dict[Process, int] = {}
+        self._master = -1
         self._fence = -1
         self._warm_steps = 0
         self._orphaned: set[int] = set()
@@ -121,6 +123,8 @@ class Watch:
         self.note(f"{process.name} -> {topic}/{record.partition}@{record.offset} {described(value)}")
         if isinstance(value, PolicyEvent):
             self._policy(process, value, record.offset)
+        elif isinstance(value, Directive) and value.order == "lease":
+            self._master = record.offset
         elif isinstance(value, Batch):
             self._batch(process, value)
         elif isinstance(value, Fence):
@@ -234,7 +238,7 @@ class Watch:
             self.complain("I3 verified", f"version {event.version} was refused: {event.reason}")
         elif event.event == "published":
             self._published(process, event)
-        elif event.owner == "gate":
+        elif event.owner == "gate" and event.token >= self._master:  # what an overtaken one decided is decided again
             self._once("I6 one verdict", identity(event), process, None)
 
     def _published(self, process: Process, event: PolicyEvent) -> None:
