@@ -31,8 +31,8 @@ def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
     >>> pseudonym(b"secret", "rater", "acme", "ann@example.org", letters=8)
     'nqjwlddn'
     """
-    said = msgspec.json.encode((kind, *names))  # no two lists of names are spelled alike
-    return ids.spelled(hmac.new(secret, said, hashlib.sha256).hexdigest()[:letters])
+    spelled = msgspec.json.encode((kind, *names))  # no two lists of names are spelled alike
+    return ids.spelled(hmac.new(secret, spelled, hashlib.sha256).hexdigest()[:letters])
 
 
 def rater_of(kind: Literal["key", "answer"], identity: str) -> str:

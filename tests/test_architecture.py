@@ -329,6 +329,7 @@ LOADS = {
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
     "infra/cli/check.py": "what the roles load",
     "infra/cli/connect.py": "[store] use",
+    "infra/cli/docs_parts.py": "its own",
     "infra/cli/load.py": "--use",
     "infra/cli/ranks.py": "[trainer] learner",
     "infra/cli/roles.py": "[engine], [gateway] engine",

@@ -53,11 +53,11 @@ def guess_demonstrations(
             if guessed == number:
                 break
             if guessed < number:
-                said, least = HIGHER, max(least, guessed + 1)
+                hint, least = HIGHER, max(least, guessed + 1)
             else:
-                said, most = LOWER, min(most, guessed - 1)
+                hint, most = LOWER, min(most, guessed - 1)
             reply = Message(role="assistant", content=f"{guessed:02d}")
-            messages = (*messages, reply, Message(role="user", content=said))
+            messages = (*messages, reply, Message(role="user", content=hint))
 
 
 def write_guess(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:

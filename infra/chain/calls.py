@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_HUNG = 8
 MAX_THREADS = 64
 PAUSE_S = 30.0
-MAX_TOLD = 64
+MAX_LOGGED = 64
 # What these say is about code; what others say may quote a user's text, which belongs into no log.
 _OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError)
 MAX_DETAIL_CHARS = 500
@@ -52,7 +52,7 @@ class Trouble:
         self.hung: list[threading.Thread] = []
         self._in_a_row = 0
         self._try_at_s = 0.0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def refuses(self) -> str:
         """Why the function is not called now, "" where it is."""
@@ -76,16 +76,16 @@ class Trouble:
             logger.warning("step_hangs step=%s in_a_row=%d threads=%d", self.name, self._in_a_row, len(self.hung))
 
     def tell(self, error: BaseException) -> None:
-        """Log an error with file, line and stack: the first of its type and place, MAX_TOLD in all."""
+        """Log an error with file, line and stack: the first of its type and place, MAX_LOGGED in all."""
         stack = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         at = f"{os.path.basename(stack[-1].filename)}:{stack[-1].lineno}" if stack else "?"
         kind = f"{type(error).__name__} {at}"
-        if kind in self._told or len(self._told) >= MAX_TOLD:
+        if kind in self._logged or len(self._logged) >= MAX_LOGGED:
             return
-        self._told.add(kind)
-        said = ascii(str(error)[:MAX_DETAIL_CHARS]) if isinstance(error, _OF_CODE) else "(not logged)"
+        self._logged.add(kind)
+        message = ascii(str(error)[:MAX_DETAIL_CHARS]) if isinstance(error, _OF_CODE) else "(not logged)"
         lines = "".join(traceback.format_list(stack)).rstrip()
-        logger.warning("step_failed step=%s at=%s error=%s %s\n%s", self.name, at, type(error).__name__, said, lines)
+        logger.warning("step_failed step=%s at=%s error=%s %s\n%s", self.name, at, type(error).__name__, message, lines)
 
 
 def describe_error(error: BaseException) -> str:

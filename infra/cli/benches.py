@@ -122,10 +122,10 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
 
 def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s: float, *, as_json: bool) -> int:
     """Run `infra/cli/bench/state.py` as asked."""
-    from infra.cli.bench.state import Plan, run
+    from infra.cli.bench.state import StatePlan, run
 
     console = Screen(stderr=True)
-    plan = Plan(hidden=hidden, layers=layers, stage=stage, silence_s=silence_s, timeout_s=timeout_s)
+    plan = StatePlan(hidden=hidden, layers=layers, stage=stage, silence_s=silence_s, timeout_s=timeout_s)
     figures = run(plan, say=console.print)
     if as_json:
         print(json.dumps(figures))

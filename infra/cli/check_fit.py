@@ -18,7 +18,7 @@ DEADLINE_S = 10.0
 
 
 async def check_fit(settings: Settings) -> list[str]:
-    """Compare them as a role does when it starts; nothing is started or made for it, and what cannot be reached is told.
+    """Compare them as a role does when it starts; nothing is started or made for it, and what cannot be reached is reported.
 
     Raises ConfigError, with what helps, where they do not belong together.
     """
@@ -30,7 +30,7 @@ async def check_fit(settings: Settings) -> list[str]:
         fit = await found(settings, store) if has_log else await fit_of(Log(MemoryBus(), settings.app), store, settings)
     except (BrokerUnavailable, ConfigError, StoreError) as error:
         return [f"log and store were not compared, as the roles do when they start: {error}"]
-    told = fault(fit, settings.app, repr(store) if has_store else f"{settings.store.url} (nothing is there)")
+    told = fault(fit, settings.app, repr(store) if has_store else f"{settings.store.shown} (nothing is there)")
     if told:
         raise ConfigError(told)
     return []

@@ -203,8 +203,8 @@ def names() -> Iterator[str]:
             thing = getattr(headrace, name)
             is_alias = getattr(thing, "__name__", "") != name
             shown = f"{name} = {short(thing)}" if is_alias else "\n".join((f"{name}{called(thing)}", *methods(thing)))
-            said = "" if is_alias else f"\n{inspect.getdoc(thing)}\n"
-            yield f"\n### `{name}`\n\n```text\n{shown}\n```\n{said}"
+            text = "" if is_alias else f"\n{inspect.getdoc(thing)}\n"
+            yield f"\n### `{name}`\n\n```text\n{shown}\n```\n{text}"
 
 
 def methods(thing: Any) -> list[str]:

@@ -76,25 +76,25 @@ async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float 
     if not wait_s or not await trains(log):
         return None
     since = (await log.bus.end_offsets(log.name(BATCHES)))[Partition(log.name(BATCHES), 0)]
-    (said,) = await newest(log, POLICIES, 1)  # our own word, by the broker's clock
+    (order,) = await newest(log, POLICIES, 1)  # our own word, by the broker's clock
     await asyncio.sleep(known_s)
     last = [one.value for one in await newest(log, BATCHES, LAST_RECORDS) if isinstance(one.value, Batch | Saved)]
     if last and isinstance(last[-1], Saved) and last[-1].run == run:
         return last[-1]  # nothing was trained on since
     try:
         async with asyncio.timeout(wait_s):
-            return await checkpointed(log, run, since, not_before_ms=said.timestamp_ms + round(known_s * 1000))
+            return await checkpointed(log, run, since, not_before_ms=order.timestamp_ms + round(known_s * 1000))
     except TimeoutError:
         return None
 
 
 async def trains(log: Log) -> bool:
     """Whether a trainer has reported lately, by the broker's clock."""
-    (said,) = await newest(log, POLICIES, 1)  # our own word
+    (order,) = await newest(log, POLICIES, 1)  # our own word
     ended: dict[str, bool] = {}
     for message in await newest(log, PROGRESS, LAST_RECORDS):
         one = message.value
-        if isinstance(one, Progress) and one.role == "train" and said.timestamp_ms - message.timestamp_ms < LATELY_MS:
+        if isinstance(one, Progress) and one.role == "train" and order.timestamp_ms - message.timestamp_ms < LATELY_MS:
             ended[one.instance] = one.life == "ended"
     return not all(ended.values())
 

@@ -66,9 +66,9 @@ async def skip_lost(log: Log, group: Group) -> list[Lost]:
             raise ConfigError(f"{group}: processes of this group are running; stop them, then skip: {error}") from error
         finally:
             await reader.close()
-        said = f"offsets {one.start} to {one.stop - 1} were deleted before {group} had read them"
+        loss = f"offsets {one.start} to {one.stop - 1} were deleted before {group} had read them"
         letter = DeadLetter(
-            topic=one.topic.name, partition=one.partition, offset=one.start, stage=group, reason=REASON, error=said
+            topic=one.topic.name, partition=one.partition, offset=one.start, stage=group, reason=REASON, error=loss
         )
         await log.publish(topics.DEAD_LETTERS, letter)
     return found

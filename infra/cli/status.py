@@ -173,15 +173,15 @@ async def learning_state(log: Log) -> State:
     """Whether an operator drains or pauses learning: the newest word holds, and nothing is published after it."""
     state: State = {"state": "on"}
     for message in await newest(log, topics.POLICIES, RECENT):
-        word = message.value
-        if isinstance(word, Directive) and word.order == "continue":
+        directive = message.value
+        if isinstance(directive, Directive) and directive.order == "continue":
             state = {"state": "on"}
-        elif isinstance(word, Directive) and word.is_of_learning:
-            state_word = {"pause": "paused", "drain": "draining"}[word.order]
+        elif isinstance(directive, Directive) and directive.is_of_learning:
+            state_word = {"pause": "paused", "drain": "draining"}[directive.order]
             state = {
                 "state": state_word,
-                "by": word.owner,
-                "reason": word.reason,
+                "by": directive.owner,
+                "reason": directive.reason,
                 "since_s": message.timestamp_ms / 1000,
             }
     return state

@@ -15,7 +15,7 @@ from infra.cli.peek import cut
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.following import follow
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from schemas import Experience
 from schemas.errors import ConfigError
@@ -60,10 +60,10 @@ async def run_follow(config: Path, sets: list[str]) -> int:
     return 0
 
 
-def index_of(settings: Settings) -> Index:
+def index_of(settings: Settings) -> LogIndex:
     """The index kept beside the run, opened."""
     path = settings.folder / "state" / "trace.sqlite"
-    return Index(path, run=settings.run or settings.app, policy=settings.policy.name)
+    return LogIndex(path, run=settings.run or settings.app, policy=settings.policy.name)
 
 
 def print_json(value: object) -> None:
@@ -102,9 +102,10 @@ def show_answer(console: Console, answer: AnswerTrace) -> None:
         rows.add_row("", "judged", f"{scores(answer.judged)}  by {', '.join(answer.judged.stamps) or 'no score'}")
     if answer.dropped:
         rows.add_row("", "dropped", answer.dropped)
-    for time_ms, said in answer.feedback:
-        value = "" if said.value is None else f" {said.value:g}"
-        rows.add_row(clock(time_ms), "feedback", f"{said.source} {said.type}{value} {cut(said.text or '')}".rstrip())
+    for time_ms, feedback in answer.feedback:
+        value = "" if feedback.value is None else f" {feedback.value:g}"
+        shown = f"{feedback.source} {feedback.type}{value} {cut(feedback.text or '')}".rstrip()
+        rows.add_row(clock(time_ms), "feedback", shown)
     for time_ms, closure in answer.closures:
         words = f"{closure.outcome} {closure.reason}".strip()
         rows.add_row(clock(time_ms), "group closed", f"attempt {closure.attempt}, revision {closure.revision}: {words}")

@@ -13,7 +13,7 @@ from infra.model.names import published
 class ModelSize(msgspec.Struct, frozen=True):
     """Numbers of elements, if not said otherwise.
 
-    trained: every parameter once. published: every tensor of a version; tied ones stand under each of their names. largest:
+    trained: every parameter once. published: every tensor of a version; tied ones count under each of their names. largest:
     of the parameters. layer: of the largest layer's. vocabulary, hidden: of the output matrix. kv: keys and values of one
     token in all layers. kept: what a forward keeps of one token for the backward, one layer (rough). layers, tensors: counts.
 

@@ -6,12 +6,13 @@ the same two programs differed by on versions that were accepted first (version 
 
     refused:  mean > K · floor.mean  or  p95 > K · floor.p95,   K = DRIFT · exp(SIGMAS · SPREAD · √(1/n₀ + 1/n))
 
-n₀, n: tokens of the floor and of the probe. Assumed of honest programs: (1) another policy or other text scales the noise by
-at most DRIFT; (2) the logarithm of either figure over n tokens has a standard deviation of at most SPREAD/√n: for half-normal e
-the mean has 0.76/√n and the percentile 0.95/√n; 2 leaves room for tokens of a sequence that are alike as if four were one. Then
-an honest version is refused with probability at most 2·Q(SIGMAS) = 6e-5. A fault is refused where it makes either figure K
-times what rounding does; K is 3 at 252 tokens. Less cannot be seen so: a learning rate of 1e-6 moves logprobs less than
-bfloat16 rounds them, and a matrix × 1.01 moves them by about as much. An engine that can read its weights back does that too.
+n₀, n: tokens of the floor and of the probe. Assumed of honest programs: (1) another policy or other text scales the noise by at
+most DRIFT; (2) the logarithm of either figure over n tokens is normal with a standard deviation of at most SPREAD/√n. For
+independent half-normal e the mean has 0.76/√n and the percentile 0.95/√n; tokens of one sequence share their noise: a random
+model of 12 layers under varied batch shapes had 2.4/√n and 3.9/√n. Then an honest version is refused with probability at most
+2·Q(SIGMAS) = 6e-5. A fault is refused where it makes either figure K times what rounding does: 4 at 252 tokens. Less cannot
+be seen so: a learning rate of 1e-6 moves logprobs less than bfloat16 rounds them, and a matrix × 1.01 by about as much. An
+engine that can read its weights back does that too.
 
 float32 rounds so little that one bound on the largest difference tells every fault: LARGEST.
 """
@@ -24,9 +25,9 @@ import numpy as np
 
 LARGEST = {"float32": 1e-4}
 DRIFT = 1.5
-SPREAD = 2.0
+SPREAD = 4.0
 SIGMAS = 4.0
-FLOOR_TOKENS = 512  # that a floor is made of
+FLOOR_TOKENS = 4096  # that a floor is made of
 SHARE = 0.95
 
 

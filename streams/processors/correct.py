@@ -19,12 +19,13 @@ from schemas.fields import Lane
 from schemas.pairs import CHOSEN, REJECTED, Side
 from schemas.withdrawal import withdrawal_of
 
-PROCESSOR = "correct@1"
+VERSION = 1
+PROCESSOR = f"correct@{VERSION}"
 ORIGIN = "correct"
 DEMONSTRATION, PREFERENCE = 0, 1  # which of the two that an answer leads to
 
 
-@processor(version=1, inline=True)
+@processor(version=VERSION, of="group", inline=True)
 class Correct:
     """Makes a demonstration in the expert lane and a pair in the human lane of each edited answer."""
 
@@ -62,12 +63,12 @@ class Correct:
         edit, _ = self._redactor.mask(edit)
         prompt = answer.tokens[: answer_start(answer)].tolist()
         chosen = [*prompt, *self._speller.encode(edit), self._speller.end]
-        said = (*answer.messages[:-1], Message(role="assistant", content=edit))
-        made = [_side(_named(answer, DEMONSTRATION, "expert"), chosen, said, edits, "demonstration")]
+        messages = (*answer.messages[:-1], Message(role="assistant", content=edit))
+        made = [_side(_named(answer, DEMONSTRATION, "expert"), chosen, messages, edits, "demonstration")]
         rejected = answer.tokens.tolist()
         if chosen != rejected:
             better, worse = (_named(answer, PREFERENCE, "human", episode) for episode in (0, 1))
-            made.append(_side(better, chosen, said, edits, CHOSEN))
+            made.append(_side(better, chosen, messages, edits, CHOSEN))
             made.append(_side(worse, rejected, answer.messages, edits, REJECTED))
         return made
 

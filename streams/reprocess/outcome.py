@@ -70,14 +70,14 @@ def dropped(experience: Experience | DropMarker, reason: str) -> Reprocessed:
 def ending(closure: Closure) -> Reprocessed:
     """How a group ended."""
     drops = ", ".join(f"{count} {label}" for label, count in sorted(closure.drops.items()))
-    said = f"{closure.outcome} {closure.experiences}{' ' + closure.reason if closure.reason else ''}"
+    ending = f"{closure.outcome} {closure.experiences}{' ' + closure.reason if closure.reason else ''}"
     reward = "" if closure.mean_reward is None else f", mean reward {closure.mean_reward:.9g}"
     rated = (
         ""
         if not closure.ratings
         else f", rated {', '.join(f'{one.source} {one.value:.9g}' for one in closure.ratings)}"
     )
-    return Reprocessed(key=ending_key(closure), content=f"{said}{f' ({drops})' if drops else ''}{reward}{rated}")
+    return Reprocessed(key=ending_key(closure), content=f"{ending}{f' ({drops})' if drops else ''}{reward}{rated}")
 
 
 def left_out(closure: Closure) -> Reprocessed:
@@ -104,9 +104,9 @@ def differences(old: Reprocessed, new: Reprocessed) -> list[Difference]:
         if old.dropped == new.dropped:
             return []
         if not old.dropped:
-            return [Difference("newly dropped", new.dropped, _said(old), new.dropped)]
+            return [Difference("newly dropped", new.dropped, _text(old), new.dropped)]
         kind = "dropped for another reason" if new.dropped else "no longer dropped"
-        return [Difference(kind, old.dropped, old.dropped, new.dropped or _said(new))]
+        return [Difference(kind, old.dropped, old.dropped, new.dropped or _text(new))]
     found: list[Difference] = []
     before, after = _values(old), _values(new)
     for name in sorted(before.keys() | after.keys()):
@@ -132,7 +132,7 @@ def _values(outcome: Reprocessed) -> dict[str, float]:
     return {score.name if score.at is None else f"{score.name}@{score.at}": score.value for score in outcome.scores}
 
 
-def _said(outcome: Reprocessed) -> str:
+def _text(outcome: Reprocessed) -> str:
     return "kept" if outcome.reward is None else f"kept, reward {outcome.reward:g}"
 
 

@@ -33,10 +33,10 @@ def final_text(response: str) -> str | None:
     line = marked[-1]
     last = list(_MARKER.finditer(line))[-1]
     before = re.split(r"[.;!?]", line[: last.start()])[-1]
-    said = _bare(line[last.end() :])
-    if not said and line is not lines[-1]:  # "The answer is:" with the answer on a line of its own
-        said = _bare(lines[lines.index(line) + 1])
-    return None if not said or _DENIED.match(said) or _DENIED.search(before) else said
+    answer = _bare(line[last.end() :])
+    if not answer and line is not lines[-1]:  # "The answer is:" with the answer on a line of its own
+        answer = _bare(lines[lines.index(line) + 1])
+    return None if not answer or _DENIED.match(answer) or _DENIED.search(before) else answer
 
 
 def _bare(text: str) -> str:

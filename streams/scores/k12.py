@@ -57,9 +57,9 @@ def k12(
 
 
 def _kind(experience: Experience, wanted: str, has_options: bool) -> str:
-    said = experience.meta.get("kind")
-    if said in KINDS:
-        return str(said)
+    kind = experience.meta.get("kind")
+    if kind in KINDS:
+        return str(kind)
     if has_options:
         return "choice"
     return "number" if read_quantity(wanted) is not None else "fill"

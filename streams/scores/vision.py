@@ -76,17 +76,17 @@ def _count(response: str, wanted: str) -> bool:
     final = final_text(response)
     if final is None or len(final) > MAX_TEXT_CHARS or _DENIAL.search(final):
         return False
-    said = {float(digits.replace(",", "").replace("−", "-")) for digits in _DIGITS.findall(final)}
+    numbers = {float(digits.replace(",", "").replace("−", "-")) for digits in _DIGITS.findall(final)}
     run: list[str] = []
     for word in [*re.findall(r"[a-z]+", final.casefold()), ""]:  # the longest runs of words that are a number
         if word and number_of(" ".join([*run, word])) is not None:
             run.append(word)
         elif run:
-            said.add(float(number_of(" ".join(run)) or 0))
+            numbers.add(float(number_of(" ".join(run)) or 0))
             run = [word] if word and number_of(word) is not None else []
         elif word == "no" and expected == 0:
-            said.add(0.0)
-    return said == {float(expected)}
+            numbers.add(0.0)
+    return numbers == {float(expected)}
 
 
 def _read(response: str, wanted: str, case: bool) -> float:

@@ -163,8 +163,8 @@ def _reading(source: EventSource, answer: object) -> Reading:
     if answer is None:
         return Reading("ignored")
     if isinstance(answer, calls.Failure):
-        said = f"{source.name} {answer.kind}: "
-        return Reading("failed", error=said + answer.detail, brief=said + answer.detail.partition(":")[0])
+        prefix = f"{source.name} {answer.kind}: "
+        return Reading("failed", error=prefix + answer.detail, brief=prefix + answer.detail.partition(":")[0])
     if not isinstance(answer, Feedback):
         fault = f"{source.name} returned {type(answer).__name__}, expected Feedback or None"
         return Reading("invalid", error=fault, brief=fault)

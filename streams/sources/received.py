@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 @feedback(version=1)
-def rating(said: dict[str, Any]) -> Feedback | None:
-    """What a client said through /v1/feedback: a value, thumbs (1 and 0), a label, a correction, or a retraction."""
-    value = said.get("value")
+def rating(body: dict[str, Any]) -> Feedback | None:
+    """What a client sent through /v1/feedback: a value, thumbs (1 and 0), a label, a correction, or a retraction."""
+    value = body.get("value")
     return Feedback(
-        ref=said["answer_id"],
-        id=said["id"],
+        ref=body["answer_id"],
+        id=body["id"],
         value=None if value is None else float(value),
-        type=said.get("kind", "value"),
-        text=said.get("correction") or said.get("label") or said.get("text"),
-        rater=said.get("rater", ""),
+        type=body.get("kind", "value"),
+        text=body.get("correction") or body.get("label") or body.get("text"),
+        rater=body.get("rater", ""),
     )
 
 

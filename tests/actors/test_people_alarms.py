@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from actors.config import CanaryConfig, GateConfig, GateGuardConfig, PeopleConfig
-from actors.master.gate.people import MANY, MAX_GONE, People, few_people, late_words
+from actors.master.gate.people import MANY, MAX_GONE, People, few_people, late_ratings
 from actors.master.gate.ratings import Voice, Voices
 from infra.policies.channel import Stable
 from schemas import Answered, Closure, Progress
@@ -80,13 +80,13 @@ def test_one_tenant_is_almost_everybody_from_four_in_five_of_enough_people_on(
 
 
 def test_delays_and_crowds_are_alarms_from_their_bounds_on() -> None:
-    assert late_words([]) == [] == late_words([[0, 0, 0, 0]])
-    assert late_words([[0, 159, 0, 40]]) == [], "199 ratings are few"
-    assert late_words([[100, 61, 20, 19]]) == [], "39 of 200 are few"
-    assert len(late_words([[100, 60, 20, 20]])) == len(late_words([[60, 60, 20, 0], [40, 0, 0, 20]])) == 1
+    assert late_ratings([]) == [] == late_ratings([[0, 0, 0, 0]])
+    assert late_ratings([[0, 159, 0, 40]]) == [], "199 ratings are few"
+    assert late_ratings([[100, 61, 20, 19]]) == [], "39 of 200 are few"
+    assert len(late_ratings([[100, 60, 20, 20]])) == len(late_ratings([[60, 60, 20, 0], [40, 0, 0, 20]])) == 1
     for ratings, persons, is_alarm in ((200, 40, True), (199, 10, False), (200, 41, False), (1000, 200, True)):
         voices = Voices()
-        voices.said = [ratings // 2, ratings - ratings // 2, 5000, 5000]
+        voices.counts = [ratings // 2, ratings - ratings // 2, 5000, 5000]
         for number in range(persons):
             voices.speak(str(number), Voice(0, "g", "acme", (5, 5), False))
         assert bool(few_people(5, voices)) is is_alarm

@@ -75,7 +75,7 @@ def test_what_comes_later_than_its_time_counts_for_nothing_whether_good_or_bad()
     hour_ms = 3_600_000
     assert heard(after(rated("ann", 5, 0.0, late_ms=hour_ms), rated("bob", 5, 1.0, late_ms=hour_ms))) != []
     late = after(rated("ann", 5, 0.0, late_ms=hour_ms + 1), rated("bob", 5, 1.0, late_ms=hour_ms + 1))
-    assert heard(late) == [] and late.of_days()[0].said == [0, 0, 1, 1]
+    assert heard(late) == [] and late.of_days()[0].counts == [0, 0, 1, 1]
     replaced = after(rated("ann", 5, 0.0), rated("ann", 5, 1.0, late_ms=2 * hour_ms, revision=1))
     assert heard(replaced) == [(5, True)], "as it stood when its time was over"
 
@@ -168,7 +168,7 @@ def test_bounds_and_beginnings() -> None:
     assert (MAX_ANSWERS, MAX_TRIALS, MAX_DAYS, MAX_VOICES, LEAST_OF_TENANT) == (100_000, 4, 10, 10_000, 5)
     assert DAY_MS == 24 * 60 * 60 * 1000
     assert Tally() == Tally(0, 0, 0) and RatedAnswer((1, -1), 5) == RatedAnswer((1, -1), 5, -1, (), (0, 0, 0, 0))
-    assert list(Voices()) == [] and Voices().said == [0, 0, 0, 0]
+    assert list(Voices()) == [] and Voices().counts == [0, 0, 0, 0]
     assert Ratings().mature_ms == 0 and Ratings(CONFIG).mature_ms == 3_600_000
 
 
@@ -237,9 +237,9 @@ def test_what_was_taken_back_is_nobodys_word_and_no_place_is_kept_for_who_never_
 def test_words_are_counted_as_good_or_bad_in_time_or_late_and_again_when_they_are_revised() -> None:
     hour_ms = 3_600_000
     ratings = after(rated("ann", 5, 0.0, 1.0, 1.0), rated("bob", 5, 0.0, late_ms=hour_ms + 1), rated("cid", 5, 0.5))
-    assert ratings.of_days()[0].said == [1, 3, 1, 0], "a rating at the threshold is no complaint"
+    assert ratings.of_days()[0].counts == [1, 3, 1, 0], "a rating at the threshold is no complaint"
     ratings.closure(rated("ann", 5, 1.0, late_ms=hour_ms + 1, revision=1), 0)
-    assert ratings.of_days()[0].said == [0, 1, 1, 1]
+    assert ratings.of_days()[0].counts == [0, 1, 1, 1]
 
 
 def test_of_two_words_of_one_person_about_an_answer_the_first_counts() -> None:

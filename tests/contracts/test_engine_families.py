@@ -9,7 +9,7 @@ import pytest
 from actors.engines.engine import Engine
 from infra.cli.bench.tiny_models import FAMILIES, build_tiny_model
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.publish import publish
+from infra.policies.publish import NewVersion, publish
 from infra.store.memory import MemoryStore
 from tests.contracts.test_learner import batch, opened
 from tests.infra.tiny_families import build_family
@@ -51,10 +51,8 @@ def three_versions(folder: str, engine: Callable[[str], Engine]) -> None:
             for version in range(3):
                 learner.step(batch(version), learning_rate=1e-3, seed=version)
                 tensors, probe = learner.tensors(), learner.probe(SEQUENCES)
-                event = publish(
-                    store, policy="main", token=0, version=version, parent=version - 1, tensors=tensors,
-                    previous=previous, probe=probe, step=version,
-                )  # fmt: skip
+                new = NewVersion(policy="main", token=0, version=version, parent=version - 1, step=version)
+                event = publish(store, new, tensors, previous=previous, probe=probe)
                 policy = await asyncio.to_thread(follower.fetch, event)
                 report = await serving.load(policy)
                 assert serving.version == version and report.probe_abs_max < 1e-4

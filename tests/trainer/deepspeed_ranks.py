@@ -268,15 +268,17 @@ def check_damage(learner: DeepSpeedLearner, store: DirectoryStore, folder: str, 
     assert whole_hash(learner.save()) == index_hash(index)
 
 
-def check_silence(model: str, stage: int, what: str) -> None:
-    """Ranks outlive a silence longer than their timeout; one that hangs meanwhile ends the group."""
+def check_silence(model: str, stage: int, what: str, folder: Path | None = None) -> None:
+    """Ranks outlive a silence longer than their timeout; one that hangs meanwhile ends the group. folder: it hangs once."""
     learner = DeepSpeedLearner(model, TrainerConfig(lanes=LANES, threads=1, ranks_timeout="4s"), stage=stage)
     if learner.rank:
-        if what == "hang":
+        if what == "hang" and (folder is None or not (folder / "hung").exists()):
+            if folder is not None:
+                (folder / "hung").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         learner.follow(MemoryStore())
         return
-    time.sleep(60 if what == "hang" else 10)
+    time.sleep(60 if what == "hang" and folder is None else 10)
     learner.step(pack(random_items(0), max_tokens=40, version=5), learning_rate=1e-4, seed=0)
     learner.close()
     print(f"stage {stage} agrees")
@@ -289,7 +291,7 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "shards":
             check_shards(model, stage, Path(*folder))
         case "silence" | "hang":
-            check_silence(model, stage, what)
+            check_silence(model, stage, what, *(Path(one) for one in folder))
         case "steps":
             main(model, stage)
         case "unequal":

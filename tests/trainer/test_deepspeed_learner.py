@@ -1,5 +1,6 @@
 """ZeRO on several ranks is the same learner as one process."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,9 +13,11 @@ import pytest
 from trainer_samples import random_items
 
 from infra.cli.demo.char_model import build_char_model
+from infra.local.ranks import RankGroup, run_ranks
 from infra.policies.tensors import save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
 from schemas.errors import ConfigError
+from tests.infra.tiny_families import build_family
 from trainer.batch.batch import pack
 from trainer.buffer.uses import Uses
 from trainer.config import LaneConfig, TrainerConfig
@@ -57,9 +60,9 @@ def ranks() -> Iterator["subprocess.Popen[str]"]:
 def agree(ranks, model, tmp_path) -> Callable[..., None]:
     """Check on so many ranks, and say what they said where it failed."""
 
-    def check(stage: int, *what: str, num_ranks: int = 2) -> None:
+    def check(stage: int, *what: str, num_ranks: int = 2, folder: str = model) -> None:
         said = tmp_path / f"said-{stage}-{num_ranks}"
-        ranks.stdin.write(json.dumps([str(said), num_ranks, model, stage, *what]) + "\n")
+        ranks.stdin.write(json.dumps([str(said), num_ranks, folder, stage, *what]) + "\n")
         ranks.stdin.flush()
         failed = ranks.stdout.readline().strip()
         text = said.read_text(errors="replace")
@@ -72,6 +75,12 @@ def agree(ranks, model, tmp_path) -> Callable[..., None]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_of_zero_take_the_steps_of_one_process(agree, stage):
     agree(stage, "steps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree, tmp_path, stage):
+    agree(stage, "steps", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
 
 
 @pytest.mark.slow
@@ -159,6 +168,17 @@ def test_a_rank_that_hangs_while_all_wait_is_named_and_ends_the_group(ranks, mod
     said = (tmp_path / "said").read_text(errors="replace")
     assert "ranks do not answer" in said and "1" in said.partition("ranks do not answer")[2], said[-4000:]
     assert "the answer of all ranks to a heartbeat did not end within 4 s" in said
+
+
+@pytest.mark.slow
+def test_a_group_whose_rank_hangs_is_started_again(model, tmp_path):
+    pytest.importorskip("deepspeed")
+    argv = (sys.executable, str(HERE / "deepspeed_ranks.py"), model, "2", "hang", str(tmp_path))
+    group = RankGroup(argv=argv, num_ranks=2, log=tmp_path, env=environment(), max_failures=1, stop_s=5.0)
+    code = asyncio.run(run_ranks(group, asyncio.Event()))
+    said = (tmp_path / "train-rank-0.log").read_text(errors="replace")
+    assert code == 0 and (tmp_path / "hung").exists(), said[-4000:]
+    assert "ranks do not answer" in said and "stage 2 agrees" in said
 
 
 def test_deepspeeds_json_is_laid_over_ours_table_by_table():

@@ -63,7 +63,7 @@ class Learner(Protocol):
         """
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of the policy in its published dtype, by the model's own names."""
+        """A copy of the policy in its published dtype, by the names of its folder."""
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
         """Logprobs of `sequences` under `tensors()`."""

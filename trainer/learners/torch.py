@@ -120,7 +120,7 @@ class TorchLearner:
         return StepStats(finite=True, loss=sum(losses) / len(losses), grad_norm=max(norms), values=measured)
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of the policy in its published dtype, by the model's own names."""
+        """A copy of the policy in its published dtype, by the names of its folder."""
         return model_tensors(self._model.module)
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:

@@ -113,15 +113,15 @@ def read_calls(text: str) -> tuple[str, list[Called]]:
     ('Look.', [Called(name='f', arguments='{"x": 1}')])
     """
     calls: list[Called] = []
-    said: list[str] = []
+    texts: list[str] = []
     rest = text
     while (begin := rest.find(OPEN)) >= 0 and (end := rest.find(CLOSE, begin)) >= 0:
         call = _called(rest[begin + len(OPEN) : end])
-        said.append(rest[:begin] if call else rest[: end + len(CLOSE)])
+        texts.append(rest[:begin] if call else rest[: end + len(CLOSE)])
         calls += [call] if call else []
         rest = rest[end + len(CLOSE) :]
-    said.append(rest)
-    return ("".join(said).strip() if calls else text), calls
+    texts.append(rest)
+    return ("".join(texts).strip() if calls else text), calls
 
 
 def is_deep(value: Any) -> bool:

@@ -61,7 +61,7 @@ class Growing:
         answer.stopped = chunk.tokens[-1] in self._sampling.stop
         seen = len(chunk.tokens) - answer.stopped
         piece = self._stops.add(self._detokenizer.add(chunk.tokens[:seen]))
-        self._told(piece, chunk.tokens[:seen], chunk.logprobs[:seen])
+        self._stream(piece, chunk.tokens[:seen], chunk.logprobs[:seen])
         if self._stops.found:
             answer.cut, answer.finish = True, "stop"
             self.found_stop.set()
@@ -71,12 +71,12 @@ class Growing:
         answer = self.answer
         if not self._stops.found:
             held = self._stops.add(self._detokenizer.flush())
-            self._told(held if self._stops.found else held + self._stops.flush(), (), ())
+            self._stream(held if self._stops.found else held + self._stops.flush(), (), ())
             answer.cut = self._stops.found
             answer.finish = "stop" if answer.stopped or answer.cut else "length"
         return answer
 
-    def _told(self, piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def _stream(self, piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         self.answer.text += piece
         if piece or tokens:
             self._tell(piece, tokens, logprobs)

@@ -20,7 +20,7 @@ class Detokenizer:
         self._decode = decode
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here
-        self._told = 0  # tokens before it are streamed
+        self._num_streamed = 0  # tokens before it are streamed
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that can be streamed after these tokens."""
@@ -29,19 +29,21 @@ class Detokenizer:
     def _add(self, token: int) -> str:
         self._tokens.append(token)
         before, after = self._texts()
-        if after.endswith(BROKEN) and len(self._tokens) - self._told <= MAX_HELD_TOKENS:
+        if after.endswith(BROKEN) and len(self._tokens) - self._num_streamed <= MAX_HELD_TOKENS:
             return ""
-        self._context, self._told = self._told, len(self._tokens)
+        self._context, self._num_streamed = self._num_streamed, len(self._tokens)
         return after[len(before) :]
 
     def flush(self) -> str:
         """What was held, as far as it is text."""
         before, after = self._texts()
-        self._context, self._told = self._told, len(self._tokens)
+        self._context, self._num_streamed = self._num_streamed, len(self._tokens)
         return after[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        return self._decode(self._tokens[self._context : self._told]), self._decode(self._tokens[self._context :])
+        return self._decode(self._tokens[self._context : self._num_streamed]), self._decode(
+            self._tokens[self._context :]
+        )
 
 
 class StopStrings:

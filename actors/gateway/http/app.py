@@ -235,15 +235,15 @@ class Site:
         token = request.headers.get(TOKEN_HEADER, "")
         if not token:
             self._authenticator.admit(request.state.key)
-        said = read_feedback(await self._body(request))
-        answer = nth_answer(said.answer_id, said.choice)
+        feedback = read_feedback(await self._body(request))
+        answer = nth_answer(feedback.answer_id, feedback.choice)
         key: ApiKey = self._authenticator.key_of_token(token, answer) if token else request.state.key
         if token:
             self._authenticator.admit(key)
         train = self._authenticator.check_answer(key, answer)
-        identity, recorded = said.id or "", self._gateway.may_record(key.train) and self._gateway.may_record(train)
+        identity, recorded = feedback.id or "", self._gateway.may_record(key.train) and self._gateway.may_record(train)
         if recorded:
-            identity = await self._feedback_intake.feedback(said, answer=answer, key=key, by_token=bool(token))
+            identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key, by_token=bool(token))
         else:
             self._metrics.counter("feedback_received", path=PATH, outcome="no consent").inc()
         body = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": recorded}

@@ -26,7 +26,7 @@ class EventStream:
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._tools = bool(in_flight.request.prompt.tools)
         self._guards = [StopStrings((OPEN,) if self._tools else ()) for _ in range(in_flight.request.choices)]
-        self._told = ["" for _ in range(in_flight.request.choices)]
+        self._streamed = ["" for _ in range(in_flight.request.choices)]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Until the end; closing it ends the sampling."""
@@ -67,15 +67,15 @@ class EventStream:
         def tell(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
             if self._in_flight.request.force:
                 return  # the answer is a tool call, sent when it is whole
-            said = self._guards[index].add(piece)
-            if said or (tokens and self._in_flight.request.logprobs):
-                self._say(index, said, tokens, logprobs)
+            streamed = self._guards[index].add(piece)
+            if streamed or (tokens and self._in_flight.request.logprobs):
+                self._send(index, streamed, tokens, logprobs)
 
         return tell
 
-    def _say(self, index: int, text: str, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
+    def _send(self, index: int, text: str, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
         request, decode = self._in_flight.request, self._gateway.tokenizer.decode
-        self._told[index] += text
+        self._streamed[index] += text
         if self._envelope.chat:
             found = responses.chat_logprobs(request, decode, tokens, logprobs)
             choice = responses.chat_delta(index, {"content": text}, logprobs=found)
@@ -95,7 +95,7 @@ class EventStream:
             finish = "tool_calls"
             deltas = responses.call_deltas(self._envelope, index, calls)
             self._events.put_nowait(self._envelope.event([responses.chat_delta(index, deltas)]))
-        elif text[len(self._told[index]) :]:
-            self._say(index, text[len(self._told[index]) :])
+        elif text[len(self._streamed[index]) :]:
+            self._send(index, text[len(self._streamed[index]) :])
         last = responses.chat_delta(index, {}, finish) | {"answer_id": self._envelope.answers[index]}
         self._events.put_nowait(self._envelope.event([last]))

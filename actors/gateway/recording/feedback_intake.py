@@ -70,17 +70,17 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def read_feedback(body: bytes) -> FeedbackRequest:
-    """The feedback in a body; exactly one thing is said. Raises ApiError."""
+    """The feedback in a body; it has exactly one kind. Raises ApiError."""
     request: FeedbackRequest = _decoded(body, _feedback)
-    said = [name for name in ("value", "label", "correction") if getattr(request, name) is not None]
-    said += ["retraction"] if request.retract else []
-    if not said and request.text is not None and request.kind in (None, "label"):
-        said = ["label"]
-    if len(said) != 1:
+    kinds = [name for name in ("value", "label", "correction") if getattr(request, name) is not None]
+    kinds += ["retraction"] if request.retract else []
+    if not kinds and request.text is not None and request.kind in (None, "label"):
+        kinds = ["label"]
+    if len(kinds) != 1:
         raise bad("expected exactly one of value, label, correction, text and retract", "value")
-    if request.kind is not None and request.kind != said[0]:
-        raise bad(f"kind: got {request.kind!r} with a {said[0]}", "kind")
-    return msgspec.structs.replace(request, kind=said[0])
+    if request.kind is not None and request.kind != kinds[0]:
+        raise bad(f"kind: got {request.kind!r} with a {kinds[0]}", "kind")
+    return msgspec.structs.replace(request, kind=kinds[0])
 
 
 def read_token_request(body: bytes) -> TokenRequest:
@@ -144,28 +144,28 @@ class FeedbackIntake:
         self._taken = Recent()
 
     async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey, by_token: bool) -> str:
-        """Hand on what was said about one answer; returns the feedback's id. Raises ApiError."""
-        secret, said_by = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
+        """Hand on the feedback on one answer; returns the feedback's id. Raises ApiError."""
+        secret, rater = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
         if request.rater and not by_token:
-            said_by = pseudonym(secret, "rater", key.tenant, request.rater)
+            rater = pseudonym(secret, "rater", key.tenant, request.rater)
         # A browser's ids are its answer's alone, so none is taken that a server will use.
         place = answer if by_token else ""
         identity = secrets.token_hex(12)
         if request.id:
             identity = pseudonym(secret, "feedback", key.tenant, place, request.id)
-        table = msgspec.to_builtins(request) | {"rater": said_by, "id": identity}
+        table = msgspec.to_builtins(request) | {"rater": rater, "id": identity}
         given = {name: value for name, value in table.items() if value is not None}
-        said: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
-        del said["choice"]
+        feedback: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
+        del feedback["choice"]
         # A custom pattern may take them for something else.
-        said |= {"answer_id": answer, "rater": said_by, "id": identity}
-        written = [name for name in WRITTEN if isinstance(said.get(name), str)]
+        feedback |= {"answer_id": answer, "rater": rater, "id": identity}
+        written = [name for name in WRITTEN if isinstance(feedback.get(name), str)]
         if written and len(session_of(group_of(answer))) != SESSION_LETTERS:
             raise bad("answer_id: an answer of the release before takes a value, not a text", "answer_id")
         received = Received(
-            path=PATH, body=msgspec.json.encode(said), id=identity, ref=answer, tenant=key.tenant, rater=said_by
+            path=PATH, body=msgspec.json.encode(feedback), id=identity, ref=answer, tenant=key.tenant, rater=rater
         )
-        await self._hand_on(received, (lambda: self._sealed(said, written, answer)) if written else None)
+        await self._hand_on(received, (lambda: self._sealed(feedback, written, answer)) if written else None)
         return identity
 
     async def webhook(self, webhook: Webhook, body: bytes) -> None:
@@ -231,11 +231,11 @@ class FeedbackIntake:
         if not stored:
             raise unavailable("the feedback could not be kept; send it again")
 
-    def _sealed(self, said: dict[str, Any], written: Sequence[str], ref: str) -> bytes:
+    def _sealed(self, feedback: dict[str, Any], written: Sequence[str], ref: str) -> bytes:
         """The body with its texts sealed. Raises StoreError."""
         answer = ref.removeprefix(ANSWER_PREFIX)
-        texts = {name: seal_text(said[name], self._keys, answer) for name in written}
-        return msgspec.json.encode({**said, **texts})
+        texts = {name: seal_text(feedback[name], self._keys, answer) for name in written}
+        return msgspec.json.encode({**feedback, **texts})
 
 
 _feedback = msgspec.json.Decoder(FeedbackRequest)

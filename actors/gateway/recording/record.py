@@ -180,23 +180,23 @@ class Recorder:
         if unchanged or (before is not None and after.tokens.tolist() != before.tokens.tolist()):
             return after
         if not after.messages or after.messages[-1].role != "assistant":
-            prompt, said = after.messages, ""
+            prompt, reply = after.messages, ""
         else:
-            prompt, said = after.messages[:-1], after.messages[-1].content
+            prompt, reply = after.messages[:-1], after.messages[-1].content
         chat = tuple({"role": one.role, "content": one.content} for one in prompt)
-        return self._spelled(after, Prompt(plain=prompt, chat=chat), said, after.messages)
+        return self._spelled(after, Prompt(plain=prompt, chat=chat), reply, after.messages)
 
-    def _spelled(self, experience: Experience, prompt: Prompt, said: str, messages: tuple[Message, ...]) -> Experience:
+    def _spelled(self, experience: Experience, prompt: Prompt, reply: str, messages: tuple[Message, ...]) -> Experience:
         """The experience with tokens of this text; an answer whose text did not change keeps its own."""
         start = experience.num_prompt
         own = experience.tokens[start:].tolist()
         tokens = render(prompt, self.tokenizer)
-        if self.tokenizer.decode(own) == said and not self._redactor.mask(said)[1]:
+        if self.tokenizer.decode(own) == reply and not self._redactor.mask(reply)[1]:
             answer, logprobs, moved = own, experience.logprobs.tolist(), len(tokens) - start
             spans = [replace(s, start=s.start + moved, stop=s.stop + moved, ratio=False) for s in experience.spans]
         else:
             end = own[-1:] if not self.tokenizer.decode(own[-1:]) else []  # the token that ends a turn has no text
-            answer = [*self.tokenizer.encode(said), *end]
+            answer = [*self.tokenizer.encode(reply), *end]
             logprobs = [0.0] * len(answer)
             whole = replace(experience.spans[-1], start=len(tokens), stop=len(tokens) + len(answer), ratio=False)
             spans = [whole] if answer else []

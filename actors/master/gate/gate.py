@@ -123,13 +123,13 @@ class Gate:
     def decisions(self) -> list[GateDecision]:
         """Decisions to publish now; they count as published."""
         if self.stable.trial >= 0:
-            return self._told(self._tried(self.stable.trial))
+            return self._noted(self._tried(self.stable.trial))
         ready = sorted(
             version
             for version, found in self._results.items()
             if version > self._decided and found.keys() >= self._required
         )
-        return self._told(self._weigh(ready[-1])) if ready else []
+        return self._noted(self._weigh(ready[-1])) if ready else []
 
     def record(self, decision: GateDecision | Breach) -> PolicyEvent:
         """A decision as this master publishes it, under its lease."""
@@ -137,7 +137,7 @@ class Gate:
             return breach_event(decision, self._policy, self._token)
         return decision_event(decision, self._policy, self._token)
 
-    def _told(self, decision: GateDecision | None) -> list[GateDecision]:
+    def _noted(self, decision: GateDecision | None) -> list[GateDecision]:
         if decision is None:
             return []
         self.event(self.record(decision))

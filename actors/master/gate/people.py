@@ -129,7 +129,7 @@ class People:
                     "been the cause"
                 )
         days = self.ratings.of_days().values()
-        return found + late_words([voices.said for voices in days]) + self._one_tenant(days)
+        return found + late_ratings([voices.counts for voices in days]) + self._one_tenant(days)
 
     def _one_tenant(self, days: Iterable[Voices]) -> list[str]:
         share = self._config.people.tenant_share
@@ -164,7 +164,7 @@ class People:
 
 def few_people(version: int, voices: Voices) -> list[str]:
     """Ratings of a trial that few people gave."""
-    ratings, people = sum(voices.said[:2]), sum(1 for _ in voices)
+    ratings, people = sum(voices.counts[:2]), sum(1 for _ in voices)
     if ratings < MANY or ratings < CROWDED * people:
         return []
     return [
@@ -173,9 +173,9 @@ def few_people(version: int, voices: Voices) -> list[str]:
     ]
 
 
-def late_words(said: Sequence[Sequence[int]]) -> list[str]:
-    """Ratings that come too late to count. said: as `Voices.said`, of each day."""
-    bad, good, late_bad, late_good = (sum(one[kind] for one in said) for kind in range(4))
+def late_ratings(counts: Sequence[Sequence[int]]) -> list[str]:
+    """Ratings that come too late to count. counts: as `Voices.counts`, of each day."""
+    bad, good, late_bad, late_good = (sum(one[kind] for one in counts) for kind in range(4))
     late = late_bad + late_good
     if bad + good + late < MANY or late < LATE * (bad + good + late):
         return []

@@ -58,13 +58,13 @@ class Voice(msgspec.Struct):
 
 
 class RatedAnswer(msgspec.Struct):
-    """One answer. people: who spoke of it in time. said: bad and good words in time, bad and good ones that came late."""
+    """One answer. people: who spoke of it in time. counts: bad and good ratings in time, bad and good ones that came late."""
 
     arm: Arm
     answered_ms: int
     revision: int = -1
     people: tuple[str, ...] = ()
-    said: tuple[int, int, int, int] = (0, 0, 0, 0)
+    counts: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class Voices:
@@ -73,7 +73,7 @@ class Voices:
     def __init__(self) -> None:
         self._known: dict[str, Voice] = {}
         self._place = 2**64  # who lies below it is kept
-        self.said = [0, 0, 0, 0]
+        self.counts = [0, 0, 0, 0]
 
     def __iter__(self) -> Iterator[Voice]:
         return (voice for voice in self._known.values() if voice.bad is not None)
@@ -89,7 +89,7 @@ class Voices:
             self._known[person] = voice
         while len(self._known) > MAX_VOICES:
             self._place //= 2
-            self._known = {one: word for one, word in self._known.items() if place_of_person(one) < self._place}
+            self._known = {one: kept for one, kept in self._known.items() if place_of_person(one) < self._place}
 
 
 class Ratings:
@@ -104,7 +104,7 @@ class Ratings:
         self._served: dict[tuple[str, Arm], Answered] = {}
 
     def closure(self, closure: Closure, at_ms: int) -> None:
-        """An answer of production was closed with what was said of it, or revised. at_ms: when that was logged."""
+        """An answer of production was closed with the ratings of it, or revised. at_ms: when that was logged."""
         answer = self._answers.get(closure.group)
         if answer is None:
             if closure.lane != "live" or closure.revision or closure.version < 0:
@@ -168,13 +168,15 @@ class Ratings:
         gone = [person for person in answer.people if person not in bad and person not in late]
         answer.people = (*bad, *(person for person in answer.people if person in late and person not in bad))
         for voices in self._places(answer):
-            for person, word in [*bad.items(), *((one, None) for one in gone)]:
-                voices.speak(person, Voice(answer.answered_ms, group, tenant_in(group), answer.arm, word))
-            said = self._said(ratings, deadline_ms)
-            voices.said = [all_ + new - old for all_, new, old in zip(voices.said, said, answer.said, strict=True)]
-        answer.said = self._said(ratings, deadline_ms)
+            for person, bad_one in [*bad.items(), *((one, None) for one in gone)]:
+                voices.speak(person, Voice(answer.answered_ms, group, tenant_in(group), answer.arm, bad_one))
+            counts = self._counts(ratings, deadline_ms)
+            voices.counts = [
+                all_ + new - old for all_, new, old in zip(voices.counts, counts, answer.counts, strict=True)
+            ]
+        answer.counts = self._counts(ratings, deadline_ms)
 
-    def _said(self, ratings: tuple[Rating, ...], deadline_ms: int) -> tuple[int, int, int, int]:
+    def _counts(self, ratings: tuple[Rating, ...], deadline_ms: int) -> tuple[int, int, int, int]:
         found = [0, 0, 0, 0]
         for one in ratings:
             found[2 * (one.time_ms > deadline_ms) + (not self._is_bad(one))] += 1

@@ -60,9 +60,9 @@ class Grid:
         """Move one cell."""
         self._left -= 1
         move = MOVES.get(action.strip().lower())
-        said = ""
+        notice = ""
         if move is None:
-            said = f"expected one of {', '.join(MOVES)}\n"
+            notice = f"expected one of {', '.join(MOVES)}\n"
         else:
             row, column = self._at[0] + move[0], self._at[1] + move[1]
             inside = 0 <= row < len(self._cells) and 0 <= column < len(self._cells[0])
@@ -71,7 +71,7 @@ class Grid:
         if self._at == _find(self._cells, "G"):
             return Outcome(reward=self._goal_reward - self._step_cost, end="terminal")
         reward = -self._step_cost if self._step_cost else None
-        return Outcome(observation=said + self._picture(), reward=reward, end=None if self._left else "truncated")
+        return Outcome(observation=notice + self._picture(), reward=reward, end=None if self._left else "truncated")
 
     def _picture(self) -> str:
         rows = [row.replace("S", ".") for row in self._cells]

@@ -53,15 +53,15 @@ class Guess:
         self._left -= 1
         guess = int(action) if _NUMBER.fullmatch(action) else None
         before = self._potential()
-        said = self._invalid
+        hint = self._invalid
         if guess == self._secret:
             self._least = self._most = self._secret
             return Outcome(reward=1.0 + (self._potential() - before), end="terminal")
         if guess is not None and self._low <= guess < self._secret:
-            said, self._least = self._higher, max(self._least, guess + 1)
+            hint, self._least = self._higher, max(self._least, guess + 1)
         elif guess is not None and self._secret < guess <= self._high:
-            said, self._most = self._lower, min(self._most, guess - 1)
-        return Outcome(observation=said, reward=self._potential() - before, end=None if self._left else "terminal")
+            hint, self._most = self._lower, min(self._most, guess - 1)
+        return Outcome(observation=hint, reward=self._potential() - before, end=None if self._left else "terminal")
 
     def _potential(self) -> float:
         """Share of log(range) that is ruled out, times `shaped`: 0 at first, `shaped` once one number is left."""

@@ -13,7 +13,7 @@ from infra.settings.config import decode
 
 SCRIPT = "call.py"
 NOTHING = "(it printed nothing)"
-MAX_SAID_CHARS = 400  # the end of a traceback says what went wrong; a failure holds 500 characters
+MAX_OUTPUT_CHARS = 400  # the end of a traceback says what went wrong; a failure holds 500 characters
 
 
 class Python:
@@ -37,5 +37,5 @@ class Python:
         if finished.code == 0:
             return printed or NOTHING
         why = finished.fault or f"exit code {finished.code}"
-        said = "\n".join(part for part in (printed, finished.stderr.decode("utf-8", "replace").strip()) if part)
-        raise ValueError(f"{why}\n{said[-MAX_SAID_CHARS:]}")
+        output = "\n".join(part for part in (printed, finished.stderr.decode("utf-8", "replace").strip()) if part)
+        raise ValueError(f"{why}\n{output[-MAX_OUTPUT_CHARS:]}")

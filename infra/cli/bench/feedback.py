@@ -96,7 +96,10 @@ def _collector(log: Log, folder: Path) -> Collector:
 
 def _answer(group: str, random: np.random.Generator) -> Block:
     stop = PROMPT_TOKENS + RESPONSE_TOKENS
-    said = (Message(role="user", content="Where is my order?"), Message(role="assistant", content="On its way. " * 8))
+    messages = (
+        Message(role="user", content="Where is my order?"),
+        Message(role="assistant", content="On its way. " * 8),
+    )
     one = make_experience(
         id=experience_id(group, 0, 0),
         group=group,
@@ -107,7 +110,7 @@ def _answer(group: str, random: np.random.Generator) -> Block:
         tenant="bench",
         tokens=random.integers(0, 30_000, stop),
         logprobs=-random.random(RESPONSE_TOKENS),
-        messages=said,
+        messages=messages,
         spans=(Span(PROMPT_TOKENS, stop, 7),),
         turn=1,
     )

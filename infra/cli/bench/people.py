@@ -66,7 +66,7 @@ def rate(world: SimulatedPeople, at_h: Floats) -> Floats:
     return np.clip(found, 0.0, 1.0)
 
 
-def said(
+def ratings_drawn(
     world: SimulatedPeople, random: np.random.Generator, start_h: float, end_h: float, *, drawn: bool
 ) -> RatingsByTime:
     """What people say of answers between two times. drawn: a share meets the new version; else everybody after hour 0."""
@@ -133,7 +133,7 @@ def hours_of(voices: RatingsByTime) -> tuple[list[Hour], list[Hour]]:
 
 def tried(config: CanaryConfig, world: SimulatedPeople, hours: float, seed: int) -> tuple[str, int]:
     """How a trial ends that may take so many hours, and after how many ratings of both sides: "" where it does not."""
-    found = said(world, np.random.default_rng(seed), 0.0, hours, drawn=True)
+    found = ratings_drawn(world, np.random.default_rng(seed), 0.0, hours, drawn=True)
     blocks = merged(blocks_of(firsts(found, world.mature_h, daily=False)))
     evidence = weighed(config, PeopleConfig(), blocks, several=False)
     for block, (against, favour) in zip(blocks, evidence, strict=True):
@@ -149,12 +149,12 @@ def guarded(
 
     "failed" where it does; "restless" where the days before differed, so that it took none by the hour; else "".
     """
-    found = said(world, np.random.default_rng(seed), -before_h, hours, drawn=False)
+    found = ratings_drawn(world, np.random.default_rng(seed), -before_h, hours, drawn=False)
     new, old = hours_of(firsts(found, world.mature_h, daily=True))
     before = before_of(old)
     for end in accumulate(1 for _ in new):
-        heard = compared(config, PeopleConfig(), new[:end], before, several=False)
-        if breach(config, PeopleConfig(), (TRIAL, STABLE), heard, {}, {}) is not None:
+        evidence = compared(config, PeopleConfig(), new[:end], before, several=False)
+        if breach(config, PeopleConfig(), (TRIAL, STABLE), evidence, {}, {}) is not None:
             return "failed", int(((found.at_h >= 0.0) & (found.at_h < new[end - 1].hour + 1)).sum())
     return "restless" if before.unrest >= RESTLESS else "", int((found.at_h >= 0.0).sum())
 

@@ -80,7 +80,7 @@ def opinion(text: str, pair: Pair, random: Random, late_s: tuple[float, float] =
     """What one user will say about an answer. Pure but for its random source."""
     expected = right_answer(pair)
     truth = text == expected
-    said = truth if random.random() >= MISTAKEN else not truth
+    thumb = truth if random.random() >= MISTAKEN else not truth
     habit: Habit = "rates"
     draw = random.random()
     for name, share in HABITS:
@@ -96,7 +96,7 @@ def opinion(text: str, pair: Pair, random: Random, late_s: tuple[float, float] =
         return Opinion(habit=habit, value=float(not truth), withdrawn=True)
     late = habit == "rates late"
     return Opinion(
-        habit="rates late" if late else "rates", delay_s=random.uniform(*late_s) if late else 0.0, value=float(said)
+        habit="rates late" if late else "rates", delay_s=random.uniform(*late_s) if late else 0.0, value=float(thumb)
     )
 
 
@@ -146,32 +146,32 @@ class Crowd:
                 self._note(Seen(at_s=time.time(), failed=1, error=f"{type(error).__name__}: {error}"[:300]))
                 continue
             text = answer.choices[0].message.content or ""
-            said = opinion(text, pair, random, self._late_s)
+            opinion_given = opinion(text, pair, random, self._late_s)
             seen = Seen(
                 at_s=time.time(),
                 version=int((answer.system_fingerprint or "v-1").removeprefix("v")),
                 right=text == right_answer(pair),
-                habit=said.habit,
+                habit=opinion_given.habit,
             )
-            background.create_task(self._say(answer.id, said, seen, f"user-{number}"))
+            background.create_task(self._send_feedback(answer.id, opinion_given, seen, f"user-{number}"))
 
-    async def _say(self, answer: str, said: Opinion, seen: Seen, rater: str) -> None:
+    async def _send_feedback(self, answer: str, opinion_given: Opinion, seen: Seen, rater: str) -> None:
         failed, error = 0, ""
         try:
-            await asyncio.sleep(said.delay_s)
-            if said.value is not None:
-                await self._feedback(answer, rater, value=said.value)
-            if said.correction is not None:
-                await self._feedback(answer, rater, correction=said.correction)
-            if said.withdrawn:
+            await asyncio.sleep(opinion_given.delay_s)
+            if opinion_given.value is not None:
+                await self._feedback(answer, rater, value=opinion_given.value)
+            if opinion_given.correction is not None:
+                await self._feedback(answer, rater, correction=opinion_given.correction)
+            if opinion_given.withdrawn:
                 await asyncio.sleep(self._late_s[1])
                 await self._feedback(answer, rater, retract=True)
         except Exception as problem:
             failed, error = 1, f"{type(problem).__name__}: {problem}"[:300]
         self._note(msgspec.structs.replace(seen, failed=failed, error=error))
 
-    async def _feedback(self, answer: str, rater: str, **said: object) -> None:
-        await self._client.post("/feedback", cast_to=object, body={"answer_id": answer, "rater": rater, **said})
+    async def _feedback(self, answer: str, rater: str, **body: object) -> None:
+        await self._client.post("/feedback", cast_to=object, body={"answer_id": answer, "rater": rater, **body})
 
     def _note(self, seen: Seen) -> None:
         self.counts["failed" if seen.failed else "answered"] += 1

@@ -18,6 +18,7 @@ from tests.infra.tiny_families import build_family
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
+TEXT = (1, *range(20, 60))
 MATRIX = "model.layers.1.self_attn.o_proj.weight"
 
 
@@ -69,14 +70,14 @@ def test_an_engine_that_holds_anything_else_after_a_load_is_refused_and_goes_on_
         await engine.start()
         try:
             await engine.load(version(1))
-            before = await engine.score((1, 22, 30, 41))
+            before = await engine.score_tokens(TEXT)
             live = dict(engine._model.named_parameters())[name]
             with torch.no_grad():
                 live.copy_(fault(live))
-            assert await engine.score((1, 22, 30, 41)) != before
+            assert await engine.score_tokens(TEXT) != before
             with pytest.raises(PolicyRefused, match="policy 2: after the load the engine holds other values"):
                 await engine.load(version(2))  # the same weights, so that nothing of them is written again
-            assert engine.version == 1 and await engine.score((1, 22, 30, 41)) == before
+            assert engine.version == 1 and await engine.score_tokens(TEXT) == before
             learner.step(batch(0), learning_rate=1e-4, seed=0)
             report = await engine.load(version(3))
             assert engine.version == 3 and report.probe_abs_max < 0.5

@@ -87,17 +87,8 @@ def test_plain_transformers_loads_an_exported_version_and_gives_the_probes_logpr
     learner.step(batch(0), learning_rate=1e-3, seed=0)
     probe = learner.probe(((1, *range(20, 40)), (1, 7, 9)))
     store = MemoryStore()
-    event = publish(
-        store,
-        policy="main",
-        token=3,
-        version=7,
-        parent=-1,
-        step=7,
-        tensors=learner.tensors(),
-        previous=None,
-        probe=probe,
-    )
+    new = NewVersion(policy="main", token=3, version=7, parent=-1, step=7)
+    event = publish(store, new, learner.tensors(), previous=None, probe=probe)
     out = tmp_path / "v7"
     out.mkdir()  # an empty folder is taken
     export(store, event, Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path), out, about(event))
