@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from torch.utils.checkpoint import checkpoint
 
 TREE = "headrace_tree"  # the name transformers knows this attention by
 DENSE_TOKENS = 2048  # rows up to this length keep a dense mask, and with it the bits they always had
@@ -117,54 +116,99 @@ def tree_attention(
         from transformers.integrations.flex_attention import flex_attention_forward
 
         return flex_attention_forward(module, query, key, value, tree.block_mask(window), **settings)[0], None
-    return _in_blocks(query, key, value, tree, settings).transpose(1, 2).contiguous(), None
+    found_BHTD: torch.Tensor = InBlocks.apply(query, key, value, settings.get("s_aux"), tree, window, settings)  # type: ignore[no-untyped-call]
+    return found_BHTD.transpose(1, 2).contiguous(), None
 
 
-def _in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, settings: dict[str, Any]
-) -> torch.Tensor:
-    """Attention of `BLOCK_TOKENS` queries after the other, computed again in the backward, [B, H, T, D]."""
-    parts = []
-    for start in range(0, query.shape[2], BLOCK_TOKENS):
-        block = query[:, :, start : start + BLOCK_TOKENS]
-        if torch.is_grad_enabled():
-            part = checkpoint(
-                _one_block, block, key, value, tree, start, settings, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            part = _one_block(block, key, value, tree, start, settings)
-        parts.append(part)
-    return torch.cat(parts, 2)
+class InBlocks(torch.autograd.Function):
+    """Attention of `BLOCK_TOKENS` queries after the other, each to the keys that some of them see; the backward computes
+    each block again. Results and gradients are written in place: nothing small is left between large blocks of memory,
+    which the process could not give back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        tree: Tree,
+        window: int,
+        settings: dict[str, Any],
+    ) -> torch.Tensor:
+        """[B, H, T, D of the values]. window, settings: of the layer."""
+        ctx.save_for_backward(query, key, value, sinks_H)
+        ctx.tree, ctx.window, ctx.settings = tree, window, settings
+        found = query.new_empty((*query.shape[:3], value.shape[3]))
+        for start, stop in _blocks(query.shape[2]):
+            seen_K, mask = _seen(tree, start, stop, window)
+            keys, values = key[:, :, seen_K], value[:, :, seen_K]
+            found[:, :, start:stop] = _attend(query[:, :, start:stop], keys, values, sinks_H, mask, settings)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Of query, key, value and sinks."""
+        query, key, value, sinks_H = ctx.saved_tensors
+        totals = [torch.zeros_like(one) for one in (query, key, value, sinks_H) if one is not None]
+        for start, stop in _blocks(query.shape[2]):
+            seen_K, mask = _seen(ctx.tree, start, stop, ctx.window)
+            parts = [query[:, :, start:stop], key[:, :, seen_K], value[:, :, seen_K]]
+            parts += [] if sinks_H is None else [sinks_H]
+            with torch.enable_grad():
+                parts = [one.detach().requires_grad_() for one in parts]
+                sinks = None if sinks_H is None else parts[3]
+                out = _attend(parts[0], parts[1], parts[2], sinks, mask, ctx.settings)
+            mine = torch.autograd.grad(out, parts, gradients[0][:, :, start:stop])
+            for total, part, place in zip(totals, mine, (slice(start, stop), seen_K, seen_K), strict=False):
+                total[:, :, place] += part
+            if sinks_H is not None:
+                totals[3] += mine[3]
+        return (*totals[:3], totals[3] if sinks_H is not None else None, None, None, None)
 
 
-def _one_block(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, start: int, settings: dict[str, Any]
-) -> torch.Tensor:
-    """Attention of the queries from `start` on, to the keys that some of them see."""
-    stop = start + query.shape[2]
-    index_Q = torch.arange(start, stop, device=query.device)
+def _blocks(num_T: int) -> list[tuple[int, int]]:
+    return [(start, min(start + BLOCK_TOKENS, num_T)) for start in range(0, num_T, BLOCK_TOKENS)]
+
+
+def _seen(tree: Tree, start: int, stop: int, window: int) -> tuple[Any, torch.Tensor]:
+    """Keys that some of the queries from `start` to `stop` see, as an index, and which of them each sees, [B, 1, Q, K]."""
+    index_Q = torch.arange(start, stop, device=tree.reach_BT.device)
     seen_K = (tree.reach_BT[:, :stop] > start).any(0).nonzero().squeeze(1)
-    if len(seen_K) < stop:
-        key, value = key.index_select(2, seen_K), value.index_select(2, seen_K)
-    else:
-        key, value = key[:, :, :stop], value[:, :, :stop]
     mask_BQK = (seen_K <= index_Q[:, None]) & (index_Q[:, None] < tree.reach_BT[:, None, seen_K])
-    if window := settings.get("sliding_window") or 0:
+    if window:
         away_BQK = tree.position_BT[:, start:stop, None] - tree.position_BT[:, None, seen_K]
         mask_BQK &= away_BQK < window
+    return slice(0, stop) if len(seen_K) == stop else seen_K, mask_BQK[:, None]
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    mask_B1QK: torch.Tensor,
+    settings: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of one block under its mask."""
     groups = query.shape[1] // key.shape[1]
     key, value = (one.repeat_interleave(groups, 1) if groups > 1 else one for one in (key, value))
-    scale = settings.get("scaling")
-    if settings.get("softcap") is None and settings.get("s_aux") is None:
-        found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask_BQK[:, None], scale=scale
-        )
-        return found
-    return _capped(query, key, value, mask_BQK[:, None], settings)
+    if settings.get("softcap") is not None or sinks_H is not None:
+        return _capped(query, key, value, sinks_H, mask_B1QK, settings)
+    found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask_B1QK, scale=settings.get("scaling")
+    )
+    return found
 
 
 def _capped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask_B1QK: torch.Tensor, settings: dict[str, Any]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    mask_B1QK: torch.Tensor,
+    settings: dict[str, Any],
 ) -> torch.Tensor:
     """Attention with a soft cap or with sinks, its sums in float32."""
     scale = settings.get("scaling") or query.shape[-1] ** -0.5
@@ -172,7 +216,7 @@ def _capped(
     if (cap := settings.get("softcap")) is not None:
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~mask_B1QK, -torch.inf)
-    if (sinks_H := settings.get("s_aux")) is not None:
+    if sinks_H is not None:
         sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
     share = torch.softmax(scores, -1)[..., : key.shape[2]]
