@@ -220,7 +220,7 @@ class RankStep:
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """On rank 0 a copy of the policy; one weight at a time is whole on a rank that does not hold it."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
             with self._shards.gathered(value):
                 if not self._channel.rank:
