@@ -120,9 +120,9 @@ class GateGuardConfig(Section, frozen=True):
     and by how many fail or are refused (what begins as a refusal: `[gateway] refusals`).
 
     Complaints are compared with those of the days before the version became stable, in two ways. With those of the same
-    hour of the day, where two days or more are known: it is looked for that the odds of a complaint are `odds` times as
-    high, or the share higher by `harm`, whichever is less. And whatever the hour: that the share is higher by `harm` than
-    it may become by itself, which is `swing` above the highest that it can have been.
+    hour of the day, where two days or more are known: the guard looks for odds of a complaint that are `odds` times as
+    high, or a share higher by `harm`, whichever is less. And whatever the hour: for a share higher by `harm` than it may
+    become by itself, which is `swing` above the highest that it can have been.
 
     A version is compared with the past, so no test tells it from a world that changes with it. Where the days before
     differ from each other more than chance explains, the first way waits, and that is an alarm: customers stay where they

@@ -108,7 +108,7 @@ def _received(stream: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """The process: the vocabulary, then schemas, until nobody is left to ask."""
+    """The process: the vocabulary, then schemas, until its parent closes the pipe."""
     os.nice(5)  # who serves goes first
     given = _received(sys.stdin.buffer)
     compile_schema = make_compiler(TokenSpellings(msgspec.msgpack.decode(given or b"\x90", type=list[bytes])))

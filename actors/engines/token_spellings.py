@@ -23,7 +23,7 @@ class TokenSpellings:
         self._spelled = frozenset(self.spellings)
 
     def check(self, json_schema: str) -> None:
-        """Raise SchemaRefused for what is no schema, or cannot be spelled."""
+        """Raise SchemaRefused for text that is not a schema, or that the vocabulary cannot spell."""
         import xgrammar
 
         missing = sorted(one for one in NEEDED.union(json_schema) if not _is_spelled(one, self._spelled))
@@ -52,7 +52,7 @@ def folder_vocabulary(folder: str, num_tokens: int) -> TokenSpellings:
 
 
 def make_compiler(vocabulary: TokenSpellings) -> Callable[[str], Any]:
-    """What makes a schema's grammar. It raises RuntimeError for what is no schema."""
+    """The function that makes a schema's grammar. It raises RuntimeError for text that is not a schema."""
     import xgrammar
 
     spellings = list(vocabulary.spellings)

@@ -17,21 +17,21 @@ others silently. A score that has no verdict returns None, or a Verdict that say
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
 from infra.chain import calls
 from infra.chain.calls import Extras, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_fault
-from infra.chain.processor import Drop, Memory, Verdict, mark_of
+from infra.chain.processor import Drop, Memory, Unit, Verdict, mark_of
 from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
 from schemas import BadFrame, Experience, Score
 from schemas.errors import ConfigError
 
-StepKind = Literal["experience", "group", "batch", "score", "task"]
-FIRST_PARAMETERS: tuple[StepKind, ...] = ("experience", "group", "batch", "task")
+StepKind = Unit | Literal["score"]
+UNITS = get_args(Unit)
 DEFAULT_TIMEOUT_S = 10.0
 
 
@@ -123,13 +123,13 @@ def make_step(
         raise ConfigError(f"{name}: got a @feedback function, expected @processor or @score")
     parameters = list(inspect.signature(function).parameters.values())
     first = parameters[0].name if parameters else ""
-    if mark.kind == "processor" and first not in FIRST_PARAMETERS:
-        expected = ", ".join(FIRST_PARAMETERS)
-        raise ConfigError(f'{name}: first parameter is "{first}", expected one of {expected}')
+    unit = mark.of or first
+    if mark.kind == "processor" and unit not in UNITS:
+        raise ConfigError(f'{name}: first parameter is "{first}", expected {" or ".join(UNITS)}, or @processor(of=)')
     fills = tuple(p.name for p in parameters if p.name in ("memory", "time_ms", "record_offset"))
     if ("memory" in fills) != (mark.memory > 0):
         raise ConfigError(f"{name}: a parameter `memory` and @processor(memory=entries) go together, got one of them")
-    kind: StepKind = "score" if mark.kind == "score" else cast(StepKind, first)
+    kind: StepKind = "score" if mark.kind == "score" else cast(Unit, unit)
     bare = getattr(function, "func", function)
     asynchronous = inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__)
     if asynchronous and mark.memory:

@@ -79,7 +79,7 @@ def processor_step(config: ProcessorConfig, where: str) -> Step:
     if step.kind == "group" and config.stage == "verify":
         raise ConfigError(f'{where}: {config.use} takes a group: expected stage = "collect", where groups are whole')
     if step.kind == "group" and config.stage == "batch":
-        raise ConfigError(f'{where}: {config.use} takes a group: expected stage = "collect", or a parameter `batch`')
+        raise ConfigError(f'{where}: {config.use} takes a group: expected stage = "collect", or @processor(of="batch")')
     if step.kind == "batch" and config.stage != "batch":
         raise ConfigError(f'{where}: {config.use} takes a batch: expected stage = "batch", the trainer\'s')
     if step.memory and config.stage == "batch":

@@ -17,6 +17,7 @@ import msgspec
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 Kind = Literal["processor", "score", "feedback"]
+Unit = Literal["experience", "group", "batch", "task"]
 MARK_ATTRIBUTE = "__headrace_mark__"
 Value = str | int | float | bool | list[int | float | str] | None
 
@@ -47,7 +48,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What a decorator declared. memory: entries remembered per partition, 0 for none. inline: see `processor`.
+    """What a decorator declared. memory: entries remembered per partition, 0 for none. inline, of: see
+    `processor`.
 
     Example: Mark(kind="processor", version=1, memory=4096, inline=True)
     """
@@ -56,6 +58,7 @@ class Mark(msgspec.Struct, frozen=True):
     version: int
     memory: int = 0
     inline: bool = False
+    of: Unit | None = None
 
 
 class Memory:
@@ -109,20 +112,22 @@ class Memory:
         return memory
 
 
-def processor(*, version: int, memory: int = 0, inline: bool = False) -> Callable[[Marked], Marked]:
+def processor(
+    *, version: int, of: Unit | None = None, memory: int = 0, inline: bool = False
+) -> Callable[[Marked], Marked]:
     """Mark a function (Experience, *, options) -> Experience | list[Experience] | Drop as a processor.
 
-    A first parameter named `group` instead of `experience` makes it a group processor (stage collect): it takes the
-    tuple of a group's experiences and returns one as long, with Drop in place of a dropped member; anything it makes
-    follows behind. What a processor makes has an id and a group of its own (`schemas.ids.synthetic_group`). A first parameter
-    named `batch` (stage batch) is all that one optimizer step would train on, and as much comes back.
+    of: what it takes. "group" (stage collect): the tuple of a group's experiences; it returns one as long, with Drop in place
+    of a dropped member, and anything it makes follows behind. "batch" (stage batch): all that one optimizer step would train
+    on, and as much comes back. "task" (stage tasks): a Task. By default it takes what its first parameter is named.
+    What a processor makes has an id and a group of its own (`schemas.ids.synthetic_group`).
 
     Raise `version` whenever its decisions change: it is stamped on every experience it saw.
     memory: how many entries it remembers per partition; they come as the keyword-only parameter `memory`.
     inline: a promise that it returns within microseconds. Without it each call runs in a thread and is given up after
     its timeout; a hanging inline function stops its worker. A processor with memory always runs inline, in log order.
     """
-    return _marked(Mark(kind="processor", version=version, memory=memory, inline=inline or memory > 0))
+    return _marked(Mark(kind="processor", version=version, memory=memory, inline=inline or memory > 0, of=of))
 
 
 def feedback(*, version: int) -> Callable[[Marked], Marked]:

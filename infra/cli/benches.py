@@ -14,6 +14,7 @@ from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
+    from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
 
 BENCHES = {
@@ -121,16 +122,49 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
 
 def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s: float, *, as_json: bool) -> int:
     """Run `infra/cli/bench/state.py` as asked."""
-    from infra.cli.bench.state import Plan, run
+    from infra.cli.bench.state import StatePlan, run
 
     console = Screen(stderr=True)
-    plan = Plan(hidden=hidden, layers=layers, stage=stage, silence_s=silence_s, timeout_s=timeout_s)
+    plan = StatePlan(hidden=hidden, layers=layers, stage=stage, silence_s=silence_s, timeout_s=timeout_s)
     figures = run(plan, say=console.print)
     if as_json:
         print(json.dumps(figures))
     else:
         Screen().print(figures_table("state", figures))
     return 0
+
+
+def run_families(names: str, as_json: bool) -> int:
+    """Run `infra/cli/bench/families.py` over some families, by commas, or all. Raises ConfigError for one it does not know."""
+    from infra.cli.bench.families import run
+    from infra.cli.bench.tiny_models import FAMILIES
+
+    wanted = [name for name in names.split(",") if name]
+    if unknown := [name for name in wanted if name not in FAMILIES]:
+        raise ConfigError(f"--only: got {unknown[0]!r}, expected some of {', '.join(FAMILIES)}")
+    found: list[Family] = []
+    with Screen(stderr=True).status("opening families") as status:
+        for one in run(wanted):
+            status.update(f"{one.name} done")
+            found.append(one)
+    if as_json:
+        print(json.dumps([msgspec.structs.asdict(one) for one in found]))
+    else:
+        Screen(width=150).print(families_table(found))
+    return 0
+
+
+def families_table(found: "Sequence[Family]") -> Table:
+    """One row a family: how the learner reads it, and by how much gradients and logprobs are off; or why it is refused."""
+    table = Table("family", "learner reads rows", title="bench families")
+    table.add_column("gradients off by", justify="right")
+    table.add_column("engine off by, nats", justify="right")
+    table.add_column("refused")
+    for one in found:
+        style = "red" if one.refused else "green" if one.works else "yellow"
+        figures = ("", "") if one.refused else (number(one.gradient), number(one.engine))
+        table.add_row(one.name, one.reading, *figures, Text(one.refused), style=style)
+    return table
 
 
 def run_mix(out: Path, seeds: int, steps: int, as_json: bool) -> int:

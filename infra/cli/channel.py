@@ -15,6 +15,7 @@ from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.log.log import Log
 from infra.policies.channel import Stable, fenced, moved
+from infra.policies.history import LeaseFence
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.fields import Channel, Numbers, PolicyEventKind
@@ -120,14 +121,17 @@ def check_move(history: Sequence[tuple[int, PolicyEvent]], stable: Stable, kind:
 
 
 async def policy_history(log: Log, policy: str) -> tuple[list[tuple[int, PolicyEvent]], Stable]:
-    """Every event of one policy, with its time; and where its channel is after them."""
+    """Every event of one policy, with its time, without what an overtaken trainer wrote; and where its channel is then."""
+    fence = LeaseFence()
     found: list[tuple[int, PolicyEvent]] = []
     stable = Stable()
     async for message in log.read_all(topics.POLICIES):
         if isinstance(message.value, Directive):
             stable = fenced(stable, message.value, message.offset)
         elif isinstance(message.value, PolicyEvent) and message.value.policy == policy:
-            found.append((message.timestamp_ms, message.value))
+            by_trainer = message.value.event in ("lease", "published", "orphaned")
+            if not by_trainer or fence.admits(message.value, message.offset):
+                found.append((message.timestamp_ms, message.value))
             stable = moved(stable, message.value, policy)
     return found, stable
 

@@ -18,7 +18,7 @@ DEADLINE_S = 10.0
 
 
 async def check_fit(settings: Settings) -> list[str]:
-    """Compare them as a role does when it starts; nothing is started or made for it, and what cannot be reached is told.
+    """Compare them as a role does when it starts; nothing is started or made for it, and what cannot be reached is reported.
 
     Raises ConfigError, with what helps, where they do not belong together.
     """

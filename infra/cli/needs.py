@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     is_once: bool = False
 
 
-class Needs(msgspec.Struct, frozen=True):
+class ProcessMemory(msgspec.Struct, frozen=True):
     """Of one process: what lies on its GPU, and in its host's memory."""
 
     gpu: tuple[Row, ...] = ()
@@ -54,7 +54,7 @@ class Needs(msgspec.Struct, frozen=True):
         return sum(row.num_bytes for row in self.host)
 
 
-def together(needs: Needs, ranks: int, *, with_gpu: bool) -> float:
+def together(needs: ProcessMemory, ranks: int, *, with_gpu: bool) -> float:
     """Host bytes of several ranks on one host. with_gpu: what would lie on GPUs lies there too."""
     rows = (*needs.host, *(needs.gpu if with_gpu else ()))
     return sum(row.num_bytes * (1 if row.is_once else ranks) for row in rows)
@@ -87,7 +87,7 @@ class VersionCost(msgspec.Struct, frozen=True):
     checkpoint_bytes: float
 
 
-def learner_needs(size: ModelSize, plan: LearnerPlan) -> Needs:
+def learner_needs(size: ModelSize, plan: LearnerPlan) -> ProcessMemory:
     """Of one rank."""
     state = learner_state(size, plan)
     host = [Row("Python and libraries", PROCESS_BYTES)]
@@ -97,7 +97,7 @@ def learner_needs(size: ModelSize, plan: LearnerPlan) -> Needs:
     saved = MOMENTS_AND_WEIGHT + (plan.reference and 4)
     host.append(Row("snapshot of a checkpoint", saved * size.trained / plan.ranks))
     host.append(Row("this version and the last, on rank 0", 2 * size.published * WIDTH[plan.dtype], is_once=True))
-    return Needs(gpu=(*state, *_activations(size, plan)), host=tuple(host))
+    return ProcessMemory(gpu=(*state, *_activations(size, plan)), host=tuple(host))
 
 
 def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
@@ -137,10 +137,10 @@ def _activations(size: ModelSize, plan: LearnerPlan) -> list[Row]:
     ]
 
 
-def torch_engine_needs(size: ModelSize, dtype: str, published: str) -> Needs:
+def torch_engine_needs(size: ModelSize, dtype: str, published: str) -> ProcessMemory:
     """Of an engine that runs on the CPU."""
     held = 2 * size.published * WIDTH[published]
-    return Needs(
+    return ProcessMemory(
         host=(
             Row("Python and libraries", PROCESS_BYTES),
             Row("weights", size.trained * WIDTH[dtype]),
@@ -149,11 +149,11 @@ def torch_engine_needs(size: ModelSize, dtype: str, published: str) -> Needs:
     )
 
 
-def vllm_engine_needs(size: ModelSize, dtype: str, published: str, options: Mapping[str, Any]) -> Needs:
+def vllm_engine_needs(size: ModelSize, dtype: str, published: str, options: Mapping[str, Any]) -> ProcessMemory:
     """Of one engine: GPU bytes on each of its cards, without keys and values; host bytes of the process that feeds it."""
     split = int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
     version = size.published * WIDTH[published]
-    return Needs(
+    return ProcessMemory(
         gpu=(Row("weights", size.trained * WIDTH[dtype] / split),),
         host=(
             Row("Python and libraries", PROCESS_BYTES),

@@ -17,7 +17,7 @@ from infra.cli.needs import (
     MOMENTS_AND_WEIGHT,
     WIDTH,
     LearnerPlan,
-    Needs,
+    ProcessMemory,
     VersionCost,
     learner_needs,
     together,
@@ -49,13 +49,13 @@ class Machine(msgspec.Struct, frozen=True):
     step_s: float
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class SizeEstimate(msgspec.Struct, frozen=True):
     """What the settings need. engines: those that this file names, by role; shm: bytes a reload writes to /dev/shm."""
 
     size: ModelSize
     plan: LearnerPlan
-    learner: Needs
-    engines: dict[str, Needs]
+    learner: ProcessMemory
+    engines: dict[str, ProcessMemory]
     shm: float
     version: VersionCost
     stored: float
@@ -88,7 +88,7 @@ def this_machine(gpu_gb: float | None, host_gb: float | None, shm_gb: float | No
     return Machine(said[0], said[1], said[2], step_s)
 
 
-def estimate(settings: Settings, machine: Machine) -> Estimate:
+def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
     """What the settings need on such machines. Raises ConfigError."""
     if not settings.policy.model:
         raise ConfigError("policy.model: missing, expected the folder or name of a model, to look at its size")
@@ -111,7 +111,7 @@ def estimate(settings: Settings, machine: Machine) -> Estimate:
     days = duration_s(settings.keep.replay) / 86_400
     stored = days * (version.anchor_bytes + version.delta_bytes)
     stored += settings.trainer.keep_checkpoints * saved * size.trained
-    found = Estimate(
+    found = SizeEstimate(
         size=size, plan=plan, learner=learner, engines=engines, version=version, stored=stored, problems=(),
         shm=on_shm * size.published * WIDTH[plan.dtype],
     )  # fmt: skip
@@ -154,7 +154,7 @@ def engine_dtype(options: dict[str, Any], plan: LearnerPlan) -> str:
     return said if said in WIDTH else plan.dtype
 
 
-def problems(settings: Settings, machine: Machine, found: Estimate) -> Iterator[str]:
+def problems(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterator[str]:
     """What will not fit, each with the setting that would mend it."""
     yield from _of_the_learner(machine, found)
     for role, needs in found.engines.items():
@@ -174,7 +174,7 @@ def problems(settings: Settings, machine: Machine, found: Estimate) -> Iterator[
         )
 
 
-def _of_the_learner(machine: Machine, found: Estimate) -> Iterator[str]:
+def _of_the_learner(machine: Machine, found: SizeEstimate) -> Iterator[str]:
     plan, needs = found.plan, found.learner
     if machine.gpu and needs.gpu_bytes > machine.gpu:
         yield (
@@ -189,7 +189,7 @@ def _of_the_learner(machine: Machine, found: Estimate) -> Iterator[str]:
         )
 
 
-def _of_an_engine(machine: Machine, role: str, needs: Needs, options: Mapping[str, Any]) -> Iterator[str]:
+def _of_an_engine(machine: Machine, role: str, needs: ProcessMemory, options: Mapping[str, Any]) -> Iterator[str]:
     if needs.host_bytes > machine.host:
         yield (
             f"an engine of {role} needs {_gb(needs.host_bytes)} of host memory, there are {_gb(machine.host)}: a host with more"
@@ -238,7 +238,7 @@ def _doubled(fits: Callable[[int], bool]) -> int:
     return number
 
 
-def tables(settings: Settings, machine: Machine, found: Estimate) -> Iterator[Table]:
+def tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterator[Table]:
     """What is printed."""
     size, version = found.size, found.version
     table = Table(

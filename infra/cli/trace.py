@@ -15,7 +15,7 @@ from infra.cli.peek import cut
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.following import follow
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from schemas import Experience
 from schemas.errors import ConfigError
@@ -60,10 +60,10 @@ async def run_follow(config: Path, sets: list[str]) -> int:
     return 0
 
 
-def index_of(settings: Settings) -> Index:
+def index_of(settings: Settings) -> LogIndex:
     """The index kept beside the run, opened."""
     path = settings.folder / "state" / "trace.sqlite"
-    return Index(path, run=settings.run or settings.app, policy=settings.policy.name)
+    return LogIndex(path, run=settings.run or settings.app, policy=settings.policy.name)
 
 
 def print_json(value: object) -> None:

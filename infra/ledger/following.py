@@ -6,7 +6,7 @@ It only reads, no role waits for it, and the index is a cache: it may be stopped
 import asyncio
 import logging
 
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange, StoreError
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 5.0
 
 
-async def follow(log: Log, index: Index, stop: asyncio.Event, *, every_s: float = EVERY_S) -> None:
+async def follow(log: Log, index: LogIndex, stop: asyncio.Event, *, every_s: float = EVERY_S) -> None:
     """Read what has come, every few seconds until `stop`. A log that is away is waited for."""
     while not stop.is_set():
         try:

@@ -19,7 +19,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.store.seal import FORGOTTEN, Keys
 from schemas import Directive, Saved, Task, topics
@@ -59,7 +59,7 @@ def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
     return tuple(key_id for subject in subjects for key_id in keys.destroy(subject))
 
 
-async def complete(log: Log, index: Index, keys: Keys, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
+async def complete(log: Log, index: LogIndex, keys: Keys, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
     """Bring the index up to date, destroy the keys of the user's sessions, empty tasks that quote them, and report. Raises
     StoreError; then it is to be done again.
     """
@@ -102,7 +102,7 @@ async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) ->
     raise AssertionError("a tail has no end")
 
 
-def report(index: Index, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
+def report(index: LogIndex, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
     """What the log says about these keys. The index is up to date."""
     steps = tuple(one.step for one in index.steps_under(key_ids) if not one.undone)
     return ForgetReport(

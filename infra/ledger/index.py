@@ -72,7 +72,7 @@ class TrainedStep(msgspec.Struct, frozen=True):
     undone: str = ""
 
 
-class Index:
+class LogIndex:
     """One open index file. Not safe for concurrent use."""
 
     def __init__(self, path: Path, *, run: str, policy: str, prune_at: int = PRUNED_AT) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from infra.ledger.index import Index, IndexPlace, TrainedStep
+from infra.ledger.index import IndexPlace, LogIndex, TrainedStep
 from infra.log.log import Log, LogMessage
 from infra.store.seal import FORGOTTEN, Keys, open_text
 from schemas import Batch, Block, Closure, DropMarker, Experience, Feedback, PolicyEvent, topics
@@ -72,7 +72,7 @@ class PolicyTrace(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[str, ...]
 
 
-async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
+async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
     """The trace of an answer or experience id. Raises NotInLog where the kept log has nothing about it."""
     try:
         group = group_of(ref)
@@ -121,7 +121,7 @@ async def trace_answer(log: Log, index: Index, ref: str) -> AnswerTrace:
     )
 
 
-async def trace_policy(log: Log, index: Index, version: int) -> PolicyTrace:
+async def trace_policy(log: Log, index: LogIndex, version: int) -> PolicyTrace:
     """What version learned from since its parent. Raises NotInLog for one that was never published."""
     events = await policy_events(log, index, version)
     own = next((event for _, event in events if event.event == "published"), None)
@@ -147,7 +147,7 @@ async def trace_policy(log: Log, index: Index, version: int) -> PolicyTrace:
     )
 
 
-async def policy_events(log: Log, index: Index, version: int) -> list[tuple[int, PolicyEvent]]:
+async def policy_events(log: Log, index: LogIndex, version: int) -> list[tuple[int, PolicyEvent]]:
     """What was said about a version, with times."""
     places = [IndexPlace(topics.POLICIES.name, 0, offset, 0) for offset in index.policy_offsets(version)]
     return [

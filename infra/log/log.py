@@ -272,22 +272,22 @@ class Log:
         """The records at these offsets of a partition, not decoded; what retention or compaction took is missing."""
         where = Partition(self.name(topic), partition)
         begins, ends = await self.bounds(topic)
-        wanted = sorted({offset for offset in offsets if begins[partition] <= offset < ends[partition]})
+        wanted = {offset for offset in offsets if begins[partition] <= offset < ends[partition]}
         if not wanted:
             return {}
         found: dict[int, Record] = {}
-        reader = await self.bus.assigned({where: wanted[0]})
+        reader = await self.bus.assigned({where: min(wanted)})
         try:
             for start, stop in runs(wanted):
                 reader.seek(where, start)
                 while reader.positions().get(where, start) < stop:
                     records = await reader.get_many(timeout_s=1.0, max_records=stop - start)
-                    found |= {record.offset: record for record in records}
+                    found |= {record.offset: record for record in records if record.offset in wanted}
         except OffsetOutOfRange:  # retention went on meanwhile
-            return found | await self.at(topic, partition, wanted)
+            return found | await self.at(topic, partition, wanted - found.keys())
         finally:
             await reader.close()
-        return {offset: found[offset] for offset in wanted if offset in found}
+        return found
 
     async def require_topics(self) -> None:
         """Raises ConfigError naming the first topic of the app that is not there."""

@@ -7,6 +7,7 @@ stable channel, which may be pinned or rolled back; the version an evaluation wa
 from collections.abc import Collection
 
 from infra.policies.channel import Stable, fenced, moved
+from infra.policies.history import LeaseFence
 from schemas import Directive, PolicyEvent
 from schemas.fields import Channel
 
@@ -22,7 +23,7 @@ class PolicyFeed:
         self._policy = policy
         self._channel: Channel = channel
         self.stable = Stable()
-        self._token = -1
+        self._fence = LeaseFence()
         self.events: dict[int, PolicyEvent] = {}
         self.newest = 0
 
@@ -35,14 +36,11 @@ class PolicyFeed:
         if event.policy != self._policy:
             return False
         self.stable = moved(self.stable, event, self._policy)
-        if event.event == "lease":
-            self._token = max(self._token, offset)
+        if not self._fence.admits(event, offset):
             return False
         if event.event == "orphaned":
-            if event.token >= self._token:
-                self.events.pop(event.version, None)
-            return False
-        if event.event not in _CARRIES_WEIGHTS or not event.manifest or event.token < self._token:
+            self.events.pop(event.version, None)
+        if event.event not in _CARRIES_WEIGHTS or not event.manifest:
             return False
         self.events[event.version] = event
         self.newest = max(self.newest, event.version)

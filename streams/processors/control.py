@@ -9,7 +9,7 @@ from infra.chain.processor import processor
 from schemas import Experience
 
 
-@processor(version=2, inline=True)
+@processor(version=2, of="group", inline=True)
 def shuffle_advantages(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
     """Permute the advantages among the members that have one: same numbers, no relation to what was done.
 

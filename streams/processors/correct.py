@@ -19,12 +19,13 @@ from schemas.fields import Lane
 from schemas.pairs import CHOSEN, REJECTED, Side
 from schemas.withdrawal import withdrawal_of
 
-PROCESSOR = "correct@1"
+VERSION = 1
+PROCESSOR = f"correct@{VERSION}"
 ORIGIN = "correct"
 DEMONSTRATION, PREFERENCE = 0, 1  # which of the two that an answer leads to
 
 
-@processor(version=1, inline=True)
+@processor(version=VERSION, of="group", inline=True)
 class Correct:
     """Makes a demonstration in the expert lane and a pair in the human lane of each edited answer."""
 

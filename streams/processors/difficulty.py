@@ -9,7 +9,7 @@ ALL_EQUAL = "all rewards equal"
 TOLERANCE = 1e-9  # rewards closer than this are equal: blends differ in their last bits
 
 
-@processor(version=2, inline=True)
+@processor(version=2, of="group", inline=True)
 def difficulty(group: tuple[Experience, ...]) -> tuple[Experience | Drop, ...]:
     """Drop all judged members of a group (group_size 2 or more) whose rewards are all equal. Demonstrations pass, and so do
     the only one of several choices that was rated, which is compared with answers like it, and a group whose turns differ.

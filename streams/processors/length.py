@@ -9,7 +9,7 @@ from streams.processors.episodes import by_episode
 NAME = "length"
 
 
-@processor(version=1, inline=True)
+@processor(version=1, of="group", inline=True)
 def length(group: tuple[Experience, ...], *, correct: str = "exact", least: float = 1.0) -> tuple[Experience, ...]:
     """Score `length` of each episode: λ = 0.5 - (len - shortest) / (longest - shortest) where its score `correct` is at least
     `least`, min(0, λ) where it is not, 0 where all are as long.

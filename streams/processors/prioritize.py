@@ -11,7 +11,7 @@ from streams.processors.episodes import is_judged, rewards_of
 MIN_PRIORITY = 0.1
 
 
-@processor(version=1, inline=True)
+@processor(version=1, of="group", inline=True)
 def prioritize(group: tuple[Experience, ...], *, min_priority: float = MIN_PRIORITY) -> tuple[Experience, ...]:
     """Priority from the spread of the group's rewards: 1 for half right and half wrong, `min_priority` for all alike.
 

@@ -13,7 +13,7 @@ from streams.processors.prioritize import MIN_PRIORITY
 REMEMBERED = 262_144
 
 
-@processor(version=1, memory=REMEMBERED)
+@processor(version=1, of="group", memory=REMEMBERED)
 def progress(
     group: tuple[Experience, ...],
     *,

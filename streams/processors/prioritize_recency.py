@@ -10,7 +10,7 @@ from streams.processors.prioritize import MIN_PRIORITY
 NEWEST = "newest version"
 
 
-@processor(version=1, memory=1)
+@processor(version=1, of="group", memory=1)
 def recency(
     group: tuple[Experience, ...], *, memory: Memory, half_life: float = 4.0, min_factor: float = MIN_PRIORITY
 ) -> tuple[Experience, ...]:

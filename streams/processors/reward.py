@@ -13,7 +13,7 @@ UNLABELLED = "unlabelled"
 INCOMPLETE = "incomplete episode"
 
 
-@processor(version=3, inline=True)
+@processor(version=3, of="group", inline=True)
 def reward(
     group: tuple[Experience, ...],
     *,

@@ -7,10 +7,11 @@ from infra.chain.processor import processor
 from schemas import Experience, ids
 from streams.processors.episodes import by_episode, rewards_of
 
-PROCESSOR = "synthesize@1"
+VERSION = 1
+PROCESSOR = f"synthesize@{VERSION}"
 
 
-@processor(version=1, inline=True)
+@processor(version=VERSION, of="group", inline=True)
 def synthesize(group: tuple[Experience, ...], *, min_reward: float = 1.0) -> tuple[Experience, ...]:
     """The group, and behind it a demonstration made from its best episode if that reached `min_reward`.
 

@@ -10,7 +10,7 @@ from schemas import Task
 _SPACES = re.compile(r"(?<![ \t])[ \t]++$", re.MULTILINE)
 
 
-@processor(version=1, inline=True)
+@processor(version=1, of="task", inline=True)
 def clean(task: Task) -> Task:
     """The same task, tidied; a system message and code keep their inner blanks."""
     messages = tuple(

@@ -28,7 +28,7 @@ _NUMBERS = re.compile(r"\d+(?:[.,]\d+)*")
 _BLANKS = re.compile(r"[\W_]+")
 
 
-@processor(version=1, memory=MEMORY)
+@processor(version=1, of="task", memory=MEMORY)
 def dedupe(
     task: Task, *, memory: Memory, by: Literal["question", "task"] = "question", near: float = 0.0
 ) -> Task | Drop:

@@ -13,7 +13,7 @@ SOLVED = "too easy"
 UNSOLVED = "too hard"
 
 
-@processor(version=1, inline=True)
+@processor(version=1, of="task", inline=True)
 def difficulty(task: Task, *, field: str = "success_rate", easiest: float = 0.0, hardest: float = 1.0) -> Task | Drop:
     """Set `difficulty` from `meta[field]`, a rate from 0 to 1; drop train tasks outside `easiest` to `hardest`."""
     rate = task.meta.get(field)

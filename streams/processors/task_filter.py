@@ -12,7 +12,7 @@ UNVERIFIABLE = "not verifiable"
 _PASSED = 1.0 - 1e-9
 
 
-@processor(version=1, inline=True)
+@processor(version=1, of="task", inline=True)
 def filter(
     task: Task,
     *,
@@ -40,7 +40,7 @@ def _has(task: Task, name: str) -> bool:
     return value is not None and value != ""
 
 
-@processor(version=1)
+@processor(version=1, of="task")
 class Verifiable:
     """Keeps a task only if each score of `steps` accepts the task's own answer, given as the response."""
 

@@ -28,7 +28,7 @@ Reply with the new task alone.
 MAX_ANSWER_BYTES = 256 * 1024
 
 
-@processor(version=1)
+@processor(version=1, of="task")
 class Vary(msgspec.Struct, frozen=True, kw_only=True):
     """templates: texts with {question} in them, one variation each. url, model: of an endpoint that rewrites the question
     `number` times; api_key_env: the environment variable with its key.

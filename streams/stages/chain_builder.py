@@ -1,119 +1,132 @@
 """The chain of each stage, assembled from settings: built-ins, scores, and inserted processors in their places.
 
+A built-in is a table of the same form as a user's [[processor]].
+
 Guarantee: what cannot be assembled (an unknown name, two steps of one name, a group processor in verify) is one
 ConfigError that names the table; nothing is skipped silently.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from infra.chain.chain import Step, make_step
-from infra.chain.insert import Stage, loaded, with_processors
+from infra.chain.insert import ProcessorConfig, Stage, loaded, processor_step, with_processors
+from infra.settings.config import Section
 from infra.settings.plugin import option_defaults
 from schemas.errors import ConfigError
-from streams.config import ScoreConfig, StreamsConfig
+from streams.config import ScoreConfig, StreamsConfig, Switch
 from streams.processors.task_filter import Verifiable
 
-SLOW_BUILT_IN_TIMEOUT_S = 10.0
+
+class BuiltIn(NamedTuple):
+    """A step that ships, as a user would write it. memory: entries instead of those its processor declares, 0 for these. on:
+    whether it runs; one that does not still is a place for others.
+    """
+
+    table: ProcessorConfig
+    memory: int
+    on: bool
 
 
-def build_tasks(config: StreamsConfig) -> tuple[Step, ...]:
-    """clean, dedupe, vary, filter, verifiable, difficulty, [[processor]] without a place."""
+def built_in(stage: Stage, name: str, section: Section, *, use: str = "", **options: Any) -> BuiltIn:
+    """The step that a section of the settings stands for: its fields are the options of the processor of that name.
+
+    options: more of them, and what they are instead.
+    """
+    fields = {**msgspec.to_builtins(msgspec.structs.asdict(section)), **options}
+    on, memory = fields.pop("on", True), fields.pop("memory", 0)
+    prefix = "task_" if stage == "tasks" else ""
+    table = ProcessorConfig(
+        use=use or f"streams.processors.{prefix}{name}:{name}", stage=stage, name=name, options=fields
+    )
+    return BuiltIn(table, memory, on)
+
+
+def tasks_chain(config: StreamsConfig) -> list[BuiltIn]:
+    """clean, dedupe, vary, filter, difficulty."""
     tasks = config.tasks
-    folder = "streams.processors.task_"
-    vary = msgspec.structs.asdict(tasks.vary)
-    limits = {name: getattr(tasks.difficulty, name) for name in ("field", "easiest", "hardest")}
-    needs = {
+    needs: dict[str, Any] = {
         "require": list(tasks.filter.require),
-        "workflows": {name: list(fields) for name, fields in tasks.filter.workflows.items()},
+        "workflows": tasks.filter.workflows,
         "max_chars": tasks.filter.max_chars,
     }
-    sameness = {"by": tasks.dedupe.by, "near": tasks.dedupe.near}
-    steps = [
-        _built_in("clean", f"{folder}clean:clean", {}, "tasks"),
-        _built_in("dedupe", f"{folder}dedupe:dedupe", sameness, "tasks"),
-        _built_in("filter", f"{folder}filter:filter", needs, "tasks"),
-        _built_in("difficulty", f"{folder}difficulty:difficulty", limits, "tasks"),
+    vary = built_in("tasks", "vary", tasks.vary, use="streams.processors.task_vary:Vary")
+    slow = msgspec.structs.replace(vary.table, timeout_s=tasks.vary.timeout_s + 1.0)
+    return [
+        built_in("tasks", "clean", tasks.clean),
+        built_in("tasks", "dedupe", tasks.dedupe),
+        *([vary._replace(table=slow)] if vary.on else []),
+        built_in("tasks", "filter", Switch(on=tasks.filter.on), **needs),
+        built_in("tasks", "difficulty", tasks.difficulty),
     ]
-    steps[1].memory = tasks.dedupe.memory
-    if tasks.filter.scores:
-        steps.insert(3, _verifiable(config))
-    if vary.pop("on"):
-        function = loaded(f"{folder}vary:Vary", vary, "tasks.vary", kind="processor")
-        steps.insert(2, make_step("vary", function, timeout_s=tasks.vary.timeout_s + 1.0))
-    off = _off(tasks, "clean", "dedupe", "filter", "difficulty")
-    if "filter" in off:
-        off.add("verifiable")
-    return with_processors(steps, config.processor, "tasks", len(steps), off)
 
 
-def _verifiable(config: StreamsConfig) -> Step:
-    """The step that asks the scores of [tasks.filter]."""
-    known = {score.name: (index, score) for index, score in enumerate(config.score)}
-    for name in config.tasks.filter.scores:
-        if name not in known:
-            names = ", ".join(known) or "none, there is no [[score]]"
-            raise ConfigError(f'tasks.filter.scores: got "{name}", expected one of {names}')
-    asked = [known[name] for name in config.tasks.filter.scores]
-    scores = [_score_step(score, f"score[{index}]") for index, score in asked]
-    timeout_s = 1.0 + sum(score.timeout_s for _, score in asked)
-    return make_step("verifiable", Verifiable(scores), timeout_s=timeout_s)
-
-
-def build_verify(config: StreamsConfig) -> tuple[Step, ...]:
-    """validate, redact, dedupe, filter, [[processor]] without a place, [[score]]."""
+def verify_chain(config: StreamsConfig) -> list[BuiltIn]:
+    """validate, redact, dedupe, filter."""
     verify = config.verify
-    redact = {"kinds": list(verify.redact.kinds), "patterns": verify.redact.patterns, "action": verify.redact.action}
-    bounds = msgspec.structs.asdict(verify.filter)
-    bounds.pop("on")
-    steps = [
-        _built_in("validate", "streams.processors.validate:validate", {}, "verify"),
-        _built_in("redact", "streams.processors.redact:redact", redact, "verify"),
-        _built_in("dedupe", "streams.processors.dedupe:dedupe", {}, "verify"),
-        _built_in("filter", "streams.processors.filter:filter", bounds, "verify"),
+    return [
+        built_in("verify", "validate", verify.validate),
+        built_in("verify", "redact", verify.redact),
+        built_in("verify", "dedupe", verify.dedupe),
+        built_in("verify", "filter", verify.filter),
     ]
-    steps[2].memory = verify.dedupe.memory
-    default_place = len(steps)
-    steps += [_score_step(score, f"score[{index}]") for index, score in enumerate(config.score)]
-    off = _off(verify, "validate", "redact", "dedupe", "filter")
-    return with_processors(steps, config.processor, "verify", default_place, off)
 
 
-def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
-    """correct, reward, synthesize, advantage, difficulty, prioritize, [[processor]] without a place.
+def collect_chain(config: StreamsConfig, model: str = "") -> list[BuiltIn]:
+    """correct, reward, synthesize, advantage, difficulty, prioritize.
 
     correct comes first: an edited answer shows how, though it was given no value. synthesize comes before difficulty: a
     group that is all right teaches nothing by comparison, but shows how. model: folder or name of the policy's.
     """
-    collect, reward = config.collect, config.reward
-    blend: dict[str, Any] = {
-        "blend": reward.blend or None,
-        "require": list(reward.require),
-        "discount": reward.discount,
-    }
-    steps: list[Step] = []
-    if collect.correct.on:
-        redact = config.verify.redact
-        masked = {"kinds": list(redact.kinds), "patterns": redact.patterns} if redact.on else {}
-        steps.append(_built_in("correct", "streams.processors.correct:Correct", {"model": model, **masked}, "collect"))
+    collect, reward, redact = config.collect, config.reward, config.verify.redact
+    masked = {"kinds": list(redact.kinds), "patterns": redact.patterns} if redact.on else {}
+    correct = built_in(
+        "collect", "correct", collect.correct, use="streams.processors.correct:Correct", model=model, **masked
+    )
+    blend = {"custom_reward": 1.0} if reward.use else reward.blend or None
+    return [
+        *([correct] if correct.on else []),
+        built_in("collect", "reward", Switch(), blend=blend, require=list(reward.require), discount=reward.discount),
+        built_in("collect", "synthesize", collect.synthesize),
+        built_in("collect", "advantage", collect.advantage),
+        built_in("collect", "difficulty", collect.difficulty),
+        built_in("collect", "prioritize", collect.prioritize),
+    ]
+
+
+def build_tasks(config: StreamsConfig) -> tuple[Step, ...]:
+    """`tasks_chain` with the scores of [tasks.filter] behind filter, [[processor]] without a place."""
+    chain = tasks_chain(config)
+    steps = _steps(chain)
+    if config.tasks.filter.scores:
+        steps.insert([step.name for step in steps].index("filter") + 1, _verifiable(config))
+    off = _off(chain)
+    return with_processors(
+        steps, config.processor, "tasks", len(steps), off | ({"verifiable"} if "filter" in off else set())
+    )
+
+
+def build_verify(config: StreamsConfig) -> tuple[Step, ...]:
+    """`verify_chain`, [[processor]] without a place, [[score]]."""
+    chain = verify_chain(config)
+    scores = [_score_step(score, f"score[{index}]") for index, score in enumerate(config.score)]
+    return with_processors([*_steps(chain), *scores], config.processor, "verify", len(chain), _off(chain))
+
+
+def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
+    """`collect_chain` with the user's reward before `reward`, [[processor]] without a place. model: folder or name of the
+    policy's.
+    """
+    chain, reward = collect_chain(config, model), config.reward
+    steps = _steps(chain)
     if reward.use:
         function = loaded(reward.use, reward.options, "reward", kind="score")
         # It may read feedback, so it is asked again at every revision.
-        steps.append(make_step("custom_reward", function, timeout_s=reward.timeout_s, reuse=False))
-        blend["blend"] = {"custom_reward": 1.0}
-    advantage = {name: getattr(collect.advantage, name) for name in ("kind", "epsilon", "turns")}
-    synthesize = {"min_reward": collect.synthesize.min_reward}
-    steps += [
-        _built_in("reward", "streams.processors.reward:reward", blend, "collect"),
-        _built_in("synthesize", "streams.processors.synthesize:synthesize", synthesize, "collect"),
-        _built_in("advantage", "streams.processors.advantage:advantage", advantage, "collect"),
-        _built_in("difficulty", "streams.processors.difficulty:difficulty", {}, "collect"),
-        _built_in("prioritize", "streams.processors.prioritize:prioritize", {}, "collect"),
-    ]
-    off = _off(collect, "synthesize", "advantage", "difficulty", "prioritize")
-    return with_processors(steps, config.processor, "collect", len(steps), off)
+        own = make_step("custom_reward", function, timeout_s=reward.timeout_s, reuse=False)
+        steps.insert([step.name for step in steps].index("reward"), own)
+    return with_processors(steps, config.processor, "collect", len(steps), _off(chain))
 
 
 def build_stage(config: StreamsConfig, stage: Stage) -> tuple[Step, ...]:
@@ -131,16 +144,31 @@ def describe_chain(steps: Sequence[Step]) -> list[str]:
     return lines
 
 
+def _verifiable(config: StreamsConfig) -> Step:
+    """The step that asks the scores of [tasks.filter]."""
+    known = {score.name: (index, score) for index, score in enumerate(config.score)}
+    for name in config.tasks.filter.scores:
+        if name not in known:
+            names = ", ".join(known) or "none, there is no [[score]]"
+            raise ConfigError(f'tasks.filter.scores: got "{name}", expected one of {names}')
+    asked = [known[name] for name in config.tasks.filter.scores]
+    scores = [_score_step(score, f"score[{index}]") for index, score in asked]
+    timeout_s = 1.0 + sum(score.timeout_s for _, score in asked)
+    return make_step("verifiable", Verifiable(scores), timeout_s=timeout_s)
+
+
 def _score_step(config: ScoreConfig, where: str) -> Step:
     function = loaded(config.use, config.options, where, kind="score")
     return make_step(config.name, function, timeout_s=config.timeout_s, options=config.options)
 
 
-def _built_in(name: str, use: str, options: dict[str, Any], stage: Stage) -> Step:
-    function = loaded(use, options, f"{stage}.{name}", kind="processor")
-    return make_step(name, function, timeout_s=SLOW_BUILT_IN_TIMEOUT_S)
+def _steps(chain: Sequence[BuiltIn]) -> list[Step]:
+    steps = [processor_step(one.table, f"{one.table.stage}.{one.table.name}") for one in chain]
+    for step, one in zip(steps, chain, strict=True):
+        step.memory = one.memory or step.memory
+    return steps
 
 
-def _off(table: object, *steps: str) -> set[str]:
-    """Those of a table's steps that are switched off."""
-    return {step for step in steps if not getattr(table, step).on}
+def _off(chain: Sequence[BuiltIn]) -> set[str]:
+    """Those that are switched off."""
+    return {one.table.name for one in chain if not one.on}

@@ -169,6 +169,28 @@ def test_unrest_is_pearsons_statistic_of_each_quarter_of_each_day() -> None:
     assert unrest([Hour("a", 5, 4, 1), Hour("a", 29, 4, 1)]) == 0.0, "too few to say anything"
 
 
+def test_a_day_has_24_hours_in_four_quarters_wherever_it_begins() -> None:
+    first = unrest([Hour("a", 5, 100, 10), Hour("a", 29, 100, 30)])
+    assert first > 0
+    for hour in (0, 6, 12, 18, 23):
+        assert unrest([Hour("a", hour, 100, 10), Hour("a", hour + 24, 100, 30)]) == first
+    late, early = (
+        [Hour("a", at, 100, 10), Hour("a", at + 24, 100, 30), Hour("b", at + 1, 100, 20), Hour("b", at + 25, 100, 20)]
+        for at in (22, 4)
+    )
+    assert unrest(late) == unrest(early)
+    for hours, days in (((0, 23), 1), ((23, 24), 2), ((0, 24, 47, 48), 3)):
+        assert before_of([Hour("a", hour, 100, 10) for hour in hours]).days == days
+
+
+def test_a_client_that_was_served_before_is_one_of_several_though_it_asks_little_now() -> None:
+    new = {"a": Tally(answers=100, failed=30), "b": Tally(answers=LEAST_ANSWERS - 1)}
+    old = {"a": Tally(answers=900, failed=1), "b": Tally(answers=LEAST_ANSWERS)}
+    given = failures(GUARD.more_failed), BOUND, GUARD.least, 0.5
+    assert harmed(*given, new, old) is None, "a alone takes no version from b"
+    assert harmed(*given, {"a": new["a"]}, {"a": old["a"]}) is not None
+
+
 def test_too_many_times_the_odds_is_the_lesser_of_the_two_settings() -> None:
     assert odds_of(GUARD, 0.0) == 2.0 and odds_of(GUARD, 0.5) == pytest.approx(1.5)
     assert odds_of(GateGuardConfig(harm=0.001), 0.0) == 2.0
@@ -207,6 +229,15 @@ def test_what_people_say_is_compared_with_the_same_hour_and_with_the_highest_the
     assert shared.whatever_hour == pytest.approx(
         against([log_share_ratio(90, 100, highest, highest + GUARD.harm), parts[1]], BOUND, 0.5)
     )
+
+
+def test_a_tenant_gives_its_share_of_what_decides_over_all_hours_together() -> None:
+    """Of either hour it is less than half of the bound, of both together more."""
+    before = before_of([*DAYS, Hour("a", 6, 20, 2), Hour("b", 5, 40, 4)])
+    new = [Hour("a", 53, 30, 9), Hour("a", 54, 9, 6)]
+    each = [compared(GUARD, PEOPLE, [hour], before, several=True).same_hour for hour in new]
+    assert max(each) < 0.5 * BOUND < sum(each)
+    assert compared(GUARD, PEOPLE, new, before, several=True).same_hour == pytest.approx(0.5 * BOUND)
 
 
 def test_nothing_is_compared_with_too_little_or_with_days_that_differ() -> None:

@@ -97,7 +97,7 @@ def test_only_prompts_that_both_answered_are_compared() -> None:
 def test_without_recorded_prompts_the_gate_does_not_wait_for_any() -> None:
     one = gate()
     one.result(result(3, "dev"))
-    assert [verdict.passed for verdict in one.verdicts()] == [True]
+    assert [decision.passed for decision in one.decisions()] == [True]
     answered(one, 5, *[HELPFUL] * ALL)
     one.result(result(7, "dev"))
     assert one.decisions() == [], "from now on there are some"
@@ -163,7 +163,7 @@ def test_a_gate_without_recorded_prompts_leaves_answers_alone() -> None:
     one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main")
     one.reply(answer(3, PROMPTS[0], HELPFUL))
     one.result(result(3, "dev"))
-    assert [verdict.passed for verdict in one.verdicts()] == [True]
+    assert [decision.passed for decision in one.decisions()] == [True]
 
 
 def lengths(random: Random, count: int) -> list[int]:

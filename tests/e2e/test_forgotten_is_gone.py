@@ -17,7 +17,7 @@ from actors.gateway.access.keys import create_key
 from actors.gateway.config import Webhook
 from infra.cli.prompts import newest_prompts, recorded
 from infra.ledger.forget import ForgetReport, complete, destroy, tell
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -138,7 +138,7 @@ async def forgotten(log: Log, folder: Path, user: str) -> ForgetReport:
     keys = Keys(log.store)
     key_ids = destroy(keys, "acme", names_of(user)["user"])
     about = await tell(log, "acme", names_of(user)["user"], secret=keys.app_secret(), owner="ops")
-    index = Index(folder / "state" / "trace.sqlite", run="test", policy="main")
+    index = LogIndex(folder / "state" / "trace.sqlite", run="test", policy="main")
     try:
         return await complete(log, index, keys, about, key_ids)
     finally:

@@ -11,7 +11,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas.topics import EXPERIENCES, EXPERTS
 from streams.stages.driver import WindowDriver
-from streams.stages.hosted import Address, HostedStage
+from streams.stages.hosted import BrokerLogin, HostedStage
 from streams.stages.verify import Verifier
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ async def log_at(bootstrap: str, app: str) -> Log:
 
 
 def verify_stage(log: Log, bootstrap: str, folder: Path, tasks: asyncio.TaskGroup) -> HostedStage:
-    stage = HostedStage(log, Address(bootstrap, PLAINTEXT), "verify", folder, "")
+    stage = HostedStage(log, BrokerLogin(bootstrap, PLAINTEXT), "verify", folder, "")
     for topic in (EXPERIENCES, EXPERTS):
         stage.add(topic, WindowDriver("verify", Verifier(()), log, Metrics("process"), tasks))
     return stage

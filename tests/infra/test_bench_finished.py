@@ -40,5 +40,5 @@ def test_runs_of_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     file.write_text('[{"seed": 0}]')
-    with pytest.raises(ConfigError, match=r"bench\.json: got what is no sweep"):
+    with pytest.raises(ConfigError, match=r"bench\.json: got a file that is not a sweep"):
         read_finished(file, Plan(), VARIED, Run)

@@ -21,7 +21,7 @@ from infra.cli.bench.people import (
     blocks_of,
     firsts,
     hours_of,
-    said,
+    ratings_drawn,
 )
 from infra.cli.benches import gate_table
 from infra.policies.channel import Stable
@@ -50,7 +50,7 @@ def told(found: RatingsByTime, *, on_trial: bool, from_ms: int = 0) -> People:
 
 
 def test_a_simulated_trial_counts_as_the_master_does_record_by_record() -> None:
-    found = said(WORLD, np.random.default_rng(0), 0.0, 72.0, drawn=True)
+    found = ratings_drawn(WORLD, np.random.default_rng(0), 0.0, 72.0, drawn=True)
     own = blocks_of(firsts(found, 24.0, daily=False))
     people = told(found, on_trial=True)
     others = trial.blocks_of(people.ratings.of_trial(TRIAL), TRIAL, STABLE, BLOCK_MS, 2 * DAYS_MS)
@@ -61,7 +61,7 @@ def test_a_simulated_trial_counts_as_the_master_does_record_by_record() -> None:
 
 
 def test_a_simulated_guard_counts_as_the_master_does_record_by_record() -> None:
-    found = said(WORLD, np.random.default_rng(0), -72.0, 48.0, drawn=False)
+    found = ratings_drawn(WORLD, np.random.default_rng(0), -72.0, 48.0, drawn=False)
     new, old = hours_of(firsts(found, 24.0, daily=True))
     people = told(found, on_trial=False, from_ms=DAYS_MS)
     people.moved(Stable(), Stable(version=TRIAL, promoted=TRIAL), DAYS_MS)

@@ -35,3 +35,15 @@ def test_what_fits_no_kind_of_step_is_a_config_error() -> None:
     ]:
         with pytest.raises(ConfigError, match=f"step: .*{message}"):
             make_step("step", function)
+
+
+def test_a_processor_takes_what_its_decorator_says_whatever_its_parameter_is_called() -> None:
+    @processor(version=1, of="group", inline=True)
+    def of_members(members: tuple[Experience, ...]) -> tuple[Experience, ...]:
+        return members
+
+    @processor(version=1, of="experience", inline=True)
+    def of_one(group: Experience) -> Experience:
+        return group
+
+    assert (make_step("a", of_members).kind, make_step("b", of_one).kind) == ("group", "experience")

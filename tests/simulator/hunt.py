@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUGS = Path(__file__).resolve().parent / "bugs"
 COPIED = ("schemas", "infra", "streams", "actors", "trainer", "tests/simulator")
+COPIED_FILES = ("tests/__init__.py", "tests/role.py")
 # Loaded once, before the forks: each child then only loads the source it is about.
 HEAVY = (
     "torch",
@@ -49,7 +50,8 @@ def planted(bug: dict[str, Any], folder: Path) -> Path:
     for name in COPIED:
         ignored = shutil.ignore_patterns("__pycache__", "pictures")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    (folder / "tests/__init__.py").touch()
+    for name in COPIED_FILES:
+        shutil.copy(ROOT / name, folder / name)
     for edit in bug["edit"]:
         path = folder / edit["file"]
         path.write_text(path.read_text().replace(edit["search"].removeprefix("\n"), edit["replace"].removeprefix("\n")))

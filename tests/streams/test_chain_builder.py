@@ -1,17 +1,29 @@
 """The chain of each stage, as settings assemble it."""
 
 import asyncio
+import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from infra.chain.chain import ChainResult, Context, new_memories, run_chain
+from infra.chain.insert import processor_step
 from infra.chain.processor import Drop, processor, score
 from infra.settings.config import decode
+from infra.settings.plugin import option_defaults
 from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
 from streams.config import ScoreConfig, StreamsConfig
-from streams.stages.chain_builder import build_collect, build_stage, build_verify, describe_chain
+from streams.stages.chain_builder import (
+    build_collect,
+    build_stage,
+    build_verify,
+    collect_chain,
+    describe_chain,
+    tasks_chain,
+    verify_chain,
+)
 
 HERE = "tests.streams.test_chain_builder"
 EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}
@@ -223,3 +235,13 @@ def test_a_score_with_other_options_asks_another_question() -> None:
         return step.question
 
     assert question("Be kind.") == question("Be kind.") != question("Be strict.")
+
+
+def test_a_built_in_does_by_default_what_its_processor_declares() -> None:
+    settings = StreamsConfig()
+    for one in (*tasks_chain(settings), *verify_chain(settings), *collect_chain(settings)):
+        bare = msgspec.structs.replace(one.table, options={})
+        made, declared = (option_defaults(processor_step(table, "").function) for table in (one.table, bare))
+        shown = [{name: json.dumps(value or None) for name, value in all_of.items()} for all_of in (made, declared)]
+        assert shown[0] == shown[1], one.table.name
+        assert one.memory in (0, processor_step(bare, "").memory), one.table.name

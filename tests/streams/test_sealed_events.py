@@ -11,7 +11,7 @@ import pytest
 
 from infra.chain.processor import feedback
 from infra.ledger.forget import complete, destroy
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.ledger.trace import legible
 from infra.log.bus import Partition
 from infra.log.log import Log
@@ -96,7 +96,7 @@ async def forgotten(log: Log, folder: Path) -> None:
     assert log.store is not None
     keys = Keys(log.store)
     key_ids = destroy(keys, TENANT, USER)
-    index = Index(folder / "trace.sqlite", run="test", policy="main")
+    index = LogIndex(folder / "trace.sqlite", run="test", policy="main")
     assert (await complete(log, index, keys, "9f", key_ids)).texts == 1
     index.close()
 

@@ -86,7 +86,8 @@ def watched(held_by: str, *, lag: bool = True, moves: Callable[[int], int] = lam
         except Ended as error:
             return str(error)
         except TimeoutError:
-            return ""
+            pass
+        return ""
 
     try:
         return loop.run_until_complete(main())

@@ -59,7 +59,7 @@ def test_nothing_asked_is_nothing_read() -> None:
 
 @pytest.mark.parametrize("offsets", [[3], [1, 900]])
 def test_an_offset_past_the_end_is_an_error_that_names_it(offsets: list[int]) -> None:
-    with pytest.raises(OffsetOutOfRange, match=f"offset {offsets[-1]} is named by the journal"):
+    with pytest.raises(OffsetOutOfRange, match=f"offset {offsets[-1]} is not kept, and the journal names it"):
         read(3, offsets)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.init import TOML
+from infra.cli.init import files_of
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
@@ -153,7 +153,7 @@ def test_a_lane_alone_makes_no_version_before_the_last_one_has_its_time() -> Non
 
 
 def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
-    text = TOML.format(app="bot", model="model", engine="actors.engines.torch:TorchEngine")
+    text = files_of("agent")["headrace.toml"].read_text()
     trainer = decode(tomllib.loads(text)["trainer"], TrainerConfig, "headrace.toml")
     run = run_of(lanes=trainer.lanes)
     run.config = trainer

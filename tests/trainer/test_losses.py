@@ -9,7 +9,7 @@ from trainer.config import LaneConfig
 from trainer.losses.decoupled import decoupled
 from trainer.losses.dppo import dppo
 from trainer.losses.grpo import grpo
-from trainer.losses.loss import LossInputs, lane_loss, open_objective
+from trainer.losses.loss import LossInputs, LossOutput, lane_loss, needs, open_objective
 from trainer.losses.sft import sft
 from trainer.losses.tis import tis
 
@@ -185,3 +185,18 @@ def test_objectives_say_what_they_need_of_the_learner():
 def test_a_mistaken_lane_is_a_config_error_that_says_where(lane, message):
     with pytest.raises(ConfigError, match=message):
         open_objective(lane)
+
+
+def unsaid(inputs: LossInputs, *, kl: float = 0.0) -> LossOutput:
+    return LossOutput(-inputs.logprob)
+
+
+@needs(asks=("minibatches",))
+def unmet(inputs: LossInputs) -> LossOutput:
+    return LossOutput(-inputs.logprob)
+
+
+@pytest.mark.parametrize(("name", "option"), [("unsaid", "kl"), ("unmet", "minibatches")])
+def test_an_option_that_the_learner_reads_is_declared_and_a_declared_one_is_an_option(name: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected {option} in both or in neither"):
+        open_objective(LaneConfig(loss=f"{__name__}:{name}"))

@@ -7,11 +7,12 @@ import pytest
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.fetch import PolicyFetcher
+from infra.policies.history import published
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from trainer.journal.journal import Lease, take_lease
-from trainer.loop.publication import WeightPublisher, probe_sequences, published
+from trainer.loop.publication import WeightPublisher, probe_sequences
 
 
 def tensors(value: int) -> dict[str, Tensor]:

@@ -114,6 +114,7 @@ class MortalStore(MemoryStore):
         super().delete(key)
 
 
+@pytest.mark.slow
 def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> None:
     async def is_killed_at(writes: int) -> bool:
         life = Life()
@@ -132,10 +133,10 @@ def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> N
         return is_killed
 
     async def main() -> None:
-        deaths = [await is_killed_at(writes) for writes in range(32)]
-        assert deaths == sorted(deaths, reverse=True) and 7 < sum(deaths) < 32, (
-            "4 sends, a checkpoint, removals, the claim"
-        )
+        deaths = 0
+        while await is_killed_at(deaths):
+            deaths += 1
+        assert deaths > 7, "4 sends, a checkpoint, removals, the claim"
 
     asyncio.run(main())
 

@@ -44,5 +44,5 @@ async def read_blocks(log: Log, offsets: Iterable[int]) -> dict[int, Stored]:
     wanted = set(offsets)
     records = await log.at(topics.BUFFER, 0, wanted)
     if lost := wanted - records.keys():
-        raise OffsetOutOfRange(f"buffer: offset {min(lost)} is named by the journal but not in the log")
+        raise OffsetOutOfRange(f"{log.name(topics.BUFFER)}/0: offset {min(lost)} is not kept, and the journal names it")
     return {offset: stored(await log.decoded(record)) for offset, record in records.items()}

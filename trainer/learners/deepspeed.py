@@ -44,7 +44,7 @@ from trainer.learners.orders import (
 from trainer.learners.rank_step import RankStep
 from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import RankSnapshot
-from trainer.learners.zero import engine_settings
+from trainer.learners.zero import engine_settings, reference_settings
 from trainer.losses.loss import open_objectives
 from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of
 from trainer.state.stored import StoredState, open_state
@@ -72,7 +72,8 @@ class DeepSpeedLearner:
     """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. json: DeepSpeed's own
     settings under its own names, laid over ours; see `trainer.learners.zero` for those that are ours.
 
-    rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank.
+    rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank below
+    stage 3, and sharded there.
     trainer.ranks_timeout is how long one rank waits for another.
     """
 
@@ -121,12 +122,13 @@ class DeepSpeedLearner:
         optimizer = torch.optim.AdamW(parameters, betas=config.betas, weight_decay=config.weight_decay)
         self._engine: Any = deepspeed.initialize(model=_Forward(self._model), optimizer=optimizer, config=settings)[0]
         compared = [] if self._reference is None else list(self._reference.module.named_parameters())
+        compare = None if self._reference is None else _comparing(deepspeed, self._reference, config, stage)
         self._shards = Shards(deepspeed, self._engine, named, compared, stage=stage)
         self._ranks = RankStep(
             config,
             self._objectives,
             model=self._model,
-            reference=self._reference,
+            compare=compare,
             engine=self._engine,
             shards=self._shards,
             channel=self._channel,
@@ -359,6 +361,15 @@ class DeepSpeedLearner:
 
 def _moved(one: Microbatch, logprob_N: np.ndarray) -> np.ndarray:
     return np.where(one.ratio_N, np.abs(logprob_N - one.behaviour_N), 0.0)
+
+
+def _comparing(deepspeed: Any, reference: PackedModel, config: TrainerConfig, stage: int) -> Any:
+    """The reference's forward; at stage 3 its weights are sharded from here on."""
+    if stage < 3:
+        return _Forward(reference)
+    engine = deepspeed.initialize(model=_Forward(reference), config=reference_settings(reference_dtype(config)))[0]
+    engine.eval()
+    return engine
 
 
 def _alone_unless_told(environment: MutableMapping[str, str]) -> None:

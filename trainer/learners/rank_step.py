@@ -48,7 +48,9 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 
 class RankStep:
-    """One rank's part. Everything it is made of is the learner's own. stage: of ZeRO."""
+    """One rank's part. Everything it is made of is the learner's own. compare: the reference's forward, collective at stage
+    3. stage: of ZeRO.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class RankStep:
         objectives: Mapping[Lane, Objective],
         *,
         model: PackedModel,
-        reference: PackedModel | None,
+        compare: Any | None,
         engine: Any,
         shards: Shards,
         channel: Channel,
@@ -65,7 +67,7 @@ class RankStep:
         self._config = config
         self._objectives = objectives
         self._model = model
-        self._reference = reference
+        self._compare = compare
         self._engine = engine
         self._shards = shards
         self._channel = channel
@@ -135,15 +137,9 @@ class RankStep:
         told = self._channel.broadcast(None if found is None else msgspec.msgpack.encode(found))
         return msgspec.msgpack.decode(told, type=dict[Lane, float])
 
-    @torch.no_grad()
     def move_reference(self, decay: float) -> None:
         """The reference as `decay` of itself and the rest the policy. Collective."""
-        if self._reference is None:
-            return
-        pairs = zip(self._reference.module.parameters(), self._model.module.parameters(), strict=True)
-        for reference, value in pairs:
-            with self._shards.gathered(value):
-                reference.lerp_(value.to(reference.dtype), 1.0 - decay)
+        self._shards.move_reference(decay)
 
     def _backward(
         self, context: StepContext, part: Rows, proximal: Sequence[torch.Tensor] | None
@@ -160,7 +156,7 @@ class RankStep:
                 one,
                 logprob_N,
                 proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
-                reference_N=self._of_reference(one) if compares(context.objectives, one) else None,
+                reference_N=self._of_reference(context, one),
                 entropy_N=entropy_N,
             )
             if real:
@@ -176,8 +172,14 @@ class RankStep:
         return float(total), decode_observed(self._channel.gather(encode_observed(observed)))
 
     @torch.no_grad()
-    def _of_reference(self, one: Microbatch) -> torch.Tensor | None:
-        return None if self._reference is None else self._reference.logprobs(one)
+    def _of_reference(self, context: StepContext, one: Microbatch) -> torch.Tensor | None:
+        """log π_ref where some lane compares with it; a sharded one computes on all ranks or on none."""
+        mine = compares(context.objectives, one)
+        somewhere = any(context.objectives[lane].reference for lane in context.num_tokens)
+        if self._compare is None or not (mine or (self._stage == 3 and somewhere)):
+            return None
+        found: torch.Tensor = self._compare("logprobs", one)
+        return found if mine else None
 
     def _rate(self, learning_rate: float, observed: list[Observed]) -> float:
         """The learning rate for what was observed, which rank 0 knows."""

@@ -37,14 +37,16 @@ class Fragment(NamedTuple):
 
 
 class Shards:
-    """The state of one engine, by the model's own names. reference: whole on every rank, saved in equal shares."""
+    """The state of one engine, by the model's own names. reference: sharded at stage 3; whole on every rank below, and saved
+    in equal shares.
+    """
 
     def __init__(
         self,
         deepspeed: Any,
         engine: Any,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-        reference: Sequence[tuple[str, torch.nn.Parameter]],
+        named: Sequence[tuple[str, Any]],
+        reference: Sequence[tuple[str, Any]],
         *,
         stage: int,
     ) -> None:
@@ -80,7 +82,7 @@ class Shards:
                 found |= {f"adam/{key}/{name}": Kind("F32", _shape(value)) for key in MOMENTS}
                 found[f"adam/step/{name}"] = Kind("F32", ())
         return found | {
-            f"reference/{name}": Kind(DTYPES[value.dtype], tuple(value.shape)) for name, value in self._reference
+            f"reference/{name}": Kind(DTYPES[value.dtype], _shape(value)) for name, value in self._reference
         }
 
     def pieces(self, *, copy: bool = True) -> list[Piece]:
@@ -135,6 +137,19 @@ class Shards:
         return found
 
     @torch.no_grad()
+    def move_reference(self, decay: float) -> None:
+        """The reference as `decay` of itself and the rest the policy; at stage 3 each rank moves its own shards."""
+        for (_, reference), (_, value) in zip(self._reference, self._named, strict=bool(self._reference)):
+            there, here = (reference, value) if self._stage < 3 else (reference.ds_tensor.data, value.ds_tensor.data)
+            there.lerp_(here.to(there.dtype), 1.0 - decay)
+        self._let_go_of_reference()
+
+    def _let_go_of_reference(self) -> None:
+        """Small weights stay whole on every rank once a forward has gathered them: they are gathered anew."""
+        for _, value in self._reference if self._stage == 3 else ():
+            value.partition()
+
+    @torch.no_grad()
     def gradient_norm(self) -> float:
         """Over all ranks, after the last backward of a step and before `engine.step`; not finite where the gradient is not."""
         zero = self._engine.optimizer
@@ -170,7 +185,8 @@ class Shards:
                 for fragment in self._held(f"adam/{key}/{name}", value, key):
                     yield from self._shared(fragment, whole=whole or self._stage > 0)
         for name, value in self._reference:
-            yield from self._shared(Fragment(f"reference/{name}", 0, value.data.view(-1)), whole=whole)
+            for fragment in self._compared(f"reference/{name}", value):
+                yield from self._shared(fragment, whole=whole or self._stage == 3)
 
     def _shared(self, one: Fragment, *, whole: bool) -> Iterator[Fragment]:
         """The fragment, or this rank's share of it; nothing where that is empty."""
@@ -198,10 +214,20 @@ class Shards:
             if length := max(0, min(len(part), value.ds_numel - start)):  # the rest is padding
                 yield Fragment(name, start, part[:length])
 
+    def _compared(self, name: str, value: Any) -> Iterator[Fragment]:
+        """What this rank has of a reference's weight."""
+        if self._stage < 3:
+            yield Fragment(name, 0, value.data.view(-1))
+            return
+        start = len(value.ds_tensor) * self._rank
+        if length := max(0, min(len(value.ds_tensor), value.ds_numel - start)):
+            yield Fragment(name, start, value.ds_tensor.data[:length])
+
     def use(self) -> None:
         """Compute with the float32 weights as they are now. Collective."""
         zero = self._engine.optimizer
         if self._stage == 3:
+            self._let_go_of_reference()
             zero._partition_all_parameters()
             for group in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)

@@ -51,6 +51,16 @@ def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapp
     return _laid_over(ours, json)
 
 
+def reference_settings(dtype: str) -> dict[str, Any]:
+    """Of a reference model whose weights are sharded, and never trained."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "steps_per_print": 10**9,
+    }
+
+
 def _laid_over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(ours)
     for key, value in theirs.items():

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from infra.log.log import Log
 from infra.policies.fetch import PolicyFetcher
+from infra.policies.history import published
 from infra.policies.tensors import Tensor
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError, PolicyRefused
 from trainer.journal.checkpoint import Checkpoint, Position, part_of, parts_of
 from trainer.learners.learner import Ranks, put_back
-from trainer.loop.publication import published
 from trainer.loop.state import Learning
 from trainer.state.stored import StoredState
 

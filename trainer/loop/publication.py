@@ -107,22 +107,6 @@ def same_content(store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor]
     return first_difference(entries_of(tensors), manifest.tensors, values=True) is None
 
 
-def published(events: Sequence[tuple[int, PolicyEvent]], policy: str) -> dict[int, PolicyEvent]:
-    """Version → its event, of (offset, event) in order: fenced publications do not count, an orphaned number stays taken."""
-    token = -1
-    found: dict[int, PolicyEvent] = {}
-    for offset, event in events:
-        if event.policy != policy:
-            continue
-        if event.event == "lease":
-            token = max(token, offset)
-        elif event.event == "published" and event.token >= token:
-            found.setdefault(event.version, event)
-        elif event.event == "orphaned" and event.version in found and event.token >= token:
-            found[event.version] = msgspec.structs.replace(found[event.version], event="orphaned")
-    return found
-
-
 def probe_sequences(
     sequences: Sequence[Sequence[int]], *, most: int = 4, longest: int = PROBE_TOKENS
 ) -> tuple[tuple[int, ...], ...]:

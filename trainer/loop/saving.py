@@ -35,7 +35,7 @@ class Unwritten(msgspec.Struct, frozen=True):
 
 
 async def write_checkpoint(run: Run, version: int) -> None:
-    """Write a checkpoint of now and wait for it. version: of these weights; a resume publishes it if nobody did."""
+    """Write a checkpoint of now and wait for it. version: of these weights; a resume publishes it if that is not done yet."""
     await run.written()
     await store(run, await snapshot(run, version))
 

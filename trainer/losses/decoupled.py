@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from trainer.losses.loss import LossInputs, LossOutput
+from trainer.losses.loss import LossInputs, LossOutput, needs
 from trainer.losses.offpolicy import clipped_surrogate, log_linear_proximal, surrogate_clips, truncated_weight
 
 
+@needs(asks=("minibatches", "proximal"))
 def decoupled(
     inputs: LossInputs,
     *,

@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from trainer.losses.loss import LossInputs, LossOutput
+from trainer.losses.loss import LossInputs, LossOutput, needs
 from trainer.losses.offpolicy import DualBound, clipped_surrogate, dual_clip, k3, score_function_k1, surrogate_clips
 
 
+@needs(asks=("minibatches", "kl"))
 def grpo(
     inputs: LossInputs,
     *,
@@ -20,7 +21,7 @@ def grpo(
 
     estimator: k3 is differentiated as it stands, as in eq. 4, which is not the gradient of this KL; k1 so, would have no
     gradient on average (2506.09477), so it enters as the weight of log π_θ. The lane's own `kl` serves any loss and is
-    unbiased: prefer it. minibatches: optimizer steps per batch (read by the learner). dual_clip_at: see `dual_clip`, 3 in
+    unbiased: prefer it. minibatches: optimizer steps per batch. dual_clip_at: see `dual_clip`, 3 in
     its paper.
     """
     log_weight = inputs.log_weight

@@ -5,7 +5,7 @@ from trainer.losses.offpolicy import clipped_surrogate, surrogate_clips
 from trainer.losses.sequences import deal, means, of_each, required
 
 
-@needs(mean="sequences")
+@needs(mean="sequences", asks=("minibatches",))
 def gspo(inputs: LossInputs, *, low: float = 3e-4, high: float = 4e-4, minibatches: int = 1) -> LossOutput:
     """-min(sA, clip(s, 1-low, 1+high)A) with s = (π_θ(y)/μ(y))^(1/|y|), mean over sequences. arXiv 2507.18071 eq. 5, 7.
 

@@ -7,7 +7,7 @@ with lane weights 1-m and m.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ BUILT_IN = (
 NEEDS_ATTRIBUTE = "__headrace_needs__"
 
 Mean = Literal["tokens", "sequences", "pairs"]
+Asked = Literal["minibatches", "proximal", "kl"]
 Bound = Callable[..., float]
 Marked = Callable[["Loss"], "Loss"]
 
@@ -83,7 +84,8 @@ class Needs(msgspec.Struct, frozen=True):
 
     reference, teacher: their logprobs. critic: token advantages from values. advantage: it teaches nothing where all
     advantages are 0. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it names)
-    to the number that comes back as `LossInputs.bound`.
+    to the number that comes back as `LossInputs.bound`. asks: those of its options that the learner reads: minibatches,
+    proximal (see Objective), kl (above 0: a reference).
     """
 
     ratio: bool = True
@@ -93,6 +95,7 @@ class Needs(msgspec.Struct, frozen=True):
     critic: bool = False
     bound: Bound | None = None
     advantage: bool = True
+    asks: tuple[Asked, ...] = ()
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -126,11 +129,12 @@ def needs(
     critic: bool = False,
     bound: Bound | None = None,
     advantage: bool = True,
+    asks: tuple[Asked, ...] = (),
 ) -> Marked:
     """Mark a loss with what it wants: see Needs."""
 
     def attach(function: Loss) -> Loss:
-        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound, advantage))
+        setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound, advantage, asks))
         return function
 
     return attach
@@ -148,8 +152,7 @@ def loss_use(loss: str) -> str:
 def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     """The objective a lane names: a built-in loss or `module:name`. Raises ConfigError.
 
-    What a loss needs of the learner is read from its mark (`needs`) and from its own keyword parameters: `minibatches`,
-    `proximal`, and `kl` (above 0: a reference).
+    What a loss needs of the learner is read from its mark (`needs`), and from those of its options that the mark names.
     """
     use = loss_use(lane.loss)
     if ":" not in use:
@@ -158,6 +161,12 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     if not callable(bound):
         raise ConfigError(f"{where}.loss: {use} is a {type(bound).__name__}, expected a function")
     settings = option_defaults(bound)
+    wanted: Needs = getattr(getattr(bound, "func", bound), NEEDS_ATTRIBUTE, Needs())
+    if unsaid := sorted({*get_args(Asked)} & settings.keys() ^ {*wanted.asks}):
+        raise ConfigError(
+            f"{where}.loss: {use}: got the options {sorted(settings)} and @needs(asks={wanted.asks}), expected "
+            f"{', '.join(unsaid)} in both or in neither"
+        )
     minibatches, proximal = int(settings.get("minibatches", 1)), str(settings.get("proximal", ""))
     if minibatches < (2 if proximal == "recompute" else 1):
         raise ConfigError(
@@ -166,7 +175,6 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
         )
     if lane.kl > 0 and float(settings.get("kl", 0.0)) > 0:
         raise ConfigError(f"{where}: got kl and options.kl, expected one of them: they would pull twice")
-    wanted: Needs = getattr(getattr(bound, "func", bound), NEEDS_ATTRIBUTE, Needs())
     return Objective(
         function=bound,
         weight=lane.weight,

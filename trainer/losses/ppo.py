@@ -4,7 +4,7 @@ from trainer.losses.loss import LossInputs, LossOutput, needs
 from trainer.losses.offpolicy import DualBound, clipped_surrogate, dual_clip, surrogate_clips
 
 
-@needs(critic=True)
+@needs(critic=True, asks=("minibatches",))
 def ppo(
     inputs: LossInputs,
     *,

@@ -8,7 +8,7 @@ from schemas import Experience
 from trainer.batch.weight import with_weight
 
 
-@processor(version=2, inline=True)
+@processor(version=2, of="batch", inline=True)
 def drop_weak(
     batch: tuple[Experience, ...], *, below: float = 1e-6, mean: Literal["tokens", "sequences"] = "tokens"
 ) -> tuple[Experience | Drop, ...]:

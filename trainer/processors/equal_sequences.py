@@ -5,7 +5,7 @@ from schemas import Experience
 from trainer.batch.weight import with_weight
 
 
-@processor(version=1, inline=True)
+@processor(version=1, of="batch", inline=True)
 def equal_sequences(batch: tuple[Experience, ...]) -> tuple[Experience, ...]:
     """Weight = mean length of its lane / own length, in sampled tokens: a lane's weighted mean over tokens is then the
     mean over its sequences of their token means (arXiv 2402.03300 eq. 3; where DAPO's, 2503.14476, is the unweighted).

@@ -9,7 +9,7 @@ from infra.chain.processor import processor
 from schemas import Experience
 
 
-@processor(version=2, inline=True)
+@processor(version=2, of="batch", inline=True)
 def normalize_advantages(
     batch: tuple[Experience, ...], *, center: bool = True, epsilon: float = 1e-8
 ) -> tuple[Experience, ...]:

@@ -12,6 +12,7 @@ import logging
 from functools import partial
 
 from infra.log.log import Log
+from infra.policies.history import published
 from infra.roles.role import Role
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
@@ -27,7 +28,7 @@ from trainer.journal import checkpoint
 from trainer.journal.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
 from trainer.learners.learner import Learner, take_from
 from trainer.loop.fit import first_weights, restore_learner
-from trainer.loop.publication import WeightPublisher, published
+from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run, Unread
 from trainer.loop.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due

@@ -30,7 +30,7 @@ SHAPES = {  # episodes, tokens of the prompt, tokens of each response
 TARGETS = {"round_trip_ratio": 2.5, "size_ratio": 1.2, "header_edit_ratio": 100.0}
 
 
-class Sample(msgspec.Struct, frozen=True):
+class CodecSample(msgspec.Struct, frozen=True):
     """One experience as an engine hands it over: lists and text."""
 
     id: str
@@ -59,7 +59,7 @@ class Listed(msgspec.Struct, frozen=True, array_like=True):
     answer: str
 
 
-def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0) -> list[Sample]:
+def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0) -> list[CodecSample]:
     """A group: one prompt, `num_episodes` responses, all cut from real text."""
     pieces, ids = _corpus()
     random = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0
         response, answer = passage(num_response)
         logprobs = _sampled_logprobs(num_response, random)
         messages = (Message("user", question), Message("assistant", answer))
-        group.append(Sample(f"task-1.0.0-{episode}-0", prompt, response, logprobs, messages))
+        group.append(CodecSample(f"task-1.0.0-{episode}-0", prompt, response, logprobs, messages))
     return group
 
 
@@ -107,7 +107,7 @@ def _corpus() -> tuple[list[str], dict[str, int]]:
     return pieces, {piece: rank + int(spread * rank * rank) for piece, rank in ranks.items()}
 
 
-def _header(sample: Sample, episode: int, size: int) -> dict[str, object]:
+def _header(sample: CodecSample, episode: int, size: int) -> dict[str, object]:
     start = len(sample.prompt)
     return {
         "id": sample.id,
@@ -121,7 +121,7 @@ def _header(sample: Sample, episode: int, size: int) -> dict[str, object]:
     }
 
 
-def pack_block(group: Sequence[Sample]) -> bytes:
+def pack_block(group: Sequence[CodecSample]) -> bytes:
     """Lists to a block frame."""
     members = []
     for episode, sample in enumerate(group):
@@ -153,7 +153,7 @@ class Lists:
         self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
         self.decompressor = zstandard.ZstdDecompressor()
 
-    def pack(self, group: Sequence[Sample]) -> bytes:
+    def pack(self, group: Sequence[CodecSample]) -> bytes:
         """Lists to bytes."""
         members = []
         for episode, sample in enumerate(group):

@@ -35,11 +35,11 @@ LIMIT_S = 1200.0
 GIB = 2**30
 
 
-class Plan(msgspec.Struct, frozen=True):
+class StatePlan(msgspec.Struct, frozen=True):
     """What is measured. hidden, layers: of a random Qwen3 (13·hidden² parameters a layer). stage: of ZeRO. silence_s: how long
     the second group hears nothing, timeout_s: ranks_timeout meanwhile; 0 for none. restore_on: numbers of ranks.
 
-    Example: Plan(hidden=2048, layers=9)
+    Example: StatePlan(hidden=2048, layers=9)
     """
 
     hidden: int = 2048
@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
     restore_on: tuple[int, ...] = (1, 2, 3)
 
 
-def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, float]:
+def run(plan: StatePlan, say: Callable[[str], None] = print) -> dict[str, float]:
     """The figures; see the module. 2 ranks hold about 15 bytes a parameter each while they save."""
     from infra.cli.demo.char_model import Size, build_char_model
 
@@ -171,7 +171,7 @@ def main(top: Path, phase: str) -> None:
     from trainer.config import LaneConfig, TrainerConfig
     from trainer.learners.deepspeed import DeepSpeedLearner
 
-    plan = msgspec.json.decode((top / "plan.json").read_bytes(), type=Plan)
+    plan = msgspec.json.decode((top / "plan.json").read_bytes(), type=StatePlan)
     config = TrainerConfig(
         lanes={"expert": LaneConfig(loss="sft")},
         threads=1,

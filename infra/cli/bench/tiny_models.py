@@ -82,6 +82,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         HEADS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
     ),
     "cohere": ("CohereForCausalLM", "CohereConfig", {"logit_scale": 0.1}),
+    "llava": ("LlavaForConditionalGeneration", "LlavaConfig", {}),  # the demo's
+    "qwen3-vl": ("", "Qwen3VLConfig", {}),  # refused by its configuration: it needs no weights
 }
 
 
@@ -90,9 +92,15 @@ def build_tiny_model(folder: Path, family: str, **settings: Any) -> Path:
     import torch
     import transformers
 
+    from infra.cli.demo.char_model import MIN_HEAD_DIM, PICTURES, Size, build_char_model
     from infra.model.model import no_progress_bars
 
+    if family == "llava":
+        return build_char_model(folder, 7, PICTURES, Size(hidden=32, layers=2, image=16, head_dim=MIN_HEAD_DIM))
     model, config, further = FAMILIES[family]
+    if not model:
+        getattr(transformers, config)(**further).save_pretrained(folder)
+        return folder
     with torch.random.fork_rng(), no_progress_bars():
         torch.manual_seed(7)
         built = getattr(transformers, model)(getattr(transformers, config)(**SHAPE | further | settings))

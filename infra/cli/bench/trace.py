@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.ledger.trace import trace_answer, trace_policy
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -52,7 +52,7 @@ async def _run(experiences: int, seed: int) -> dict[str, float]:
     figures: dict[str, float] = {"experiences": experiences}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.sqlite"
-        index = Index(path, run=RUN, policy="main")
+        index = LogIndex(path, run=RUN, policy="main")
         try:
             began_s, cpu_s = time.perf_counter(), time.process_time()
             await index.refresh(log)
@@ -72,7 +72,7 @@ async def _run(experiences: int, seed: int) -> dict[str, float]:
     return figures
 
 
-async def _asked(log: Log, index: Index, number: int) -> float:
+async def _asked(log: Log, index: LogIndex, number: int) -> float:
     """Seconds of one question, as the command asks it."""
     began_s = time.perf_counter()
     await index.refresh(log)

@@ -25,6 +25,16 @@ def bench_delta(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("delta", as_json))
 
 
+def bench_families(
+    only: Annotated[str, typer.Option(help="Families, by commas; all where left out.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Tiny models of every family through learner, publication and engine: how each is read, or why it is refused."""
+    from infra.cli.benches import run_families
+
+    exit_with(lambda: run_families(only, as_json))
+
+
 def bench_reload(as_json: JsonOption = False) -> None:
     """Hot reloads under load: pause, and memory per version."""
     from infra.cli.benches import run_bench

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from actors.gateway.access.users import Users
 from actors.gateway.recording.held import AWAY_S, MAX_HELD, HeldKeys
 from infra.ledger.forget import complete, destroy
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.directory import DirectoryStore
@@ -90,7 +90,7 @@ def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_session_whic
             assert b"WILHELMINA" not in raw
             keys = Keys(store)
             key_ids = destroy(keys, "acme", ANN)
-            index = Index(tmp_path / "trace.sqlite", run="t", policy="main")
+            index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main")
             report = await complete(second.log, index, keys, "9f", key_ids)
             index.close()
             assert (len(key_ids), report.groups, report.texts) == (1, 3, 1)

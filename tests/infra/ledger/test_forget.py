@@ -10,7 +10,7 @@ import pytest
 from actors.master.taskbook import TaskBook
 from infra.cli.forget import duration_of, first_checkpoint
 from infra.ledger.forget import ForgetReport, complete, destroy, report, tell, withdraw_tasks
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
@@ -54,7 +54,7 @@ async def log_with_ann(at: tuple[int, ...] = (6, 7)) -> tuple[Log, MemoryStore]:
 async def reported(log: Log, folder: Path) -> ForgetReport:
     assert log.store is not None
     key_ids = destroy(Keys(log.store), TENANT, USER)
-    index = Index(folder / "trace.sqlite", run="t", policy="main")
+    index = LogIndex(folder / "trace.sqlite", run="t", policy="main")
     try:
         about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
         await index.refresh(log)
@@ -210,7 +210,7 @@ def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is
         keys = Keys(store)
         written = {name: seal_text("a fine name", keys, answer) for name, answer in names.items()}
         key_ids = destroy(keys, TENANT, USER)
-        index = Index(tmp_path / "trace.sqlite", run="t", policy="main")
+        index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main")
         for _ in range(2):
             assert (await complete(log, index, keys, "9f", key_ids)).texts == 1, "again is harmless"
         index.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.ledger.following import follow
-from infra.ledger.index import Index
+from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, trace_answer, trace_policy
 from infra.log.bus import Partition
 from infra.log.log import Log
@@ -56,9 +56,9 @@ async def log_of_a_run() -> Log:
     return log
 
 
-def with_index(folder: Path, body: Callable[[Index], Awaitable[None]]) -> None:
+def with_index(folder: Path, body: Callable[[LogIndex], Awaitable[None]]) -> None:
     async def main() -> None:
-        index = Index(folder / "trace.sqlite", run=RUN, policy=POLICY)
+        index = LogIndex(folder / "trace.sqlite", run=RUN, policy=POLICY)
         try:
             await body(index)
         finally:
@@ -73,13 +73,13 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def traced(log: Log, index: Index, ref: str) -> AnswerTrace:
+async def traced(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
     await index.refresh(log)
     return await trace_answer(log, index, ref)
 
 
 def test_an_answer_is_followed_to_its_step_and_its_version(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         found = await traced(await log_of_a_run(), index, f"hr-{NAME}")
         assert found.published is not None and found.published.id == NAME
         assert [said.id for _, said in found.feedback] == ["t-1"], "feedback of another answer of the group is not its"
@@ -92,7 +92,7 @@ def test_an_answer_is_followed_to_its_step_and_its_version(tmp_path: Path) -> No
 
 
 def test_a_dropped_answer_says_why_and_was_learned_by_nobody(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         found = await traced(await log_of_a_run(), index, "b.0.0-1-0")
         assert (found.dropped, found.uses, found.first_version) == ("too short", (), None)
 
@@ -101,7 +101,7 @@ def test_a_dropped_answer_says_why_and_was_learned_by_nobody(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ref", ["hr-z.9.0-0-0", "a.0.0-7-0", "nonsense"])
 def test_an_answer_the_log_does_not_hold_is_said_not_to_be_there(tmp_path: Path, ref: str) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         with pytest.raises(NotInLog):
             await traced(await log_of_a_run(), index, ref)
 
@@ -109,7 +109,7 @@ def test_an_answer_the_log_does_not_hold_is_said_not_to_be_there(tmp_path: Path,
 
 
 def test_steps_that_were_skipped_or_rolled_back_taught_nothing(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         log = await log_of_a_run()
         await log.publish(topics.BATCHES, batch(3, NAME, use=1))
         await log.publish(topics.BATCHES, Skip(run=RUN, token=1, step=3, reason="not finite"))
@@ -125,7 +125,7 @@ def test_steps_that_were_skipped_or_rolled_back_taught_nothing(tmp_path: Path) -
 
 
 def test_what_a_fenced_trainer_journaled_does_not_count(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         log = await log_of_a_run()
         await log.publish(topics.BATCHES, Fence(run=RUN, token=9))
         await log.publish(topics.BATCHES, batch(7, NAME, use=3, token=1))
@@ -136,7 +136,7 @@ def test_what_a_fenced_trainer_journaled_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_policy_lists_the_steps_and_answers_it_was_made_of(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         log = await log_of_a_run()
         await index.refresh(log)
         made = await trace_policy(log, index, 2)
@@ -149,7 +149,7 @@ def test_a_policy_lists_the_steps_and_answers_it_was_made_of(tmp_path: Path) -> 
 
 
 def test_a_second_refresh_reads_only_what_has_come_since(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         log = await log_of_a_run()
         first: list[str] = []
         again: list[str] = []
@@ -164,7 +164,7 @@ def test_a_second_refresh_reads_only_what_has_come_since(tmp_path: Path) -> None
 
 
 def test_the_index_of_a_log_that_began_anew_begins_anew(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         await index.refresh(await log_of_a_run())
         other = Log(MemoryBus(), "t")
         await other.create_topics(partitions=2, keep_ms=-1)
@@ -179,7 +179,7 @@ def test_the_index_of_a_log_that_began_anew_begins_anew(tmp_path: Path) -> None:
 def test_two_that_bring_one_index_up_to_date_at_once_read_nothing_twice(tmp_path: Path) -> None:
     async def main() -> None:
         log = await log_of_a_run()
-        both = [Index(tmp_path / "trace.sqlite", run=RUN, policy=POLICY) for _ in range(2)]
+        both = [LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY) for _ in range(2)]
         try:
             await asyncio.gather(*(index.refresh(log) for index in both))
             places = both[0].places("a.0")
@@ -192,7 +192,7 @@ def test_two_that_bring_one_index_up_to_date_at_once_read_nothing_twice(tmp_path
 
 
 def test_an_index_that_is_kept_up_holds_what_came_before_anybody_asks(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         log, stop = await log_of_a_run(), asyncio.Event()
         following = asyncio.create_task(follow(log, index, stop, every_s=0.001))
         await log.publish(topics.EXPERIENCES, block("late.0"))
@@ -205,7 +205,7 @@ def test_an_index_that_is_kept_up_holds_what_came_before_anybody_asks(tmp_path: 
 
 
 def test_a_log_that_is_away_does_not_end_what_keeps_the_index_up(tmp_path: Path) -> None:
-    async def body(index: Index) -> None:
+    async def body(index: LogIndex) -> None:
         bus = AwayBus()
         log, stop = Log(bus, "t"), asyncio.Event()
         await log.create_topics(partitions=1, keep_ms=-1)
@@ -224,7 +224,7 @@ def test_a_log_that_is_away_does_not_end_what_keeps_the_index_up(tmp_path: Path)
 def test_what_retention_took_leaves_the_index(tmp_path: Path) -> None:
     async def main() -> None:
         log = await log_of_a_run()
-        index = Index(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
+        index = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
         try:
             await index.refresh(log)
             before = index.places("a.0")

@@ -1,0 +1,39 @@
+"""Which events of a policy count. Pure.
+
+Rule: the newest lease of a trainer fences all before it: what was published or orphaned under an older one, behind it in
+the log, counts for nothing. A version counts as its first event says; an orphaned number stays taken.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from schemas import PolicyEvent
+
+
+class LeaseFence:
+    """Which trainer's word holds, from the events of one policy in log order. token: of the newest lease, -1 before one."""
+
+    def __init__(self) -> None:
+        self.token = -1
+
+    def admits(self, event: PolicyEvent, offset: int) -> bool:
+        """Whether a trainer's event that lies at `offset` counts; a lease itself says nothing of a version."""
+        if event.event == "lease":
+            self.token = max(self.token, offset)
+            return False
+        return event.token >= self.token
+
+
+def published(events: Iterable[tuple[int, PolicyEvent]], policy: str) -> dict[int, PolicyEvent]:
+    """Version → its event, "published" or "orphaned", of (offset, event) in log order."""
+    fence = LeaseFence()
+    found: dict[int, PolicyEvent] = {}
+    for offset, event in events:
+        if event.policy != policy or not fence.admits(event, offset):
+            continue
+        if event.event == "published":
+            found.setdefault(event.version, event)
+        elif event.event == "orphaned" and event.version in found:
+            found[event.version] = msgspec.structs.replace(found[event.version], event="orphaned")
+    return found
