@@ -128,8 +128,9 @@ class LinearLogprobs(torch.autograd.Function):
             logit_CV = _scaled(hidden_ND[mine], weight_VD, bias_V, temperature_N[mine], softcap)
             total_C = torch.logsumexp(logit_CV, -1)
             logprob_C = logit_CV.gather(1, target_N[mine, None]).squeeze(1) - total_C
-            mean_C = (torch.exp(logit_CV - total_C[:, None]).mul_(logit_CV)).sum(-1)
-            found.append(torch.stack((logprob_C, total_C - mean_C, total_C)))
+            logit_CV.sub_(total_C[:, None])  # log p: an entropy made of the logits would lose what they have in common
+            entropy_C = -torch.exp(logit_CV).mul_(logit_CV).sum(-1)
+            found.append(torch.stack((logprob_C, entropy_C, total_C)))
         logprob_N, entropy_N, total_N = torch.cat(found, 1) if found else hidden_ND.new_zeros((3, 0)).float()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, total_N)
         ctx.softcap, ctx.chunk = softcap, chunk
