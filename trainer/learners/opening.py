@@ -25,14 +25,8 @@ TAILS = ((11, 12, 13, 5, 7, 9, 11), (8, 5, 12, 6, 10, 7, 13))
 # Of what a leak makes, and least: how far two readings of one sequence may differ.
 TOLERANCES = {torch.float32: (0.01, 1e-5)}
 HALF = (0.25, 0.02)
-UNABLE = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    IndexError,
-    KeyError,
-    AttributeError,
-)  # of a forward that takes no such mask
+# What a forward raises that takes no such mask.
+UNABLE = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 
 
 class Sample(NamedTuple):
