@@ -168,7 +168,7 @@ def line(one: Compared, *, verify: bool) -> str:
     words = [f"step {one.step:>6}  v{one.version:<5} {one.got.removeprefix(KIND)[:SHOWN_HASH]}"]
     if verify:
         told = ", ".join(each.removeprefix(KIND)[:SHOWN_HASH] for each in one.expected)
-        words.append("equal" if one.equal else f"DIFFERS: the run told {told}")
+        words.append("equal" if one.equal else f"DIFFERS: the run recorded {told}")
         if not one.equal and one.distance is not None:
             words.append(f"largest difference of a weight {one.distance:.3g}")
         if one.fault:

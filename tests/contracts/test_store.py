@@ -13,7 +13,7 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.s3 import S3Store
+from infra.store.s3 import S3Credentials, S3Store
 from infra.store.store import MAX_KEY_BYTES, Store
 from schemas.errors import NotInStore
 from tests import minio
@@ -228,7 +228,6 @@ def test_a_policy_published_to_the_store_is_followed_from_it(store: Store) -> No
 
 
 def test_a_store_behind_a_network_shows_where_it_is_and_no_secret() -> None:
-    shown = repr(
-        S3Store("b", endpoint="http://x:9", access_key="hidden1", secret_key="hidden2", session_token="hidden3")
-    )
+    credentials = S3Credentials(access_key="hidden1", secret_key="hidden2", session_token="hidden3")
+    shown = repr(S3Store("b", endpoint="http://x:9", credentials=credentials)) + repr(credentials)
     assert "s3://b/ at http://x:9" in shown and "hidden" not in shown
