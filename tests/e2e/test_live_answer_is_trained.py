@@ -44,7 +44,7 @@ class Clock:
 
 
 def settings_in(folder: Path, *, least: int = 2) -> Settings:
-    assert run_init(folder, "model", "torch") == 0
+    assert run_init(folder, "model", "torch", "agent") == 0
     # A step takes two and comes at once: the first answer ever has an advantage of 0, and would teach nothing alone.
     small = [f"trainer.lanes.live.least={least}", "trainer.version_every=0s"]
     settings = load_settings(folder / "headrace.toml", ["app=test", *small])
