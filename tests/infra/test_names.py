@@ -13,7 +13,8 @@ from tests.infra.tiny_families import build_family
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+# A model of pictures keeps the names that it has in memory, which engines know; Qwen3-VL is refused.
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llava", "qwen3-vl"}))
 def test_a_model_is_published_under_the_names_of_its_folder(tmp_path: Path, family: str) -> None:
     folder = build_tiny_model(tmp_path / family, family)
     assert model_tensors(load_model(folder)) == folder_tensors(folder)

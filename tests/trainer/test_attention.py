@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
-from trainer_samples import long_microbatch, tiny_model
 
+from tests.peak import PEAK_MB
+from tests.trainer.trainer_samples import long_microbatch, tiny_model
 from trainer.learners import attention
 from trainer.learners.attention import DENSE_TOKENS, Abilities, Tree, block_mask, dense_mask, reading_path
 from trainer.learners.forward import PackedModel
@@ -178,14 +179,11 @@ def test_a_row_beyond_the_dense_bound_is_read_in_blocks(tmp_path):
             assert (dense - mine).abs().max() < 1e-5 * dense.abs().max()
 
 
-MEASURE = """
-import resource, sys
+MEASURE = f"""{PEAK_MB}
+import sys
 import torch
-from trainer_samples import long_microbatch
+from tests.trainer.trainer_samples import long_microbatch
 from trainer.learners.forward import PackedModel
-
-def peak_mb():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 torch.set_num_threads(1)
 folder, num_T, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -201,7 +199,7 @@ print(peak_mb() - before)
 def forward_mb(folder: str, num_T: int, path: str) -> float:
     """Peak memory of a forward above what the process held before, in a process of its own."""
     command = [sys.executable, "-c", MEASURE, folder, str(num_T), path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="tests/trainer")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.peak import PEAK_MB
 from trainer.learners.head import Head, LinearLogprobs
 
 N, D, V = 23, 16, 97
@@ -87,13 +88,9 @@ def test_a_float32_head_computes_bit_for_bit_what_torchs_own_functions_do():
     assert all(torch.equal(mine, other) for mine, other in zip(*gradients, strict=True))
 
 
-MEASURE = """
-import resource
+MEASURE = f"""{PEAK_MB}
 import torch
 from trainer.learners.head import Head
-
-def peak_mb():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 layer = torch.nn.Linear(512, 2**17, bias=False, dtype=torch.bfloat16)
 hidden = torch.randn(8, 512, dtype=torch.bfloat16)

@@ -108,6 +108,8 @@ class Site:
                 response = _error(error)
             except ClientDisconnect:
                 response = Response(status_code=499)
+            except asyncio.CancelledError:  # the server stops and has waited for it as long as it may
+                response = _error(ApiError(503, "the server is stopping: send it again", kind="server_error"))
             except Exception:
                 _log.exception("request_failed route=%s", path)  # names what broke, never what was said
                 response = _error(ApiError(500, "the server had an error while answering", kind="server_error"))

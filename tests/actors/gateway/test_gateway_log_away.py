@@ -44,6 +44,24 @@ def spooled(folder: Path) -> list[Path]:
     return list(folder.glob("spool/*/*.spool"))
 
 
+class HangingBus(MemoryBus):
+    """A broker whose sends wait while `goes_on` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = 0
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
+    ) -> RecordPosition:
+        self.waiting += 1
+        await self.goes_on.wait()
+        self.waiting -= 1
+        return await super().send(topic, value, key=key, headers=headers, partition=partition)
+
+
 def test_a_request_that_comes_in_between_the_stop_and_the_end_of_listening_is_recorded(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("late"), token_s=0.1), drain_s=10.0) as served:
@@ -53,6 +71,25 @@ def test_a_request_that_comes_in_between_the_stop_and_the_end_of_listening_is_re
             told = await ask_many(served, key, 2)
         stored = {one.id for one in await served.experiences()}
         assert stored == set(told) and not spooled(tmp_path)
+
+    asyncio.run(check())
+
+
+def test_feedback_that_a_stopping_gateway_cannot_wait_for_is_asked_for_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus = HangingBus()
+        async with serving(tmp_path, engine(says("late")), bus=bus, drain_s=1.0, send_s=30.0) as served:
+            key = served.key()
+            await served.keys_read()
+            (answer,) = await ask_many(served, key, 1)
+            await served.recorded(1)
+            bus.goes_on.clear()
+            async with served.http(key) as http:
+                said = asyncio.create_task(http.post("/v1/feedback", json={"answer_id": f"hr-{answer}", "value": 1.0}))
+                await until(lambda: bus.waiting > 0)
+                served.stop.set()
+                assert (await said).status_code == 503
+            bus.goes_on.set()
 
     asyncio.run(check())
 
