@@ -23,6 +23,7 @@ MAX_NARROW = 16  # ranges and formats: each compiles for as long as dozens of ot
 MAX_ITEMS = 1000
 MAX_OPEN = 32  # objects that may have more than is named, and what of these is optional: nothing compiles more slowly
 MAX_ENUM_BYTES = 4096  # of all values of enum and const
+PART = "x-part"  # its number in the schema
 SAYING_NOTHING = {
     "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly",
 }  # fmt: skip
@@ -149,7 +150,7 @@ class _Reading:
         return {"type": kind, **mine}
 
     def _object(self, own: Schema, where: str, depth: int) -> Schema:
-        given, required = own.get("properties", {}), own.get("required", [])
+        given, required, part = own.get("properties", {}), own.get("required", []), self._parts
         if not isinstance(given, dict):
             raise _wrong(f"{where}.properties", f"got {_shown(given)}, expected an object")
         if not isinstance(required, list) or any(not isinstance(name, str) or name not in given for name in required):
@@ -168,7 +169,9 @@ class _Reading:
             if self._open > MAX_OPEN:
                 expected = f"expected at most {MAX_OPEN} such objects and optional properties of theirs; say required, or false"
                 raise _wrong(f"{where}.additionalProperties", expected)
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": more}
+        found = {"type": "object", "properties": properties, "required": required, "additionalProperties": more}
+        # xgrammar takes objects for one that differ in properties of these names alone: a further keyword tells them apart.
+        return found | ({} if SAYING_NOTHING.isdisjoint(given) else {PART: part})
 
     def _array(self, own: Schema, where: str, depth: int) -> Schema:
         low, high = own.get("minItems", 0), own.get("maxItems", MAX_ITEMS)

@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from openai import AsyncOpenAI
 
 from actors.engines.engine import Sampling, SchemaNotTried
@@ -310,7 +310,15 @@ def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+def titled(schema: Any) -> Any:
+    return {"type": "object", "properties": {"title": schema}, "required": ["title"], "additionalProperties": True}
+
+
+TITLES = {"a": titled({"type": "null"}), "b": titled({"const": "a"})}
+
+
 @given(schema=st.recursive(LEAVES, larger, max_leaves=6), seed=st.integers(0, 2**32))
+@example(schema={"type": "object", "properties": TITLES, "required": ["a", "b"], "additionalProperties": False}, seed=0)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_drawn_under_a_rewritten_schema_is_an_instance_of_the_one_that_was_sent(schema: Any, seed: int) -> None:
     async def answer() -> tuple[str, bool]:
