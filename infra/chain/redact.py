@@ -61,6 +61,7 @@ class Redactor:
 
     def __init__(self, kinds: Iterable[Kind] = KINDS, patterns: Mapping[str, str] | None = None) -> None:
         self._shapes = _shapes(tuple(kinds), tuple(sorted((patterns or {}).items())))
+        self._phones = [shape for shape in self._shapes if shape.kind == "phone"]
 
     def mask(self, text: str) -> tuple[str, frozenset[str]]:
         """The text without such data, and which kinds were found.
@@ -68,11 +69,11 @@ class Redactor:
         Telephone numbers in a row may hide each other: what is beside a masked one is looked at again, MAX_ROW times.
         """
         text, found = _masked(text, self._shapes)
-        phones = [shape for shape in self._shapes if shape.kind == "phone"]
-        more = found & {"phone"}
+        more = found
         for _ in range(MAX_ROW):
-            if more:
-                text, more = _masked(text, phones)
+            if "phone" not in more:
+                break
+            text, more = _masked(text, self._phones)
         return text, frozenset(found)
 
     def mask_json(self, value: object) -> object:
