@@ -84,6 +84,38 @@ def check_unequal(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
+def check_split(model: str, stage: int, size: int) -> None:
+    """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
+    config = TrainerConfig(lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3)
+    learner = DeepSpeedLearner(model, config, stage=stage, sequence_parallel=size)
+    if learner.rank:
+        learner.follow(MemoryStore())
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    uneven = False
+    # Several rows and microbatches; then one row, of all trees.
+    for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
+        batch = pack(items, max_tokens=(90, 301, 10_000)[step], version=5)
+        uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
+        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
+        assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
+        assert all(
+            abs(stats.values[name] - value) < 1e-4 * max(1, abs(value)) for name, value in expected.values.items()
+        )
+        gradients = [{n: t for n, t in one.save().items() if "/exp_avg/" in n} for one in (learner, alone)]
+        assert 10 * furthest(*gradients) < 1e-5, furthest(*gradients)
+        logprobs = [one.log_distances(batch) for one in (learner, alone)]
+        assert np.abs(logprobs[0] - logprobs[1]).max() < 1e-5 * batch.num_tokens
+        assert learner.greedy_accuracy(batch) == alone.greedy_accuracy(batch)
+        for one in (learner, alone):
+            one.begin_phase("train")
+        learner.restore(alone.save())
+    assert uneven, "rows were padded"
+    assert f"split over {size} ranks" in learner.numerics()["attention"]
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
 NEEDS = {
     "proximal": {"usual": LaneConfig(loss="decoupled", weight=0.9), "expert": LANES["expert"]},
     "bound": {"usual": LaneConfig(loss="m2po", weight=0.9), "expert": LANES["expert"]},
@@ -292,6 +324,8 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             check_shards(model, stage, Path(*folder))
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(one) for one in folder))
+        case "split":
+            check_split(model, stage, *(int(one) for one in folder))
         case "steps":
             main(model, stage)
         case "unequal":
