@@ -1,9 +1,9 @@
 """The learner of many ranks: DeepSpeed's ZeRO 0 to 3, optionally with the optimizer in host memory.
 
 `headrace train --ranks N` or `torchrun` starts it. Rank 0 is the learner the trainer calls; the others call `follow` and
-do what it says until it closes. Rows are dealt to ranks, each gets its own (or to groups of them, see
-`trainer.learners.sequence_parallel`), so any number of ranks gives one gradient. Each
-rank saves and reads its own pieces of the state; they are those of `TorchLearner`, for any number of ranks and any stage.
+do what it says until it closes. Rows are dealt to ranks, each gets its own, so any number of ranks gives one gradient; where
+rows are longer than a GPU holds, groups of ranks get them (`trainer.learners.sequence_parallel`). Each rank saves and reads its
+own pieces of the state; they are those of `TorchLearner`, for any number of ranks and any stage.
 """
 
 import logging

@@ -49,8 +49,7 @@ class SequenceGroup(msgspec.Struct, frozen=True):
 def open_group(size: int, timeout_s: float) -> SequenceGroup:
     """This rank's group of `size` consecutive ranks. Collective. Raises ConfigError."""
     world, rank = distributed.get_world_size(), distributed.get_rank()
-    if size < 1 or world % size:
-        raise ConfigError(f"{WHERE}: got {size} with {world} ranks, expected a number that divides them")
+    require_ranks(size, world)
     if size == 1:
         return SequenceGroup(groups=world)
     every = [
@@ -58,6 +57,12 @@ def open_group(size: int, timeout_s: float) -> SequenceGroup:
         for first in range(0, world, size)
     ]
     return SequenceGroup(size, rank % size, world // size, every[rank // size])
+
+
+def require_ranks(size: int, world: int) -> None:
+    """Raise ConfigError where `world` ranks make no groups of `size`."""
+    if size < 1 or world % size:
+        raise ConfigError(f"{WHERE}: got {size} with {world} rank(s), expected a number that divides them")
 
 
 def open_packed(folder: str, group: SequenceGroup, **settings: Any) -> PackedModel:
