@@ -268,7 +268,7 @@ async def _end(
         await gateway.outbox.flush()
         await tell()
         raise gateway.stopped.result()
-    server.should_exit = True  # no new connections; uvicorn waits for what runs
+    server.leave()  # no new connections; it waits for what runs
     with suppress(TimeoutError):
         async with asyncio.timeout(config.drain_s):
             await gateway.places.idle.wait()
