@@ -151,7 +151,9 @@ def check_split_memory(model: str, stage: int, num_tokens: int) -> None:
         kept.append(num_bytes)
         found.append((logprob_N.detach(), gradient))
     assert all((here - there).abs().max() < 1e-4 for here, there in zip(*found, strict=True)), found
-    print(f"a row of {num_tokens} tokens keeps {kept[0] / 2**20:.1f} MiB on one rank, {kept[1] / 2**20:.1f} on one of two")
+    print(
+        f"a row of {num_tokens} tokens keeps {kept[0] / 2**20:.1f} MiB on one rank, {kept[1] / 2**20:.1f} on one of two"
+    )
     assert kept[1] < 0.55 * kept[0], kept
     torch.distributed.destroy_process_group()
     print(f"stage {stage} agrees")
