@@ -1,17 +1,24 @@
-"""A trainer of two ranks over a real broker: one is killed, all start again, and every batch is trained once."""
+"""A trainer of two ranks over a real broker: one is killed, all start again, and every batch is trained once.
+
+Once on one machine, started by headrace, and once on two, started by torchrun on each.
+"""
 
 import asyncio
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from infra.cli.demo.char_model import build_char_model
+from infra.cli.init import EXAMPLES
 from infra.local.process import Watched, start_watched
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
@@ -112,6 +119,31 @@ def words(folder: Path) -> str:
     return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files if file.exists())
 
 
+def start_machine(folder: Path, number: int, port: int) -> Watched:
+    """One of two machines, both this one: torchrun with a rank, by the file that operators copy."""
+    argv = ("bash", str(EXAMPLES / "machines" / "torchrun.sh"), "--config", str(folder / "headrace.toml"))
+    env = {
+        "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1", "NODES": "2", "GPUS": "1",
+        "MASTER": "127.0.0.1", "PORT": str(port), "STOP_S": "20", "PET_LOCAL_ADDR": "127.0.0.1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }  # fmt: skip
+    return start_watched(argv, log=folder / "logs" / f"machine-{number}.log", env=env)
+
+
+def check_trained_once(kafka: str, app: str) -> None:
+    """Every group of the buffer was trained in one step, and every step published."""
+    records = asyncio.run(read(kafka, app, topics.BATCHES))
+    known = [one for one in records if isinstance(one, Batch | Fence | Skip | Rollback)]
+    entries, _ = effective(known, app)
+    steps = [one for one in entries if isinstance(one, Batch)]
+    assert [one.step for one in steps] == list(range(STEPS))
+    trained = [item.id for one in steps for item in one.items]
+    assert sorted(trained) == sorted(f"task-{s}.0.0-{e}-0" for s in range(2 * STEPS) for e in range(4))
+    events = asyncio.run(read(kafka, app, topics.POLICIES))
+    versions = {one.version for one in events if isinstance(one, PolicyEvent) and one.event == "published"}
+    assert versions == set(range(STEPS + 1))
+
+
 def test_a_killed_rank_ends_the_group_and_the_journal_brings_it_back(kafka: str, app_name: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     build_char_model(tmp_path / "model", seed=3)
@@ -129,13 +161,37 @@ def test_a_killed_rank_ends_the_group_and_the_journal_brings_it_back(kafka: str,
         running.release()
     lives = re.findall(r"ranks started", (tmp_path / "train.log").read_text())
     assert len(lives) == 2, words(tmp_path)
-    records = asyncio.run(read(kafka, app_name, topics.BATCHES))
-    known = [one for one in records if isinstance(one, Batch | Fence | Skip | Rollback)]
-    entries, _ = effective(known, app_name)
-    steps = [one for one in entries if isinstance(one, Batch)]
-    assert [one.step for one in steps] == list(range(STEPS))
-    trained = [item.id for one in steps for item in one.items]
-    assert sorted(trained) == sorted(f"task-{s}.0.0-{e}-0" for s in range(2 * STEPS) for e in range(4))
-    events = asyncio.run(read(kafka, app_name, topics.POLICIES))
-    versions = {one.version for one in events if isinstance(one, PolicyEvent) and one.event == "published"}
-    assert versions == set(range(STEPS + 1))
+    check_trained_once(kafka, app_name)
+
+
+def test_two_machines_under_torchrun_train_together_and_start_again_together(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    """The ranks share every row as well: what one machine's GPU cannot hold, two can."""
+    pytest.importorskip("deepspeed")
+    build_char_model(tmp_path / "model", seed=3)
+    settings = SETTINGS.replace("stage = 2", "stage = 2, sequence_parallel = 2")
+    (tmp_path / "headrace.toml").write_text(settings.format(app=app_name, kafka=kafka, steps=STEPS))
+    asyncio.run(prepare(kafka, app_name))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines = [start_machine(tmp_path, number, port) for number in range(2)]
+    try:
+        asyncio.run(train_so_many(kafka, app_name, 3, tmp_path, machines[0]))
+        log = (tmp_path / "logs" / "machine-1.log").read_text()
+        os.kill(int(re.findall(r"started role=train pid=(\d+)", log)[0]), signal.SIGKILL)
+        assert [one.process.wait(400) for one in machines] == [0, 0], words(tmp_path)
+    finally:
+        for one in machines:
+            one.process.terminate()  # ranks of torchrun are in sessions of their own: it ends them when it is asked to
+        for one in machines:
+            with suppress(subprocess.TimeoutExpired):
+                one.process.wait(60)
+            one.kill_group()
+            one.process.wait()
+            one.release()
+    for number in range(2):
+        log = (tmp_path / "logs" / f"machine-{number}.log").read_text()
+        assert len(re.findall(r"started role=train", log)) == 2, words(tmp_path)
+    check_trained_once(kafka, app_name)

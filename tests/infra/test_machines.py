@@ -1,6 +1,7 @@
 """The files that start one trainer on several machines: what they say to torchrun, srun and the ranks."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -61,3 +62,9 @@ def test_torchrun_is_told_how_many_machines_where_they_meet_and_what_to_run(
     assert words[-5:] == ["--no-python", "headrace", "train", "--config", "my.toml"]
     told = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
     assert told["--nnodes"] == "2" and told["--nproc-per-node"] == "8" and told["--rdzv-endpoint"] == "node-7:29500"
+
+
+def test_the_how_to_shows_the_files_as_they_are() -> None:
+    page = (Path(__file__).resolve().parents[2] / "infra/docs/howto/train-on-several-machines.md").read_text()
+    shown = dict(re.findall(r"^```text (\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
+    assert shown == {path.name: path.read_text() for path in MACHINES.iterdir()}

@@ -124,8 +124,9 @@ class DeepSpeedLearner:
         if any(one.reference for one in self._objectives.values()):
             self._reference = open_packed(model, group, dtype=reference_dtype(config), device=device)
         named = list(self._model.module.named_parameters())
-        parameters = [value for _, value in named]
-        optimizer = torch.optim.AdamW(parameters, betas=config.betas, weight_decay=config.weight_decay)
+        optimizer = torch.optim.AdamW(
+            [value for _, value in named], betas=config.betas, weight_decay=config.weight_decay
+        )
         self._engine: Any = deepspeed.initialize(model=_Forward(self._model), optimizer=optimizer, config=settings)[0]
         compared = [] if self._reference is None else list(self._reference.module.named_parameters())
         compare = None if self._reference is None else _comparing(deepspeed, self._reference, config, stage)
@@ -139,7 +140,6 @@ class DeepSpeedLearner:
             shards=self._shards,
             channel=self._channel,
             group=group,
-            stage=stage,
         )
         self._begin("train")
         self._orders = Orders(self._channel)

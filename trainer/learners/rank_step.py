@@ -50,7 +50,7 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 class RankStep:
     """One rank's part. Everything it is made of is the learner's own. compare: the reference's forward, collective at stage
-    3. group: the ranks that compute the same rows. stage: of ZeRO.
+    3. group: the ranks that compute the same rows.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class RankStep:
         shards: Shards,
         channel: Channel,
         group: SequenceGroup,
-        stage: int,
     ) -> None:
         self._config = config
         self._objectives = objectives
@@ -74,7 +73,7 @@ class RankStep:
         self._shards = shards
         self._channel = channel
         self._group = group
-        self._stage = stage
+        self._stage = shards.stage
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, of the minibatches that rank 0 is given; what it did, on rank 0."""

@@ -3,6 +3,8 @@
 #   MASTER=node-1 NODES=2 GPUS=8 bash torchrun.sh --config headrace.toml
 # RUN names the group where several share a port. A rank that dies takes the others with it, and all start again.
 set -euo pipefail
+# Each life of the group meets in a store of its own: the agents' would still have what the one before wrote.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun \
   --nnodes "$NODES" --nproc-per-node "$GPUS" \
   --rdzv-backend c10d --rdzv-endpoint "$MASTER:${PORT:-29500}" --rdzv-id "${RUN:-headrace}" \
