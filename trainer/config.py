@@ -10,6 +10,19 @@ from schemas.fields import Lane
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 PartShare = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, at most 1")]
 Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+BUILT_IN = (
+    "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
+    "dpo",
+)  # fmt: skip
+
+
+def loss_use(loss: str) -> str:
+    """What a lane's loss names, as `module:name`.
+
+    >>> loss_use("grpo")
+    'trainer.losses.grpo:grpo'
+    """
+    return f"trainer.losses.{loss}:{loss}" if loss in BUILT_IN else loss
 
 
 class LaneConfig(Section, frozen=True):
