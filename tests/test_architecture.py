@@ -22,7 +22,7 @@ DOORS = {
     "mode": ("streams/stages/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py", "actors/engines/token_spellings.py"),
-    "deepspeed": ("trainer/learners/deepspeed.py",),
+    "deepspeed": ("trainer/learners/deepspeed.py", "trainer/learners/sequence_parallel.py"),
     "minio": ("infra/store",),
     "cryptography": ("infra/store/seal.py",),
     "aiokafka": ("infra/log/",),

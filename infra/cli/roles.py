@@ -13,7 +13,7 @@ from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
 from infra.cli.private import open_to_others
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
-from infra.local.ranks import rank_of
+from infra.local.ranks import adopt_slurm, rank_of
 from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
@@ -53,6 +53,8 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+        if role == "train":
+            adopt_slurm(os.environ)
         if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
             return await train_on_ranks(settings, config, sets, stop)
         try:
