@@ -167,6 +167,10 @@ class Gateway:
             subject=self._subject(request, key, name if session else ""),
         )
 
+    async def count(self, request: ParsedRequest, key: ApiKey) -> int:
+        """Tokens of a request's prompt as the template writes it. Raises ApiError."""
+        return len((await self._tokenized(request, key, ""))[0])
+
     async def answer(self, in_flight: InFlight, watch: Callable[[int], OnText] | None = None) -> None:
         """Sample all choices into `in_flight`. Cancelled, it keeps and records what there is. Raises ApiError.
 
