@@ -10,14 +10,15 @@ on. What cannot be adapted is refused by name on the meta device, before weights
 import math
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 
-from infra.model.model import load_model, meta_model, no_progress_bars
+from infra.model.model import load_model, meta_model
 from infra.model.names import ACTIVE, adapter_name
 from infra.policies.adapter import Adapter
 from infra.policies.manifest import TensorEntry, entries_of, sha256_hex
@@ -31,6 +32,7 @@ ALL_LINEAR = "all-linear"
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 METADATA = {"format": "pt"}
+REFERENCE = "reference"  # an adapter beside the one that computes
 WHERE = "trainer.lora.targets"
 
 
@@ -57,18 +59,27 @@ def find_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[st
     return msgspec.structs.replace(adapter, base=base_hash(folder))
 
 
-def put_adapter(module: "torch.nn.Module", adapter: Adapter, *, name: str = ACTIVE, seed: int = 0) -> None:
+def put_adapter(module: "torch.nn.Module", adapter: Adapter, *, with_reference: bool = False, seed: int = 0) -> None:
     """Put an adapter onto a model without one, in the model's dtype and on its device; the base is frozen.
 
-    name: of the adapter within peft; only ACTIVE computes and is published. Raises ValueError where peft refuses the model.
+    with_reference: and a second one, REFERENCE, that begins as the first and is neither trained nor published. Raises
+    ValueError where peft refuses the model.
     """
-    import torch
     from peft import inject_adapter_in_model
 
-    with no_progress_bars():
+    names = (REFERENCE, ACTIVE) if with_reference else (ACTIVE,)  # peft trains the last
+    for name in names:
+        if hasattr(module, "peft_config"):
+            del module.peft_config  # else peft warns of what is meant here
         inject_adapter_in_model(_peft_config(adapter), module, adapter_name=name)
+        _begin(adapter_parameters(module, name), seed)
+
+
+def _begin(parameters: "Mapping[str, torch.nn.Parameter]", seed: int) -> None:
+    import torch
+
     with torch.no_grad():
-        for one, value in adapter_parameters(module, name).items():
+        for one, value in parameters.items():
             if ".lora_B." in one:
                 value.zero_()
                 continue
@@ -76,6 +87,24 @@ def put_adapter(module: "torch.nn.Module", adapter: Adapter, *, name: str = ACTI
             # Kaiming's uniform with a = √5, as peft begins A: within 1/√(inputs).
             drawn = torch.rand(value.shape, generator=generator, dtype=torch.float32)
             value.copy_((drawn * 2 - 1) / math.sqrt(value.shape[1]))
+
+
+@contextmanager
+def computing_with(module: "torch.nn.Module", name: str) -> Iterator[None]:
+    """The model under another of its adapters than ACTIVE. For forwards without gradients: which adapter is trained stays."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [one for one in module.modules() if isinstance(one, BaseTunerLayer)]
+
+    def take(adapter: str) -> None:
+        for layer in layers:
+            layer._active_adapter = adapter  # `set_adapter` would also turn gradients on and off
+
+    take(name)
+    try:
+        yield
+    finally:
+        take(ACTIVE)
 
 
 def remove_adapter(module: Any) -> None:
