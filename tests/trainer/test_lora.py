@@ -111,7 +111,7 @@ def test_a_kl_takes_the_base_for_its_reference_without_a_second_model(model: str
     twin.begin_phase("train")
     for step in range(2):
         stats = learner.step(batch(step), learning_rate=1e-2, seed=step)
-    assert stats.values["usual/kl"] > 0
+    assert stats.values["usual/kl_reference"] > 0
     one = pack(items(0), max_tokens=10_000).microbatches[0]
     assert learner._reference is not None
     with torch.no_grad():

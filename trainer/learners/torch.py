@@ -64,7 +64,7 @@ class TorchLearner:
         self._model.adapt(self.adapter, with_reference=with_reference)
         self._reference = open_reference(self._model, model, config, device=device) if with_reference else None
         self._critic = open_critic(model, config, self._objectives, device=device)
-        self._parameters = self._model.trained
+        self._parameters: dict[str, Any] = self._model.trained
         self._masters = {name: _master(value) for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             if self._masters[name] is not value:
