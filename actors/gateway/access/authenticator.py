@@ -20,6 +20,7 @@ TOKEN_RPM = 10  # what one browser's token may say a minute, within the quota of
 SCOPE_OF: Mapping[str, Scope] = {
     "/v1/chat/completions": "serve",
     "/v1/completions": "serve",
+    "/v1/responses": "serve",
     "/v1/messages": "serve",
     "/v1/messages/count_tokens": "serve",
     "/v1/models": "serve",

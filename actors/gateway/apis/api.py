@@ -6,11 +6,14 @@ from typing import Protocol
 import msgspec
 
 from actors.gateway.answering.conversation import Called
+from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.sample import Decode
 from actors.gateway.answering.serving import InFlight
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from actors.gateway.http.requests import ParsedRequest
+
+Recall = Callable[[str], Conversation | None]  # the conversation that ends with an answer, by the answer's id
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +60,13 @@ class EventWriter(Protocol):
 
 
 class Api(msgspec.Struct, frozen=True, kw_only=True):
-    """One API. error: the body of a refusal. error_event: of a stream that breaks off. openings: events of a stream before
-    its first word, for so many choices.
+    """One API.
+
+    read: given the body, what a request may ask for, and the conversations known here. error: the body of a refusal.
+    error_event: of a stream that breaks off. openings: events of a stream before its first word, for so many choices.
     """
 
-    read: Callable[[bytes, GatewayLimits], ParsedRequest]
+    read: Callable[[bytes, GatewayLimits, Recall], ParsedRequest]
     whole: Callable[[Reply], bytes]
     events: Callable[[Reply], EventWriter]
     error: Callable[[ApiError], bytes]

@@ -80,7 +80,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 CHAT = Api(
-    read=read_chat,
+    read=lambda body, limits, recall: read_chat(body, limits),
     whole=whole_chat,
     events=lambda reply: CompletionEvents(reply, chat=True),
     error=ApiError.body,
@@ -88,7 +88,7 @@ CHAT = Api(
     openings=lambda choices: choices,
 )
 TEXT = Api(
-    read=read_text,
+    read=lambda body, limits, recall: read_text(body, limits),
     whole=whole_text,
     events=lambda reply: CompletionEvents(reply, chat=False),
     error=ApiError.body,

@@ -135,7 +135,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 MESSAGES = Api(
-    read=read_messages,
+    read=lambda body, limits, recall: read_messages(body, limits),
     whole=whole,
     events=MessageEvents,
     error=error_body,

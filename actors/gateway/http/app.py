@@ -6,6 +6,7 @@ for beyond its time; a client that goes away frees the engine.
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -23,10 +24,12 @@ from actors.gateway.access.authenticator import SCOPE_OF, Authenticator
 from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.access.places import Lasting, TakenPlaces
+from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.serving import Gateway, InFlight
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import MESSAGES, read_count
+from actors.gateway.apis.responses import RESPONSES, after
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayLimits, Webhook
 from actors.gateway.http.errors import ApiError, bad
@@ -49,7 +52,12 @@ _log = logging.getLogger(__name__)
 TOKEN_HEADER = "x-feedback-token"
 COUNT_PATH = "/v1/messages/count_tokens"
 # The APIs in which clients ask for answers, by their paths.
-APIS: Mapping[str, Api] = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT, "/v1/messages": MESSAGES}
+APIS: Mapping[str, Api] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -129,9 +137,11 @@ class Site:
         key: ApiKey = request.state.key
         self._authenticator.admit(key)
         body = await self._body(request)
-        parsed = api.read(body, self._limits)
+        parsed = api.read(body, self._limits, lambda answer: self._gateway.earlier.find(answer, key.tenant))
         self._check_model(parsed)
-        session = request.headers.get(SESSION_HEADER, "")
+        session = (
+            request.headers.get(SESSION_HEADER, "") or parsed.goes_on or (secrets.token_hex(16) if parsed.said else "")
+        )
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
         place = self._gateway.places.take(parsed.choices)
@@ -149,12 +159,15 @@ class Site:
         self, request: Request, body: bytes, parsed: ParsedRequest, api: Api, session: str, place: TakenPlaces
     ) -> Response:
         key: ApiKey = request.state.key
-        drawn = self._canary is None or not self._canary.takes(
+        inside = self._canary is not None and self._canary.takes(
             self._gateway.name_of(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
         )
-        if not drawn and (response := await self._from_canary(request, body, parsed, api)) is not None:
+        known_here = bool(parsed.said)  # a conversation that goes on by ids is known to one gateway
+        if inside and not known_here and (response := await self._from_canary(request, body, parsed, api)) is not None:
             return response
-        beginning = self._gateway.begin(parsed, key, session, place, drawn=drawn)
+        beginning = self._gateway.begin(
+            parsed, key, session, place, drawn=self._canary is None or not (inside or known_here)
+        )
         in_flight = await (_unless_gone(request, beginning) if self._gateway.is_long(parsed) else beginning)
         reply = Reply(
             in_flight=in_flight,
@@ -163,12 +176,13 @@ class Site:
             version=self._gateway.engine.version,
         )
         if parsed.stream:
-            return Lasting(self._streamed(reply, api), _releases(place))
+            return Lasting(self._streamed(reply, api, session), _releases(place))
         try:
             await _unless_gone(request, self._gateway.answer(in_flight))
         finally:
             self._gateway.release(in_flight)
             self._charge(key, in_flight)
+        self._keep(reply, session)
         return _json(api.whole(reply))
 
     async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:
@@ -184,14 +198,21 @@ class Site:
         )
         return await _unless_gone(request, work)
 
-    async def _streamed(self, reply: Reply, api: Api) -> AsyncGenerator[bytes, None]:
+    async def _streamed(self, reply: Reply, api: Api, session: str) -> AsyncGenerator[bytes, None]:
+        stream = EventStream(self._gateway, reply, api, ended=lambda: self._keep(reply, session))
         try:
-            async with aclosing(EventStream(self._gateway, reply, api).events()) as events:
+            async with aclosing(stream.events()) as events:
                 async for event in events:
                     yield event
         finally:
             self._gateway.release(reply.in_flight)
             self._charge(reply.in_flight.key, reply.in_flight)
+
+    def _keep(self, reply: Reply, session: str) -> None:
+        """Remember the conversation where the client may go on from it by the answer's id."""
+        if reply.request.said:
+            conversation = Conversation(reply.in_flight.key.tenant, session, after(reply))
+            self._gateway.earlier.keep(reply.answer_ids[0], conversation)
 
     def _charge(self, key: ApiKey, in_flight: InFlight) -> None:
         self._authenticator.charge(key, len(in_flight.tokens) + in_flight.num_sampled)

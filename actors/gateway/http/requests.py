@@ -111,6 +111,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_chars: of the prompt, tools included.
     force: text the answer must begin with (a forced tool call). user: who is behind it, as the client calls them.
     json_schema: what the answer is held to, "" for nothing. apart: what the model thinks is told apart from what it says.
+    said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the session of what it goes on
+    from. echo: what the response says again.
     """
 
     prompt: Prompt
@@ -132,6 +134,9 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: bool = False
     json_schema: str = ""
     apart: bool = False
+    said: tuple[ChatMessage, ...] = ()
+    goes_on: str = ""
+    echo: Mapping[str, Any] = {}
 
 
 def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:

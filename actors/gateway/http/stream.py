@@ -5,7 +5,7 @@ middle ends the stream with an error event. A tool call is sent once it is whole
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from actors.gateway.answering.conversation import OPEN
 from actors.gateway.answering.sample import OnText
@@ -16,11 +16,12 @@ from actors.gateway.http.errors import ApiError
 
 
 class EventStream:
-    """Events of one streamed response, as its API spells them."""
+    """Events of one streamed response, as its API spells them. ended: called when every choice has, before it is told."""
 
-    def __init__(self, gateway: Gateway, reply: Reply, api: Api) -> None:
+    def __init__(self, gateway: Gateway, reply: Reply, api: Api, ended: Callable[[], None]) -> None:
         self._gateway = gateway
         self._reply = reply
+        self._ended = ended
         self._error_event = api.error_event
         self._writer = api.events(reply)
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -45,6 +46,7 @@ class EventStream:
     async def _sample(self) -> None:
         try:
             await self._gateway.answer(self._reply.in_flight, watch=self._watch)
+            self._ended()
             for index, num_streamed in enumerate(self._num_streamed):
                 text, calls = self._reply.content(index)
                 self._send(self._writer.finish(index, "" if calls else text[num_streamed:], calls))
