@@ -39,6 +39,15 @@ WHERE = "trainer.lora.targets"
 def find_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[str, ...]) -> Adapter:
     """The adapter that settings describe, of the model in a folder. Reads all of its weights once, for their hash.
 
+    targets: see `named_adapter`. Raises ConfigError for what cannot be adapted.
+    """
+    adapter = named_adapter(folder, rank=rank, alpha=alpha, targets=targets)
+    return msgspec.structs.replace(adapter, base=base_hash(folder))
+
+
+def named_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[str, ...]) -> Adapter:
+    """`find_adapter` without the hash of the base, from config.json alone.
+
     targets: ends of module names, or "all-linear" for every linear module but the output matrix. Raises ConfigError for what
     cannot be adapted.
     """
@@ -56,7 +65,7 @@ def find_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[st
         raise ConfigError(f"{WHERE}: {folder} ({module.config.model_type}): peft cannot adapt it: {error}") from error
     if {name: tuple(value.shape) for name, value in adapter_parameters(module).items()} != shapes:
         raise ConfigError(f"{WHERE}: {folder} ({module.config.model_type}): peft adapts other modules than are named")
-    return msgspec.structs.replace(adapter, base=base_hash(folder))
+    return adapter
 
 
 def put_adapter(module: "torch.nn.Module", adapter: Adapter, *, with_reference: bool = False, seed: int = 0) -> None:
