@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from infra.model.adapter import adapter_parameters, put_adapter
 from infra.model.model import load_model
 from infra.model.vision import load_vision, model_inputs, probe_inputs
+from infra.policies.adapter import Adapter
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
@@ -56,11 +58,23 @@ class PackedModel:
         # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
         self._own_masks = self.module.config._attn_implementation == "sdpa"
         self._folder = folder
+        self.adapter: Adapter | None = None
         self.find_reading()
 
     def find_reading(self) -> None:
         """Find by what the model's rows are read: see `trainer.learners.opening`. Raises ConfigError."""
         self._family = find_abilities(self.module, self._folder, self._head.num_tokens, self._logprobs_by)
+
+    def adapt(self, adapter: Adapter | None, *, with_reference: bool = False) -> None:
+        """Train an adapter in place of the model's own weights; None changes nothing. See `infra.model.adapter.put_adapter`."""
+        if adapter is not None:
+            put_adapter(self.module, adapter, with_reference=with_reference)
+            self.adapter = adapter
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """What an optimizer moves: every parameter by the model's own names, or the adapter's by published ones."""
+        return dict(self.module.named_parameters()) if self.adapter is None else adapter_parameters(self.module)
 
     @property
     def reading(self) -> str:
