@@ -112,7 +112,11 @@ class DeepSpeedLearner:
         self._store: Store | None = None
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
         self._model = PackedModel(
-            model, dtype=config.dtype, device=device, activation_checkpointing=config.activation_checkpointing
+            model,
+            dtype=config.dtype,
+            device=device,
+            activation_checkpointing=config.activation_checkpointing,
+            replay=config.routing == "replay",
         )
         self._reference: PackedModel | None = None
         if any(one.reference for one in self._objectives.values()):

@@ -56,7 +56,11 @@ class TorchLearner:
         self._config = config
         self._objectives = open_objectives(config.lanes)
         self._model = PackedModel(
-            model, dtype=config.dtype, device=device, activation_checkpointing=config.activation_checkpointing
+            model,
+            dtype=config.dtype,
+            device=device,
+            activation_checkpointing=config.activation_checkpointing,
+            replay=config.routing == "replay",
         )
         self._reference: PackedModel | None = None
         if any(one.reference for one in self._objectives.values()):
@@ -195,6 +199,7 @@ class TorchLearner:
         total = torch.zeros((), device=self._model.device)
         for index, one in enumerate(part.microbatches):
             logprob_N, entropy_N = read(lambda what, of: getattr(self._model, what)(of), context, one)
+            rerouted_N = self._model.rerouted(one)
             reference_N = None
             if self._reference is not None and compares(context.objectives, one):
                 with torch.no_grad():
@@ -207,6 +212,7 @@ class TorchLearner:
                 reference_N=reference_N,
                 entropy_N=entropy_N,
                 advantage_N=advantages[index] if advantages else None,
+                rerouted_N=rerouted_N,
             )
             torch.autograd.backward(loss)
             total += loss.detach()
