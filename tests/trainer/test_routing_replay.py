@@ -9,7 +9,7 @@ from test_families import deeper
 from trainer_samples import make_item, random_items, tiny_model
 
 from infra.model.model import load_model
-from infra.model.routers import Routers, Taken
+from infra.model.routers import Routers
 from schemas import Span
 from schemas.errors import ConfigError
 from schemas.wire.routing import with_routing
@@ -71,9 +71,9 @@ def own_routing(folder: str, items: list[TrainItem]) -> list[np.ndarray]:
     plain = load_model(folder)
     routers, found = Routers(plain), []
     for item in items:
-        with torch.no_grad(), routers.using(taken := Taken()):
+        with torch.no_grad(), routers.recorded() as taken:
             plain(input_ids=ids_of(item)[:, :-1], use_cache=False)
-        found.append(taken.experts().numpy())
+        found.append(torch.stack(taken, 1).numpy())
     return found
 
 

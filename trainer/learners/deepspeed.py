@@ -27,7 +27,7 @@ from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.learners.forward import PackedModel
+from trainer.learners.forward import PackedModel, open_policy
 from trainer.learners.lanes import (
     check_step,
     of_phase,
@@ -111,13 +111,7 @@ class DeepSpeedLearner:
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
-        self._model = PackedModel(
-            model,
-            dtype=config.dtype,
-            device=device,
-            activation_checkpointing=config.activation_checkpointing,
-            replay=config.routing == "replay",
-        )
+        self._model = open_policy(model, config, device)
         self._reference: PackedModel | None = None
         if any(one.reference for one in self._objectives.values()):
             self._reference = PackedModel(model, dtype=reference_dtype(config), device=device)

@@ -13,14 +13,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from infra.model.model import load_model
-from infra.model.routers import Given, Routers
 from infra.model.vision import load_vision, model_inputs, probe_inputs
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
+from trainer.config import TrainerConfig
 from trainer.learners.attention import Path, Tree, chain, dense_mask, reading_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
+from trainer.learners.routing import Given, Replay
 
 MAX_LOGITS = 2**26  # 256 MiB of float32
 
@@ -45,10 +46,10 @@ class PackedModel:
     ) -> None:
         module: Any = load_model(folder, dtype=dtype)
         self.module: Any = module.to(device)
-        self._routers = _known_routers(self.module, folder) if replay else None
+        self._replay = Replay(self.module, folder) if replay else None
         self._differs_P: torch.Tensor | None = None  # of the last forward
         if activation_checkpointing:
-            again = {} if self._routers is None else {"context_fn": self._routers.again}
+            again = {} if self._replay is None else {"context_fn": self._replay.again}
             self.module.gradient_checkpointing_enable({"use_reentrant": False, **again})
             self.module.train()  # transformers recomputes in training mode only; dropout there is none to turn on
             _refuse_dropout(self.module, folder)
@@ -95,7 +96,7 @@ class PackedModel:
         microbatch, would have sent it elsewhere than it was sent; -1 where the router decided. [N] float32, NaN without
         `replay`.
         """
-        if self._routers is None:
+        if self._replay is None:
             return np.full(len(one.target_N), np.nan, np.float32)
         if self._differs_P is None:
             return np.full(len(one.target_N), -1, np.float32)
@@ -133,24 +134,24 @@ class PackedModel:
 
     def _given(self, one: Microbatch, cells: tuple[np.ndarray, np.ndarray, int] | None = None) -> Given | None:
         """What its tokens were recorded with. cells: nodes, the cell of each, and how many cells there are."""
-        if self._routers is None or not len(one.experts_BTLk):
+        if self._replay is None or not len(one.experts_BTLk):
             return None
         experts_PLk = one.experts_BTLk.reshape(-1, *one.experts_BTLk.shape[2:])
-        routers = self._routers
-        if experts_PLk.shape[1:] != (routers.num_layers, routers.k):
+        known = self._replay
+        if experts_PLk.shape[1:] != (known.num_layers, known.k):
             return None
         if cells is not None:
             node_P, cell_P, num = cells
             laid = np.full((num, *experts_PLk.shape[1:]), -1, np.int16)
             laid[cell_P] = experts_PLk[node_P]
             experts_PLk = laid
-        unknown_P = (experts_PLk >= routers.num_experts).any((1, 2))
+        unknown_P = (experts_PLk >= known.num_experts).any((1, 2))
         experts_PLk = np.where(unknown_P[:, None, None], -1, experts_PLk)
         return Given(self._tensor(experts_PLk.astype(np.int64)))
 
     def _routed(self, inputs: dict[str, Any], given: Given | None) -> torch.Tensor:
         """The last hidden states, flat."""
-        with nullcontext() if self._routers is None else self._routers.using(given):
+        with nullcontext() if self._replay is None else self._replay.given(given):
             states: torch.Tensor = self._body(**inputs, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
 
@@ -180,14 +181,15 @@ class PackedModel:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def _known_routers(module: torch.nn.Module, folder: str) -> Routers:
-    found = Routers(module)
-    if not found.num_layers:
-        raise ConfigError(
-            f'trainer.routing: got "replay" with {folder} ({module.config.model_type}), expected a mixture of experts whose '
-            'routers are known (Mixtral, Qwen-MoE, GPT-OSS, OLMoE); say "own"'
-        )
-    return found
+def open_policy(folder: str, config: TrainerConfig, device: str) -> PackedModel:
+    """The model that is trained, as the settings ask for. Raises ConfigError."""
+    return PackedModel(
+        folder,
+        dtype=config.dtype,
+        device=device,
+        activation_checkpointing=config.activation_checkpointing,
+        replay=config.routing == "replay",
+    )
 
 
 def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:

@@ -22,7 +22,7 @@ from trainer.batch.batch import PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
 from trainer.health.diagnostics import Observed, diagnose, join
-from trainer.learners.forward import PackedModel
+from trainer.learners.forward import PackedModel, open_policy
 from trainer.learners.lanes import (
     StepContext,
     bounds,
@@ -55,13 +55,7 @@ class TorchLearner:
             torch.set_num_threads(config.threads)
         self._config = config
         self._objectives = open_objectives(config.lanes)
-        self._model = PackedModel(
-            model,
-            dtype=config.dtype,
-            device=device,
-            activation_checkpointing=config.activation_checkpointing,
-            replay=config.routing == "replay",
-        )
+        self._model = open_policy(model, config, device)
         self._reference: PackedModel | None = None
         if any(one.reference for one in self._objectives.values()):
             self._reference = PackedModel(model, dtype=reference_dtype(config), device=device)
