@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from test_families import deeper
-from trainer_samples import make_item, random_items, tiny_model
+from trainer_samples import make_item, random_items, random_routing, tiny_model, with_experts
 
 from infra.model.model import load_model
 from infra.model.routers import Routers
 from schemas import Span
 from schemas.errors import ConfigError
-from schemas.wire.routing import with_routing
 from tests.infra.tiny_families import build_family
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.batch.routing import recorded
@@ -75,23 +74,6 @@ def own_routing(folder: str, items: list[TrainItem]) -> list[np.ndarray]:
             plain(input_ids=ids_of(item)[:, :-1], use_cache=False)
         found.append(torch.stack(taken, 1).numpy())
     return found
-
-
-def random_routing(items: list[TrainItem], *, seed: int = 0, layers: int = 2) -> list[np.ndarray]:
-    """Two of four experts, the same for equal beginnings, as those of one engine and version are."""
-    found = []
-    for item in items:
-        rows = []
-        for at in range(item.experience.num_tokens - 1):
-            prefix = item.experience.tokens[: at + 1].tolist()
-            draw = np.random.default_rng([seed, *prefix])
-            rows.append([draw.permutation(4)[:2] for _ in range(layers)])
-        found.append(np.array(rows))
-    return found
-
-
-def with_experts(items: list[TrainItem], experts: list[np.ndarray]) -> list[TrainItem]:
-    return [TrainItem(with_routing(one.experience, each), one.item) for one, each in zip(items, experts, strict=True)]
 
 
 def ids_of(item: TrainItem) -> torch.Tensor:
