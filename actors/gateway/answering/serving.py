@@ -19,6 +19,7 @@ from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.access.users import Users
 from actors.gateway.answering.conversation import Called, read_calls, written
+from actors.gateway.answering.earlier import Earlier
 from actors.gateway.answering.sample import Growing, OnText, SampledAnswer, sample, sample_whole
 from actors.gateway.answering.sessions import Sessions, held
 from actors.gateway.config import GatewayConfig
@@ -130,6 +131,7 @@ class Gateway:
         self.served = Recent()  # groups of the newest requests
         self._minter = minter
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
+        self.earlier = Earlier(config.sessions, config.sessions_mb * 1024 * 1024)
 
     def is_long(self, request: ParsedRequest) -> bool:
         """Whether what comes before the first token takes long, so that a client may be gone by then."""
@@ -166,6 +168,10 @@ class Gateway:
             trial=self._trial() if drawn else -1,
             subject=self._subject(request, key, name if session else ""),
         )
+
+    async def count(self, request: ParsedRequest, key: ApiKey) -> int:
+        """Tokens of a request's prompt as the template writes it. Raises ApiError."""
+        return len((await self._tokenized(request, key, ""))[0])
 
     async def answer(self, in_flight: InFlight, watch: Callable[[int], OnText] | None = None) -> None:
         """Sample all choices into `in_flight`. Cancelled, it keeps and records what there is. Raises ApiError.

@@ -141,7 +141,7 @@ def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path
 
 def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, engine(says("slow"), token_s=0.1), limits=GatewayLimits(concurrency=2)) as served:
+        async with serving(tmp_path, engine(says("slow"), token_s=0.03), limits=GatewayLimits(concurrency=2)) as served:
             key = served.key()
             await served.keys_read()
             client = served.client(key)
