@@ -208,14 +208,16 @@ def _found(plan: LifePlan, life: Life, journal: Sequence[Entry], events: Sequenc
 
 def _told(folder: Path, journal: Sequence[Entry]) -> dict[str, float]:
     """What the ranks said: which checkpoint the second life began from, to the hash."""
-    words = [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
-    hashes = [one["hash"] for one in words if "hash" in one]
+    words = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.iterdir())
+    }
+    hashes = [one["hash"] for one in words["rank-0"] if "hash" in one]
     saved = {one.sha256: one for one in journal if isinstance(one, Saved)}
     read = saved.get(hashes[0]) if hashes else None
     return {
         "resumed_with_equal_hash": float(read is not None and len(hashes) == 1),
         "steps_in_the_checkpoint": float(0 if read is None else read.step + 1),
-        "rank_peak_gib": max(one["peak_bytes"] for one in words if "peak_bytes" in one) / GIB,
+        **{f"{rank.replace('-', '_')}_peak_gib": said[-1]["peak_bytes"] / GIB for rank, said in words.items()},
     }
 
 
