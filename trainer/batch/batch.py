@@ -9,20 +9,19 @@ several trees share a row without seeing each other. The last token of a sequenc
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from schemas import BatchItem, Experience
+from schemas.fields import LANES as LANES
 from schemas.fields import Lane
 from schemas.pairs import CHOSEN, pair_side
 from schemas.wire.teacher import teacher_logprobs
 from trainer.batch.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
 from trainer.batch.rows import chunk, fill_rows
 from trainer.batch.tree import Branch, Tree, grow, in_order
-
-LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class TrainItem(msgspec.Struct, frozen=True):

@@ -4,14 +4,17 @@ Guarantees: equal to a plain forward of each sequence up to rounding (checked on
 `trainer.learners.opening`); the head's sums are float32, and only where it is read; memory is linear in the length of a row.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from infra.model.adapter import adapter_parameters, put_adapter
 from infra.model.model import load_model
 from infra.model.vision import load_vision, model_inputs, probe_inputs
+from infra.policies.adapter import Adapter
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
@@ -20,6 +23,9 @@ from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
 
 MAX_LOGITS = 2**26  # 256 MiB of float32
+Reader = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]  # of hidden states, targets and temperatures
 
 
 class PackedModel:
@@ -51,7 +57,24 @@ class PackedModel:
         self._vision = load_vision(folder)
         # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
         self._own_masks = self.module.config._attn_implementation == "sdpa"
-        self._family = find_abilities(self.module, folder, self._head.num_tokens, self._logprobs_by)
+        self._folder = folder
+        self.adapter: Adapter | None = None
+        self.find_reading()
+
+    def find_reading(self) -> None:
+        """Find by what the model's rows are read: see `trainer.learners.opening`. Raises ConfigError."""
+        self._family = find_abilities(self.module, self._folder, self._head.num_tokens, self._logprobs_by)
+
+    def adapt(self, adapter: Adapter | None, *, with_reference: bool = False) -> None:
+        """Train an adapter in place of the model's own weights; None changes nothing. See `infra.model.adapter.put_adapter`."""
+        if adapter is not None:
+            put_adapter(self.module, adapter, with_reference=with_reference)
+            self.adapter = adapter
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """What an optimizer moves: every parameter by the model's own names, or the adapter's by published ones."""
+        return dict(self.module.named_parameters()) if self.adapter is None else adapter_parameters(self.module)
 
     @property
     def reading(self) -> str:
@@ -60,16 +83,16 @@ class PackedModel:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens, [N] float32."""
-        return self._head.logprobs(self._hidden(one), *self._targets(one))
+        return self._read(self._head.logprobs, one)
 
     def logprobs_and_entropy(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens and the entropy of π_θ where each was chosen, both with gradients, [2, N] float32."""
-        return self._head.logprobs_and_entropy(self._hidden(one), *self._targets(one))
+        return self._read(self._head.logprobs_and_entropy, one)
 
     @torch.no_grad()
     def hits(self, one: Microbatch) -> torch.Tensor:
         """Whether each sampled token is the most likely one, [N] bool."""
-        return self._head.most_likely(self._hidden(one)) == self._tensor(one.target_N)
+        return self._read(lambda hidden, target, _: (self._head.most_likely(hidden) == target).float(), one).bool()
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: tuple[int, ...]) -> list[float]:
@@ -86,9 +109,9 @@ class PackedModel:
         """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
         return self._states(one, reading_path(self.device.type, one.tokens_BT.shape[1], self._family))
 
-    def _hidden(self, one: Microbatch) -> torch.Tensor:
-        """The last hidden state wherever a sampled token is read, [N, D]."""
-        return self.states(one)[self._tensor(one.predecessor_N)]
+    def _read(self, read: Reader, one: Microbatch) -> torch.Tensor:
+        """What the head says of the sampled tokens, [..., N]."""
+        return read(self.states(one)[self._tensor(one.predecessor_N)], *self._targets(one))
 
     def _targets(self, one: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tensor(one.target_N), self._tensor(one.temperature_N)
