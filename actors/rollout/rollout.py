@@ -20,11 +20,11 @@ from infra.log.log import Log
 from infra.roles.role import Role
 from infra.settings.plugin import describe
 from infra.store.images import ImageReader
-from schemas import Block, Closure, DropMarker, Experience, Issued, Score, Task
+from schemas import Closure, DropMarker, Experience, Issued, Score, Task
 from schemas.errors import BadImage, ConfigError
-from schemas.experience import MAX_MEMBERS
 from schemas.ids import experience_id
 from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
+from schemas.wire.block import blocks_of
 
 _log = logging.getLogger(__name__)
 
@@ -136,8 +136,8 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
     ended = sorted(ended, key=lambda episode: episode.episode)
     experiences = [experience for episode in ended for experience in episode.experiences]
     empty = [episode for episode in ended if not episode.experiences]
-    for start in range(0, len(experiences), MAX_MEMBERS):
-        await runtime.role.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
+    for block in blocks_of(experiences):
+        await runtime.role.log.publish(EXPERIENCES, block)
     if empty and issued.suite:
         await runtime.role.log.publish(PROGRESS, _closure(issued, reason))
     elif empty:

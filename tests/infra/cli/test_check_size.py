@@ -15,6 +15,7 @@ from tests.contracts.test_learner import batch, opened
 from tests.infra.cli.test_check_command import check
 from tests.infra.tiny_families import build_family
 from tests.peak import PEAK_MB
+from trainer.config import LoraConfig
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -85,6 +86,26 @@ def test_predicted_bytes_of_weights_gradients_and_optimizer_are_those_a_learner_
     assert predicted == {what: num_bytes for what, num_bytes in held.items() if num_bytes}
     published = sum(tensor.num_bytes for tensor in learner.tensors().values())
     assert published == model_size(folder).published * (4 if dtype == "float32" else 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_an_adapter_the_base_has_weights_alone_and_the_adapter_all_the_rest(tmp_path: Path, dtype: str) -> None:
+    from infra.cli.settings import load_settings
+
+    folder = build_family(tmp_path / "qwen3", "qwen3")
+    learner = opened("trainer.learners.torch:TorchLearner", str(folder), dtype=dtype, lora=LoraConfig(rank=4))
+    learner.step(batch(0), learning_rate=1e-3, seed=0)
+    app = app_of(tmp_path, str(folder), "[trainer.lora]\nrank = 4")
+    settings = load_settings(app, [f'trainer.dtype="{dtype}"'])
+    found = estimate(settings, Machine(gpu=80e9, host=2e12, shm=1e11, step_s=120.0))
+    rows = {row.what: row.num_bytes for row in found.learner.gpu if not row.is_rough}
+    masters = sum(one.nbytes for one in learner._masters.values())
+    assert rows.pop("weights") == sum(one.nbytes for one in learner._model.module.parameters())
+    assert rows == {"gradients": masters, "moments": 2 * masters} | ({"masters": masters} if dtype != "float32" else {})
+    published = sum(tensor.num_bytes for tensor in learner.tensors().values())
+    assert found.version.anchor_bytes == published * found.version.versions
+    saved = sum(one.num_bytes for name, one in learner.save().items() if one.shape and name != "adapter")
+    assert saved == 12 * found.size.trained
 
 
 def test_every_rank_of_zero_3_holds_its_share(tmp_path: Path) -> None:
