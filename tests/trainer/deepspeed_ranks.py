@@ -15,7 +15,6 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-import torch
 from trainer_samples import make_item, random_items, random_routing, with_experts
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
