@@ -23,7 +23,7 @@ from infra.store.memory import MemoryStore
 from schemas import BatchItem, Span
 from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.uses import Uses
-from trainer.config import LaneConfig, TrainerConfig
+from trainer.config import LaneConfig, LoraConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace, Position, load_newest, save
 from trainer.journal.checkpoint import folder as folder_of
 from trainer.learners.deepspeed import DeepSpeedLearner
@@ -191,6 +191,57 @@ def main(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
+def check_lora(model: str, stage: int, what: str) -> None:
+    """An adapter alone is in the optimizer, in the state and in a version, and its steps are those of one process."""
+    dtype = "bfloat16" if what.endswith("bfloat16") else "float32"
+    lanes = NEEDS["reference"] if what.endswith("reference") else LANES
+    config = TrainerConfig(lanes=lanes, threads=1, dtype=dtype, lora=LoraConfig(rank=4))  # type: ignore[arg-type]
+    learner = DeepSpeedLearner(model, config, stage=stage)
+    if learner.rank:
+        learner.follow(MemoryStore())
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    assert learner.tensors() == alone.tensors() and learner.save() == alone.save()
+    moved = {id(value) for group in learner._engine.optimizer.param_groups for value in group["params"]}
+    assert stage == 3 or len(moved) <= len(learner.tensors())
+    learner.begin_phase("warmup"), alone.begin_phase("warmup")
+    for step in range(4):
+        if step == 2:
+            learner.begin_phase("train"), alone.begin_phase("train")
+        batch = pack(random_items(step), max_tokens=40, version=5)
+        stats, expected = (one.step(batch, learning_rate=1e-3, seed=step) for one in (learner, alone))
+        assert stats.finite and abs(stats.loss - expected.loss) < (3e-2 if dtype == "bfloat16" else 1e-4), (
+            stats,
+            expected,
+        )
+    saved, theirs = learner.save(), alone.save()
+    numbers = [{name: one for name, one in state.items() if one.dtype != "U8"} for state in (saved, theirs)]
+    assert furthest(*numbers) < (2e-2 if dtype == "bfloat16" else 1e-4), furthest(*numbers)
+    assert saved["adapter"] == theirs["adapter"] and learner.state_hash() == whole_hash(saved)
+    alone.restore(saved)
+    assert learner.tensors() == alone.tensors()
+    assert np.allclose(
+        learner.probe(((1, 5, 9),)).logprobs,
+        alone.probe(((1, 5, 9),)).logprobs,
+        atol=1e-4 if dtype == "float32" else 0.1,
+    )
+    before = learner.save()
+    assert not learner.step(pack(poisoned(4), max_tokens=40, version=5), learning_rate=1e-4, seed=4).finite
+    assert learner.save() == before
+    learner.step(batch, learning_rate=1e-3, seed=9)
+    learner.restore(before)
+    assert learner.save() == before
+    whole = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1), device="cpu")
+    try:
+        learner.restore(whole.save())
+    except ValueError as error:
+        assert "it is full weights, expected an adapter" in str(error)
+    else:
+        raise AssertionError("a state of full weights")
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
 def check_refused(model: str, stage: int, what: str) -> None:
     """A gradient above what is allowed changes nothing on any rank, whether the step has one minibatch or several."""
     config = TrainerConfig(lanes=NEEDS["proximal"] if what == "refused minibatch" else LANES, threads=1)
@@ -296,6 +347,8 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             main(model, stage)
         case "unequal":
             check_unequal(model, stage)
+        case "lora" | "lora reference" | "lora bfloat16":
+            check_lora(model, stage, what)
         case "states":
             check_states(model, stage, Path(*folder))
         case _:
@@ -306,6 +359,7 @@ def serve() -> None:
     """A line in is the output's file, the number of ranks and the arguments of `check`; a line out is 0, or 1 for failed."""
     # The ranks find these imported, with what DeepSpeed imports late.
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import peft  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     for line in sys.stdin:

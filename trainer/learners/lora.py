@@ -1,6 +1,7 @@
 """LoRA in a learner: the adapter that [trainer.lora] describes, and a reference that shares the policy's base."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from trainer.config import TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import reference_dtype
 from trainer.losses.loss import Objective
+
+Run = Callable[[str, Any], Any]
 
 
 def open_adapter(config: TrainerConfig, model: str) -> Adapter | None:
@@ -37,8 +40,18 @@ class ReferenceAdapter:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_ref of the sampled tokens, [N] float32; without gradients alone."""
-        with computing_with(self._policy.module, REFERENCE):
-            return self._policy.logprobs(one)
+        return self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
+
+    def through(self, run: Run) -> Run:
+        """`run` on the reference. run: name of a method of PackedModel, and its argument; where ranks compute together, the
+        engine of all of them.
+        """
+
+        def compare(what: str, argument: Any) -> Any:
+            with computing_with(self._policy.module, REFERENCE):
+                return run(what, argument)
+
+        return compare
 
 
 def open_reference(
