@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from infra.model.adapter import REFERENCE, adapter_parameters, computing_with, find_adapter
@@ -11,7 +12,6 @@ from schemas.fields import Lane
 from trainer.batch.batch import Microbatch
 from trainer.config import TrainerConfig
 from trainer.learners.forward import PackedModel
-from trainer.learners.lanes import reference_dtype
 from trainer.losses.loss import Objective
 
 Run = Callable[[str, Any], Any]
@@ -43,21 +43,19 @@ class ReferenceAdapter:
         return self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
 
     def through(self, run: Run) -> Run:
-        """`run` on the reference. run: name of a method of PackedModel, and its argument; where ranks compute together, the
+        """`run` on the reference. run: name of a method of PackedModel, and a microbatch; where ranks compute together, the
         engine of all of them.
         """
 
         def compare(what: str, argument: Any) -> Any:
+            # A reference sends its tokens where its own routers do.
+            own = msgspec.structs.replace(argument, experts_BTLk=argument.experts_BTLk[:0])
             with computing_with(self._policy.module, REFERENCE):
-                return run(what, argument)
+                return run(what, own)
 
         return compare
 
 
-def open_reference(
-    policy: PackedModel, model: str, config: TrainerConfig, *, device: str
-) -> PackedModel | ReferenceAdapter:
-    """What losses compare with: a second model of the folder, or a second adapter of the policy's."""
-    if policy.adapter is not None:
-        return ReferenceAdapter(policy)
-    return PackedModel(model, dtype=reference_dtype(config), device=device)
+def open_reference(policy: PackedModel, again: Callable[[], PackedModel]) -> PackedModel | ReferenceAdapter:
+    """What losses compare with: a second adapter of the policy's, or where it has none a second model. again: opens that."""
+    return again() if policy.adapter is None else ReferenceAdapter(policy)
