@@ -312,6 +312,10 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             main(model, stage)
         case "unequal":
             check_unequal(model, stage)
+        case "lora" | "lora reference" | "lora bfloat16":
+            from lora_ranks import check_lora
+
+            check_lora(model, stage, what)
         case "states":
             check_states(model, stage, Path(*folder))
         case _:
@@ -322,6 +326,7 @@ def serve() -> None:
     """A line in is the output's file, the number of ranks and the arguments of `check`; a line out is 0, or 1 for failed."""
     # The ranks find these imported, with what DeepSpeed imports late.
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import peft  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     for line in sys.stdin:

@@ -84,6 +84,15 @@ def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [(0, "lora"), (1, "lora bfloat16"), (2, "lora reference"), (3, "lora reference")],
+)
+def test_ranks_train_an_adapter_alone_as_one_process_does(agree, stage, what):
+    agree(stage, what)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_send_tokens_to_the_recorded_experts_as_one_process_does(agree, tmp_path, stage):
     agree(stage, "replay", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))

@@ -35,6 +35,7 @@ from trainer.learners.lanes import (
     reference_dtype,
 )
 from trainer.learners.learner import Phase, Snapshot, StepStats
+from trainer.learners.lora import ReferenceAdapter, compared, open_adapter, open_reference
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import (
     Channel,
@@ -48,7 +49,8 @@ from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import RankSnapshot
 from trainer.learners.zero import engine_settings, reference_settings
 from trainer.losses.loss import open_objectives
-from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of
+from trainer.state.adapter import check_adapter, told
+from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of, pieces_of
 from trainer.state.stored import StoredState, open_state
 
 logger = logging.getLogger(__name__)
@@ -95,40 +97,39 @@ class DeepSpeedLearner:
         self._config = config
         self._stage = stage
         self._objectives = open_objectives(config.lanes)
+        self.adapter = open_adapter(config, model)
+        self._told = told(self.adapter)
         if config.critic is not None or any(one.critic for one in self._objectives.values()):
             raise ConfigError(
                 "trainer.critic: got DeepSpeedLearner, expected TorchLearner: the critic is one process's"
             )
-        gpu = torch.cuda.is_available()
-        if not gpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if config.threads:
             torch.set_num_threads(config.threads)
-        import deepspeed
-
-        _alone_unless_told(os.environ)
-        deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
         timeout_s = duration_s(config.ranks_timeout)
-        deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+        deepspeed = _joined(timeout_s)
         self.rank: int = distributed.get_rank()
         self._world = distributed.get_world_size()
         self._channel, self._beside = Channel(timeout_s), Channel(WRITE_S)
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
         group = open_group(sequence_parallel, timeout_s)
         self._model = open_packed(model, group, device=device, **policy_settings(config))
-        self._reference: PackedModel | None = None
-        if any(one.reference for one in self._objectives.values()):
-            self._reference = open_packed(model, group, dtype=reference_dtype(config), device=device)
-        named = list(self._model.module.named_parameters())
-        optimizer = torch.optim.AdamW(
-            [value for _, value in named], betas=config.betas, weight_decay=config.weight_decay
-        )
+        with_reference = compared(self._objectives)
+        self._model.adapt(self.adapter, with_reference=with_reference)
+        again = partial(open_packed, model, group, dtype=reference_dtype(config), device=device)
+        self._reference = open_reference(self._model, again) if with_reference else None
+        named = list(self._model.trained.items())
+        parameters = [value for _, value in named]
+        optimizer = torch.optim.AdamW(parameters, betas=config.betas, weight_decay=config.weight_decay)
         self._engine: Any = deepspeed.initialize(model=_Forward(self._model), optimizer=optimizer, config=settings)[0]
-        compared = [] if self._reference is None else list(self._reference.module.named_parameters())
-        compare = None if self._reference is None else _comparing(deepspeed, self._reference, config, stage)
-        self._shards = Shards(deepspeed, self._engine, named, compared, stage=stage)
+        beside = [] if self._reference is None else list(self._reference.trained.items())
+        compare = None
+        if isinstance(self._reference, ReferenceAdapter):
+            compare = self._reference.through(self._engine)
+        elif self._reference is not None:
+            compare = _comparing(deepspeed, self._reference, config, stage)
+        self._shards = Shards(deepspeed, self._engine, named, beside, stage=stage)
         self._ranks = RankStep(
             config,
             self._objectives,
@@ -211,7 +212,7 @@ class DeepSpeedLearner:
 
     def numerics(self) -> dict[str, str]:
         """Those of one process, ranks, and the stage of ZeRO."""
-        return numerics(self._model.device) | {
+        return numerics(self._model.device, adapted=self.adapter is not None) | {
             "attention": self._model.reading,
             "ranks": str(self._world),
             "zero": str(self._stage),
@@ -219,7 +220,7 @@ class DeepSpeedLearner:
 
     def layout(self) -> Layout:
         """Names, dtypes and shapes of the state as it is."""
-        return self._shards.layout() | {PHASE: Kind("U8", ())}
+        return self._shards.layout() | {PHASE: Kind("U8", ())} | layout_of(self._told)
 
     def state_hash(self) -> str:
         """The hash of the state as a checkpoint would tell it, without one."""
@@ -233,6 +234,7 @@ class DeepSpeedLearner:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `save`; to other ranks goes one tensor at a time."""
+        check_adapter(state, self.adapter)
         self._check(layout_of(state))
         self.set(state)
 
@@ -253,13 +255,14 @@ class DeepSpeedLearner:
 
     def load(self, state: StoredState, *, without: Sequence[str] = ()) -> None:
         """Continue from a stored state, each rank reading its own pieces. without: names that stay as they are here."""
+        check_adapter(state, self.adapter)
         self._check(state.layout, without)
         order = Order(name="load", folder=state.folder, index=state.key, sha256=state.sha256, names=tuple(state.layout))
         self._call(order, state)
 
     def _check(self, layout: Layout, without: Sequence[str] = ()) -> None:
         with_moments = any(name.startswith("adam/") for name in layout)
-        expected = self._shards.layout(with_moments=with_moments) | {PHASE: Kind("U8", ())}
+        expected = self._shards.layout(with_moments=with_moments) | {PHASE: Kind("U8", ())} | layout_of(self._told)
         check_same(layout, {name: kind for name, kind in expected.items() if name not in without})
 
     def _call(self, order: Order, given: Any = None) -> Any:
@@ -306,8 +309,8 @@ class DeepSpeedLearner:
         self._ranks.move_reference(0.0)
 
     def _pieces(self, *, copy: bool) -> list[Piece]:
-        phase = [] if self.rank else [Piece(PHASE, 0, bytes([PHASES.index(self._phase)]))]
-        return [*self._shards.pieces(copy=copy), *phase]
+        of_rank_0 = [Piece(PHASE, 0, bytes([PHASES.index(self._phase)])), *pieces_of(self._told)]
+        return [*self._shards.pieces(copy=copy), *(of_rank_0 if not self.rank else ())]
 
     def _save(self) -> dict[str, Tensor]:
         mine = [msgspec.structs.astuple(one) for one in self._pieces(copy=False)]
@@ -347,17 +350,17 @@ class DeepSpeedLearner:
 
     def _with_state(self, order: Order, given: StoredState | None, use: Callable[[StoredState], None]) -> None:
         """Use a stored state on every rank; on rank 0 StoreError or ValueError naming the ranks that could not."""
-        told = ["", ""]
+        said = ["", ""]
         try:
             if given is None:
                 assert self._store is not None
                 given = open_state(self._store, order.folder, order.index, order.sha256)
             use(given)
         except (StoreError, ValueError) as error:
-            told = [type(error).__name__, f"rank {self.rank}: {error}"]
+            said = [type(error).__name__, f"rank {self.rank}: {error}"]
         found = [
             msgspec.msgpack.decode(data, type=list[str])
-            for data in self._channel.everywhere(msgspec.msgpack.encode(told))
+            for data in self._channel.everywhere(msgspec.msgpack.encode(said))
         ]
         if failed := [one for one in found if one[0]]:
             kind = StoreError if any(one[0] != ValueError.__name__ for one in failed) else ValueError
@@ -375,6 +378,19 @@ def _comparing(deepspeed: Any, reference: PackedModel, config: TrainerConfig, st
     engine = deepspeed.initialize(model=_Forward(reference), config=reference_settings(reference_dtype(config)))[0]
     engine.eval()
     return engine
+
+
+def _joined(timeout_s: float) -> Any:
+    """DeepSpeed, once all ranks have met."""
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    _alone_unless_told(os.environ)
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
+    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    return deepspeed
 
 
 def _alone_unless_told(environment: MutableMapping[str, str]) -> None:

@@ -228,6 +228,8 @@ class RankStep:
         """On rank 0 a copy of the policy; one weight at a time is whole on a rank that does not hold it."""
         found: dict[str, Tensor] = {}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
+            if self._model.adapter is not None and not published(self._model.module, {name: value}):
+                continue  # of the base, which is not gathered for nothing
             with self._shards.gathered(value):
                 if not self._channel.rank:
                     views = published(self._model.module, {name: value.detach()})
