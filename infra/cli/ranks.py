@@ -2,12 +2,17 @@
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.cli.settings import Settings
-from infra.local.ranks import RankGroup, run_ranks
+from infra.local.ranks import RankGroup, rank_of, run_ranks
 from infra.settings.plugin import find
 from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.learners.learner import Learner
 
 CONFIG_ERROR = 2  # an exit code that a restart cannot mend
 
@@ -25,6 +30,20 @@ async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop
         final_codes=(0, CONFIG_ERROR),
     )
     return await run_ranks(group, stop)
+
+
+def open_on_rank(settings: Settings, model: str, environment: Mapping[str, str]) -> "Learner":
+    """The configured learner on a model folder. Raises ConfigError; on one of several ranks a RuntimeError goes on as it is,
+    since another rank that is gone is no mistake in the settings: all start again.
+    """
+    from trainer.learners.learner import open_learner
+
+    try:
+        return open_learner(settings.trainer, model)
+    except ConfigError as error:
+        if rank_of(environment) is not None and isinstance(error.__cause__, RuntimeError):
+            raise error.__cause__ from None
+        raise
 
 
 def several_ranks(settings: Settings) -> str:

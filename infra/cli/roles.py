@@ -11,7 +11,7 @@ from pathlib import Path
 from actors.gateway.config import GatewayConfig, Webhook
 from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
 from infra.cli.private import open_to_others
-from infra.cli.ranks import several_ranks, train_on_ranks
+from infra.cli.ranks import open_on_rank, several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
 from infra.local.ranks import adopt_slurm, rank_of
 from infra.log.log import Log
@@ -187,18 +187,18 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch.batch_chain import build_batch
     from trainer.batch.image_inputs import open_sight
     from trainer.health.board import Board
-    from trainer.learners.learner import Ranks, open_learner
+    from trainer.learners.learner import Ranks
     from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
-        learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
+        learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
         if not isinstance(learner, Ranks):
             raise ConfigError(several_ranks(settings))
         await asyncio.to_thread(learner.follow, store_of(settings))
         return
     # Each of its records is waited for alone, and the optimizer step with it: none would leave with others.
     async with connected(settings, linger_ms=0) as log:
-        learner = await asyncio.to_thread(open_learner, settings.trainer, folder)
+        learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
         role = role_of("train", settings, log, metrics, stop)
         board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None
         try:
