@@ -1,10 +1,12 @@
 """What each rank of test_deepspeed_learner runs where ranks share rows; `deepspeed_ranks` starts it."""
 
+from typing import Literal
+
 import deepspeed
 import numpy as np
 import torch
 from deepspeed_ranks import furthest, unequal
-from trainer_samples import long_microbatch, random_items
+from trainer_samples import long_microbatch, random_items, random_routing, with_experts
 
 from infra.store.memory import MemoryStore
 from trainer.batch.batch import Microbatch, pack
@@ -30,7 +32,10 @@ def check(model: str, stage: int, what: str, number: int) -> None:
 
 def check_split(model: str, stage: int, size: int) -> None:
     """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
-    config = TrainerConfig(lanes=LANES, threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3)
+    routing: Literal["replay", "own"] = "replay" if "moe" in model else "own"
+    config = TrainerConfig(
+        lanes=LANES, threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3, routing=routing
+    )
     learner = DeepSpeedLearner(model, config, stage=stage, sequence_parallel=size)
     if learner.rank:
         learner.follow(MemoryStore())
@@ -39,6 +44,8 @@ def check_split(model: str, stage: int, size: int) -> None:
     uneven = False
     # Several rows and microbatches; then one row, of all trees.
     for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
+        if routing == "replay":
+            items = with_experts(items, random_routing(items))
         batch = pack(items, max_tokens=(90, 301, 10_000)[step], version=5)
         uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
         stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))

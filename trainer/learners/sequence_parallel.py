@@ -69,8 +69,6 @@ def open_packed(folder: str, group: SequenceGroup, **settings: Any) -> PackedMod
     """The model of a folder, whose rows the ranks of a group share. settings: of `PackedModel`. Raises ConfigError."""
     if group.size == 1:
         return PackedModel(folder, **settings)
-    if settings.pop("replay", False):
-        raise ConfigError(f'{WHERE}: got {group.size} with trainer.routing = "replay", expected 1, or "own"')
     require_divisible(folder, group.size)
     return SplitModel(folder, group, **settings)
 
@@ -99,12 +97,13 @@ def require_divisible(folder: str, size: int) -> None:
 
 
 class Part(NamedTuple):
-    """What one rank computes of a microbatch. tokens_BP, positions_BP: its stretch of every row. read_R: which sampled tokens
-    it reads; at_R: where, indexes into B*P.
+    """What one rank computes of a microbatch. tokens_BP, positions_BP, experts_BPLk: its stretch of every row, see
+    `Microbatch`. read_R: which sampled tokens it reads; at_R: where, indexes into B*P.
     """
 
     tokens_BP: np.ndarray
     positions_BP: np.ndarray
+    experts_BPLk: np.ndarray
     read_R: np.ndarray
     at_R: np.ndarray
 
@@ -117,7 +116,7 @@ def part_of(one: Microbatch, size: int, place: int) -> Part:
     row_N, index_N = np.divmod(one.predecessor_N, num_T)
     read_R = np.flatnonzero(index_N // num_P == place)
     at_R = row_N[read_R] * num_P + index_N[read_R] - mine.start
-    return Part(one.tokens_BT[:, mine], one.positions_BT[:, mine], read_R, at_R)
+    return Part(one.tokens_BT[:, mine], one.positions_BT[:, mine], one.experts_BTLk[:, mine], read_R, at_R)
 
 
 class SplitModel(PackedModel):
@@ -128,6 +127,7 @@ class SplitModel(PackedModel):
     def __init__(self, folder: str, group: SequenceGroup, **settings: Any) -> None:
         self._group = group
         self._across = Ulysses(group)
+        self._differs_N: torch.Tensor | None = None  # of the last forward
         super().__init__(folder, **settings)
 
     def find_reading(self) -> None:
@@ -158,11 +158,19 @@ class SplitModel(PackedModel):
         reach_BT, position_BT = self._tensor(one.reach_BT), self._tensor(one.positions_BT)
         inputs = Tree(reach_BT, position_BT, self._path, across=self._across).inputs()
         inputs |= {"input_ids": self._tensor(part.tokens_BP), "position_ids": self._tensor(part.positions_BP)}
-        state_PD = self._body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        read_R = self._tensor(part.read_R)
+        given = self._given(msgspec.structs.replace(one, experts_BTLk=part.experts_BPLk))
+        state_PD = self._routed(inputs, given)
+        at_R, read_R = self._tensor(part.at_R), self._tensor(part.read_R)
         target_N, temperature_N = self._targets(one)
-        found = read(state_PD[self._tensor(part.at_R)], target_N[read_R], temperature_N[read_R])
-        every: torch.Tensor = Told.apply(found, read_R, len(target_N), self._group.process_group)  # type: ignore[no-untyped-call]
+        self._differs_N = None if given is None else self._told(given.shares()[at_R], read_R, len(target_N))
+        return self._told(read(state_PD[at_R], target_N[read_R], temperature_N[read_R]), read_R, len(target_N))
+
+    def rerouted(self, one: Microbatch) -> np.ndarray:
+        """See `PackedModel`."""
+        return super().rerouted(one) if self._differs_N is None else self._differs_N.cpu().numpy()
+
+    def _told(self, found: torch.Tensor, read_R: torch.Tensor, num_N: int) -> torch.Tensor:
+        every: torch.Tensor = Told.apply(found, read_R, num_N, self._group.process_group)  # type: ignore[no-untyped-call]
         return every
 
 
