@@ -15,7 +15,7 @@ from infra.model.vision import load_vision, model_inputs, probe_inputs
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
-from trainer.learners.attention import Path, Tree, chain, dense_mask, reading_path
+from trainer.learners.attention import Abilities, Path, Tree, chain, dense_mask, reading_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
 
@@ -26,7 +26,8 @@ class PackedModel:
     """A causal language model and how its sampled tokens are read. device: where it runs.
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
-    activation_checkpointing: so do the layers.
+    activation_checkpointing: so do the layers. module: the folder's model where it is loaded already, which is read only
+    after `find_reading`.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class PackedModel:
         device: str,
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
+        module: Any = None,
     ) -> None:
-        module: Any = load_model(folder, dtype=dtype)
-        self.module: Any = module.to(device)
+        self.module: Any = load_model(folder, dtype=dtype).to(device) if module is None else module
         if activation_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
             self.module.train()  # transformers recomputes in training mode only; dropout there is none to turn on
@@ -51,7 +52,14 @@ class PackedModel:
         self._vision = load_vision(folder)
         # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
         self._own_masks = self.module.config._attn_implementation == "sdpa"
-        self._family = find_abilities(self.module, folder, self._head.num_tokens, self._logprobs_by)
+        self._folder = folder
+        self._family = Abilities(dense=False, tree=False)
+        if module is None:
+            self.find_reading()
+
+    def find_reading(self) -> None:
+        """Find by what the model's rows are read: see `trainer.learners.opening`. Raises ConfigError."""
+        self._family = find_abilities(self.module, self._folder, self._head.num_tokens, self._logprobs_by)
 
     @property
     def reading(self) -> str:

@@ -6,7 +6,7 @@ rank reads and writes its own flat ranges in place; nothing is gathered but what
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -37,8 +37,8 @@ class Fragment(NamedTuple):
 
 
 class Shards:
-    """The state of one engine, by the model's own names. reference: sharded at stage 3; whole on every rank below, and saved
-    in equal shares.
+    """The state of one engine. named: its trained parameters. prefix: before the names of their weights; moments have none.
+    reference: sharded at stage 3; whole on every rank below, and saved in equal shares.
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class Shards:
         reference: Sequence[tuple[str, Any]],
         *,
         stage: int,
+        prefix: str = "model/",
     ) -> None:
         self._deepspeed = deepspeed
         self._engine = engine
+        self._prefix = prefix
         self._named = list(named)
         self._reference = list(reference)
         self._stage = stage
@@ -72,12 +74,14 @@ class Shards:
                     fragment.values.zero_()
         self._set_num_steps(0)
 
-    def layout(self, *, with_moments: bool | None = None) -> dict[str, Kind]:
-        """Names and kinds of a saved state. with_moments: None for what the state of now has."""
+    def layout(self, of: Collection[str] | None = None) -> dict[str, Kind]:
+        """Names and kinds of a saved state. of: names of one, whose moments count; None for the state of now."""
         found: dict[str, Kind] = {}
-        moments = self._num_steps > 0 if with_moments is None else with_moments
+        moments = self._num_steps > 0
+        if of is not None:
+            moments = any(f"adam/step/{name}" in of for name, _ in self._named)
         for name, value in self._named:
-            found[f"model/{name}"] = Kind("F32", _shape(value))
+            found[f"{self._prefix}{name}"] = Kind("F32", _shape(value))
             if moments:
                 found |= {f"adam/{key}/{name}": Kind("F32", _shape(value)) for key in MOMENTS}
                 found[f"adam/step/{name}"] = Kind("F32", ())
@@ -120,13 +124,14 @@ class Shards:
         for one in self._fragments(moments=True, whole=True):
             held.setdefault(one.name, []).append(one)
         step = 0.0
+        steps = {f"adam/step/{name}" for name, _ in self._named}
         for name in names:
             source = source_of(name)
-            if name.startswith("adam/step/") and not step:
+            if name in steps and not step:
                 step = float(torch.frombuffer(source.read(0, 4), dtype=torch.float32))
             for one in held.get(name, ()):
                 _fill(one, source)
-        if any(name.startswith("model/") for name in names):
+        if any(f"{self._prefix}{name}" in names for name, _ in self._named):
             self._set_num_steps(int(step))
             if not step:
                 self.forget()
@@ -163,8 +168,32 @@ class Shards:
             found = [float(one) for one in zero._get_norm_groups()]
         return math.hypot(*found) if min(found) >= 0 else math.nan  # -1 stands for one that is not finite
 
+    def whole(self, name: str) -> torch.Tensor:
+        """A trained weight in float32, on every rank. Collective."""
+        value = dict(self._named)[name]
+        found = value if not self._stage else self._deepspeed.utils.safe_get_full_fp32_param(value)
+        whole: torch.Tensor = found.detach()
+        return whole
+
     @torch.no_grad()
-    def spoil_gradient(self) -> None:
+    def take(self, name: str, value: Any, whole: torch.Tensor) -> None:
+        """Take over a weight, before `use`; one that is not trained has no float32 master besides itself."""
+        fragments = self._held(name, value, None) if value.requires_grad else self._compared(name, value)
+        for one in fragments:
+            one.values.copy_(whole.reshape(-1)[one.start : one.start + len(one.values)])
+        if self._stage == 3 and not value.requires_grad:
+            value.partition()
+
+    def forget_gradient(self) -> None:
+        """After the last backward of a step: as if there had been none."""
+        if not self._stage:
+            self._engine.zero_grad()
+            return
+        self._spoil_gradient()
+        self._engine.step()
+
+    @torch.no_grad()
+    def _spoil_gradient(self) -> None:
         """Make the gradient not finite, which `engine.step` then refuses and clears. Of stages 1 to 3."""
         zero = self._engine.optimizer
         norms = getattr(zero, "norm_for_param_grads", {})
@@ -179,7 +208,7 @@ class Shards:
     def _fragments(self, *, moments: bool, whole: bool = False) -> Iterator[Fragment]:
         """What this rank holds. whole: also what other ranks hold as well, and save."""
         for name, value in self._named:
-            for fragment in self._held(f"model/{name}", value, None):
+            for fragment in self._held(f"{self._prefix}{name}", value, None):
                 yield from self._shared(fragment, whole=whole or self._stage > 0)
             for key in MOMENTS if moments else ():
                 for fragment in self._held(f"adam/{key}/{name}", value, key):
