@@ -94,7 +94,7 @@ async def heard(log: Log, function: Any = rating) -> Metrics:
     metrics = Metrics("process")
     reader = await log.subscribed(FEEDBACK, group=GROUP)
     source = EventSource(name="user", function=function, webhook="/v1/feedback")
-    while await take_once({"/v1/feedback": source}, reader, log, metrics):
+    while await take_once({"/v1/feedback": source}, reader, log, metrics, poll_s=0.01):
         pass
     await reader.close()
     return metrics

@@ -1,8 +1,9 @@
 """The learner of many ranks: DeepSpeed's ZeRO 0 to 3, optionally with the optimizer in host memory.
 
 `headrace train --ranks N` or `torchrun` starts it. Rank 0 is the learner the trainer calls; the others call `follow` and
-do what it says until it closes. Rows are dealt to ranks, each gets its own, so any number of ranks gives one gradient. Each
-rank saves and reads its own pieces of the state; they are those of `TorchLearner`, for any number of ranks and any stage.
+do what it says until it closes. Rows are dealt to ranks, each gets its own, so any number of ranks gives one gradient; where
+rows are longer than a GPU holds, groups of ranks get them (`trainer.learners.sequence_parallel`). Each rank saves and reads its
+own pieces of the state; they are those of `TorchLearner`, for any number of ranks and any stage.
 """
 
 import logging
@@ -23,7 +24,7 @@ from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from infra.settings.config import duration_s
 from infra.store.store import Store
-from schemas.errors import StoreError
+from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
@@ -39,6 +40,7 @@ from trainer.learners.orders import (
 )
 from trainer.learners.rank_step import RankStep
 from trainer.learners.rank_values import RankCritic
+from trainer.learners.sequence_parallel import open_group, open_packed
 from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import RankSnapshot
 from trainer.learners.values import check_critic
@@ -55,8 +57,10 @@ WRITE_S = 24 * 3600.0  # of one rank's upload against another's; a rank that han
 
 
 class DeepSpeedLearner:
-    """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. json: DeepSpeed's own
-    settings under its own names, laid over ours; see `trainer.learners.zero` for those that are ours.
+    """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. sequence_parallel: so
+    many ranks share each row, for rows that one GPU cannot hold; it divides the ranks and the model's heads, and a microbatch's
+    `max_tokens_per_microbatch` are those of all of them. json: DeepSpeed's own settings under its own names, laid over ours;
+    see `trainer.learners.zero` for those that are ours.
 
     rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank below
     stage 3, and sharded there.
@@ -74,6 +78,7 @@ class DeepSpeedLearner:
         *,
         stage: int = 2,
         offload: bool = False,
+        sequence_parallel: int = 1,
         json: Mapping[str, Any] | None = None,
     ) -> None:
         engine_settings(config, stage, offload, json or {})  # refused before anything is opened
@@ -81,6 +86,11 @@ class DeepSpeedLearner:
         self._stage = stage
         self._objectives = open_objectives(config.lanes)
         check_critic(config, self._objectives)
+        if config.critic is not None and sequence_parallel > 1:
+            raise ConfigError(
+                f"trainer.learner.options.sequence_parallel: got {sequence_parallel} with [trainer.critic], expected 1: a "
+                "critic reads whole rows"
+            )
         gpu = torch.cuda.is_available()
         if not gpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -98,20 +108,21 @@ class DeepSpeedLearner:
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
+        group = open_group(sequence_parallel, timeout_s)
         told = partial(engine_settings, stage=stage, offload=offload, json=json or {})
-        engines = Engines(deepspeed, self._channel, config, settings=told, device=device)
-        policy = engines.policy(model)
+        opener = partial(open_packed, model, group, device=device)
+        engines = Engines(
+            deepspeed, self._channel, config, folder=model, settings=told, open_packed=opener, device=device
+        )
+        policy = engines.policy()
         wanted = any(one.reference for one in self._objectives.values())
-        reference = engines.reference(model) if wanted else None
-        self._model = policy.packed
+        reference = engines.reference() if wanted else None
+        self._model, self._engine = policy.packed, policy.run
         compared = [] if reference is None else reference.named
         self._shards = Shards(deepspeed, policy.run, policy.named, compared, stage=stage)
         self._critic: RankCritic | None = None
         if config.critic is not None:
-            values, opened = engines.critic(model, config.critic)
-            named = [(f"critic/{name}", value) for name, value in opened.named]
-            shards = Shards(deepspeed, opened.run, named, [], stage=stage, prefix="")
-            self._critic = RankCritic(config.critic, values, opened.run, shards=shards, channel=self._channel)
+            self._critic = engines.critic(config.critic)
         self._held = [self._shards, *([] if self._critic is None else [self._critic.shards])]
         self._ranks = RankStep(
             config,
@@ -121,6 +132,7 @@ class DeepSpeedLearner:
             critic=self._critic,
             shards=self._shards,
             channel=self._channel,
+            group=group,
             stage=stage,
         )
         self._phase: Phase = "train"
