@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deepspeed_ranks import CRITIC, rewarded
+from critic_samples import CRITIC, rewarded
 from trainer_samples import random_items, tiny_model
 
 from infra.cli.demo.char_model import Size, build_char_model
@@ -106,6 +106,15 @@ def test_a_model_that_cannot_be_opened_is_refused_by_every_rank(agree, tmp_path,
     if family == "damaged":
         (Path(folder) / "model.safetensors").write_bytes(b"not safetensors")
     agree(3, "refusal", folder=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [(0, "lora"), (2, "lora bfloat16"), (2, "lora reference"), (3, "lora reference")],
+)
+def test_ranks_train_an_adapter_alone_as_one_process_does(agree, stage, what):
+    agree(stage, what)
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from infra.policies.adapter import Adapter
 from schemas.errors import ConfigError
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.learners.critic import ValueModel
 from trainer.learners.forward import PackedModel, policy_settings
 from trainer.learners.lanes import reference_dtype
+from trainer.learners.lora import ReferenceAdapter, open_reference
 from trainer.learners.orders import Channel
 from trainer.learners.rank_values import RankCritic
 from trainer.learners.sharded import load_sharded
@@ -66,11 +68,12 @@ class Engines:
         self._stage: int = settings(config)["zero_optimization"]["stage"]
         self._device = device
 
-    def policy(self) -> Opened:
-        """The model that is trained; `run` is DeepSpeed's engine."""
+    def policy(self, adapter: Adapter | None, *, with_reference: bool) -> Opened:
+        """The model that is trained, or an adapter of it; `run` is DeepSpeed's engine. with_reference: see `PackedModel`."""
         config = self._config
         settings = self._settings(config)
         packed = self._packed(settings, **policy_settings(config))
+        packed.adapt(adapter, with_reference=with_reference)
         named = list(packed.trained.items())
         run = self._trained(packed, [value for _, value in named], settings)
         self._find_reading(packed, run)
@@ -90,12 +93,17 @@ class Engines:
         shards = Shards(self._deepspeed, run, trained, [], stage=self._stage, prefix="")
         return RankCritic(config, model, run, shards=shards, channel=self._channel)
 
-    def reference(self) -> Opened:
-        """A model that is compared with; whole on every rank below stage 3, sharded there."""
+    def reference(self, policy: Opened) -> Opened:
+        """What is compared with: a second adapter of the policy's, or a model, whole on every rank below stage 3, sharded
+        there.
+        """
         dtype = reference_dtype(self._config)
         settings = reference_settings(dtype)
-        packed = self._packed(settings, dtype=dtype)
-        named = list(packed.trained.items())
+        opened = open_reference(policy.packed, functools.partial(self._packed, settings, dtype=dtype))
+        named = list(opened.trained.items())
+        if isinstance(opened, ReferenceAdapter):
+            return Opened(policy.packed, opened.through(policy.run), named)
+        packed = opened
         if self._stage < 3:
             return Opened(packed, Forward(packed), named)
         run = self._deepspeed.initialize(model=Forward(packed), config=settings)[0]

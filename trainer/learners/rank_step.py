@@ -52,7 +52,7 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 class RankStep:
     """One rank's part. Everything it is made of is the learner's own. compare: the reference's forward, collective at stage
-    3. critic: where a loss wants one. group: the ranks that compute the same rows. stage: of ZeRO.
+    3. critic: where a loss wants one. group: the ranks that compute the same rows.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class RankStep:
         shards: Shards,
         channel: Channel,
         group: SequenceGroup,
-        stage: int,
     ) -> None:
         self._config = config
         self._objectives = objectives
@@ -77,7 +76,7 @@ class RankStep:
         self._shards = shards
         self._channel = channel
         self._group = group
-        self._stage = stage
+        self._stage = shards.stage
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, of the minibatches that rank 0 is given; what it did, on rank 0."""
@@ -239,6 +238,8 @@ class RankStep:
         """On rank 0 a copy of the policy; one weight at a time is whole on a rank that does not hold it."""
         found: dict[str, Tensor] = {}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
+            if self._model.adapter is not None and not published(self._model.module, {name: value}):
+                continue  # of the base, which is not gathered for nothing
             with self._shards.gathered(value):
                 if not self._channel.rank:
                     views = published(self._model.module, {name: value.detach()})
