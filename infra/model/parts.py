@@ -63,12 +63,12 @@ class FolderParts:
     Raises ConfigError for a folder that does not hold all the others.
     """
 
-    def __init__(self, module: "torch.nn.Module", folder: str | Path, *, dtype: str) -> None:
+    def __init__(self, module: Any, folder: str | Path, *, dtype: str) -> None:
         import torch
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.modeling_utils import LoadStateDictConfig
 
-        self._module: Any = module
+        self._module = module
         self._folder = folder
         self._files = _files(folder)
         wanted = getattr(torch, dtype)
@@ -97,7 +97,7 @@ class FolderParts:
         before = {name: id(value) for name, value in self._module.state_dict(keep_vars=True).items()}
         try:
             files = {path: safe_open(path, framework="pt") for path in {self._files[key] for key in keys}}
-            slices = {key: files[self._files[key]].get_slice(key) for key in keys}
+            slices = {key: files[self._files[key]].get_slice(key) for key in keys}  # type: ignore[no-untyped-call]
             with no_progress_bars():
                 convert_and_load_state_dict_in_model(self._module, slices, self._config)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -145,7 +145,8 @@ class FolderParts:
         import torch
         from safetensors import safe_open
 
-        first, second = (safe_open(self._files[key], framework="pt").get_slice(key) for key in (one, other))
+        opened: list[Any] = [safe_open(self._files[key], framework="pt") for key in (one, other)]
+        first, second = (file.get_slice(key) for file, key in zip(opened, (one, other), strict=True))
         shape = first.get_shape()
         if shape != second.get_shape():
             return False
