@@ -35,6 +35,13 @@ def bench_families(
     exit_with(lambda: run_families(only, as_json))
 
 
+def bench_lora(as_json: JsonOption = False) -> None:
+    """What a version of a LoRA run weighs beside full weights, of a Qwen3 of 103 M parameters."""
+    from infra.cli.benches import run_bench
+
+    exit_with(lambda: run_bench("lora", as_json))
+
+
 def bench_reload(as_json: JsonOption = False) -> None:
     """Hot reloads under load: pause, and memory per version."""
     from infra.cli.benches import run_bench
