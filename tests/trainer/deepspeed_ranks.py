@@ -17,6 +17,7 @@ from pathlib import Path
 import deepspeed
 import numpy as np
 import torch
+from critic_samples import CRITIC, rewarded
 from trainer_samples import long_microbatch, make_item, random_items, random_routing, with_experts
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
@@ -306,10 +307,11 @@ def check_refused(model: str, stage: int, what: str) -> None:
     print(f"stage {stage} agrees")
 
 
-def check_shards(model: str, stage: int, folder: Path) -> None:
+def check_shards(model: str, stage: int, folder: Path, what: str = "reference") -> None:
     """Go on from the newest checkpoint, which another number of ranks at another stage wrote, then write the next."""
     store = DirectoryStore(folder)
-    config = TrainerConfig(lanes=NEEDS["reference"], threads=1)
+    config = CRITIC if what == "critic" else TrainerConfig(lanes=NEEDS["reference"], threads=1)
+    items = rewarded if what == "critic" else random_items
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
         learner.follow(store)
@@ -323,12 +325,10 @@ def check_shards(model: str, stage: int, folder: Path) -> None:
     assert ranks_at_work == set(range(int(os.environ["WORLD_SIZE"])))
     check_damage(learner, store, f"again/{stage}", index)
     step = found.position.step + 1
-    assert learner.step(pack(random_items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step).finite
+    assert learner.step(pack(items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step).finite
     position = Position(step=step)
     taken = learner.snapshot(store, folder_of("r", CheckpointPlace(step, 0)))
-    learner.step(
-        pack(random_items(99), max_tokens=40, version=5), learning_rate=1e-4, seed=99
-    )  # it reaches no snapshot
+    learner.step(pack(items(99), max_tokens=40, version=5), learning_rate=1e-4, seed=99)  # it reaches no snapshot
     save(store, "r", Checkpoint(position, {}, Uses(), ()), index=taken.write())
     learner.close()
     print(f"stage {stage} agrees")
@@ -376,7 +376,7 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "refused" | "refused minibatch" | "refused offload":
             check_refused(model, stage, what)
         case "shards":
-            check_shards(model, stage, Path(*folder))
+            check_shards(model, stage, Path(folder[0]), *folder[1:])
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(one) for one in folder))
         case "split":
@@ -387,6 +387,10 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             main(model, stage)
         case "unequal":
             check_unequal(model, stage)
+        case "opens" | "memory" | "critic" | "sums" | "refusal":
+            import sharded_ranks
+
+            getattr(sharded_ranks, f"check_{what}")(model, stage, *folder)
         case "lora" | "lora reference" | "lora bfloat16":
             from lora_ranks import check_lora
 
