@@ -61,11 +61,6 @@ class Shards:
         self._num_steps = 0
         self._create_moments()
 
-    @property
-    def stage(self) -> int:
-        """Of ZeRO."""
-        return self._stage
-
     def count_step(self) -> None:
         """One more optimizer step was taken."""
         self._num_steps += 1
