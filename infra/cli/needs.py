@@ -62,7 +62,7 @@ def together(needs: ProcessMemory, ranks: int, *, with_gpu: bool) -> float:
 
 class LearnerPlan(msgspec.Struct, frozen=True):
     """What decides a learner's memory. stage: of ZeRO, -1 for the learner of one process. reference: bytes a parameter of the
-    reference, 0 without one. tokens: of a microbatch.
+    reference, 0 without one. tokens: of a microbatch, on one rank.
     """
 
     ranks: int

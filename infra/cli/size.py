@@ -150,7 +150,7 @@ def learner_plan(settings: Settings) -> LearnerPlan:
         ranks=config.ranks,
         stage=int(config.learner.options.get("stage", 2)) if kind == "DeepSpeedLearner" else -1,
         dtype=config.dtype,
-        tokens=config.max_tokens_per_microbatch,
+        tokens=-(-config.max_tokens_per_microbatch // int(config.learner.options.get("sequence_parallel", 1))),
         recomputes=config.activation_checkpointing,
         offload=bool(config.learner.options.get("offload", False)),
         reference=WIDTH[reference_dtype(config)] if compares else 0,

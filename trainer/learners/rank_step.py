@@ -20,6 +20,7 @@ from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
 from trainer.health.diagnostics import Observed, diagnose, join
+from trainer.learners.engines import Opened
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
     StepContext,
@@ -41,7 +42,9 @@ from trainer.learners.orders import (
     encode_array,
     encode_observed,
 )
+from trainer.learners.rank_values import RankCritic
 from trainer.learners.rows import Rows, deal, receive_rows, send_rows
+from trainer.learners.sequence_parallel import SequenceGroup
 from trainer.learners.shards import Shards
 from trainer.losses.loss import Objective
 from trainer.losses.offpolicy import effective_share, ess_learning_rate
@@ -49,7 +52,7 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 class RankStep:
     """One rank's part. Everything it is made of is the learner's own. compare: the reference's forward, collective at stage
-    3. stage: of ZeRO.
+    3. critic: where a loss wants one. group: the ranks that compute the same rows.
     """
 
     def __init__(
@@ -57,34 +60,37 @@ class RankStep:
         config: TrainerConfig,
         objectives: Mapping[Lane, Objective],
         *,
-        model: PackedModel,
+        policy: Opened,
         compare: Any | None,
-        engine: Any,
+        critic: RankCritic | None,
         shards: Shards,
         channel: Channel,
-        stage: int,
+        group: SequenceGroup,
     ) -> None:
         self._config = config
         self._objectives = objectives
-        self._model = model
+        self._model: PackedModel = policy.packed
         self._compare = compare
-        self._engine = engine
+        self._critic = critic
+        self._engine = policy.run
         self._shards = shards
         self._channel = channel
-        self._stage = stage
+        self._group = group
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, of the minibatches that rank 0 is given; what it did, on rank 0."""
         assert order.counts is not None
         torch.manual_seed(order.seed)
         batch = order.counts.batch()
-        dealt = [deal(part, self._channel.world) for part in given or ()]
+        dealt = [deal(part, self._group.groups) for part in given or ()]
         parts = [self._rows(dealt, index) for index in range(order.num_parts)]
         objectives = of_phase(self._objectives, phase)
         present = [objectives[lane] for lane in batch.lane_tokens]
         ahead = [self._ahead(part) for part in parts] if any(looks_ahead(one) for one in present) else None
         bounded = self._bounds(objectives, batch, dealt, ahead) if ahead is not None else {}
-        put_back = self._shards.keep() if len(parts) > 1 else None
+        values = None if self._critic is None else self._critic.step(objectives, parts)
+        held = [self._shards, *([] if self._critic is None else [self._critic.shards])]
+        put_back = [one.keep() for one in held] if len(parts) > 1 else []
         observed: list[Observed] = []
         losses: list[float] = []
         norms: list[float] = []
@@ -92,21 +98,26 @@ class RankStep:
             decay = self._config.staleness_decay
             context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
             proximal = ahead[index] if ahead is not None and any(one.proximal for one in present) else None
-            loss, seen = self._backward(context, part, proximal)
+            advantages = None if values is None else values.advantages(index)
+            loss, seen = self._backward(context, part, proximal, advantages)
             observed += seen
-            applied, norm = self._apply(order, self._rate(order.learning_rate, seen), loss)
+            sound = values is None or values.accumulate(index)
+            applied, norm = self._apply(order, self._rate(order.learning_rate, seen), loss, sound=sound)
+            if values is not None:
+                values.finish(applied=applied)
             if not applied:
-                if put_back is not None:
-                    put_back()
+                for put in put_back:
+                    put()
                 return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
             losses.append(loss)
             norms.append(norm)
             if self._config.reference_decay < 1.0:
                 self.move_reference(self._config.reference_decay)
+        measured = {} if values is None else values.measured()
         if self._channel.rank:
             return None
         loss = sum(losses) / len(losses)
-        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)))
+        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)) | measured)
 
     def _rows(self, dealt: Sequence[Sequence[Rows]], index: int) -> Rows:
         """This rank's rows of minibatch `index`. dealt: of every minibatch, on rank 0."""
@@ -126,11 +137,11 @@ class RankStep:
         ahead: Sequence[Sequence[torch.Tensor]],
     ) -> dict[Lane, float]:
         """What losses measure over the whole step: from all ranks' logprobs, on rank 0, which has the rows."""
-        mine = [encode_array(logprob.cpu().numpy()) for part in ahead for logprob in part]
+        mine = [encode_array(logprob.cpu().numpy()) for part in ahead for logprob in part if self._group.counts]
         every = self._channel.gather(msgspec.msgpack.encode(mine))
         found: dict[Lane, float] | None = None
         if not self._channel.rank:
-            microbatches = [one for rank in range(self._channel.world) for part in dealt for one in part[rank].mine]
+            microbatches = [one for group in range(self._group.groups) for part in dealt for one in part[group].mine]
             arrays = [decode_array(one) for data in every for one in msgspec.msgpack.decode(data, type=list[Encoded])]
             whole = msgspec.structs.replace(batch, microbatches=tuple(microbatches))
             found = {lane: float(value) for lane, value in bounds(objectives, whole, arrays).items()}
@@ -142,7 +153,11 @@ class RankStep:
         self._shards.move_reference(decay)
 
     def _backward(
-        self, context: StepContext, part: Rows, proximal: Sequence[torch.Tensor] | None
+        self,
+        context: StepContext,
+        part: Rows,
+        proximal: Sequence[torch.Tensor] | None,
+        advantages: Sequence[np.ndarray] | None,
     ) -> tuple[float, list[Observed]]:
         """Forward and backward of this rank's rows; the loss over all ranks and, on rank 0, what all of them observed."""
         total = torch.zeros(1, device=self._model.device)
@@ -151,6 +166,7 @@ class RankStep:
             one, real = part.at(index)
             self._engine.set_gradient_accumulation_boundary(index == part.most - 1)
             logprob_N, entropy_N = read(self._engine, context, one)
+            rerouted_N = self._model.rerouted(one)
             loss, seen = microbatch_loss(
                 context,
                 one,
@@ -158,8 +174,10 @@ class RankStep:
                 proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
                 reference_N=self._of_reference(context, one),
                 entropy_N=entropy_N,
+                rerouted_N=rerouted_N,
+                advantage_N=advantages[index] if real and advantages is not None else None,
             )
-            if real:
+            if real and self._group.counts:
                 observed.append(seen)
                 total += loss.detach()
             # ZeRO averages over ranks; the lanes are divided by global counts already, so their sum is wanted.
@@ -176,7 +194,7 @@ class RankStep:
         """log π_ref where some lane compares with it; a sharded one computes on all ranks or on none."""
         mine = compares(context.objectives, one)
         somewhere = any(context.objectives[lane].reference for lane in context.num_tokens)
-        if self._compare is None or not (mine or (self._stage == 3 and somewhere)):
+        if self._compare is None or not (mine or (self._shards.stage == 3 and somewhere)):
             return None
         found: torch.Tensor = self._compare("logprobs", one)
         return found if mine else None
@@ -193,31 +211,26 @@ class RankStep:
         told = self._channel.broadcast(None if self._channel.rank else msgspec.msgpack.encode(rate))
         return msgspec.msgpack.decode(told, type=float)
 
-    def _apply(self, order: Order, learning_rate: float, loss: float) -> tuple[bool, float]:
-        """One optimizer step, where its gradient may make one; whether it did, and the gradient's norm before clipping."""
+    def _apply(self, order: Order, learning_rate: float, loss: float, *, sound: bool) -> tuple[bool, float]:
+        """One optimizer step, where its gradient may make one; whether it did, and the gradient's norm before clipping.
+
+        sound: the critic's gradient may too.
+        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = math.nan
-        if not self._stage or order.max_grad_norm < sys.float_info.max:
+        if not sound or not self._shards.stage or order.max_grad_norm < sys.float_info.max:
             norm = self._shards.gradient_norm()
-            if not (math.isfinite(loss) and math.isfinite(norm) and norm <= order.max_grad_norm):
-                self._refuse()
+            if not (sound and math.isfinite(loss) and math.isfinite(norm) and norm <= order.max_grad_norm):
+                self._shards.forget_gradient()
                 return False, norm
         self._engine.step()
-        if self._stage:
+        if self._shards.stage:
             if self._engine.optimizer.overflow:
                 return False, float(self._engine.get_global_grad_norm())
             norm = float(self._engine.get_global_grad_norm())
         self._shards.count_step()
         return math.isfinite(norm), norm
-
-    def _refuse(self) -> None:
-        """Forget the gradient."""
-        if not self._stage:
-            self._engine.zero_grad()
-            return
-        self._shards.spoil_gradient()
-        self._engine.step()
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
@@ -245,12 +258,12 @@ class RankStep:
     ) -> np.ndarray:
         """Sum over the tokens of each sequence of what is made of a forward's values, over all ranks."""
         assert order.counts is not None
-        rows = self._rows([deal(part, self._channel.world) for part in given or ()], 0)
+        rows = self._rows([deal(part, self._group.groups) for part in given or ()], 0)
         sums = np.zeros(order.counts.num_sequences)
         for index in range(rows.most):
             one, real = rows.at(index)
             found = self._engine(name, one).double().cpu().numpy()
-            if real:
+            if real and self._group.counts:
                 sums += np.bincount(one.sequence_N, weights=of_tokens(one, found), minlength=len(sums))
         total = torch.from_numpy(sums).to(self._model.device)
         distributed.all_reduce(total)

@@ -36,6 +36,7 @@ from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
+from actors.engines.vllm.routing import layers_that_route, routing_options
 from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, check_release, engine_arguments, environment
 from actors.engines.vllm.streaming import stream, whole
 from infra.model.adapter import adapter_shapes, find_adapter
@@ -49,8 +50,9 @@ from schemas.errors import ConfigError, PolicyRefused
 
 
 class VllmEngine:
-    """model: a folder. options: vLLM's engine arguments. group_max_tokens: longest calls that become one request. lora: rank,
-    alpha and targets where versions are adapters of the model; `max_loras` of them live at once.
+    """model: a folder. options: vLLM's engine arguments. group_max_tokens: longest calls that become one request. routing:
+    record the experts of each token, for `trainer.routing = "replay"`; on a GPU only, and not for answers that are streamed.
+    lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them live at once.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class VllmEngine:
         model: str,
         seed: int = 0,
         group_max_tokens: int = 64,
+        routing: bool = False,
         lora: Mapping[str, Any] | None = None,
         **options: object,
     ) -> None:
@@ -67,6 +70,7 @@ class VllmEngine:
         self._seed = seed
         self._group_max_tokens = group_max_tokens
         self._options = options
+        self._records_routing = routing
         self._llm: Any = None
         self._requests: Requests | None = None
         self._schemas = OncePerSchema(self._check_schema)
@@ -118,6 +122,7 @@ class VllmEngine:
             group_max_tokens=self._group_max_tokens,
             adapters=self._adapters,
             vision=self._vision,
+            routed_layers=layers_that_route(self._names) if self._records_routing else (),
         )
         await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
         seen = (self._vision.token,) * self._vision.num_places if self._vision else ()
@@ -207,11 +212,13 @@ class VllmEngine:
         if self._lora is not None:
             rank, alpha, targets = (self._lora[one] for one in ("rank", "alpha", "targets"))
             self._adapter = find_adapter(self._folder, rank=rank, alpha=alpha, targets=tuple(targets))
-            self._shapes = adapter_shapes(meta_model(self._folder), self._adapter)
-        elif self._vision is None:
-            self._held = folder_tensors(self._folder)
-        else:  # saved under other names than policies have
-            self._held = model_tensors(load_model(self._folder))
+            model = meta_model(self._folder)
+            self._names = tuple(model.state_dict())
+            self._shapes = adapter_shapes(model, self._adapter)
+            return
+        # One with a vision tower is saved under other names than policies have.
+        self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
+        self._names = tuple(self._held)
 
     async def _begin_adapters(self, base: str) -> Adapters:
         if odd := (await self._llm.collective_rpc("headrace_not_adapted", args=(sorted(self._shapes),)))[0]:
@@ -230,12 +237,14 @@ class VllmEngine:
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
         on_cpu = bool(current_platform.is_cpu())
+        known = frozenset(AsyncEngineArgs.__dataclass_fields__)
+        routing = routing_options(self._records_routing, on_cpu=on_cpu, known=known)
         arguments = engine_arguments(
             model=str(self._folder),
             seed=self._seed,
-            options=self._options,
+            options={**self._options, **routing},
             on_cpu=on_cpu,
-            known=frozenset(AsyncEngineArgs.__dataclass_fields__),
+            known=known,
             vision=self._vision,
             adapter=self._adapter,
         )

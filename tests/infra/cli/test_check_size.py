@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli.needs import LearnerPlan, learner_state
+from infra.cli.settings import load_settings
 from infra.cli.size import Machine, estimate
 from infra.model.size import model_size
 from tests.contracts.test_learner import batch, opened
@@ -112,6 +113,17 @@ def test_every_rank_of_zero_3_holds_its_share(tmp_path: Path) -> None:
     plan = LearnerPlan(ranks=8, stage=3, dtype="bfloat16", tokens=1024, recomputes=True)
     rows = {row.what: row.num_bytes for row in learner_state(size, plan)}
     assert rows["weights"] == size.trained * 2 / 8 and rows["moments"] == size.trained * 8 / 8
+
+
+def test_ranks_that_share_rows_hold_their_part_of_a_microbatch(tmp_path: Path) -> None:
+    learner = 'ranks = 4\nlearner = { use = "trainer.learners.deepspeed:DeepSpeedLearner", options = {%s} }'
+    found = [
+        estimate(
+            load_settings(app_of(tmp_path, "qwen3-8b", learner % one), []), Machine(80e9, 500e9, 1e9, 10.0)
+        ).plan.tokens
+        for one in ("stage = 3", "stage = 3, sequence_parallel = 4")
+    ]
+    assert found == [16384, 4096]
 
 
 def test_what_will_not_fit_names_the_setting_and_with_that_setting_it_fits(tmp_path: Path) -> None:
