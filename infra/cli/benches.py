@@ -25,6 +25,7 @@ BENCHES = {
     "feedback": "infra.cli.bench.feedback",
     "gateway": "infra.cli.bench.gateway",
     "held": "infra.cli.bench.held",
+    "lora": "infra.cli.bench.lora",
     "reload": "infra.cli.bench.reload",
     "reprocess": "infra.cli.bench.reprocess",
     "sandbox": "infra.cli.bench.sandbox",
@@ -44,6 +45,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "held": {
         f"{name}_held_ms": (0.0, 50.0) for name in ("prompt", "control_tokens", "redact_letters", "redact_digits")
     },
+    "lora": {"share": (0.0, 0.01)},
     "reload": {
         "pause_ms_p50": (0.0, 80.0),
         "pause_ms_p95": (0.0, 200.0),

@@ -35,6 +35,13 @@ def bench_families(
     exit_with(lambda: run_families(only, as_json))
 
 
+def bench_lora(as_json: JsonOption = False) -> None:
+    """What a version of a LoRA run weighs beside full weights, of a Qwen3 of 103 M parameters."""
+    from infra.cli.benches import run_bench
+
+    exit_with(lambda: run_bench("lora", as_json))
+
+
 def bench_reload(
     versions: Annotated[int, typer.Option(help="How many are loaded.", min=2)] = 300,
     lora_rank: Annotated[int, typer.Option(help="Of versions that are adapters; 0 for whole models.", min=0)] = 0,
