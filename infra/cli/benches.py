@@ -87,10 +87,10 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
-def run_bench(name: str, as_json: bool) -> int:
-    """Run `infra/cli/bench/<name>.py` and print its figures; targets are shown, never asserted."""
+def run_bench(name: str, as_json: bool, **asked: object) -> int:
+    """Run `infra/cli/bench/<name>.py` as asked and print its figures; targets are shown, never asserted."""
     module = importlib.import_module(BENCHES[name])
-    figures = module.run()
+    figures = module.run(**asked)
     if as_json:
         print(json.dumps(figures))
     elif name == "codec":

@@ -42,11 +42,15 @@ def bench_lora(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("lora", as_json))
 
 
-def bench_reload(as_json: JsonOption = False) -> None:
+def bench_reload(
+    versions: Annotated[int, typer.Option(help="How many are loaded.", min=2)] = 300,
+    lora_rank: Annotated[int, typer.Option(help="Of versions that are adapters; 0 for whole models.", min=0)] = 0,
+    as_json: JsonOption = False,
+) -> None:
     """Hot reloads under load: pause, and memory per version."""
     from infra.cli.benches import run_bench
 
-    exit_with(lambda: run_bench("reload", as_json))
+    exit_with(lambda: run_bench("reload", as_json, versions=versions, lora_rank=lora_rank))
 
 
 def bench_offpolicy(
