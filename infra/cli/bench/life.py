@@ -53,9 +53,10 @@ ranks = 2
 [trainer.lanes]
 usual = {{ loss = "dppo" }}
 [trainer.learner]
-use = "infra.cli.bench.told_learner:ToldLearner"
+use = "{learner}"
 options = {{ stage = {stage}, told = "{told}" }}
 """
+LEARNER = "infra.cli.bench.told_learner:ToldLearner"
 ENGINES = {"torch": "actors.engines.torch:TorchEngine", "vllm": "actors.engines.vllm.engine:VllmEngine"}
 GROUP_SIZE = 4
 LOOK_S = 0.2
@@ -97,7 +98,9 @@ def run(plan: LifePlan, say: Callable[[str], object] = print) -> dict[str, float
         say(f"building a random Qwen3, hidden {plan.hidden}, {plan.layers} layers")
         build_char_model(folder / "model", seed=1, size=Size(hidden=plan.hidden, layers=plan.layers))
         told = folder / "told"
-        settings = TOML.format(**msgspec.structs.asdict(plan) | {"bootstrap": bootstrap, "told": told})
+        settings = TOML.format(
+            **msgspec.structs.asdict(plan) | {"bootstrap": bootstrap, "told": told, "learner": LEARNER}
+        )
         (folder / "headrace.toml").write_text(settings)
         life = asyncio.run(_live(plan, folder, bootstrap, say))
         journal, events = asyncio.run(_read(plan, bootstrap))
