@@ -198,6 +198,14 @@ class TrainerConfig(Section, frozen=True):
     start again; the sending of a step's rows, its longest microbatch and the reading of a checkpoint must fit into it.
     learner: what holds the model; see trainer.learners.
 
+    routing: of a mixture of experts. "own": the model's routers choose the experts of each token. "replay": a token goes to
+    the experts that the engine recorded while it sampled (`engine.options.routing`), with gate weights from the learner's
+    own router logits over them, so that routers are trained; tokens without a record go where their router sends them.
+    An engine and a trainer that round differently choose different experts for some tokens, and then importance ratios
+    say more of that than of the policy; Ma et al. 2025 (arXiv:2510.11370) find that replay keeps such runs from collapsing.
+    It does nothing for models without experts, and costs a byte per token, layer and expert of it on the log. The reference
+    of a loss and the critic route by themselves. `<lane>/routing_differs` says how often a router would choose otherwise.
+
     Example: TrainerConfig(lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)})
     """
 
@@ -227,6 +235,7 @@ class TrainerConfig(Section, frozen=True):
     lora: LoraConfig | None = None
     ranks: Positive = 1
     ranks_timeout: Duration = "10m"
+    routing: Literal["own", "replay"] = "own"
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
 
     def __post_init__(self) -> None:

@@ -36,19 +36,22 @@ from actors.engines.token_spellings import folder_vocabulary
 from actors.engines.trace import Trace
 from infra.model.adapter import put_adapter, remove_adapter
 from infra.model.model import load_into, load_model, model_tensors, unlike
+from infra.model.routers import Routers
 from infra.model.vision import load_vision, probe_inputs
 from infra.policies.adapter import Adapter
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor
 from infra.store.images import Pixels
-from schemas.errors import PolicyRefused
+from schemas.errors import ConfigError, PolicyRefused
 
 Result = TypeVar("Result")
 Finished = asyncio.Future[Completion]
 
 
 class TorchEngine:
-    """model: a folder. max_sequences: sequences sampled at once; more wait. threads: torch's, None leaves them alone."""
+    """model: a folder. max_sequences: sequences sampled at once; more wait. threads: torch's, None leaves them alone.
+    routing: record the experts of each token, for `trainer.routing = "replay"`.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class TorchEngine:
         max_sequences: int = 512,
         max_model_len: int | None = None,
         threads: int | None = None,
+        routing: bool = False,
     ) -> None:
         self._folder = model
         self._seed = seed
@@ -66,6 +70,7 @@ class TorchEngine:
         self._max_sequences = max_sequences
         self._max_model_len = max_model_len or 0
         self._threads = threads
+        self._records_routing = routing
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[RunningSequence] = deque()
         self._futures: dict[RunningSequence, Finished] = {}
@@ -106,7 +111,8 @@ class TorchEngine:
         self._num_vocabulary = int(self._model.config.get_text_config().vocab_size)
         longest = int(self._model.config.get_text_config().max_position_embeddings)
         self._max_model_len = min(self._max_model_len or longest, longest)
-        self._batch = RunningBatch(self._model, torch.Generator().manual_seed(self._seed), self._vision)
+        routers = self._routers() if self._records_routing else None
+        self._batch = RunningBatch(self._model, torch.Generator().manual_seed(self._seed), self._vision, routers)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -162,6 +168,15 @@ class TorchEngine:
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first."""
         return await self._in_thread(lambda: self._score(tokens))
+
+    def _routers(self) -> Routers:
+        found = Routers(self._model)
+        if not found.num_layers:
+            raise ConfigError(
+                f"engine.options.routing: {self._folder} ({self._model.config.model_type}) has no routers that are known, "
+                "expected a mixture of experts (Mixtral, Qwen-MoE, GPT-OSS, OLMoE); leave it out"
+            )
+        return found
 
     def _check(self, policy: Policy) -> frozenset[str]:
         self._adapters.check(policy, self._adapter, whole=not self._is_base)
@@ -268,7 +283,7 @@ class TorchEngine:
         streamed = [row for row in (*self._batch.rows, *finished) if row.on_chunk is not None]
         chunks = [(row, row.trace.take_chunks()) for row in streamed]
         if finished or chunks:
-            completions = [(row, row.trace.completion()) for row in finished]
+            completions = [(row, row.completion()) for row in finished]
             self._loop.call_soon_threadsafe(self._deliver, chunks, completions)
 
     def _deliver(

@@ -22,6 +22,7 @@ import msgspec
 
 from actors.engines.engine import Completion, Engine, Sampling
 from actors.rollout.continuation import MARK, SampledTurn, added_tokens, following_tokens, words
+from actors.rollout.routing import RoutedTokens, Rows
 from infra.store.images import ImageReader, Pixels, images_of
 from schemas import End, Experience, Lane, Message, Score, Span, make_experience
 from schemas.fields import Meta
@@ -93,6 +94,11 @@ class Session:
     def stopped(self) -> bool:
         """Whether the last turn ended by a stop token (False: by max_tokens, or there was none)."""
         return bool(self._parts) and self._parts[-1].stopped
+
+    @property
+    def routing(self) -> tuple[Rows | None, ...]:
+        """The experts of each part's tokens but the last, [tokens, layers, k]; None where the engine records none."""
+        return tuple(part.routed.all() for part in self._parts)
 
     async def reply(self, messages: Sequence[Message], *, sampling: Sampling | None = None) -> Message:
         """Sample the next assistant message of the whole conversation `messages`.
@@ -279,6 +285,7 @@ class _Part(msgspec.Struct):
     stopped: bool = False
     scores: list[Score] = []
     reason: str = ""
+    routed: RoutedTokens = msgspec.field(default_factory=RoutedTokens)
 
     def add(
         self, prompt: list[int], rendered: Sequence[int], completion: Completion, conversation: Conversation
@@ -288,6 +295,7 @@ class _Part(msgspec.Struct):
             self.spans.append(msgspec.structs.replace(span, start=start + span.start, stop=start + span.stop))
         self.tokens = [*prompt, *completion.tokens]
         self.logprobs.extend(completion.logprobs)
+        self.routed.add(completion.routing)
         self.rendered, self.turn = rendered, completion.tokens
         self.conversation, self.stopped = conversation, completion.stopped
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import deepspeed
 import numpy as np
 import torch
-from trainer_samples import long_microbatch, make_item, random_items
+from trainer_samples import long_microbatch, make_item, random_items, random_routing, with_experts
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
@@ -168,6 +168,7 @@ NEEDS = {
         "expert": LaneConfig(loss="sft", weight=0.1, entropy=0.05),
     },
     "bfloat16": LANES,
+    "replay": LANES,
 }
 
 
@@ -175,7 +176,12 @@ def check_needs(model: str, stage: int, what: str) -> None:
     """What losses want of a learner, and lower precision, come out as in one process."""
     dtype = "bfloat16" if what == "bfloat16" else "float32"
     config = TrainerConfig(
-        lanes=NEEDS[what], threads=1, dtype=dtype, reference_decay=0.9, activation_checkpointing=what == "proximal"
+        lanes=NEEDS[what],
+        threads=1,
+        dtype=dtype,
+        reference_decay=0.9,
+        activation_checkpointing=what in ("proximal", "replay"),
+        routing="replay" if what == "replay" else "own",
     )
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
@@ -183,9 +189,15 @@ def check_needs(model: str, stage: int, what: str) -> None:
         return
     alone = TorchLearner(model, config, device="cpu")
     for step in range(2):
-        batch = pack(random_items(step), max_tokens=40, version=5)
+        items = random_items(step)
+        if what == "replay":
+            items = with_experts(items, random_routing(items))
+        batch = pack(items, max_tokens=40, version=5, replay=what == "replay")
         stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
         assert stats.finite and expected.finite
+        if what == "replay":
+            told, wanted = (one.values["usual/routing_differs_layers"] for one in (stats, expected))
+            assert told > 0.5 and abs(told - wanted) < 1e-2, (told, wanted)
         near = 2e-2 if dtype == "bfloat16" else 1e-4
         assert abs(stats.loss - expected.loss) < near, (stats.loss, expected.loss)
     assert furthest(learner.save(), alone.save()) < (2e-3 if dtype == "bfloat16" else 5e-5)

@@ -28,7 +28,7 @@ from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.learners.forward import PackedModel
+from trainer.learners.forward import PackedModel, policy_settings
 from trainer.learners.lanes import (
     check_step,
     of_phase,
@@ -117,9 +117,7 @@ class DeepSpeedLearner:
         self._store: Store | None = None
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
         group = open_group(sequence_parallel, timeout_s)
-        self._model = open_packed(
-            model, group, dtype=config.dtype, device=device, activation_checkpointing=config.activation_checkpointing
-        )
+        self._model = open_packed(model, group, device=device, **policy_settings(config))
         self._reference: PackedModel | None = None
         if any(one.reference for one in self._objectives.values()):
             self._reference = open_packed(model, group, dtype=reference_dtype(config), device=device)

@@ -154,6 +154,7 @@ class RankStep:
             one, real = part.at(index)
             self._engine.set_gradient_accumulation_boundary(index == part.most - 1)
             logprob_N, entropy_N = read(self._engine, context, one)
+            rerouted_N = self._model.rerouted(one)
             loss, seen = microbatch_loss(
                 context,
                 one,
@@ -161,6 +162,7 @@ class RankStep:
                 proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
                 reference_N=self._of_reference(context, one),
                 entropy_N=entropy_N,
+                rerouted_N=rerouted_N,
             )
             if real and self._group.counts:
                 observed.append(seen)

@@ -69,6 +69,8 @@ def open_packed(folder: str, group: SequenceGroup, **settings: Any) -> PackedMod
     """The model of a folder, whose rows the ranks of a group share. settings: of `PackedModel`. Raises ConfigError."""
     if group.size == 1:
         return PackedModel(folder, **settings)
+    if settings.pop("replay", False):
+        raise ConfigError(f'{WHERE}: got {group.size} with trainer.routing = "replay", expected 1, or "own"')
     require_divisible(folder, group.size)
     return SplitModel(folder, group, **settings)
 

@@ -22,7 +22,7 @@ from trainer.batch.batch import PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
 from trainer.health.diagnostics import Observed, diagnose, join
-from trainer.learners.forward import PackedModel
+from trainer.learners.forward import PackedModel, policy_settings
 from trainer.learners.lanes import (
     StepContext,
     bounds,
@@ -57,9 +57,7 @@ class TorchLearner:
         self._config = config
         self._objectives = open_objectives(config.lanes)
         self.adapter = open_adapter(config, model)
-        self._model = PackedModel(
-            model, dtype=config.dtype, device=device, activation_checkpointing=config.activation_checkpointing
-        )
+        self._model = PackedModel(model, device=device, **policy_settings(config))
         with_reference = compared(self._objectives)
         self._model.adapt(self.adapter, with_reference=with_reference)
         self._reference = open_reference(self._model, model, config, device=device) if with_reference else None
@@ -68,7 +66,8 @@ class TorchLearner:
         self._masters = {name: _master(value) for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             if self._masters[name] is not value:
-                value.register_post_accumulate_grad_hook(functools.partial(_sum_into, self._masters[name]))
+                into_master = functools.partial(_sum_into, self._masters[name])
+                value.register_post_accumulate_grad_hook(into_master)  # type: ignore[no-untyped-call]
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
@@ -198,6 +197,7 @@ class TorchLearner:
         total = torch.zeros((), device=self._model.device)
         for index, one in enumerate(part.microbatches):
             logprob_N, entropy_N = read(lambda what, of: getattr(self._model, what)(of), context, one)
+            rerouted_N = self._model.rerouted(one)
             reference_N = None
             if self._reference is not None and compares(context.objectives, one):
                 with torch.no_grad():
@@ -210,6 +210,7 @@ class TorchLearner:
                 reference_N=reference_N,
                 entropy_N=entropy_N,
                 advantage_N=advantages[index] if advantages else None,
+                rerouted_N=rerouted_N,
             )
             torch.autograd.backward(loss)
             total += loss.detach()
