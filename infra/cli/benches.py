@@ -185,7 +185,8 @@ def learner_table(found: "Sequence[Compared]") -> Table:
 
 def run_life(hidden: int, layers: int, stage: int, dtype: str, engine: str, *, as_json: bool) -> int:
     """Run `infra/cli/bench/life.py` as asked. Raises ConfigError for an engine or a dtype that it does not know."""
-    from infra.cli.bench.life import ENGINES, LifePlan, run
+    from infra.cli.bench.life import LifePlan, run
+    from infra.cli.bench.reload import ENGINES
 
     for option, got, known in (("--engine", engine, ENGINES), ("--dtype", dtype, ("float32", "bfloat16"))):
         if got not in known:

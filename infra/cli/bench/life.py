@@ -16,19 +16,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from infra.cli.bench.reload import open_engine
 from infra.local.process import Watched, start_watched
 from infra.log.log import Log
 from infra.store.directory import DirectoryStore
 from schemas import Batch, Block, Fence, PolicyEvent, Rollback, Saved, Skip, Span, make_experience, topics
 from schemas.journal import Entry, effective
-
-if TYPE_CHECKING:
-    from actors.engines.engine import Engine
 
 TOML = """
 app = "{app}"
@@ -57,7 +55,6 @@ use = "{learner}"
 options = {{ stage = {stage}, told = "{told}" }}
 """
 LEARNER = "infra.cli.bench.told_learner:ToldLearner"
-ENGINES = {"torch": "actors.engines.torch:TorchEngine", "vllm": "actors.engines.vllm.engine:VllmEngine"}
 GROUP_SIZE = 4
 LOOK_S = 0.2
 LIMIT_S = 3600.0
@@ -227,10 +224,8 @@ def _told(folder: Path, journal: Sequence[Entry]) -> dict[str, float]:
 async def _served(plan: LifePlan, folder: Path, event: PolicyEvent) -> dict[str, float]:
     """What an engine makes of the last version. Raises PolicyRefused where it does not agree with the trainer."""
     from infra.policies.fetch import PolicyFetcher
-    from infra.settings.plugin import load
 
-    options: dict[str, object] = {"dtype": plan.dtype, "max_model_len": 128}
-    engine: Engine = load(ENGINES[plan.engine], {"model": str(folder / "model"), **options}, "--engine")
+    engine = open_engine(plan.engine, folder / "model", {"dtype": plan.dtype, "max_model_len": 128})
     await engine.start()
     try:
         began_s = time.monotonic()
