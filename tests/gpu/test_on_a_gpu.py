@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,16 +83,11 @@ def test_rows_of_many_lengths_need_no_more_memory_than_the_longest(tmp_path):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_of_zero_on_a_gpu_steps_as_one_process_on_the_cpu(tmp_path, stage):
     """What two ranks on CPUs are asked, of one on the card: NCCL instead of gloo, DeepSpeed's masters in its memory."""
-    argv = (
-        sys.executable,
-        "-m",
-        "tests.trainer.deepspeed_ranks",
-        checks.model_of(tmp_path, TINY),
-        str(stage),
-        "bfloat16",
-    )
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
-    ran = subprocess.run(argv, env=os.environ | place, capture_output=True, text=True, timeout=600)
+    script = Path(__file__).parents[1] / "trainer" / "deepspeed_ranks.py"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1")
+    argv = (*launcher, str(script), checks.model_of(tmp_path, TINY), str(stage), "bfloat16")
+    own = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), str(script.parents[2])])}
+    ran = subprocess.run(argv, env=own, capture_output=True, text=True, timeout=600)
     assert f"stage {stage} agrees" in ran.stdout, ran.stderr[-3000:]
 
 
