@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from infra.policies.tensors import Tensor
 
 PROMPT_TOKENS, GROUP, MAX_TOKENS = 7, 16, 5
+ENGINES = {"torch": "actors.engines.torch:TorchEngine", "vllm": "actors.engines.vllm.engine:VllmEngine"}
 VERSIONS_PER_SAMPLE = 5
 ALL_LINEAR = "all-linear"
 SETTLED = 100  # versions until caches are full; growth counts from there
@@ -47,7 +48,7 @@ def run(
         build_char_model(folder, seed=0)
         lora = {"lora": {"rank": lora_rank, "alpha": lora_rank, "targets": (ALL_LINEAR,)}} if lora_rank else {}
         policies = _Adapters(folder, lora_rank) if lora_rank else _Policies(folder)
-        made = _engine(engine, folder, {**(options or {}), **(lora if engine == "vllm" else {})})
+        made = open_engine(engine, folder, {**(options or {}), **(lora if engine == "vllm" else {})})
         return asyncio.run(_soak(made, policies, versions, groups_in_flight, seconds_per_version))
 
 
@@ -189,13 +190,13 @@ def slope(values: Sequence[float]) -> float:
     return float(np.polyfit(np.arange(len(values)), np.asarray(values), 1)[0]) if len(values) > 1 else 0.0
 
 
-def _engine(name: str, folder: Path, options: dict[str, object]) -> "Engine":
+def open_engine(name: str, folder: Path, options: dict[str, object]) -> "Engine":
+    """The engine of that name on a model folder, not started. Raises ValueError for a name that is none of `ENGINES`."""
     from infra.settings.plugin import load
 
-    use = {"vllm": "actors.engines.vllm.engine:VllmEngine", "torch": "actors.engines.torch:TorchEngine"}
-    if name not in use:
-        raise ValueError(f"engine: got {name!r}, expected one of {', '.join(use)}")
-    engine: Engine = load(use[name], {"model": str(folder), **options})
+    if name not in ENGINES:
+        raise ValueError(f"engine: got {name!r}, expected one of {', '.join(ENGINES)}")
+    engine: Engine = load(ENGINES[name], {"model": str(folder), **options})
     return engine
 
 

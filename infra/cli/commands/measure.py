@@ -180,6 +180,21 @@ def bench_life(
     exit_with(lambda: run_life(hidden, layers, stage, dtype, engine, as_json=as_json))
 
 
+def bench_memory(
+    hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 7,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    checkpointing: Annotated[bool, typer.Option(help="Compute activations again in the backward.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What a learner holds, beside what `headrace check --size` says that it needs."""
+    from infra.cli.bench.memory import MemoryPlan
+    from infra.cli.benches import run_memory
+
+    plan = MemoryPlan(hidden=hidden, layers=layers, dtype=dtype, checkpointing=checkpointing)
+    exit_with(lambda: run_memory(plan, as_json))
+
+
 def bench_state(
     hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 9,
