@@ -10,6 +10,19 @@ from schemas.fields import Lane
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 PartShare = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, at most 1")]
 Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+BUILT_IN = (
+    "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
+    "dpo",
+)  # fmt: skip
+
+
+def loss_use(loss: str) -> str:
+    """What a lane's loss names, as `module:name`.
+
+    >>> loss_use("grpo")
+    'trainer.losses.grpo:grpo'
+    """
+    return f"trainer.losses.{loss}:{loss}" if loss in BUILT_IN else loss
 
 
 class LaneConfig(Section, frozen=True):
@@ -108,6 +121,32 @@ class CriticConfig(Section, frozen=True):
     truncated: Literal["reward", "bootstrap"] = "reward"
 
 
+class LoraConfig(Section, frozen=True):
+    """[trainer.lora]: train a low-rank adapter (LoRA, arXiv:2106.09685) and leave the model's own weights as they are. Only
+    the adapter is trained, checkpointed, and published: W + alpha / rank · B A in place of W, where B begins as zeros.
+
+    rank: of B A. alpha: scales it; keep alpha / rank when you change rank. targets: the matrices that get one, each by the
+    end of its module's name ("q_proj"), or "all-linear" for every linear module but the output matrix (of a model that takes
+    pictures: of its text model). dropout: 0; the engine does not drop out, and its logprobs are the trainer's.
+
+    A learning rate about ten times that of full weights is usual. Of a run that has begun, none of this may change.
+
+    Example: LoraConfig(rank=16, alpha=32, targets=("q_proj", "v_proj"))
+    """
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    targets: tuple[str, ...] = ("all-linear",)
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dropout:
+            raise ValueError(
+                f"dropout: got {self.dropout}, expected 0: the engine samples without dropout, so that recorded logprobs would "
+                "not be those that the trainer computes"
+            )
+
+
 class Schedule(Section, frozen=True):
     """[trainer.schedule]: what becomes of the learning rate after the warm-up: held, then falling on a line, then held again.
 
@@ -193,6 +232,7 @@ class TrainerConfig(Section, frozen=True):
     tensorboard: str = "tensorboard"
     warmup: WarmupConfig | None = None
     critic: CriticConfig | None = None
+    lora: LoraConfig | None = None
     ranks: Positive = 1
     ranks_timeout: Duration = "10m"
     routing: Literal["own", "replay"] = "own"
@@ -201,3 +241,13 @@ class TrainerConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if "usual" in self.lanes and self.lanes["usual"].draw == "priority":
             raise ValueError('lanes.usual.draw: got "priority", expected "spread": this lane is drawn in issue order')
+        if self.lora is not None and self.critic is not None:
+            raise ValueError(
+                "critic: got one with [trainer.lora], expected one of the two: a critic is a second model whose own weights "
+                "are all trained, which LoRA is to save; lanes without ppo need none"
+            )
+        if self.lora is not None and self.reference_decay < 1:
+            raise ValueError(
+                f"reference_decay: got {self.reference_decay} with [trainer.lora], expected 1: a mean of policies is no "
+                "adapter of their rank"
+            )

@@ -39,7 +39,7 @@ def copy_below(root: Path, folder: Path) -> None:
     shutil.copytree(root / "infra" / "sdk" / "headrace", folder, ignore=unwanted)
     for package in PACKAGES:
         shutil.copytree(root / package, folder / package, ignore=unwanted)
-    for path in folder.rglob("*.py"):
+    for path in folder.rglob("*.py*"):
         path.write_bytes(renamed(path.read_bytes(), root))
 
 

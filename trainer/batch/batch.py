@@ -9,12 +9,13 @@ several trees share a row without seeing each other. The last token of a sequenc
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from schemas import BatchItem, Experience
+from schemas.fields import LANES as LANES
 from schemas.fields import Lane
 from schemas.pairs import CHOSEN, pair_side
 from schemas.wire.teacher import teacher_logprobs
@@ -22,8 +23,6 @@ from trainer.batch.pictures import Gallery, Pictures, hang, no_pixels, no_places
 from trainer.batch.routing import no_experts, of_rows, recorded
 from trainer.batch.rows import chunk, fill_rows
 from trainer.batch.tree import Branch, Tree, grow, in_order
-
-LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class TrainItem(msgspec.Struct, frozen=True):

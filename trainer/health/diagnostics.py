@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from trainer.batch.batch import LANES
+from schemas.fields import LANES
 from trainer.losses.offpolicy import chi_square, effective_share, k1, k3
 
 # name: (lowest, highest) healthy value

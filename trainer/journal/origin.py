@@ -16,10 +16,9 @@ import msgspec
 from infra.chain.chain import Step
 from infra.settings.config import Floor
 from infra.settings.plugin import BELOW, here, option_defaults
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, loss_use
 from trainer.journal.closure import Definition, Sources
 from trainer.learners.learner import Learner
-from trainer.losses.loss import loss_use
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "infra", "trainer")

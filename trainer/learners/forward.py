@@ -5,6 +5,7 @@ Guarantees: equal to a plain forward of each sequence up to rounding (checked on
 """
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from infra.model.adapter import adapter_parameters, put_adapter
 from infra.model.model import load_model
 from infra.model.vision import load_vision, model_inputs, probe_inputs
+from infra.policies.adapter import Adapter
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
@@ -24,6 +27,9 @@ from trainer.learners.opening import find_abilities, reading_words
 from trainer.learners.routing import Given, Replay
 
 MAX_LOGITS = 2**26  # 256 MiB of float32
+Reader = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]  # of hidden states, targets and temperatures
 
 
 class PackedModel:
@@ -47,7 +53,8 @@ class PackedModel:
         module: Any = load_model(folder, dtype=dtype)
         self.module: Any = module.to(device)
         self._replay = Replay(self.module, folder) if replay else None
-        self._differs_P: torch.Tensor | None = None  # of the last forward
+        self._differs_P: torch.Tensor | None = None  # of all tokens of the last forward
+        self._rerouted_N: torch.Tensor | None = None
         if activation_checkpointing:
             again = {} if self._replay is None else {"context_fn": self._replay.again}
             self.module.gradient_checkpointing_enable({"use_reentrant": False, **again})
@@ -60,7 +67,24 @@ class PackedModel:
         self._vision = load_vision(folder)
         # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
         self._own_masks = self.module.config._attn_implementation == "sdpa"
-        self._family = find_abilities(self.module, folder, self._head.num_tokens, self._logprobs_by)
+        self._folder = folder
+        self.adapter: Adapter | None = None
+        self.find_reading()
+
+    def find_reading(self) -> None:
+        """Find by what the model's rows are read: see `trainer.learners.opening`. Raises ConfigError."""
+        self._family = find_abilities(self.module, self._folder, self._head.num_tokens, self._logprobs_by)
+
+    def adapt(self, adapter: Adapter | None, *, with_reference: bool = False) -> None:
+        """Train an adapter in place of the model's own weights; None changes nothing. See `infra.model.adapter.put_adapter`."""
+        if adapter is not None:
+            put_adapter(self.module, adapter, with_reference=with_reference)
+            self.adapter = adapter
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """What an optimizer moves: every parameter by the model's own names, or the adapter's by published ones."""
+        return dict(self.module.named_parameters()) if self.adapter is None else adapter_parameters(self.module)
 
     @property
     def reading(self) -> str:
@@ -69,16 +93,16 @@ class PackedModel:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens, [N] float32."""
-        return self._head.logprobs(self._hidden(one), *self._targets(one))
+        return self._read(self._head.logprobs, one)
 
     def logprobs_and_entropy(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens and the entropy of π_θ where each was chosen, both with gradients, [2, N] float32."""
-        return self._head.logprobs_and_entropy(self._hidden(one), *self._targets(one))
+        return self._read(self._head.logprobs_and_entropy, one)
 
     @torch.no_grad()
     def hits(self, one: Microbatch) -> torch.Tensor:
         """Whether each sampled token is the most likely one, [N] bool."""
-        return self._head.most_likely(self._hidden(one)) == self._tensor(one.target_N)
+        return self._read(lambda hidden, target, _: (self._head.most_likely(hidden) == target).float(), one).bool()
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: tuple[int, ...]) -> list[float]:
@@ -98,17 +122,19 @@ class PackedModel:
         """
         if self._replay is None:
             return np.full(len(one.target_N), np.nan, np.float32)
-        if self._differs_P is None:
+        if self._rerouted_N is None:
             return np.full(len(one.target_N), -1, np.float32)
-        return self._differs_P[self._tensor(one.predecessor_N)].cpu().numpy()
+        return self._rerouted_N.cpu().numpy()
 
     def states(self, one: Microbatch) -> torch.Tensor:
         """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
         return self._states(one, reading_path(self.device.type, one.tokens_BT.shape[1], self._family))
 
-    def _hidden(self, one: Microbatch) -> torch.Tensor:
-        """The last hidden state wherever a sampled token is read, [N, D]."""
-        return self.states(one)[self._tensor(one.predecessor_N)]
+    def _read(self, read: Reader, one: Microbatch) -> torch.Tensor:
+        """What the head says of the sampled tokens, [..., N]."""
+        state_PD, at_N = self.states(one), self._tensor(one.predecessor_N)
+        self._rerouted_N = None if self._differs_P is None else self._differs_P[at_N]
+        return read(state_PD[at_N], *self._targets(one))
 
     def _targets(self, one: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tensor(one.target_N), self._tensor(one.temperature_N)
@@ -127,26 +153,19 @@ class PackedModel:
             inputs |= {"attention_mask": dense_mask(reach_BT), "position_ids": position_BT}
         elif path is not None:
             inputs |= Tree(reach_BT, position_BT, path).inputs()
-        given = self._given(one)
+        given = self._given(one.experts_BTLk)
         states = self._routed(inputs, given)
         self._differs_P = None if given is None else given.shares()
         return states
 
-    def _given(self, one: Microbatch, cells: tuple[np.ndarray, np.ndarray, int] | None = None) -> Given | None:
-        """What its tokens were recorded with. cells: nodes, the cell of each, and how many cells there are."""
-        if self._replay is None or not len(one.experts_BTLk):
-            return None
-        experts_PLk = one.experts_BTLk.reshape(-1, *one.experts_BTLk.shape[2:])
+    def _given(self, experts_BTLk: np.ndarray) -> Given | None:
+        """What tokens were recorded with, as far as this model can do the same. experts_BTLk: see `Microbatch`."""
         known = self._replay
-        if experts_PLk.shape[1:] != (known.num_layers, known.k):
+        if known is None or experts_BTLk.shape[2:] != (known.num_layers, known.k):
             return None
-        if cells is not None:
-            node_P, cell_P, num = cells
-            laid = np.full((num, *experts_PLk.shape[1:]), -1, np.int16)
-            laid[cell_P] = experts_PLk[node_P]
-            experts_PLk = laid
-        unknown_P = (experts_PLk >= known.num_experts).any((1, 2))
-        experts_PLk = np.where(unknown_P[:, None, None], -1, experts_PLk)
+        experts_PLk = experts_BTLk.reshape(-1, known.num_layers, known.k)
+        unknown_P11 = experts_PLk.max((1, 2), keepdims=True, initial=-1) >= known.num_experts
+        experts_PLk = np.where(unknown_P11, -1, experts_PLk)
         return Given(self._tensor(experts_PLk.astype(np.int64)))
 
     def _routed(self, inputs: dict[str, Any], given: Given | None) -> torch.Tensor:
@@ -162,7 +181,7 @@ class PackedModel:
         states, differs, num = [], [], 0
         for group in groups:
             again = torch.is_grad_enabled() and len(groups) > 1
-            given = self._given(one, (group.node_P, group.cell_P, group.tokens_GL.size))
+            given = self._given(group.experts)
             read = functools.partial(self._side_by_side, group, given)
             states.append(checkpoint(read, use_reentrant=False) if again else read())
             if given is not None:
@@ -181,15 +200,14 @@ class PackedModel:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def open_policy(folder: str, config: TrainerConfig, device: str) -> PackedModel:
-    """The model that is trained, as the settings ask for. Raises ConfigError."""
-    return PackedModel(
-        folder,
-        dtype=config.dtype,
-        device=device,
-        activation_checkpointing=config.activation_checkpointing,
-        replay=config.routing == "replay",
-    )
+def policy_settings(config: TrainerConfig, device: str) -> dict[str, Any]:
+    """Of the `PackedModel` that is trained."""
+    return {
+        "dtype": config.dtype,
+        "device": device,
+        "activation_checkpointing": config.activation_checkpointing,
+        "replay": config.routing == "replay",
+    }
 
 
 def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:

@@ -243,7 +243,7 @@ class Gateway:
         rendered = self._rendered(request)
         tokens, turn = list(rendered), 0
         if session:
-            tokens, turn = self.sessions.prompt(session, request.prompt.plain, rendered, self.tokenizer)
+            tokens, turn = self.sessions.prompt(session, request.prompt, rendered, self.tokenizer)
         prefix = self.tokenizer.encode(request.force) if request.force else []
         return rendered, tokens + prefix, turn, prefix
 
@@ -283,16 +283,15 @@ class Gateway:
 
     def _sampling(self, request: ParsedRequest, tokens: Sequence[int]) -> Sampling:
         room = self.engine.max_model_len - len(tokens)
-        wanted = request.max_tokens or min(self.config.limits.max_tokens, max(room, 1))
-        if wanted > room:
+        if room < 1:
             raise bad(
-                f"This model's maximum context length is {self.engine.max_model_len} tokens; the request has "
-                f"{len(tokens)} and asks for {wanted} more",
+                f"This model's maximum context length is {self.engine.max_model_len} tokens; the request has {len(tokens)}, "
+                "which leaves none for an answer",
                 "messages",
                 "context_length_exceeded",
             )
         return Sampling(
-            max_tokens=wanted,
+            max_tokens=min(request.max_tokens or self.config.limits.max_tokens, room),
             temperature=request.temperature,
             stop=self.tokenizer.eos_ids,
             seed=request.seed,

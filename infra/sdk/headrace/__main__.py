@@ -1,6 +1,6 @@
 """The command: `headrace`, or `python -m headrace`."""
 
-from infra.cli.main import main
+from headrace import main
 
 if __name__ == "__main__":
     main()
