@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -107,9 +108,24 @@ class Source(NamedTuple):
     reads_numbers: tuple[int, ...]
 
 
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+WITH_PARTS = (*STATEMENTS, ast.expr, ast.comprehension, ast.keyword, ast.arguments, ast.withitem)
+LEAVES = {ast.Name, ast.Constant}
+
+
+def children(node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> Iterator[ast.AST]:
+    """Those of these kinds that may have children themselves: `ast.iter_child_nodes`, three times as fast."""
+    for name in node._fields:
+        value = getattr(node, name)
+        for child in value if type(value) is list else (value,):
+            if type(child) not in LEAVES and isinstance(child, kinds):
+                yield child
+
+
 @cache
 def read(path: Path) -> Source:
     module = ast.parse(text_of(path), filename=str(path))
+    kinds = STATEMENTS if name_of(path).startswith("tests/") else WITH_PARTS  # of tests no rule asks for expressions
     imports, odd, functions, calls, reads = [], [], [], [], []
     waiting: list[tuple[ast.AST, bool]] = [(module, True)]
     while waiting:
@@ -126,7 +142,7 @@ def read(path: Path) -> Source:
             reads.append(node.lineno)
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         types_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        waiting += [(child, at_top and not inside and not types_only) for child in ast.iter_child_nodes(node)]
+        waiting += [(child, at_top and not inside and not types_only) for child in children(node, kinds)]
     return Source(ast.get_docstring(module), tuple(imports), tuple(odd), tuple(functions), tuple(calls), tuple(reads))
 
 
@@ -317,26 +333,31 @@ def test_the_top_holds_the_agreed_entries_only() -> None:
 
 
 def test_roles_load_only_what_they_need() -> None:
-    """One process per import, all at once: what a role must not load is not in its sys.modules."""
-    cases = {
-        "actors.master.master": ("torch", "vllm", "faust", "transformers"),
-        "streams.app": ("torch", "vllm", "transformers"),
-        "streams.worker": ("torch", "vllm", "faust"),
-        "trainer.train": ("vllm", "faust"),
-        "infra.cli.main": ("torch", "vllm", "faust", "aiokafka", "numpy", "matplotlib"),
-    }
-    script = "import sys, {0}; print(*[name for name in {1!r} if name in sys.modules])"
-    started = {
-        module: subprocess.Popen(
-            [sys.executable, "-c", script.format(module, heavy)],
+    """What a role must not load is not in sys.modules, though others were imported before it in the same process."""
+    streams = [("streams.app", "torch vllm transformers")]
+    others = [
+        ("infra.cli.main", "torch vllm faust aiokafka numpy matplotlib"),
+        ("streams.worker", "torch vllm faust"),
+        ("actors.master.master", "torch vllm faust transformers"),
+        ("trainer.train", "vllm faust"),
+    ]
+    script = """
+import importlib, sys
+for module, heavy in {!r}:
+    importlib.import_module(module)
+    print(*[f"{{module}} loads {{name}}" for name in heavy.split() if name in sys.modules])
+"""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script.format(modules)],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for module, heavy in cases.items()
-    }  # fmt: skip
-    for module, process in started.items():
+        for modules in (streams, others)
+    ]  # fmt: skip
+    for process in started:
         loaded, words = process.communicate(timeout=120)
         assert process.returncode == 0, words
-        assert not loaded.split(), f"{module} loads {loaded}"
+        assert not loaded.split(), loaded
 
 
 # Who calls the plugin loader, and which setting of the operator's own file (or which flag) names what it loads.

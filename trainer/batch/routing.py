@@ -48,7 +48,7 @@ def of_rows(
     return found
 
 
-def widened_experts(experts_BTLk: np.ndarray, num_T: int) -> np.ndarray:
+def padded(experts_BTLk: np.ndarray, num_T: int) -> np.ndarray:
     """Rows of `num_T` tokens: what pads them was never routed."""
     found = np.full((len(experts_BTLk), num_T, *experts_BTLk.shape[2:]), ABSENT, np.int16)
     found[:, : experts_BTLk.shape[1]] = experts_BTLk

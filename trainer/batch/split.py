@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.batch.batch import Microbatch, PackedBatch, count_lanes, count_sequences
 from trainer.batch.pictures import of_rows
-from trainer.batch.routing import widened_experts
+from trainer.batch.routing import padded
 
 
 def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[PackedBatch, ...]:
@@ -67,7 +67,7 @@ def widened(one: Microbatch, num_T: int) -> Microbatch:
         tokens_BT=_widened(one.tokens_BT, num_T),
         positions_BT=_widened(one.positions_BT, num_T),
         reach_BT=_widened(one.reach_BT, num_T, own=True),
-        experts_BTLk=widened_experts(one.experts_BTLk, num_T),
+        experts_BTLk=padded(one.experts_BTLk, num_T),
         **moved,
     )
 
@@ -98,7 +98,7 @@ def _together(microbatches: Sequence[Microbatch], keys: Sequence[tuple[int, int]
         positions_BT=np.concatenate([_widened(one.positions_BT, num_T) for one in parts]),
         reach_BT=np.concatenate([_widened(one.reach_BT, num_T, own=True) for one in parts]),
         pixels_I3HW=np.concatenate(pixels) if pixels else parts[0].pixels_I3HW,
-        experts_BTLk=np.concatenate([widened_experts(one.experts_BTLk, num_T) for one in parts]),
+        experts_BTLk=np.concatenate([padded(one.experts_BTLk, num_T) for one in parts]),
         **joined,
     )
 

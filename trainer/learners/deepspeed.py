@@ -117,7 +117,7 @@ class DeepSpeedLearner:
         self._store: Store | None = None
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
         group = open_group(sequence_parallel, timeout_s)
-        self._model = open_packed(model, group, **policy_settings(config, device))
+        self._model = open_packed(model, group, device=device, **policy_settings(config))
         self._reference: PackedModel | None = None
         if any(one.reference for one in self._objectives.values()):
             self._reference = open_packed(model, group, dtype=reference_dtype(config), device=device)

@@ -200,11 +200,10 @@ class PackedModel:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def policy_settings(config: TrainerConfig, device: str) -> dict[str, Any]:
-    """Of the `PackedModel` that is trained."""
+def policy_settings(config: TrainerConfig) -> dict[str, Any]:
+    """How the model that is trained is opened, as `PackedModel` takes it."""
     return {
         "dtype": config.dtype,
-        "device": device,
         "activation_checkpointing": config.activation_checkpointing,
         "replay": config.routing == "replay",
     }

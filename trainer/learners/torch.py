@@ -57,7 +57,7 @@ class TorchLearner:
         self._config = config
         self._objectives = open_objectives(config.lanes)
         self.adapter = open_adapter(config, model)
-        self._model = PackedModel(model, **policy_settings(config, device))
+        self._model = PackedModel(model, device=device, **policy_settings(config))
         with_reference = compared(self._objectives)
         self._model.adapt(self.adapter, with_reference=with_reference)
         self._reference = open_reference(self._model, model, config, device=device) if with_reference else None
@@ -66,7 +66,8 @@ class TorchLearner:
         self._masters = {name: _master(value) for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             if self._masters[name] is not value:
-                value.register_post_accumulate_grad_hook(functools.partial(_sum_into, self._masters[name]))
+                into_master = functools.partial(_sum_into, self._masters[name])
+                value.register_post_accumulate_grad_hook(into_master)  # type: ignore[no-untyped-call]
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
