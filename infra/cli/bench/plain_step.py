@@ -27,7 +27,8 @@ class PlainStep:
 
         self._config = config
         self.device = torch.device(device)
-        self.module: Any = load_model(model).to(device)
+        module: Any = load_model(model)
+        self.module = module.to(device)
         if config.activation_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
             self.module.train()
