@@ -1,6 +1,6 @@
 """What fields of records are made of: bounded numbers, names and lists, and the words that a field may hold."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta as Bounds
@@ -17,6 +17,7 @@ Counts = Annotated[dict[str, Count], Bounds(max_length=65_536)]
 Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: infinite where what they measure is
 
 Lane = Literal["usual", "live", "expert", "synthetic", "human"]
+LANES: tuple[Lane, ...] = get_args(Lane)
 Kind = Literal["answer", "demonstration", "chosen", "rejected", "withdrawal"]
 End = Literal["terminal", "truncated", "failed"]
 Outcome = Literal["buffered", "dropped", "superseded"]

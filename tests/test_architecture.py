@@ -23,11 +23,12 @@ DOORS = {
     "mode": ("streams/stages/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py", "actors/engines/token_spellings.py"),
-    "deepspeed": ("trainer/learners/deepspeed.py",),
+    "deepspeed": ("trainer/learners/deepspeed.py", "trainer/learners/sequence_parallel.py"),
     "minio": ("infra/store",),
     "cryptography": ("infra/store/seal.py",),
     "aiokafka": ("infra/log/",),
     "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/", "infra/cli/bench/"),
+    "peft": ("infra/model/adapter.py",),
     "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
     "PIL": ("infra/store/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/observe/metrics.py",),
@@ -229,7 +230,7 @@ def test_heavy_libraries_come_in_by_their_door() -> None:
 
 
 def test_infra_loads_torch_only_when_it_is_called() -> None:
-    heavy = ("torch", "transformers", "vllm", "deepspeed", "matplotlib")
+    heavy = ("torch", "transformers", "peft", "vllm", "deepspeed", "matplotlib")
     assert not [str(one) for one in all_imports("infra") if one.at_top and one.module.partition(".")[0] in heavy]
 
 

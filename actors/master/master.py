@@ -1,7 +1,7 @@
 """The master: issues groups as fast as learning can take them, issues again what was not finished, and asks for evals.
 
     taskset ─────┐                            ┌──> tasks      groups, re-issues, eval tasks
-    progress ────┤ follow ─> Plan ─ changed ─>┤
+    progress ────┤ follow ─> Plan ── decide ─>┤
     policies ────┤  (state)                   ├──> evals      results
     evals ───────┘                            └──> progress   report, every few seconds
 
@@ -16,7 +16,8 @@ import logging
 import time
 
 from actors.config import MasterConfig
-from actors.master.plan import Plan
+from actors.master.gate.guard import Breach
+from actors.master.plan import NOTHING, Decisions, Plan
 from infra.log.blob_prune import prune_frames
 from infra.log.blobs import day_of
 from infra.log.log import Log, LogMessage
@@ -107,22 +108,31 @@ def _apply(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
 
 
 async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
-    """Publish what follows from what is known now."""
-    for result in plan.results():
+    """Publish what follows from what is known now, and then what follows from that.
+
+    It counts before it is published: an answer to the first task may be read before the last one is confirmed.
+    """
+    while (decisions := plan.decide()) != NOTHING:
+        plan.apply(decisions)
+        await _publish(log, plan, metrics, decisions)
+
+
+async def _publish(log: Log, plan: Plan, metrics: Metrics, decisions: Decisions) -> None:
+    for result in decisions.results:
         await log.publish(EVALS, result)
         metrics.counter("eval_results", suite=result.suite).inc()
         metrics.gauge("accuracy", suite=result.suite).set(result.accuracy)
         correct = f"{result.num_correct}/{result.num_tasks * result.num_samples}"
         _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
-    for decision in plan.gate.decisions():
+    for decision in decisions.channels:
         await log.publish(POLICIES, plan.gate.record(decision))
-        metrics.counter("gate_verdicts", passed=str(decision.passed).lower()).inc()
-        _log.info("gate version=%d passed=%s reason=%s", decision.version, decision.passed, decision.reason)
-    for breach in plan.gate.breaches():
-        await log.publish(POLICIES, plan.gate.record(breach))
-        metrics.counter("guard_rollbacks").inc()
-        _log.warning("rolled_back version=%d to=%d reason=%s", breach.version, breach.before, breach.reason)
-    for kind, tasks in (("rollout", plan.rollouts()), ("reissue", plan.reissues()), ("eval", plan.eval_tasks())):
+        if isinstance(decision, Breach):
+            metrics.counter("guard_rollbacks").inc()
+            _log.warning("rolled_back version=%d to=%d reason=%s", decision.version, decision.before, decision.reason)
+        else:
+            metrics.counter("gate_verdicts", passed=str(decision.passed).lower()).inc()
+            _log.info("gate version=%d passed=%s reason=%s", decision.version, decision.passed, decision.reason)
+    for kind, tasks in decisions.tasks.items():
         if tasks:
             await log.publish_all(TASKS, tasks)
             metrics.counter("issued", kind=kind).inc(len(tasks))

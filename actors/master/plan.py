@@ -1,6 +1,7 @@
 """The plan: all the master knows, and what it decides from it. State without clock, task or client.
 
-Inputs are records of the log in the order of their topics; decisions are the records to publish. Time is the log's:
+Inputs are records of the log in the order of their topics. `decide` says which records to publish and changes nothing;
+`apply` counts them as published. Time is the log's:
 the newest log-append timestamp seen; for re-issues the time during which explorers were reporting, so that a fleet that
 is starting or gone makes nothing overdue; for the stop rule the time during which anything was reporting. Everything is
 recounted from the log at a restart, except how long groups have been waiting: that begins anew.
@@ -8,13 +9,16 @@ recounted from the log at a restart, except how long groups have been waiting: t
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+
+import msgspec
 
 from actors.config import MasterConfig
 from actors.master.admission import Admission, AdmissionLimits
 from actors.master.curriculum import choose
 from actors.master.evaluation import EvalBook, parse_eval_group
-from actors.master.gate.gate import Gate
+from actors.master.gate.gate import Gate, GateDecision
+from actors.master.gate.guard import Breach
 from actors.master.issue import evaluation, rollout, round_of
 from actors.master.taskbook import Pool, TaskBook
 from infra.policies.policy_feed import PolicyFeed
@@ -35,6 +39,42 @@ _STUCK_MS = 10_000
 
 # Attempts of one group under one lease; far more than there is time for, so that no two masters ever number one alike.
 ATTEMPTS_PER_LEASE = 1000
+
+
+class EvalRequest(msgspec.Struct, frozen=True):
+    """A suite at a version, to be asked for now.
+
+    missing: tasks to issue. num_tasks, digest: of the whole suite; 0 and "" while its tasks are still being loaded.
+    """
+
+    suite: str
+    version: int
+    missing: tuple[Task, ...] = ()
+    num_tasks: int = 0
+    digest: str = ""
+
+
+class Decisions(msgspec.Struct, frozen=True):
+    """What to publish now, each kind in order.
+
+    results: of evals. channels: which version a channel serves. rollouts: new groups. reissues: groups and eval tasks that
+    were not finished in time. evals: requests to issue as a whole.
+    """
+
+    results: tuple[EvalResult, ...] = ()
+    channels: tuple[GateDecision | Breach, ...] = ()
+    rollouts: tuple[Task, ...] = ()
+    reissues: tuple[Task, ...] = ()
+    evals: tuple[EvalRequest, ...] = ()
+
+    @property
+    def tasks(self) -> dict[str, tuple[Task, ...]]:
+        """What to issue, by kind."""
+        evals = tuple(task for request in self.evals for task in request.missing)
+        return {"rollout": self.rollouts, "reissue": self.reissues, "eval": evals}
+
+
+NOTHING = Decisions()
 
 
 class Plan:
@@ -205,18 +245,55 @@ class Plan:
         finals = [(suite.suite, self.feed.newest) for suite in self.config.evals]
         return "done" if self.evals.done(finals) or self._given_up(2) else "evaluating"
 
-    def rollouts(self) -> list[Task]:
-        """New groups to issue now; they count as issued."""
+    def decide(self) -> Decisions:
+        """What to publish now, `NOTHING` if nothing. What follows from a result or from a channel is decided after it."""
+        if results := self.evals.ready():
+            return Decisions(results=tuple(results))
+        if channels := self.gate.decisions() or self.gate.breaches():
+            return Decisions(channels=tuple(channels))
+        return Decisions(rollouts=self._rollouts(), reissues=self._reissues(), evals=self._eval_requests())
+
+    def apply(self, decisions: Decisions) -> None:
+        """These count as published. Read back from the log later, they change nothing."""
+        for result in decisions.results:
+            self.result(result)
+        for channel in decisions.channels:
+            self.gate.event(self.gate.record(channel))
+        for request in decisions.evals:
+            self.evals.request(request.suite, request.version)
+            if request.num_tasks:
+                self.evals.complete(request.suite, request.version, request.num_tasks, request.digest)
+        for tasks in decisions.tasks.values():
+            for task in tasks:
+                assert task.issued is not None
+                self.issued(task.issued)
+
+    def _rollouts(self) -> tuple[Task, ...]:
         pool = self.book.pool(self.config.split, measured=self.config.curriculum == "easy_to_hard")
         if self.stopped or not self._begun() or not pool.tasks:
-            return []
+            return ()
         room = self.admission.room
         if self.config.stop.groups:
             room = min(room, self.config.stop.groups - self.admission.next_sequence)
-        return [task for _ in range(room) if (task := self._rollout(pool)) is not None]
+        new: list[Task] = []
+        for _ in range(room):
+            task = self._chosen(pool, self.admission.next_sequence + len(new))
+            if task is None:
+                break
+            new.append(
+                rollout(
+                    task,
+                    self.config,
+                    round=self.book.next_round(task.id) + sum(one.id == task.id for one in new),
+                    attempt=self._first_attempt,
+                    sequence=self.admission.next_sequence + len(new),
+                    min_version=self.admission.min_version(ahead=len(self.admission.outstanding) + len(new)),
+                )
+            )
+        return tuple(new)
 
-    def reissues(self) -> list[Task]:
-        """Groups and eval tasks to issue again; they count as issued. One whose task is gone is skipped and logged."""
+    def _reissues(self) -> tuple[Task, ...]:
+        """Groups and eval tasks to issue again. One whose task is gone is skipped and logged."""
         again: list[Task] = []
         for name in self.admission.overdue(self.active_s, self.pacing.reissue_s):
             group = self.admission.outstanding[name]
@@ -235,32 +312,25 @@ class Plan:
                     min_version=min(self.feed.newest, self.admission.min_version(ahead=self.admission.ahead(name))),
                 )
             )
-        return self._count([*again, *self._eval_reissues()])
+        return (*again, *self._eval_reissues())
 
-    def eval_tasks(self) -> list[Task]:
-        """Eval tasks to issue now, of whole requests; they count as issued."""
+    def _eval_requests(self) -> tuple[EvalRequest, ...]:
+        """Those to make, and those to issue: just made, or cut short by a restart."""
         if not self.stopped:
             lead, first = self.config.eval_lead, self.config.first_version
             due = self.evals.due(newest=self.feed.newest, first_version=first, lead=lead)
         else:
             due = self.evals.due_at(self.feed.newest) if self._ended and self._drained() else []
-        for suite, version in due:
-            self.evals.request(suite, version)
-        tasks: list[Task] = []
-        for request in self.evals.incomplete():
-            suite_tasks = self._suite_tasks(request.suite)
-            missing = [index for index in range(len(suite_tasks)) if index not in request.attempts]
-            tasks += [self._eval(request.suite, request.version, index, self._first_attempt) for index in missing]
-            if suite_tasks:
-                self.evals.complete(request.suite, request.version, len(suite_tasks), _digest(suite_tasks))
-        return self._count(tasks)
+        new = [self._eval_request(*key, {}) for key in due if key not in self.evals.requests]
+        known = [self._eval_request(one.suite, one.version, one.attempts) for one in self.evals.incomplete()]
+        return (*(request for request in known if request.num_tasks), *new)
 
-    def results(self) -> list[EvalResult]:
-        """Results to publish now; they count as published."""
-        results = self.evals.ready()
-        for result in results:
-            self.result(result)
-        return results
+    def _eval_request(self, suite: str, version: int, issued: Container[int]) -> EvalRequest:
+        """issued: indexes of tasks that are on their way."""
+        tasks = self._suite_tasks(suite)
+        missing = [index for index in range(len(tasks)) if index not in issued]
+        issuing = tuple(self._eval(suite, version, index, self._first_attempt) for index in missing)
+        return EvalRequest(suite, version, issuing, len(tasks), _digest(tasks) if tasks else "")
 
     @property
     def _first_attempt(self) -> int:
@@ -284,8 +354,7 @@ class Plan:
         limit_ms = duration_s(self.config.drain) * 1000 * factor
         return self._stopped_ms is not None and self.clock_ms - self._stopped_ms >= limit_ms
 
-    def _rollout(self, pool: Pool) -> Task | None:
-        sequence = self.admission.next_sequence
+    def _chosen(self, pool: Pool, sequence: int) -> Task | None:
         index = choose(
             self.config.curriculum,
             priorities=pool.priorities,
@@ -296,18 +365,7 @@ class Plan:
             floor=self.config.floor,
             cap=self.config.cap,
         )
-        if index is None:
-            return None
-        task = pool.tasks[index]
-        issued = rollout(
-            task,
-            self.config,
-            round=self.book.next_round(task.id),
-            attempt=self._first_attempt,
-            sequence=sequence,
-            min_version=self.admission.min_version(),
-        )
-        return self._count([issued])[0]
+        return None if index is None else pool.tasks[index]
 
     def _eval(self, suite: str, version: int, index: int, attempt: int) -> Task:
         task = self._suite_tasks(suite)[index]
@@ -331,12 +389,6 @@ class Plan:
         if len(tasks) < wanted and self.clock_ms - self._task_ms < _SETTLED_MS:
             return []
         return tasks[:wanted]
-
-    def _count(self, tasks: list[Task]) -> list[Task]:
-        for task in tasks:
-            assert task.issued is not None
-            self.issued(task.issued)
-        return tasks
 
 
 def _digest(tasks: Sequence[Task]) -> str:

@@ -10,12 +10,9 @@ import msgspec
 from infra.cli.docs_text import cell, labelled, toml
 from infra.settings.config import words_of
 from infra.settings.plugin import RESERVED_PARAMETERS, find
+from trainer.config import BUILT_IN
 
 OWN = {"model", "seed", "config", *RESERVED_PARAMETERS}  # what the role gives, and the settings do not
-LOSSES = (
-    "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
-    "dpo",
-)  # fmt: skip
 PARTS = {
     "Scores": (
         "streams.scores.exact:exact", "streams.scores.format:Format", "streams.scores.math:Math", "streams.scores.code:Code",
@@ -41,7 +38,7 @@ PARTS = {
     ),
     "Tools": ("actors.rollout.tools.python:Python",),
     "Tasksets": ("actors.tasksets.files:tasks", "actors.tasksets.reasoning_gym:reasoning_gym"),
-    "Losses": tuple(f"trainer.losses.{name}:{name}" for name in LOSSES),
+    "Losses": tuple(f"trainer.losses.{name}:{name}" for name in BUILT_IN),
     "Engines": ("actors.engines.torch:TorchEngine", "actors.engines.scripted:ScriptedEngine"),
     "Learners": ("trainer.learners.torch:TorchLearner", "trainer.learners.deepspeed:DeepSpeedLearner"),
 }  # fmt: skip

@@ -24,6 +24,9 @@ from schemas.errors import ConfigError
 RESERVED_PARAMETERS = frozenset({"memory", "time_ms", "record_offset"})
 # Settings and archives of the first release name what ships by these: they are found where it is today.
 MOVED = {f"actors.{kind}.": f"actors.rollout.{kind}." for kind in ("agents", "environments", "tools", "workflows")}
+# What ships is named by its folder in the repository. Where headrace is installed, that folder lies below `headrace`.
+SHIPPED = ("actors", "infra", "schemas", "streams", "trainer")
+BELOW = __name__.rpartition("infra.")[0]
 
 
 def add_plugin_folders(folder: Path, plugins: Iterable[str]) -> None:
@@ -47,9 +50,15 @@ def today(use: str) -> str:
     return use
 
 
+def here(module: str) -> str:
+    """The name by which a module is imported: one that ships may be installed below `headrace`."""
+    return BELOW + module if module.partition(".")[0] in SHIPPED else module
+
+
 def find(use: str, where: str = "use") -> object:
     """The object `module:name` names, as it is. Raises ConfigError."""
-    module_name, colon, name = today(use).partition(":")
+    named, colon, name = today(use).partition(":")
+    module_name = here(named)
     if not colon or not module_name or not name:
         raise ConfigError(f'{where}: got "{use}", expected "module:name"')
     try:

@@ -5,6 +5,7 @@ import pytest
 from actors.config import EvalSuite, GateConfig, GateGuardConfig, GateSuite, MasterConfig
 from actors.master.gate.gate import REMEMBERED, Gate, decision_event
 from schemas import Answered, Directive, EvalResult, PolicyEvent, Progress
+from tests.actors.acting import decisions
 
 CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})
 
@@ -25,15 +26,15 @@ def result(version: int, suite: str, share: float, policy: str = "main") -> Eval
 def judged(one: Gate, version: int, dev: float, safety: float = 1.0) -> list[bool]:
     one.result(result(version, "dev", dev))
     one.result(result(version, "safety", safety))
-    return [verdict.passed for verdict in one.decisions()]
+    return [verdict.passed for verdict in decisions(one)]
 
 
 def test_a_candidate_waits_for_every_suite() -> None:
     one = gate()
     one.result(result(3, "dev", 0.8))
-    assert one.decisions() == []
+    assert decisions(one) == []
     one.result(result(3, "safety", 0.95))
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     assert verdict.passed and verdict.numbers == {"dev": 0.8, "safety": 0.95}
     assert one.stable.version == 3
 
@@ -48,11 +49,11 @@ def test_a_candidate_below_the_bar_or_worse_than_the_stable_one_is_held_with_the
     assert one.stable.version == 9
     one.result(result(13, "dev", 0.6))
     one.result(result(13, "safety", 1.0))
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     assert verdict.reason == "dev: 0.600, the stable version 9 has 0.790"
     assert verdict.numbers["stable/dev"] == 0.79
     one.result(result(15, "dev", 0.4)), one.result(result(15, "safety", 0.7))
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     assert verdict.reason == "dev: 0.400, expected at least 0.5; safety: 0.700, expected at least 0.9"
 
 
@@ -67,15 +68,15 @@ def test_of_several_candidates_the_newest_is_weighed_and_older_ones_are_left_out
     for version in (3, 5):
         one.result(result(version, "dev", 0.8))
         one.result(result(version, "safety", 1.0))
-    assert [verdict.version for verdict in one.decisions()] == [5]
-    assert one.decisions() == []
+    assert [verdict.version for verdict in decisions(one)] == [5]
+    assert decisions(one) == []
     assert judged(one, 4, 0.99) == []
 
 
 def test_a_restart_weighs_no_version_again_that_was_held() -> None:
     one = gate()
     one.result(result(3, "dev", 0.4)), one.result(result(3, "safety", 1.0))
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     again = gate()
     again.event(decision_event(verdict, "main", 0))
     assert judged(again, 3, 0.4) == [] and judged(again, 4, 0.8) == [True]
@@ -85,7 +86,7 @@ def test_a_restart_decides_nothing_twice_in_whatever_order_the_topics_are_read()
     one = gate()
     one.result(result(3, "dev", 0.8))
     one.result(result(3, "safety", 1.0))
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     event = decision_event(verdict, "main", 0)
     for events_first in (True, False):
         again = gate()
@@ -94,7 +95,7 @@ def test_a_restart_decides_nothing_twice_in_whatever_order_the_topics_are_read()
         again.result(result(3, "dev", 0.8))
         again.result(result(3, "safety", 1.0))
         again.event(event)
-        assert again.decisions() == [] and again.stable.version == 3
+        assert decisions(again) == [] and again.stable.version == 3
         assert judged(again, 5, 0.77) == [False], "the stable version's own result is remembered"
 
 
@@ -128,13 +129,13 @@ def test_small_drops_do_not_add_up_until_somebody_says_that_all_is_well() -> Non
 def test_without_suites_the_gate_decides_nothing() -> None:
     one = gate(GateConfig())
     one.result(result(3, "dev", 1.0))
-    assert one.decisions() == []
+    assert decisions(one) == []
 
 
 def test_results_of_another_policy_are_not_its_business() -> None:
     one = gate(GateConfig(suites={"dev": GateSuite()}))
     one.result(result(3, "dev", 1.0, policy="reward-model"))
-    assert one.decisions() == []
+    assert decisions(one) == []
 
 
 def test_a_gate_on_a_suite_that_is_never_run_is_a_settings_error() -> None:
@@ -156,11 +157,11 @@ def test_the_run_is_compared_with_the_best_of_it_from_the_first_version_on_or_fr
     found = [result(version, "dev", 0.9 - 0.02 * version) for version in range(6)]
     for version, passes in ((0, True), (1, True), (2, False)):
         one.result(found[version])
-        assert [verdict.passed for verdict in one.decisions()] == [passes]
+        assert [verdict.passed for verdict in decisions(one)] == [passes]
     one.event(PolicyEvent(event="promoted", policy="main", version=2, channel="stable", owner="ann"))
     for version, passes in ((3, True), (4, False)):
         one.result(found[version])
-        assert [verdict.passed for verdict in one.decisions()] == [passes]
+        assert [verdict.passed for verdict in decisions(one)] == [passes]
 
 
 @pytest.mark.parametrize(("version", "is_known"), [(0, True), (9, False), (10, True)])
@@ -175,10 +176,10 @@ def test_results_are_kept_of_the_stable_version_and_of_so_many_that_were_weighed
              for number in range(newest + 2)}  # fmt: skip
     for number in range(newest + 1):
         one.result(found[number])
-    assert [verdict.version for verdict in one.decisions()] == [newest]
+    assert [verdict.version for verdict in decisions(one)] == [newest]
     one.event(PolicyEvent(event="pinned", policy="main", version=version, channel="stable", owner="ann"))
     one.result(found[newest + 1])
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     assert ("stable/dev" in verdict.numbers) is is_known
 
 

@@ -4,10 +4,11 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite, MasterConfig, StopRule
 from actors.master.evaluation import VERSION_PASSED, parse_eval_group
-from actors.master.plan import Plan
+from actors.master.plan import NOTHING, Plan
 from actors.rollout.waiting import issued_of
 from infra.settings.config import Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
+from tests.actors.acting import eval_tasks, reissues, rollouts
 
 PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=10.0)
 
@@ -39,77 +40,77 @@ def explorer_reports(made: Plan, start_ms: int, seconds: int) -> None:
 
 def test_nothing_is_issued_before_the_first_version() -> None:
     made = plan(MasterConfig(first_version=1))
-    assert made.rollouts() == []
+    assert rollouts(made) == []
     assert made.state == "warming up"
     publish(made, 1)
-    assert {issued_of(one).min_version for one in made.rollouts()} == {1}
+    assert {issued_of(one).min_version for one in rollouts(made)} == {1}
     assert made.state == "issuing"
 
 
 def test_groups_are_issued_up_to_the_bound_with_rising_sequences_and_new_rounds() -> None:
     made = plan(train=1)
-    issued = [issued_of(one) for one in made.rollouts()]
+    issued = [issued_of(one) for one in rollouts(made)]
     assert [one.sequence for one in issued] == [0, 1, 2, 3]
     assert [one.group for one in issued] == [f"task-0.{round}" for round in range(4)]
-    assert made.rollouts() == []
+    assert rollouts(made) == []
     made.drawn(Drawn(token=1, step=0, version=0, groups=(issued[0].group, issued[1].group)))
-    assert [issued_of(one).sequence for one in made.rollouts()] == [4, 5]
+    assert [issued_of(one).sequence for one in rollouts(made)] == [4, 5]
 
 
 def test_what_nobody_finished_is_issued_again_as_another_attempt() -> None:
     made = plan()
-    first = made.rollouts()
+    first = rollouts(made)
     explorer_reports(made, 1_000_000, 9)
-    assert made.reissues() == []
+    assert reissues(made) == []
     explorer_reports(made, 1_009_000, 1)
-    again = made.reissues()
+    again = reissues(made)
     assert [issued_of(one).group for one in again] == [issued_of(one).group for one in first]
     assert {issued_of(one).attempt for one in again} == {1}
     assert [issued_of(one).sequence for one in again] == [0, 1, 2, 3]
-    assert made.reissues() == []
+    assert reissues(made) == []
 
 
 def test_nothing_is_overdue_while_no_explorer_reports() -> None:
     made = plan()
-    made.rollouts()
+    rollouts(made)
     explorer_reports(made, 1_000_000, 0)
     explorer_reports(made, 1_600_000, 0)
-    assert made.reissues() == []
+    assert reissues(made) == []
 
 
 def test_a_reissue_never_waits_for_a_version_that_is_not_there() -> None:
     made = plan()
-    first = [issued_of(one).group for one in made.rollouts()]
+    first = [issued_of(one).group for one in rollouts(made)]
     for step in range(2):  # two steps at version 0, and no version 1: something is wrong with the trainer
         made.drawn(Drawn(token=1, step=step, version=0, groups=tuple(first[2 * step : 2 * step + 2])))
-    assert {issued_of(one).min_version for one in made.rollouts()} == {0, 1}
+    assert {issued_of(one).min_version for one in rollouts(made)} == {0, 1}
     explorer_reports(made, 1_000_000, 10)
-    assert {issued_of(one).min_version for one in made.reissues()} == {0}
+    assert {issued_of(one).min_version for one in reissues(made)} == {0}
 
 
 def test_a_restart_issues_only_what_is_missing() -> None:
     made = plan()
-    issued = [issued_of(one) for one in made.rollouts()]
+    issued = [issued_of(one) for one in rollouts(made)]
     made.closure(Closure(group=issued[0].group, outcome="dropped", reason="all rewards equal"))
     again = plan()
     for one in issued:
         again.issued(one)
     again.closure(Closure(group=issued[0].group, outcome="dropped", reason="all rewards equal"))
     again.caught_up()
-    assert [issued_of(one) for one in again.rollouts()] == [issued_of(one) for one in made.rollouts()]
+    assert [issued_of(one) for one in rollouts(again)] == [issued_of(one) for one in rollouts(made)]
 
 
 def test_waiting_begins_anew_at_a_restart() -> None:
     made = plan()
-    issued = [issued_of(one) for one in made.rollouts()]
+    issued = [issued_of(one) for one in rollouts(made)]
     again = plan()
     for one in issued:
         again.issued(one)
     explorer_reports(again, 1_000_000, 60)
     again.caught_up()
-    assert again.reissues() == []
+    assert reissues(again) == []
     explorer_reports(again, 1_060_000, 10)
-    assert len(again.reissues()) == len(issued)
+    assert len(reissues(again)) == len(issued)
 
 
 def dev_config(**settings: object) -> MasterConfig:
@@ -119,45 +120,45 @@ def dev_config(**settings: object) -> MasterConfig:
 
 def test_evals_are_issued_whole_and_once() -> None:
     made = plan(dev_config())
-    tasks = made.eval_tasks()
+    tasks = eval_tasks(made)
     assert [parse_eval_group(issued_of(one).group) for one in tasks] == [("dev", 0, index) for index in range(3)]
     assert {(issued_of(one).temperature, issued_of(one).version, issued_of(one).num_episodes) for one in tasks} == {
         (0.0, 0, 1)
     }
-    assert made.eval_tasks() == []
+    assert eval_tasks(made) == []
 
 
 def test_a_suite_that_is_still_being_loaded_is_not_asked_for() -> None:
     made = plan(dev_config(), dev=2)
-    assert made.eval_tasks() == []
+    assert eval_tasks(made) == []
     made.tick(1_010_000)
-    assert len(made.eval_tasks()) == 2
+    assert len(eval_tasks(made)) == 2
 
 
 def test_a_request_cut_short_by_a_restart_is_completed() -> None:
     made = plan(dev_config())
-    first, *rest = made.eval_tasks()
+    first, *rest = eval_tasks(made)
     again = plan(dev_config())
     again.issued(issued_of(first))
     again.caught_up()
-    assert again.eval_tasks() == rest
+    assert eval_tasks(again) == rest
 
 
 def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> None:
     made = plan(dev_config(stop=StopRule(suite="dev", at=0.9)))
-    groups = [issued_of(one).group for one in made.rollouts()]
-    made.eval_tasks()
+    groups = [issued_of(one).group for one in rollouts(made)]
+    eval_tasks(made)
     made.result(EvalResult(policy="main", version=0, suite="dev", num_tasks=3, num_correct=3))
     made.tick(1_000_001)
     assert made.stopped
-    assert made.rollouts() == []
+    assert rollouts(made) == []
     assert made.state == "draining"
     made.drawn(Drawn(token=1, step=0, version=0, groups=tuple(groups)))
     publish(made, 1)
-    assert made.eval_tasks() == []
+    assert eval_tasks(made) == []
     made.tick(1_004_000)
     assert made.state == "evaluating"
-    finals = made.eval_tasks()
+    finals = eval_tasks(made)
     assert {issued_of(one).version for one in finals} == {1}
     made.result(EvalResult(policy="main", version=1, suite="dev", num_tasks=3, num_correct=3))
     assert made.state == "done"
@@ -166,33 +167,33 @@ def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> 
 def test_a_paused_master_issues_nothing_and_the_newest_word_holds() -> None:
     made = plan()
     made.directive(Directive(order="pause", owner="ann"), 3)
-    assert made.rollouts() == [] and made.state == "paused"
+    assert rollouts(made) == [] and made.state == "paused"
     made.directive(Directive(order="forget", about="9f"), 3)
-    assert made.rollouts() == [] and made.state == "paused"
+    assert rollouts(made) == [] and made.state == "paused"
     made.directive(Directive(order="drain", owner="ann"), 4)
-    assert made.rollouts() == [] and made.state != "paused"
+    assert rollouts(made) == [] and made.state != "paused"
     made.directive(Directive(order="continue", owner="ann"), 5)
-    assert made.rollouts() and made.state == "issuing"
+    assert rollouts(made) and made.state == "issuing"
 
 
 def test_a_final_that_is_missed_does_not_hold_up_the_end() -> None:
     made = plan(dev_config(stop=StopRule(groups=1)))
-    assert len(made.rollouts()) == 1
+    assert len(rollouts(made)) == 1
     made.tick(1_010_000)
     assert made.state == "evaluating"  # one group is too few for a step
-    (final, *_) = made.eval_tasks()
+    (final, *_) = eval_tasks(made)
     made.closure(Closure(group=issued_of(final).group, outcome="dropped", reason=VERSION_PASSED))
     made.tick(1_020_000)
     assert made.state == "done"
 
 
 def test_issuing_stops_after_its_groups_versions_or_time() -> None:
-    assert len(plan(MasterConfig(stop=StopRule(groups=3))).rollouts()) == 3
+    assert len(rollouts(plan(MasterConfig(stop=StopRule(groups=3))))) == 3
     by_version = plan(MasterConfig(stop=StopRule(versions=2)))
     publish(by_version, 2)
-    assert by_version.rollouts() == []
+    assert rollouts(by_version) == []
     by_time = plan(MasterConfig(stop=StopRule(after="5s")))
-    assert by_time.rollouts()
+    assert rollouts(by_time)
     for second in (1, 2, 3, 4):
         by_time.tick(1_000_000 + second * 1000)
     assert not by_time.stopped
@@ -202,7 +203,7 @@ def test_issuing_stops_after_its_groups_versions_or_time() -> None:
 
 def test_production_alone_starts_the_clock_of_the_stop_rule_and_the_trainer_hears_of_the_end() -> None:
     made = plan(MasterConfig(split="none", stop=StopRule(after="5s")))
-    assert made.rollouts() == []
+    assert rollouts(made) == []
     made.tick(1_010_000)
     assert not made.stopped, "nothing was issued, nobody asked"
     made.closure(Closure(group="g", outcome="buffered", lane="live", mean_reward=1.0))
@@ -214,14 +215,14 @@ def test_production_alone_starts_the_clock_of_the_stop_rule_and_the_trainer_hear
 
 def test_time_during_which_nothing_ran_does_not_count_for_the_stop_rule() -> None:
     made = plan(MasterConfig(stop=StopRule(after="8s")))
-    made.rollouts()
+    rollouts(made)
     made.tick(1_000_000 + 3_600_000)
     assert not made.stopped
 
 
 def test_success_rates_come_from_closures() -> None:
     made = plan()
-    group = issued_of(made.rollouts()[0]).group
+    group = issued_of(rollouts(made)[0]).group
     made.closure(Closure(group=group, outcome="buffered", mean_reward=0.5))
     assert made.book.success(group.rpartition(".")[0]) == 0.5
 
@@ -230,25 +231,37 @@ def test_an_eval_on_request_is_issued_once_pinned_to_its_version_and_a_restart_a
     config = MasterConfig(first_version=1, evals=(EvalSuite(suite="dev", every=1000, tasks=3),), eval_lead=0)
     made = plan(config)
     publish(made, 1)
-    tasks = made.eval_tasks()
+    tasks = eval_tasks(made)
     for index in range(4, 7):
         publish(made, index)
     asked = Directive(order="eval", owner="ann", suite="dev", version=6)
     made.directive(asked, 50)
     made.directive(asked, 51)
-    tasks = made.eval_tasks()
+    tasks = eval_tasks(made)
     assert [(issued_of(one).version, issued_of(one).suite) for one in tasks] == [(6, "dev")] * 3
-    assert made.eval_tasks() == [] and made.state == "issuing"
+    assert eval_tasks(made) == [] and made.state == "issuing"
     later = plan(config)
     for version in (1, 6):
         publish(later, version)
         later.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=3, num_correct=1, request=""))
     later.directive(asked, 50)
-    assert later.eval_tasks() == []
+    assert eval_tasks(later) == []
 
 
 def test_a_request_for_a_suite_nobody_knows_stops_nothing() -> None:
     made = plan()
     made.directive(Directive(order="eval", suite="gone", version=3), 50)
     publish(made, 0)
-    assert made.eval_tasks() == [] and made.rollouts() and made.drained_by == ""
+    assert eval_tasks(made) == [] and rollouts(made) and made.drained_by == ""
+
+
+def test_what_is_applied_is_not_decided_again_and_read_back_from_the_log_it_changes_nothing() -> None:
+    made = plan(dev_config())
+    first = made.decide()
+    assert first.rollouts and first.evals and made.decide() == first
+    made.apply(first)
+    assert made.decide() == NOTHING
+    for tasks in first.tasks.values():
+        for one in tasks:
+            made.issued(issued_of(one))
+    assert made.decide() == NOTHING and made.admission.next_sequence == len(first.rollouts)

@@ -12,6 +12,7 @@ from actors.master.gate.gate import Gate, breach_event, decision_event
 from actors.master.gate.guard import RESTLESS, GuardEvidence, Hour, before_of, breach, compared, odds_of, unrest
 from actors.master.gate.ratings import Tally
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
+from tests.actors.acting import breaches, decisions
 from tests.actors.rated import crowd, rated
 
 CONFIG = GateGuardConfig()
@@ -109,7 +110,7 @@ def gate() -> Gate:
 def passed(one: Gate, version: int, at_ms: int = PROMOTED_MS) -> PolicyEvent:
     one.progress(Progress(role="master", instance="master/1"), at_ms)
     one.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     assert verdict.passed
     return decision_event(verdict, "main", 0)
 
@@ -138,25 +139,25 @@ def complaints(people: int = 30, **more: object) -> list[Closure]:
 def test_customers_go_back_to_the_version_before_with_the_numbers_in_the_event() -> None:
     one, _, _ = promoted()
     heard(one, complaints(), PROMOTED_MS + HOUR_MS)
-    assert one.breaches() == [], "their time is not over"
+    assert breaches(one) == [], "their time is not over"
     heard(one, ())
-    (found,) = one.breaches()
+    (found,) = breaches(one)
     event = breach_event(found, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("rolled_back", 3, "stable", "guard")
     assert one.stable.version == 3
     assert event.reason == "rated down by 30 of 30 people, 5 of 100 before"
     assert event.stats["guard/bad"] == 30.0 and event.stats["guard/whatever_hour"] >= math.log(4 / CONFIG.alpha)
-    assert one.breaches() == [], "said once"
+    assert breaches(one) == [], "said once"
     one.result(EvalResult(policy="main", version=5, suite="dev", num_tasks=100, num_correct=99))
-    assert one.decisions() == [], "a version taken back is not weighed again"
+    assert decisions(one) == [], "a version taken back is not weighed again"
     one.result(EvalResult(policy="main", version=7, suite="dev", num_tasks=100, num_correct=60))
-    assert [verdict.passed for verdict in one.decisions()] == [False], "compared with the version they went back to"
+    assert [verdict.passed for verdict in decisions(one)] == [False], "compared with the version they went back to"
 
 
 def test_a_restart_takes_back_nothing_twice_in_whatever_order_the_topics_are_read() -> None:
     one, events, said = promoted()
     said += heard(one, complaints())
-    events += [breach_event(found, "main", 0) for found in one.breaches()]
+    events += [breach_event(found, "main", 0) for found in breaches(one)]
     assert [event.event for event in events] == ["promoted", "promoted", "rolled_back"]
     for closures_first in (True, False):
         again = gate()
@@ -164,7 +165,7 @@ def test_a_restart_takes_back_nothing_twice_in_whatever_order_the_topics_are_rea
         for event, at_ms in zip(events, (0, PROMOTED_MS, LATER_MS), strict=True):
             again.event(event, at_ms)
         heard(again, () if closures_first else said)
-        assert again.breaches() == [] and again.stable.version == 3
+        assert breaches(again) == [] and again.stable.version == 3
 
 
 def test_one_raters_thumbs_down_take_no_fresh_version_back() -> None:
@@ -175,22 +176,22 @@ def test_one_raters_thumbs_down_take_no_fresh_version_back() -> None:
             answer = rated(session, 5, 0.0, at_ms=PROMOTED_MS + HOUR_MS, rater=rater, number=number)
             one.closure(answer, answer.answered_ms)
         heard(one, ())
-        assert one.breaches() == []
+        assert breaches(one) == []
 
 
 def test_the_people_of_one_tenant_take_nothing_back_where_there_are_several() -> None:
     one, _, _ = promoted()
     heard(one, complaints(tenant="globex"))
-    assert one.breaches() == []
+    assert breaches(one) == []
     heard(one, crowd("too", 5, 20, 20, at_ms=PROMOTED_MS + HOUR_MS), LATER_MS + HOUR_MS)
-    assert len(one.breaches()) == 1
+    assert len(breaches(one)) == 1
 
 
 def test_a_rating_that_is_withdrawn_takes_nobody_back() -> None:
     one, _, _ = promoted()
     heard(one, complaints())
     heard(one, [rated(f"now5-{number}", 5, at_ms=PROMOTED_MS + HOUR_MS, revision=1) for number in range(28)])
-    assert one.breaches() == [], "2 of 2 stand, which is too few to say anything"
+    assert breaches(one) == [], "2 of 2 stand, which is too few to say anything"
 
 
 def served(version: int, answers: int, clients: tuple[Client, ...] = (), **more: int) -> Progress:
@@ -202,39 +203,39 @@ def test_what_gateways_report_takes_customers_back_too() -> None:
     one, _, _ = promoted()
     one.progress(served(3, 900, failed=1))
     one.progress(served(5, 200, failed=40))
-    (found,) = one.breaches()
+    (found,) = breaches(one)
     assert (found.version, found.before) == (5, 3) and found.reason == "failed 40 of 200 times, version 3 1 of 900"
 
 
 def test_refusals_to_one_client_take_nothing_back_and_refusals_to_all_do() -> None:
     usual = tuple(Client(client=name, sessions=450, refused=2) for name in "ab")
-    for refused, breaches in (((45, 0), 0), ((4, 0), 0), ((20, 20), 1)):
+    for refused, number in (((45, 0), 0), ((4, 0), 0), ((20, 20), 1)):
         one, _, _ = promoted()
         one.progress(served(3, 900, usual))
         clients = tuple(
             Client(client=name, sessions=100, refused=many) for name, many in zip("ab", refused, strict=True)
         )
         one.progress(served(5, 200, clients))
-        assert len(one.breaches()) == breaches
+        assert len(breaches(one)) == number
 
 
 def test_a_pinned_version_is_left_to_whoever_pinned_it() -> None:
     one, _, _ = promoted()
     one.event(PolicyEvent(event="pinned", policy="main", version=5, channel="stable"), PROMOTED_MS)
     heard(one, complaints())
-    assert one.breaches() == []
+    assert breaches(one) == []
 
 
 def test_a_version_is_watched_for_its_time() -> None:
     one, _, _ = promoted()
     heard(one, complaints(), PROMOTED_MS + 8 * DAY_MS)
-    assert one.breaches() == []
+    assert breaches(one) == []
 
 
 def test_a_version_taken_back_says_nothing_of_what_is_usual() -> None:
     one, _, _ = promoted()
     heard(one, complaints())
-    assert len(one.breaches()) == 1
+    assert len(breaches(one)) == 1
     known = one.people.of_stable(3)
     assert (known.people_before, known.bad_before) == (100, 5), "version 5's 30 complaints are not among them"
 
@@ -243,7 +244,7 @@ def test_where_the_version_gone_back_to_is_rated_down_as_much_it_is_an_alarm() -
     """Complaints rise from the hour of the promotion on: it is taken for the version's doing, and then it goes on."""
     one, _, _ = promoted()
     heard(one, complaints())
-    assert len(one.breaches()) == 1 and one.alarms() == []
+    assert len(breaches(one)) == 1 and one.alarms() == []
     heard(one, crowd("after", 3, 40, 40, at_ms=LATER_MS + HOUR_MS), LATER_MS + 4 * HOUR_MS)
     (alarm,) = one.alarms()
-    assert one.breaches() == [] and alarm.startswith("version 3 is rated down by 40 of 40 people, 5 of 100 before")
+    assert breaches(one) == [] and alarm.startswith("version 3 is rated down by 40 of 40 people, 5 of 100 before")

@@ -12,6 +12,7 @@ from actors.master.gate.gate import Gate, decision_event
 from actors.master.gate.replies import Replies, jaccard, word_pairs
 from schemas import EvalResult, Experience, Message, PolicyEvent
 from schemas.fields import End
+from tests.actors.acting import decisions
 from tests.schemas.record_samples import group_block
 
 CONFIG = GateReplies(max_distance=0.9)
@@ -45,7 +46,7 @@ def answered(one: Gate, version: int, *texts: str, tokens: int = 8, end: End = "
         one.reply(answer(version, prompt, text, tokens=tokens, end=end))
     one.result(result(version, "production"))
     one.result(result(version, "dev"))
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     return verdict.passed, verdict.reason
 
 
@@ -97,10 +98,10 @@ def test_only_prompts_that_both_answered_are_compared() -> None:
 def test_without_recorded_prompts_the_gate_does_not_wait_for_any() -> None:
     one = gate()
     one.result(result(3, "dev"))
-    assert [decision.passed for decision in one.decisions()] == [True]
+    assert [decision.passed for decision in decisions(one)] == [True]
     answered(one, 5, *[HELPFUL] * ALL)
     one.result(result(7, "dev"))
-    assert one.decisions() == [], "from now on there are some"
+    assert decisions(one) == [], "from now on there are some"
 
 
 def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_the_topics_are_read() -> None:
@@ -109,7 +110,7 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
     for reply in first:
         one.reply(reply)
     one.result(result(3, "production")), one.result(result(3, "dev"))
-    (verdict,) = one.decisions()
+    (verdict,) = decisions(one)
     event = decision_event(verdict, "main", 0)
     for events_first in (True, False):
         again = gate()
@@ -163,7 +164,7 @@ def test_a_gate_without_recorded_prompts_leaves_answers_alone() -> None:
     one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main")
     one.reply(answer(3, PROMPTS[0], HELPFUL))
     one.result(result(3, "dev"))
-    assert [decision.passed for decision in one.decisions()] == [True]
+    assert [decision.passed for decision in decisions(one)] == [True]
 
 
 def lengths(random: Random, count: int) -> list[int]:

@@ -11,6 +11,7 @@ from actors.master.gate.guard import Breach
 from actors.master.gate.ratings import Tally
 from actors.master.gate.trial import PeopleBlock, decided, evidence_of, merged, outcome, weighed
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
+from tests.actors.acting import decisions
 from tests.actors.rated import BLOCK_MS, crowd, rated
 
 CONFIG = CanaryConfig()
@@ -27,7 +28,7 @@ def gate(canary: CanaryConfig | None = CONFIG) -> Gate:
 
 def weighed_by(one: Gate, version: int) -> list[GateDecision]:
     one.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
-    return one.decisions()
+    return decisions(one)
 
 
 def begun(canary: CanaryConfig | None = CONFIG) -> Gate:
@@ -50,7 +51,7 @@ def say(one: Gate, people: int, canary_down: int, stable_down: int = 0, **more: 
 def passes(one: Gate, at_ms: int = LATER_MS) -> list[GateDecision]:
     """What is decided at a time."""
     one.progress(Progress(role="master", instance="master/1"), at_ms)
-    return one.decisions()
+    return decisions(one)
 
 
 def drifting(random: Random, odds: float) -> list[PeopleBlock]:
@@ -122,7 +123,7 @@ def test_what_passes_the_suites_is_tried_first_and_then_served_with_the_numbers_
     assert event.reason == "rated down by 5 of 100 people, the stable version by 20 of 100"
     assert event.stats["trial/favour"] < math.log(CONFIG.beta)
     assert (one.stable.version, one.stable.trial) == (TRIAL, -1)
-    assert [verdict.version for verdict in one.decisions()] == [7], "the next one's turn"
+    assert [verdict.version for verdict in decisions(one)] == [7], "the next one's turn"
 
 
 def test_a_canary_people_like_less_is_taken_back_and_not_tried_again() -> None:
@@ -188,7 +189,7 @@ def arms(failed: int, clients: tuple[Client, ...] = ()) -> Progress:
 def test_a_canary_that_fails_is_turned_away_without_a_single_rating() -> None:
     one = begun()
     one.progress(arms(25), 0)
-    (held,) = one.decisions()
+    (held,) = decisions(one)
     assert not held.passed and held.reason == "failed 25 of 100 times, the stable version 0 of 900"
 
 
@@ -198,7 +199,7 @@ def test_answers_that_fail_one_client_alone_turn_no_canary_away() -> None:
     for clients, verdicts in ((alone, 0), (both, 1)):
         one = begun()
         one.progress(arms(25, clients), 0)
-        assert len(one.decisions()) == verdicts
+        assert len(decisions(one)) == verdicts
 
 
 @pytest.mark.parametrize(("kind", "version"), [("promoted", 4), ("rolled_back", 2), ("pinned", 3)])
@@ -212,7 +213,7 @@ def test_a_move_by_hand_ends_the_trial(kind: str, version: int) -> None:
 def test_a_version_the_canary_cannot_load_is_not_waited_for() -> None:
     one = begun()
     one.event(PolicyEvent(event="refused", policy="main", version=TRIAL, owner="serve/7", reason="damaged"))
-    (held,) = one.decisions()
+    (held,) = decisions(one)
     assert (held.passed, held.reason, one.stable.trial) == (False, "serve/7 refused it: damaged", -1)
     assert held.owner == "canary"
 
@@ -273,6 +274,6 @@ def test_a_refusal_of_one_trial_ends_no_later_one_and_the_first_version_may_be_t
     (trial,) = weighed_by(one, TRIAL)
     assert trial.channel == "canary"
     one.event(PolicyEvent(event="refused", policy="main", version=TRIAL, owner="serve/7", reason="damaged"))
-    assert len(one.decisions()) == 1
+    assert len(decisions(one)) == 1
     (again,) = weighed_by(one, 7)
     assert again.channel == "canary" and passes(one) == [] and one.stable.trial == 7

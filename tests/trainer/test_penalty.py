@@ -15,11 +15,11 @@ from schemas.errors import ConfigError
 from trainer.batch.batch import LANES as LANE_NAMES
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.batch.split import split
-from trainer.config import LaneConfig, TrainerConfig
+from trainer.config import BUILT_IN, LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import compares, microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
-from trainer.losses.loss import BUILT_IN, LossInputs, Objective, open_objective, open_objectives
+from trainer.losses.loss import LossInputs, Objective, open_objective, open_objectives
 from trainer.losses.offpolicy import reference_k3
 from trainer.losses.penalty import KL_CAP, lane_penalty
 

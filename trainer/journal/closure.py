@@ -111,6 +111,7 @@ class Sources:
             module = self._module(place.module)
             assert module is not None
             text = "\n".join(ast.unparse(statement) for statement in module.definitions.get(place.name, ()))
+            text = text.replace("from headrace.", "from ")  # installed, our modules lie below that name
             self._texts[place] = hashlib.sha256(text.encode()).hexdigest()[:16]
         return self._texts[place]
 

@@ -15,11 +15,10 @@ import msgspec
 
 from infra.chain.chain import Step
 from infra.settings.config import Floor
-from infra.settings.plugin import option_defaults
-from trainer.config import TrainerConfig
+from infra.settings.plugin import BELOW, here, option_defaults
+from trainer.config import TrainerConfig, loss_use
 from trainer.journal.closure import Definition, Sources
 from trainer.learners.learner import Learner
-from trainer.losses.loss import loss_use
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "infra", "trainer")
@@ -32,9 +31,9 @@ ROOTS = (
 )
 # Settings are compared on their own, and what is fetched is checked by its hash: how both are done changes no bit.
 NOT_FOLLOWED = (
-    "infra.log", "infra.settings.config", "infra.observe.failpoint", "infra.settings.plugin", "infra.chain.processor",
-    "infra.store.store", "infra.store.directory", "infra.store.memory", "infra.store.s3", "schemas.errors",
-    "trainer.config",
+    "infra/log/", "infra/settings/config.py", "infra/observe/failpoint.py", "infra/settings/plugin.py",
+    "infra/chain/processor.py", "infra/store/store.py", "infra/store/directory.py", "infra/store/memory.py",
+    "infra/store/s3.py", "schemas/errors.py", "trainer/config.py",
 )  # fmt: skip
 KIND = "definitions "  # before the hash: one of another kind, from an older headrace, is never equal
 
@@ -56,7 +55,8 @@ def places(config: TrainerConfig, learner: Learner) -> tuple[Definition, ...]:
     """The definitions that a run's weights come from; those of plugins too."""
     losses = {loss_use(lane.loss) for lane in config.lanes.values()}
     named = [
-        Definition(module, name.partition(".")[0]) for module, _, name in (use.partition(":") for use in sorted(losses))
+        Definition(here(module), name.partition(".")[0])
+        for module, _, name in (use.partition(":") for use in sorted(losses))
     ]
     made = type(learner)
     return (*ROOTS, Definition(made.__module__, made.__qualname__.partition(".")[0]), *named)
@@ -78,20 +78,19 @@ def code_hash(roots: Sequence[Definition], root: Path = ROOT) -> str:
 
 def file_of(module: str, root: Path = ROOT, folders: Sequence[Path] = ()) -> Path | None:
     """Where a module lies that is followed: one of ours, or one of the plugin folders."""
-    if any(module == one or module.startswith(f"{one}.") for one in NOT_FOLLOWED):
-        return None
-    for folder in (root,) if module.partition(".")[0] in PACKAGES else folders:
-        path = folder.joinpath(*module.split("."))
+    names = module.removeprefix(BELOW).split(".")
+    for folder in (root,) if names[0] in PACKAGES else folders:
+        path = folder.joinpath(*names)
         for found in (path.with_suffix(".py"), path / "__init__.py"):
             if found.is_file():
-                return found
+                return None if found.relative_to(folder).as_posix().startswith(NOT_FOLLOWED) else found
     return None
 
 
 def _plugin_folder(place: Definition) -> Path | None:
     """The folder on the path that a plugin was imported from; None for one of ours, and for a library."""
     file = getattr(sys.modules.get(place.module), "__file__", None)
-    if place.module.partition(".")[0] in PACKAGES or file is None or "site-packages" in file:
+    if place.module.removeprefix(BELOW).partition(".")[0] in PACKAGES or file is None or "site-packages" in file:
         return None
     path = Path(file)
     return path.parents[place.module.count(".") + (path.name == "__init__.py")]

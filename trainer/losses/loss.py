@@ -16,12 +16,8 @@ import torch
 from infra.settings.plugin import load, option_defaults
 from schemas.errors import ConfigError
 from schemas.fields import Lane
-from trainer.config import LaneConfig
+from trainer.config import BUILT_IN, LaneConfig, loss_use
 
-BUILT_IN = (
-    "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
-    "dpo",
-)  # fmt: skip
 NEEDS_ATTRIBUTE = "__headrace_needs__"
 
 Mean = Literal["tokens", "sequences", "pairs"]
@@ -138,15 +134,6 @@ def needs(
         return function
 
     return attach
-
-
-def loss_use(loss: str) -> str:
-    """What a lane's loss names, as `module:name`.
-
-    >>> loss_use("grpo")
-    'trainer.losses.grpo:grpo'
-    """
-    return f"trainer.losses.{loss}:{loss}" if loss in BUILT_IN else loss
 
 
 def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:

@@ -4,9 +4,8 @@ Guarantee: with no foreign name, opening the learner imports nothing but what is
 passes it no option that names a path or an address.
 """
 
-from trainer.config import TrainerConfig
+from trainer.config import BUILT_IN, TrainerConfig
 from trainer.learners.learner import LEARNERS
-from trainer.losses.loss import BUILT_IN
 
 
 def foreign_names(config: TrainerConfig) -> tuple[str, ...]:

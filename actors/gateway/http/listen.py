@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
             connection.shutdown()
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
-                while state.connections or state.tasks:  # noqa: ASYNC110  uvicorn tells nobody when one ends
+                while state.connections or state.tasks:  # noqa: ASYNC110 (uvicorn sets no event)
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             _log.warning("requests_cut_off count=%d", len(state.tasks))

@@ -111,37 +111,29 @@ class Gate:
         return self.people.alarms(self.stable) if self._weighs_people else []
 
     def breaches(self) -> list[Breach]:
-        """Rollbacks to publish now; they count as published. A pinned version is its pinner's business."""
+        """Rollbacks to publish now. A pinned version is its pinner's business."""
         if self._config.guard is None or self.stable.pinned:
             return []
         found = self.people.breached(self.stable.version, self._before)
-        if found is None:
-            return []
-        self.event(self.record(found))
-        return [found]
+        return [] if found is None else [found]
 
     def decisions(self) -> list[GateDecision]:
-        """Decisions to publish now; they count as published."""
+        """Decisions to publish now, as `record` makes them; they count once they are an `event`."""
         if self.stable.trial >= 0:
-            return self._noted(self._tried(self.stable.trial))
+            tried = self._tried(self.stable.trial)
+            return [] if tried is None else [tried]
         ready = sorted(
             version
             for version, found in self._results.items()
             if version > self._decided and found.keys() >= self._required
         )
-        return self._noted(self._weigh(ready[-1])) if ready else []
+        return [self._weigh(ready[-1])] if ready else []
 
     def record(self, decision: GateDecision | Breach) -> PolicyEvent:
         """A decision as this master publishes it, under its lease."""
         if isinstance(decision, Breach):
             return breach_event(decision, self._policy, self._token)
         return decision_event(decision, self._policy, self._token)
-
-    def _noted(self, decision: GateDecision | None) -> list[GateDecision]:
-        if decision is None:
-            return []
-        self.event(self.record(decision))
-        return [decision]
 
     def _tried(self, version: int) -> GateDecision | None:
         """What came of a trial, None while it goes on; one begun by hand is ended by hand where nothing says by what."""

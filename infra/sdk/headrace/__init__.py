@@ -1,38 +1,10 @@
 """What plugins import: `from headrace import Experience, Outcome, processor, …`. Re-exports only.
 
 Nothing is loaded before it is asked for: a stream worker's plugin does not load torch, and `import headrace` loads nothing.
+Type checkers read `__init__.pyi`.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from actors.engines.engine import (
-        Chunk,
-        Completion,
-        ContextFull,
-        Engine,
-        EngineStopped,
-        LoadReport,
-        OnChunk,
-        Sampling,
-        SchemaRefused,
-    )
-    from actors.rollout.agent import Act, Agent
-    from actors.rollout.environment import Environment, Outcome
-    from actors.rollout.session import Session
-    from actors.rollout.workflow import Workflow
-    from actors.tasksets.taskset import Demonstration, Preference, Taskset
-    from infra.chain.processor import Drop, Memory, Verdict, feedback, processor, score
-    from infra.policies.policy import Policy
-    from infra.settings.config import Section, Use
-    from infra.store.images import Pixels
-    from infra.store.store import Store, check_key, check_prefix
-    from schemas import Experience, Feedback, Image, Message, Score, Span, Task
-    from schemas.errors import ConfigError, NotInStore, PolicyRefused, StoreError
-    from schemas.ids import synthetic_group
-    from trainer.batch.weight import with_weight
-    from trainer.losses.loss import LossInputs, LossOutput, Needs, needs
 
 # What is written → the module each name lives in. The reference of docs shows the names by these kinds.
 HOMES: dict[str, dict[str, str]] = {
@@ -63,66 +35,18 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "options": {**dict.fromkeys(("Section", "Use"), "infra.settings.config"), "ConfigError": "schemas.errors"},
 }
-__all__ = [
-    "Act",
-    "Agent",
-    "Chunk",
-    "Completion",
-    "ConfigError",
-    "ContextFull",
-    "Demonstration",
-    "Drop",
-    "Engine",
-    "EngineStopped",
-    "Environment",
-    "Experience",
-    "Feedback",
-    "Image",
-    "LoadReport",
-    "LossInputs",
-    "LossOutput",
-    "Memory",
-    "Message",
-    "Needs",
-    "NotInStore",
-    "OnChunk",
-    "Outcome",
-    "Pixels",
-    "Policy",
-    "PolicyRefused",
-    "Preference",
-    "Sampling",
-    "SchemaRefused",
-    "Score",
-    "Section",
-    "Session",
-    "Span",
-    "Store",
-    "StoreError",
-    "Task",
-    "Taskset",
-    "Use",
-    "Verdict",
-    "Workflow",
-    "check_key",
-    "check_prefix",
-    "feedback",
-    "needs",
-    "processor",
-    "score",
-    "synthetic_group",
-    "with_weight",
-]
+_MODULES = {name: module for names in HOMES.values() for name, module in names.items()}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
     """Load a name when it is first asked for."""
-    for names in HOMES.values():
-        if name in names:
-            found: object = getattr(import_module(names[name]), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"headrace has no {name!r}; expected one of {', '.join(__all__)}")
+    module = "infra.cli.main" if name == "main" else _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"headrace has no {name!r}; expected one of {', '.join(__all__)}")
+    found: object = getattr(import_module(module), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

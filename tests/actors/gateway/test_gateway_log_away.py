@@ -83,7 +83,7 @@ def test_a_request_that_comes_in_between_the_stop_and_the_end_of_listening_is_re
             async def halves() -> AsyncIterator[bytes]:
                 yield asked[:9]
                 served.stop.set()
-                while await listens(served):  # noqa: ASYNC110  nobody tells that a port is closed
+                while await listens(served):  # noqa: ASYNC110 (no event tells that a port is closed)
                     await asyncio.sleep(0.005)
                 yield asked[9:]
 

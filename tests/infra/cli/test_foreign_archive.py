@@ -18,9 +18,8 @@ from infra.store.memory import MemoryStore
 from schemas import topics
 from schemas.errors import ConfigError
 from tests.infra.cli.test_replay_command import call, exported
-from trainer.config import TrainerConfig
+from trainer.config import BUILT_IN, TrainerConfig
 from trainer.learners.learner import LEARNERS
-from trainer.losses.loss import BUILT_IN
 from trainer.replay.shipped import foreign_names
 
 

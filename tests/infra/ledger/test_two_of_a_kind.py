@@ -19,6 +19,7 @@ from schemas.errors import FencedOut
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, TASKS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.fold import Rules
+from tests.actors.acting import reissues, rollouts
 from tests.actors.rig import MASTER, Heard, load, master, memory_log, running, task, until
 from tests.infra.ledger.whole_loop import PACING, trained_steps, whole_loop
 from tests.streams.collect.collecting import answer, block
@@ -85,11 +86,11 @@ def plan(token: int) -> Plan:
 
 def test_two_masters_never_number_an_attempt_alike() -> None:
     old, new = plan(0), plan(7)
-    issued = [issued_of(one) for master in (old, new) for one in master.rollouts()]
+    issued = [issued_of(one) for master in (old, new) for one in rollouts(master)]
     assert {one.group for one in issued[:2]} == {one.group for one in issued[2:]}, "they choose alike"
     for each in (old, new):
         each.admission.wait_anew(-1_000.0)
-        issued += [issued_of(one) for one in each.reissues()]
+        issued += [issued_of(one) for one in reissues(each)]
     names = [(one.group, one.attempt) for one in issued]
     assert len(names) == 8 and len(set(names)) == 8
 
