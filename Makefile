@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 LOCK   := infra/requirements/all.lock
+CUDA   := infra/requirements/cuda.lock
+LINUX  := --python-platform x86_64-manylinux_2_28
 EXTRAS := --extra streams --extra actors --extra trainer --extra dev
 
 # Every role is a process that imports torch: without bytecode files each would compile it anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast mutants check lint types docs lock extras-check clean
+.PHONY: help install demo test test-fast test-gpu mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,11 +35,16 @@ demo: install    ## train a small model through Kafka, Faust and vLLM (four to s
 # Kafka's own build. `make test-fast` gives no second try. Slow tests go file by file, so that those of a file share a broker,
 # an engine or a run of the demo; most of them wait for processes, and two files at once fill the two cores.
 test: check      ## everything: linters, types, unit and end-to-end tests
-	@$(BIN)/python -m pytest -q -n 2 -m "not slow" --reruns 1 $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu" --reruns 1 $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --reruns 1 --durations=20 $(ARGS)
 
 test-fast: install ## the tests that need no broker, no engine process and no long search
-	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu" $(ARGS)
+
+# Where there is a card, the packages that drive it are installed in the place of those for a CPU; `make install` brings these back.
+test-gpu: LOCK := $(if $(wildcard /dev/nvidiactl),$(CUDA),$(LOCK))
+test-gpu: install ## what only a GPU can show (minutes); elsewhere it says why it is skipped
+	@$(BIN)/python -m pytest -q -m gpu tests/gpu/test_on_a_gpu.py $(ARGS) || [ $$? -eq 5 ]  # 5: all of them are skipped
 
 mutants: install ## does a test fail for every small change of what decides? (hours; make mutants CORE=trainer/buffer/draw.py)
 	@$(BIN)/python -m tests.mutation.score $(CORE) $(ARGS)
@@ -53,11 +60,14 @@ types: install
 docs: install    ## write the reference pages of infra/docs from the code
 	@$(BIN)/python -m infra.cli.docs
 
-lock:            ## compile the lock anew from pyproject.toml and infra/requirements
+lock:            ## compile both locks anew from pyproject.toml and infra/requirements
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/all.in $(EXTRAS) --python-version 3.11 --generate-hashes --no-header --quiet \
 	  --overrides infra/requirements/overrides.txt --output-file $(LOCK)
+	@$(BIN)/uv pip compile pyproject.toml infra/requirements/cuda.in $(EXTRAS) --extra cuda --python-version 3.11 --generate-hashes --no-header --quiet \
+	  $(LINUX) --overrides infra/requirements/cuda-overrides.txt --output-file $(CUDA)
 
-extras-check: install ## each extra of the wheel resolves alone
+extras-check: install ## each extra of the wheel resolves alone, and every package of the CUDA lock is there by its hash
+	@$(BIN)/uv pip sync --dry-run --quiet --require-hashes --python-version 3.11 $(LINUX) --target $(VENV)/cuda-lock $(CUDA)
 	@for extra in streams actors trainer tasks cuda local dev; do \
 	  $(BIN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --quiet --no-header > $(VENV)/extra-$$extra.txt \
 	    && echo "extra $$extra: $$(grep -c == $(VENV)/extra-$$extra.txt) packages" || exit 1; done

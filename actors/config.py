@@ -262,7 +262,9 @@ class ExploreConfig(Section, frozen=True):
     max_held: tasks taken and not yet started; past it nothing more is read. linger_s: finished episodes wait at most so
     long for the rest of their group.
     episode_timeout_s: then the episode has failed. eval_hold_s: the longest a reload waits for evals of the version it
-    would replace. drain_s: at a stop, how long running groups may take to finish.
+    would replace. drain_s: at a stop, how long running groups may take to finish. max_routing_bytes: of one token sequence,
+    where the engine records the experts of a mixture of experts (`engine.options.routing`): a byte per token, layer and
+    expert of it, two above 256 experts. What is larger is published without them, and counted as `routing_dropped`.
 
     Example: ExploreConfig(episodes_in_flight=512, linger_s=0.5)
     """
@@ -277,6 +279,9 @@ class ExploreConfig(Section, frozen=True):
     eval_hold_s: Seconds = 15.0
     drain_s: Seconds = 10.0
     report_s: Seconds = 2.0
+    max_routing_bytes: Annotated[int, msgspec.Meta(ge=1, le=15 * 1024 * 1024, description="1 to 15728640 bytes")] = (
+        4_194_304
+    )
 
 
 def check_patterns(name: str, patterns: Iterable[str]) -> None:

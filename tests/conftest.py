@@ -1,5 +1,6 @@
 """What tests share: one embedded broker for the whole session (started by the first test that asks), names, folders."""
 
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from infra.local.broker import EmbeddedKafka
+
+# Of torch, read when it is imported: the models are tiny, and processes that share the cores wait for each other's threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST_FIRST = ("tests/e2e/", "tests/trainer/", "tests/simulator/", "tests/crash/")
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Reply = tuple[int, bytes]
+POLL_S = 0.005  # how often the server looks whether it is to end: each test waits for that
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def http_endpoint(answer: Callable[[str, Mapping[str, str], bytes], Reply | None
             return
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

@@ -121,6 +121,32 @@ class CriticConfig(Section, frozen=True):
     truncated: Literal["reward", "bootstrap"] = "reward"
 
 
+class LoraConfig(Section, frozen=True):
+    """[trainer.lora]: train a low-rank adapter (LoRA, arXiv:2106.09685) and leave the model's own weights as they are. Only
+    the adapter is trained, checkpointed, and published: W + alpha / rank · B A in place of W, where B begins as zeros.
+
+    rank: of B A. alpha: scales it; keep alpha / rank when you change rank. targets: the matrices that get one, each by the
+    end of its module's name ("q_proj"), or "all-linear" for every linear module but the output matrix (of a model that takes
+    pictures: of its text model). dropout: 0; the engine does not drop out, and its logprobs are the trainer's.
+
+    A learning rate about ten times that of full weights is usual. Of a run that has begun, none of this may change.
+
+    Example: LoraConfig(rank=16, alpha=32, targets=("q_proj", "v_proj"))
+    """
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    targets: tuple[str, ...] = ("all-linear",)
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dropout:
+            raise ValueError(
+                f"dropout: got {self.dropout}, expected 0: the engine samples without dropout, so that recorded logprobs would "
+                "not be those that the trainer computes"
+            )
+
+
 class Schedule(Section, frozen=True):
     """[trainer.schedule]: what becomes of the learning rate after the warm-up: held, then falling on a line, then held again.
 
@@ -172,6 +198,14 @@ class TrainerConfig(Section, frozen=True):
     start again; the sending of a step's rows, its longest microbatch and the reading of a checkpoint must fit into it.
     learner: what holds the model; see trainer.learners.
 
+    routing: of a mixture of experts. "own": the model's routers choose the experts of each token. "replay": a token goes to
+    the experts that the engine recorded while it sampled (`engine.options.routing`), with gate weights from the learner's
+    own router logits over them, so that routers are trained; tokens without a record go where their router sends them.
+    An engine and a trainer that round differently choose different experts for some tokens, and then importance ratios
+    say more of that than of the policy; Ma et al. 2025 (arXiv:2510.11370) find that replay keeps such runs from collapsing.
+    It does nothing for models without experts, and costs a byte per token, layer and expert of it on the log. The reference
+    of a loss and the critic route by themselves. `<lane>/routing_differs` says how often a router would choose otherwise.
+
     Example: TrainerConfig(lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)})
     """
 
@@ -198,10 +232,22 @@ class TrainerConfig(Section, frozen=True):
     tensorboard: str = "tensorboard"
     warmup: WarmupConfig | None = None
     critic: CriticConfig | None = None
+    lora: LoraConfig | None = None
     ranks: Positive = 1
     ranks_timeout: Duration = "10m"
+    routing: Literal["own", "replay"] = "own"
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
 
     def __post_init__(self) -> None:
         if "usual" in self.lanes and self.lanes["usual"].draw == "priority":
             raise ValueError('lanes.usual.draw: got "priority", expected "spread": this lane is drawn in issue order')
+        if self.lora is not None and self.critic is not None:
+            raise ValueError(
+                "critic: got one with [trainer.lora], expected one of the two: a critic is a second model whose own weights "
+                "are all trained, which LoRA is to save; lanes without ppo need none"
+            )
+        if self.lora is not None and self.reference_decay < 1:
+            raise ValueError(
+                f"reference_decay: got {self.reference_decay} with [trainer.lora], expected 1: a mean of policies is no "
+                "adapter of their rank"
+            )

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from infra.policies.policy import Policy
 from infra.store.images import Pixels
@@ -52,12 +54,17 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens with the logprob of each and the versions that sampled them.
 
     spans: start and stop count from the first new token. stopped: ended by a stop token rather than by max_tokens.
+    routing: the experts that each token of prompt and answer but the last, which was never read, went to when its successor
+    was sampled: uint8, or uint16 above 256 experts, [tokens - 1, layers that route, k]; None where the engine was not asked
+    (its option `routing`). A token whose successor was sampled by a version has its routing under that version; a reload
+    changes none that is recorded.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     stopped: bool
+    routing: npt.NDArray[np.unsignedinteger] | None = None
 
 
 class LoadReport(msgspec.Struct, frozen=True):

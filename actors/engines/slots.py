@@ -5,16 +5,19 @@ last slot moves into its place. `rebuild` recomputes every running sequence's ke
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from actors.engines.engine import OnChunk
+from actors.engines.engine import Completion, OnChunk
 from actors.engines.grammar import Matcher
 from actors.engines.request_images import RequestImages
 from actors.engines.trace import Trace
+from infra.model.routers import Routers
 from infra.model.vision import Vision, model_inputs
 
 SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
@@ -42,6 +45,7 @@ class RunningSequence:
         self.generator = generator
         self.on_chunk = on_chunk
         self.cancelled = False
+        self.routing: list[np.ndarray] = []  # [tokens, layers, k] of each forward
 
     @property
     def num_reserved(self) -> int:
@@ -58,6 +62,11 @@ class RunningSequence:
         if self.matcher is not None:
             self.matcher.take(token)
         return self.trace.add(token, logprob, version) or self.is_stuck
+
+    def completion(self) -> Completion:
+        """What was recorded."""
+        found = self.trace.completion()
+        return replace(found, routing=np.concatenate(self.routing)) if self.routing else found
 
 
 class _Captured:
@@ -115,10 +124,13 @@ class _Slots:
 
 
 class RunningBatch:
-    """The sequences being sampled. Not for concurrent use."""
+    """The sequences being sampled. Not for concurrent use. routers: whose choices are recorded, None for none's."""
 
-    def __init__(self, model: Any, generator: torch.Generator, vision: Vision | None = None) -> None:
+    def __init__(
+        self, model: Any, generator: torch.Generator, vision: Vision | None = None, routers: Routers | None = None
+    ) -> None:
         self.rows: list[RunningSequence] = []
+        self._routers = routers
         self._vision = vision
         self._model = model
         self._generator = generator
@@ -136,7 +148,9 @@ class RunningBatch:
             which = torch.tensor([index[row.prompt, row.pictures] for row in group])
             for row, position in zip(group, which.tolist(), strict=True):
                 row.pictures = prompts[position][1]  # equal ones are prepared once
-            layers, logits = self._forward(prompts)
+            with self._recorded() as taken:
+                layers, logits = self._forward(prompts)
+            self._keep(taken, group, which.tolist(), len(prompts))
             start = len(self.rows)
             self._slots.reserve(layers, start + len(group), max(row.num_reserved for row in group))
             self._slots.write(layers, start, which)
@@ -150,14 +164,16 @@ class RunningBatch:
         positions = [len(row.prompt) + len(row.trace.tokens) - 1 for row in rows]
         slots = self._slots
         slots.positions, slots.width = torch.tensor(positions), max(positions) + 1
-        mask_B11W = (torch.arange(slots.width)[None] <= slots.positions[:, None])[:, None, None]
-        logits = self._model(
-            input_ids=torch.tensor([[row.trace.tokens[-1]] for row in rows]),
-            position_ids=slots.positions[:, None],
-            attention_mask=mask_B11W,
-            past_key_values=slots,
-            use_cache=True,
-        ).logits[:, -1]
+        mask = self._masks(slots.positions[:, None, None] - torch.arange(slots.width))
+        with self._recorded() as taken:
+            logits = self._model(
+                input_ids=torch.tensor([[row.trace.tokens[-1]] for row in rows]),
+                position_ids=slots.positions[:, None],
+                attention_mask=mask,
+                past_key_values=slots,
+                use_cache=True,
+            ).logits[:, -1]
+        self._keep(taken, rows, range(len(rows)), len(rows))
         return self._sample(0, logits, version)
 
     def remove_cancelled(self) -> None:
@@ -182,6 +198,20 @@ class RunningBatch:
             self._slots.write(layers, start, torch.tensor([index[sequence] for sequence in sequences]))
             start = stop
 
+    def _recorded(self) -> AbstractContextManager[list[Tensor]]:
+        """The experts of the tokens forwarded inside, layer after layer; nothing where nobody asked."""
+        return nullcontext([]) if self._routers is None else self._routers.recorded()
+
+    def _keep(self, taken: list[Tensor], rows: Sequence[RunningSequence], which: Sequence[int], num: int) -> None:
+        """To each row the experts of its sequence, `which` of the `num` that were forwarded."""
+        if self._routers is None:
+            return
+        small = np.uint8 if self._routers.num_experts <= 256 else np.uint16
+        experts_PLk = torch.stack(taken, 1).numpy().astype(small)
+        experts_STLk = experts_PLk.reshape(num, -1, *experts_PLk.shape[1:])
+        for row, at in zip(rows, which, strict=True):
+            row.routing.append(experts_STLk[at])
+
     def _forward(self, sequences: Sequence[Input]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Keys and values of whole sequences, and the logits after the longest ones' last token."""
         length = max(len(tokens) for tokens, _ in sequences)
@@ -192,12 +222,32 @@ class RunningBatch:
         logits = self._model(
             **self._inputs(sequences, padded),
             position_ids=torch.arange(length)[None],
-            attention_mask=torch.ones(length, length, dtype=torch.bool).tril()[None, None],
+            attention_mask=self._masks((torch.arange(length)[:, None] - torch.arange(length))[None]),
             past_key_values=captured,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
         return captured.layers, logits
+
+    def _masks(self, away_BQK: Tensor) -> Any:
+        """What each query sees, as the model's layers take it. away_BQK: how many tokens before the query a key is."""
+        config = self._model.config.get_text_config()
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        seen_BQK = away_BQK >= 0
+        near_BQK = seen_BQK & (away_BQK < window) if window else seen_BQK
+        if kinds is None:
+            return self._mask(near_BQK)
+        if "sliding_attention" not in kinds:
+            return self._mask(seen_BQK)
+        return {"full_attention": self._mask(seen_BQK), "sliding_attention": self._mask(near_BQK)}
+
+    def _mask(self, seen_BQK: Tensor) -> Tensor:
+        """[B, 1, Q, K]: which are seen, or what is added to the scores by attention that knows nothing else."""
+        seen_B1QK = seen_BQK[:, None]
+        if self._model.config._attn_implementation != "eager":
+            return seen_B1QK
+        dtype = self._model.dtype
+        return torch.zeros(seen_B1QK.shape, dtype=dtype).masked_fill(~seen_B1QK, torch.finfo(dtype).min)
 
     def _inputs(self, sequences: Sequence[Input], padded: Tensor) -> Mapping[str, Tensor]:
         """What the model's forward takes: the tokens, with the features of their images where there are any."""

@@ -5,7 +5,7 @@
 
 Guarantees: a load happens between two tokens and is proved before anything is sampled under it: every tensor is read back and
 is the published one to the bit, and the probe's logprobs agree; running sequences go on with keys and values rebuilt under the
-new weights; a refused policy changes nothing.
+new weights; a refused policy changes nothing. An adapter is applied as the trainer applies it, never merged into the base.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from actors.engines.adapted import AdapterGate
 from actors.engines.checks import (
     ProbeGate,
     changed_names,
@@ -33,19 +34,24 @@ from actors.engines.request_images import RequestImages
 from actors.engines.slots import RunningBatch, RunningSequence
 from actors.engines.token_spellings import folder_vocabulary
 from actors.engines.trace import Trace
+from infra.model.adapter import put_adapter, remove_adapter
 from infra.model.model import load_into, load_model, model_tensors, unlike
+from infra.model.routers import Routers
 from infra.model.vision import load_vision, probe_inputs
+from infra.policies.adapter import Adapter
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor
 from infra.store.images import Pixels
-from schemas.errors import PolicyRefused
+from schemas.errors import ConfigError, PolicyRefused
 
 Result = TypeVar("Result")
 Finished = asyncio.Future[Completion]
 
 
 class TorchEngine:
-    """model: a folder. max_sequences: sequences sampled at once; more wait. threads: torch's, None leaves them alone."""
+    """model: a folder. max_sequences: sequences sampled at once; more wait. threads: torch's, None leaves them alone.
+    routing: record the experts of each token, for `trainer.routing = "replay"`.
+    """
 
     def __init__(
         self,
@@ -56,6 +62,7 @@ class TorchEngine:
         max_sequences: int = 512,
         max_model_len: int | None = None,
         threads: int | None = None,
+        routing: bool = False,
     ) -> None:
         self._folder = model
         self._seed = seed
@@ -63,6 +70,7 @@ class TorchEngine:
         self._max_sequences = max_sequences
         self._max_model_len = max_model_len or 0
         self._threads = threads
+        self._records_routing = routing
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[RunningSequence] = deque()
         self._futures: dict[RunningSequence, Finished] = {}
@@ -72,6 +80,9 @@ class TorchEngine:
         self._version = 0
         self._held: dict[str, Tensor] = {}
         self._gate = ProbeGate(dtype)
+        self._adapters = AdapterGate(model)
+        self._adapter: Adapter | None = None
+        self._is_base = True  # the model is its folder's, whatever adapter is on it
         self._loading = asyncio.Lock()
         self._grammars = Grammars(lambda: folder_vocabulary(model, self._num_vocabulary))
 
@@ -100,7 +111,8 @@ class TorchEngine:
         self._num_vocabulary = int(self._model.config.get_text_config().vocab_size)
         longest = int(self._model.config.get_text_config().max_position_embeddings)
         self._max_model_len = min(self._max_model_len or longest, longest)
-        self._batch = RunningBatch(self._model, torch.Generator().manual_seed(self._seed), self._vision)
+        routers = self._routers() if self._records_routing else None
+        self._batch = RunningBatch(self._model, torch.Generator().manual_seed(self._seed), self._vision, routers)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -157,13 +169,27 @@ class TorchEngine:
         """Logprob of every token but the first."""
         return await self._in_thread(lambda: self._score(tokens))
 
+    def _routers(self) -> Routers:
+        found = Routers(self._model)
+        if not found.num_layers:
+            raise ConfigError(
+                f"engine.options.routing: {self._folder} ({self._model.config.model_type}) has no routers that are known, "
+                "expected a mixture of experts (Mixtral, Qwen-MoE, GPT-OSS, OLMoE); leave it out"
+            )
+        return found
+
     def _check(self, policy: Policy) -> frozenset[str]:
-        check_tensors(policy, {name: tensor.shape for name, tensor in self._held.items()})
+        self._adapters.check(policy, self._adapter, whole=not self._is_base)
+        if policy.adapter is None:
+            check_tensors(policy, {name: tensor.shape for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len)
-        return changed_names(self._held, policy.tensors)
+        held = self._held if policy.adapter == self._adapter else {}
+        return changed_names(held, policy.tensors)
 
     def _apply(self, policy: Policy, changed: frozenset[str]) -> LoadReport:
         begin = time.perf_counter()
+        before = self._adapter
+        self._wear(policy.adapter)
         load_into(self._model, {name: policy.tensors[name] for name in changed}, partial=True)
         try:
             if odd := unlike(self._model, policy.tensors):
@@ -171,13 +197,24 @@ class TorchEngine:
             scores = [self._score(tokens) for tokens in policy.probe.sequences] if policy.probe else []
             difference = self._gate.check(policy, scores)
         except PolicyRefused:
+            self._wear(before)
             load_into(self._model, self._held)
             raise
+        self._is_base = self._is_base and policy.adapter is not None
         self._batch.remove_cancelled()
         self._batch.rebuild()
         self._held = dict(policy.tensors)
         self._version = policy.version
         return LoadReport((time.perf_counter() - begin) * 1e3, difference)
+
+    def _wear(self, adapter: Adapter | None) -> None:
+        """Have this adapter on the base, with no values of it yet, or none; nothing changes where it is on already."""
+        if adapter == self._adapter:
+            return
+        remove_adapter(self._model)
+        if adapter is not None:
+            put_adapter(self._model, adapter)
+        self._adapter = adapter
 
     def _score(self, tokens: Sequence[int]) -> tuple[float, ...]:
         ids = torch.tensor([list(tokens)])
@@ -246,7 +283,7 @@ class TorchEngine:
         streamed = [row for row in (*self._batch.rows, *finished) if row.on_chunk is not None]
         chunks = [(row, row.trace.take_chunks()) for row in streamed]
         if finished or chunks:
-            completions = [(row, row.trace.completion()) for row in finished]
+            completions = [(row, row.completion()) for row in finished]
             self._loop.call_soon_threadsafe(self._deliver, chunks, completions)
 
     def _deliver(

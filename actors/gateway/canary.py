@@ -23,6 +23,7 @@ import msgspec
 from starlette.responses import Response
 
 from actors.gateway.access.places import Lasting
+from actors.gateway.apis.api import Api
 from actors.gateway.config import CanaryShare
 from actors.gateway.http.errors import unavailable
 from actors.gateway.http.requests import SESSION_HEADER
@@ -36,8 +37,8 @@ _log = logging.getLogger(__name__)
 ASK_EVERY_S = 1.0
 SILENT_S = 3.0  # one that does not say in so long that it is there is away
 CONNECT_S = 1.0
-EVENT_END, ERROR_EVENT = b"\n\n", b'data: {"error"'
-PASSED_ON = ("authorization", "content-type", SESSION_HEADER)
+EVENT_END, ERROR_EVENTS = b"\n\n", (b'data: {"error"', b"event: error\n")
+PASSED_ON = ("authorization", "x-api-key", "content-type", SESSION_HEADER)
 T = TypeVar("T")
 
 
@@ -92,9 +93,16 @@ class Canary:
         return place_of(session, trial, secret) < self._share
 
     async def answer(
-        self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool, openings: int = 0
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        *,
+        api: Api,
+        stream: bool,
+        choices: int = 1,
     ) -> Response | None:
-        """The canary's answer to a request, None where it gave none. openings: events of a stream before its first word."""
+        """The canary's answer to a request, None where it gave none."""
         if self._away.is_set():
             self._count("away")
             return None
@@ -102,7 +110,9 @@ class Canary:
             if not stream:
                 response = await self._unless_away(self._asked(path, headers, body, stream=False))
             else:
-                response, pieces, begun = await self._unless_away(self._begun(path, headers, body, openings))
+                response, pieces, begun = await self._unless_away(
+                    self._begun(path, headers, body, api.openings(choices))
+                )
         except (Away, httpx.HTTPError) as error:
             _log.warning("canary_did_not_answer error=%s", type(error).__name__)
             self._count("not answered")
@@ -112,7 +122,7 @@ class Canary:
             return None
         self._count("answered")
         if stream:
-            return Lasting(self._pieces(response, pieces, begun), response.aclose)
+            return Lasting(self._pieces(response, pieces, begun, api), response.aclose)
         return Response(response.content, media_type="application/json")
 
     def _count(self, outcome: str) -> None:
@@ -144,7 +154,7 @@ class Canary:
                 begun += piece
                 *whole, _ = begun.split(EVENT_END)
                 first = b"".join(whole[openings : openings + 1])
-            if first.startswith(ERROR_EVENT):
+            if first.startswith(ERROR_EVENTS):
                 raise Away
         except BaseException:
             await response.aclose()
@@ -154,7 +164,11 @@ class Canary:
         return response, pieces, begun
 
     async def _pieces(
-        self, response: httpx.Response, pieces: AsyncIterator[bytes], begun: bytes
+        self,
+        response: httpx.Response,
+        pieces: AsyncIterator[bytes],
+        begun: bytes,
+        api: Api,
     ) -> AsyncGenerator[bytes, None]:
         try:
             yield begun
@@ -163,7 +177,7 @@ class Canary:
         except (Away, httpx.HTTPError) as error:
             _log.warning("canary_broke_off error=%s", type(error).__name__)
             self._count("broken off")
-            yield b"data: " + unavailable("the answer was broken off; ask again").body() + b"\n\n"
+            yield api.error_event(unavailable("the answer was broken off; ask again"))
         finally:
             await response.aclose()
 

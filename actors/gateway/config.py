@@ -89,8 +89,8 @@ class GatewayConfig(Section, frozen=True):
     calls; none passes them as text. processor: custom redaction, run before the first write. queue_records, queue_mb:
     answers that wait for the broker in memory. spool: folder of what waits on disk while it is away. spool_mb: at most;
     beyond it answers are shed and counted. send_s: a broker that takes longer is away. sessions: conversations
-    remembered, to go on with their very tokens. sessions_mb: of memory, for all of
-    them. cors_origins: pages that may send feedback. canary: who answers a share
+    remembered, to go on with their very tokens; as many that clients go on with by the id of an answer. sessions_mb: of
+    memory, for all of either. cors_origins: pages that may send feedback. canary: who answers a share
     of the sessions. refusals: regular expressions of what an answer begins with that refuses; such answers are counted
     for the gate. keys_reload_s: how soon a revoked key stops working. drain_s: at a stop, for running requests.
 

@@ -152,6 +152,8 @@ class _Loops(msgspec.Struct, frozen=True):
         metrics.gauge("answers_running").set(gateway.places.num_taken)
         metrics.gauge("sessions").set(len(gateway.sessions))
         metrics.gauge("sessions_bytes").set(gateway.sessions.num_bytes)
+        metrics.gauge("conversations").set(len(gateway.earlier))
+        metrics.gauge("conversations_bytes").set(gateway.earlier.num_bytes)
         metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
         metrics.gauge("policy_version").set(gateway.engine.version)
         for name, value in self.follower.times.gauges().items():
@@ -268,7 +270,7 @@ async def _end(
         await gateway.outbox.flush()
         await tell()
         raise gateway.stopped.result()
-    server.should_exit = True  # no new connections; uvicorn waits for what runs
+    server.leave()  # no new connections; it waits for what runs
     with suppress(TimeoutError):
         async with asyncio.timeout(config.drain_s):
             await gateway.places.idle.wait()

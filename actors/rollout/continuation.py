@@ -1,14 +1,19 @@
 """Where a conversation goes on after what was sampled: the tokens the chat template adds, and no others.
 
-Guarantee: nothing sampled is tokenized again; a template that does not extend what was sampled says so instead of
-inventing tokens.
+Guarantee: nothing sampled is tokenized again. What was sampled is kept as it is, also where the template spells it otherwise,
+or leaves out what was thought; where the template does not say what follows an answer, nothing is invented.
 """
 
+import re
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
+
+MARK = "Understood: 7413."  # an answer that is easy to find in what a template writes
+_THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
+Said = TypeVar("Said")
 
 
 class Decoder(Protocol):
@@ -28,6 +33,16 @@ class SampledTurn(msgspec.Struct, frozen=True):
     sampled: Sequence[int]
     content: str
     stopped: bool
+
+
+def words(answer: str) -> str:
+    """What an answer says: without what was thought before it, and without blanks around it. Clients send answers back so.
+
+    >>> words("<think>\\nA greeting.\\n</think>\\n\\nHello.\\n")
+    'Hello.'
+    """
+    thought = _THOUGHT.match(answer)
+    return (answer[thought.end() :] if thought else answer).strip()
 
 
 def added_tokens(rendered: Sequence[int], last: SampledTurn, tokenizer: Decoder) -> list[int] | None:
@@ -50,3 +65,28 @@ def added_tokens(rendered: Sequence[int], last: SampledTurn, tokenizer: Decoder)
         return rest[len(turn) :]
     end = bisect_left(range(len(rest)), len(content), key=lambda stop: len(tokenizer.decode(rest[:stop])))
     return rest[end:] if tokenizer.decode(rest[:end]) == content else None
+
+
+def following_tokens(
+    render: Callable[[list[Said]], list[int]],
+    short: Sequence[Said],
+    new: Sequence[Said],
+    last: SampledTurn,
+    *,
+    stops: Collection[int],
+    decode: Callable[[Sequence[int]], str],
+) -> list[int] | None:
+    """Tokens the template writes between the answer `last` and the next one, whatever it makes of the answer itself; None
+    where they cannot be told.
+
+    render: a conversation as the template writes it, ready for the next answer. short: a question, and an answer that says
+    MARK. new: the messages behind the answer. stops: tokens that end an answer. It is looked for in a short conversation where
+    the answer ends: the tokens behind it are those that follow any answer.
+    """
+    opening, whole = render([*short[:-1]]), render([*short, *new])
+    start = next((at for at, (a, b) in enumerate(zip(opening, whole, strict=False)) if a != b), len(opening))
+    ends = {last.sampled[-1]} if last.stopped else stops
+    end = next((at for at in range(start, len(whole)) if whole[at] in ends), None)
+    if end is None or MARK not in decode(whole[start:end]) or MARK in decode(whole[end:]):
+        return None
+    return whole[end + 1 :] if last.stopped else whole[end:]

@@ -13,6 +13,7 @@ import msgspec
 
 from actors.config import ExploreConfig
 from actors.engines.engine import Engine, EngineStopped, Sampling
+from actors.rollout.routing import with_recorded
 from actors.rollout.session import ChatTokenizer, Session
 from actors.rollout.waiting import issued_of
 from actors.rollout.workflow import Workflow, Workflows
@@ -20,11 +21,11 @@ from infra.log.log import Log
 from infra.roles.role import Role
 from infra.settings.plugin import describe
 from infra.store.images import ImageReader
-from schemas import Block, Closure, DropMarker, Experience, Issued, Score, Task
+from schemas import Closure, DropMarker, Experience, Issued, Score, Task
 from schemas.errors import BadImage, ConfigError
-from schemas.experience import MAX_MEMBERS
 from schemas.ids import experience_id
 from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
+from schemas.wire.block import blocks_of
 
 _log = logging.getLogger(__name__)
 
@@ -107,14 +108,14 @@ async def _run_episode(
         _log.warning("episode_failed group=%s episode=%d failure=%s", issued_of(task).group, episode, failure)
     if not session.num_sampled:
         return _Ended(episode, [], failure or "nothing was sampled")
-    return _Ended(episode, _experiences(session, task, episode, failure, scores, runtime.role.instance), failure)
+    return _Ended(episode, _experiences(session, task, episode, failure, scores, runtime), failure)
 
 
 def _experiences(
-    session: Session, task: Task, episode: int, failure: str, scores: tuple[Score, ...], origin: str
+    session: Session, task: Task, episode: int, failure: str, scores: tuple[Score, ...], runtime: RolloutRuntime
 ) -> list[Experience]:
     issued = issued_of(task)
-    return session.experiences(
+    found = session.experiences(
         group=issued.group,
         attempt=issued.attempt,
         episode=episode,
@@ -122,13 +123,28 @@ def _experiences(
         group_size=issued.num_episodes,
         sequence=issued.sequence,
         suite=issued.suite,
-        origin=origin,
+        origin=runtime.role.instance,
         scores=() if failure else scores,
         task=task.id,
         answer=task.answer,
         held_out=bool(issued.suite),
         meta=task.meta,
     )
+    return found if issued.suite else _routed(found, session, runtime)  # what is not trained needs no routing
+
+
+def _routed(found: list[Experience], session: Session, runtime: RolloutRuntime) -> list[Experience]:
+    """The experiences with the experts of their tokens, as far as these were recorded and are not too large."""
+    metrics, limit = runtime.role.metrics, runtime.config.max_routing_bytes
+    routed = []
+    for experience, rows in zip(found, session.routing, strict=True):
+        one, reason = with_recorded(experience, rows, limit)
+        routed.append(one)
+        if reason:
+            metrics.counter("routing_dropped", reason=reason).inc()
+        elif rows is not None:
+            metrics.counter("routing_bytes").inc(rows.nbytes)
+    return routed
 
 
 async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRuntime, reason: str = FAILED) -> None:
@@ -136,8 +152,8 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
     ended = sorted(ended, key=lambda episode: episode.episode)
     experiences = [experience for episode in ended for experience in episode.experiences]
     empty = [episode for episode in ended if not episode.experiences]
-    for start in range(0, len(experiences), MAX_MEMBERS):
-        await runtime.role.log.publish(EXPERIENCES, Block(tuple(experiences[start : start + MAX_MEMBERS])))
+    for block in blocks_of(experiences):
+        await runtime.role.log.publish(EXPERIENCES, block)
     if empty and issued.suite:
         await runtime.role.log.publish(PROGRESS, _closure(issued, reason))
     elif empty:

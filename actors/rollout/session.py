@@ -6,9 +6,10 @@
     session.experiences(group=issued.group, attempt=issued.attempt, episode=7, group_size=16, sequence=412)
 
 Guarantees: token-in token-out (the next turn's prompt is the exact earlier tokens, sampled ones included, plus what the
-chat template adds after them; nothing sampled is ever tokenized again); a hot reload in the middle begins a new span; a
-conversation that no longer extends what was sampled (rewritten or branched history, a template that drops text) begins a
-new part instead of inventing tokens, and `part_reason` says why; what was sampled before an error is still returned.
+chat template adds after them; nothing sampled is ever tokenized again, also where the template or the agent leaves out what
+was thought, or blanks); a hot reload in the middle begins a new span; a conversation that no longer extends what was sampled
+(rewritten or branched history) begins a new part instead of inventing tokens, and `part_reason` says why; what was sampled
+before an error is still returned.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ from typing import Protocol, TypedDict, Unpack
 import msgspec
 
 from actors.engines.engine import Completion, Engine, Sampling
-from actors.rollout.continuation import SampledTurn, added_tokens
+from actors.rollout.continuation import MARK, SampledTurn, added_tokens, following_tokens, words
+from actors.rollout.routing import RoutedTokens, Rows
 from infra.store.images import ImageReader, Pixels, images_of
 from schemas import End, Experience, Lane, Message, Score, Span, make_experience
 from schemas.fields import Meta
@@ -31,6 +33,7 @@ Conversation = tuple[Message, ...]
 LONG_CHARS = 16_384
 HISTORY_REWRITTEN = "history rewritten"
 TEMPLATE_DIFFERS = "the template does not extend earlier turns"
+_SHORT = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
 
 class ChatTokenizer(Protocol):
@@ -92,6 +95,11 @@ class Session:
         """Whether the last turn ended by a stop token (False: by max_tokens, or there was none)."""
         return bool(self._parts) and self._parts[-1].stopped
 
+    @property
+    def routing(self) -> tuple[Rows | None, ...]:
+        """The experts of each part's tokens but the last, [tokens, layers, k]; None where the engine records none."""
+        return tuple(part.routed.all() for part in self._parts)
+
     async def reply(self, messages: Sequence[Message], *, sampling: Sampling | None = None) -> Message:
         """Sample the next assistant message of the whole conversation `messages`.
 
@@ -102,7 +110,7 @@ class Session:
         if not conversation:
             raise ValueError("messages: got none, expected the conversation so far")
         rendered = await self._rendered(conversation)
-        tail, reason = self._tail(conversation, rendered)
+        tail, reason = await self._tail(conversation, rendered)
         prompt = list(rendered) if tail is None else self._parts[-1].tokens + tail
         images = await self._shown(conversation)
         completion = await self._engine.generate(prompt, sampling or self._sampling, images=images)
@@ -110,7 +118,8 @@ class Session:
         reply = Message(role="assistant", content=content)
         if tail is None:
             self._parts.append(_Part(reason=reason))
-        self._parts[-1].add(prompt, rendered, completion, (*conversation, reply))
+        known = self._parts[-1].conversation  # its answers as they were sampled
+        self._parts[-1].add(prompt, rendered, completion, (*known, *conversation[len(known) :], reply))
         return reply
 
     def score(self, name: str, value: float) -> None:
@@ -181,17 +190,42 @@ class Session:
             raise ValueError(f"messages: got {len(images)} images, expected none: this session reads no store")
         return await asyncio.to_thread(self._images.read_all, images)
 
-    def _tail(self, conversation: Conversation, rendered: Sequence[int]) -> tuple[list[int] | None, str]:
+    async def _tail(self, conversation: Conversation, rendered: Sequence[int]) -> tuple[list[int] | None, str]:
         """Observation tokens that continue the last part; None where a new part begins, and why it does."""
         if not self._parts:
             return None, ""
         last = self._parts[-1]
         known = len(last.conversation)
-        if len(conversation) <= known or conversation[:known] != last.conversation:
+        if len(conversation) <= known or not _same(conversation[:known], last.conversation):
             return None, HISTORY_REWRITTEN
         turn = SampledTurn(last.rendered, last.turn, last.conversation[-1].content, last.stopped)
         tail = added_tokens(rendered, turn, self._tokenizer)
+        if tail is None:
+            tail = await self._following(conversation[known:], turn)
         return tail, TEMPLATE_DIFFERS if tail is None else ""
+
+    async def _following(self, new: Conversation, turn: SampledTurn) -> list[int] | None:
+        """Observation tokens where the template writes the last answer otherwise than it was sampled."""
+
+        def found() -> list[int] | None:
+            return following_tokens(
+                self._tokenizer.encode_chat,
+                _SHORT,
+                new,
+                turn,
+                stops=self._sampling.stop,
+                decode=self._tokenizer.decode,
+            )
+
+        return await asyncio.to_thread(found) if is_long(new) else found()
+
+
+def _same(given: Conversation, known: Conversation) -> bool:
+    """Whether it is the same conversation: answers may come back without what was thought, and without blanks around them."""
+    return all(
+        one == other or (one.role == other.role == "assistant" and words(one.content) == words(other.content))
+        for one, other in zip(given, known, strict=True)
+    )
 
 
 def is_long(messages: Sequence[Message]) -> bool:
@@ -251,6 +285,7 @@ class _Part(msgspec.Struct):
     stopped: bool = False
     scores: list[Score] = []
     reason: str = ""
+    routed: RoutedTokens = msgspec.field(default_factory=RoutedTokens)
 
     def add(
         self, prompt: list[int], rendered: Sequence[int], completion: Completion, conversation: Conversation
@@ -260,6 +295,7 @@ class _Part(msgspec.Struct):
             self.spans.append(msgspec.structs.replace(span, start=start + span.start, stop=start + span.stop))
         self.tokens = [*prompt, *completion.tokens]
         self.logprobs.extend(completion.logprobs)
+        self.routed.add(completion.routing)
         self.rendered, self.turn = rendered, completion.tokens
         self.conversation, self.stopped = conversation, completion.stopped
 

@@ -28,14 +28,14 @@ MAX_ROW_BYTES = 16 * 1024 * 1024
 _BATCH = 64
 
 
-def read_apart(path: Path) -> Iterator[tuple[str, Cells | str]]:
+def read_apart(path: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[tuple[str, Cells | str]]:
     """Every row of a Parquet file or a folder, or in words why one cannot be had. Raises ConfigError."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(one or os.getcwd() for one in sys.path),
         "ARROW_DEFAULT_MEMORY_POOL": "system",
     }
-    command = [sys.executable, "-m", "actors.tasksets.arrow", str(path)]
+    command = [sys.executable, "-m", "actors.tasksets.arrow", str(path), str(memory_bytes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
         assert process.stdout is not None
         try:
@@ -51,12 +51,12 @@ def read_apart(path: Path) -> Iterator[tuple[str, Cells | str]]:
                 yield where, cells
         finally:
             process.kill()
-    raise ConfigError(f"{path}: reading it took more than {MEMORY_BYTES} bytes of memory, or crashed")
+    raise ConfigError(f"{path}: reading it took more than {memory_bytes} bytes of memory, or crashed")
 
 
-def main(path: Path) -> None:
+def main(path: Path, memory_bytes: int) -> None:
     """Write every row to the standard output."""
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     try:
         for where, cells in read_folder(path) if path.is_dir() else read_parquet(path):
             body = msgspec.msgpack.encode((where, cells), enc_hook=str)
@@ -68,7 +68,7 @@ def main(path: Path) -> None:
     except ConfigError as error:
         _write(msgspec.msgpack.encode(("", str(error))))
     except (MemoryError, OverflowError):
-        words = f"{path}: {_BATCH} rows take more than {MEMORY_BYTES} bytes of memory; write it with smaller rows"
+        words = f"{path}: {_BATCH} rows take more than {memory_bytes} bytes of memory; write it with smaller rows"
         _write(msgspec.msgpack.encode(("", words)))
 
 
@@ -156,4 +156,4 @@ def _pyarrow() -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

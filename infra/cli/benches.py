@@ -16,6 +16,7 @@ from schemas.errors import ConfigError
 if TYPE_CHECKING:
     from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
+    from infra.cli.bench.learner import Compared, LearnerPlan
 
 # Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
@@ -46,6 +47,13 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         **{f"sft_seed_{seed}_best": (0.0, 10.0) for seed in range(3)},
         **{f"grpo_seed_{seed}_best": (0.0, 0.0) for seed in range(3)},
         **{f"mix_seed_{seed}_last": (80.0, float("inf")) for seed in range(3)},
+    },
+    "life": {
+        "steps": (10.0, 10.0),
+        "steps_in_order": (1.0, 1.0),
+        "each_experience_trained_once": (1.0, 1.0),
+        "resumed_with_equal_hash": (1.0, 1.0),
+        "served_version": (5.0, 5.0),
     },
     "outage": {
         "p99_away_over_before": (0.0, 1.1),
@@ -114,6 +122,57 @@ def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s:
     plan = StatePlan(hidden=hidden, layers=layers, stage=stage, silence_s=silence_s, timeout_s=timeout_s)
     figures = run(plan, say=console.print)
     return show("state", figures, as_json)
+
+
+def run_learner(plan: "LearnerPlan", as_json: bool) -> int:
+    """Run `infra/cli/bench/learner.py` as asked."""
+    from infra.cli.bench.learner import run
+
+    machine, found = run(plan, Screen(stderr=True).print)
+    if as_json:
+        print(json.dumps({"machine": msgspec.to_builtins(machine), "shapes": msgspec.to_builtins(found)}))
+        return 0
+    peak = f"{machine.peak_tflops:,.0f} TFLOP/s" if machine.peak_tflops else "a peak that is not known: --peak"
+    Screen().print(
+        f"{machine.parameters_m:,.0f} M parameters, {machine.dtype}, microbatches of {plan.max_tokens:,} tokens, on "
+        f"{machine.device} of {peak}"
+    )
+    Screen(width=150).print(learner_table(found))
+    return 0
+
+
+def learner_table(found: "Sequence[Compared]") -> Table:
+    """Two rows a shape, headrace's step and the plain one; seconds are the least and the median."""
+    table = Table("batch", "step", title="bench learner")
+    for name in ("CPU s", "wall s", "tokens/s", "TFLOP/s", "MFU", "peak MiB", "times as fast"):
+        table.add_column(name, justify="right")
+    for one in found:
+        for name, timed in (("headrace", one.headrace), ("plain", one.plain)):
+            is_ours = timed is one.headrace
+            table.add_row(
+                one.shape if is_ours else "",
+                name,
+                f"{number(timed.cpu_s_min)}, {number(timed.cpu_s_median)}",
+                f"{number(timed.wall_s_min)}, {number(timed.wall_s_median)}",
+                number(round(timed.tokens_per_s, 1)),
+                number(timed.tflops),
+                "" if timed.mfu is None else f"{timed.mfu:.1%}",
+                number(round(timed.peak_mib)),
+                Text(f"{one.faster:.2f}", style="green" if one.faster >= 1 else "red") if is_ours else "",
+            )
+    return table
+
+
+def run_life(hidden: int, layers: int, stage: int, dtype: str, engine: str, *, as_json: bool) -> int:
+    """Run `infra/cli/bench/life.py` as asked. Raises ConfigError for an engine or a dtype that it does not know."""
+    from infra.cli.bench.life import ENGINES, LifePlan, run
+
+    for option, got, known in (("--engine", engine, ENGINES), ("--dtype", dtype, ("float32", "bfloat16"))):
+        if got not in known:
+            raise ConfigError(f"{option}: got {got!r}, expected {' or '.join(known)}")
+    plan = LifePlan(hidden=hidden, layers=layers, stage=stage, dtype=dtype, engine=engine)  # type: ignore[arg-type]
+    figures = run(plan, say=Screen(stderr=True).print)
+    return show("life", figures, as_json)
 
 
 def run_families(names: str, as_json: bool) -> int:

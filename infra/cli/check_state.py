@@ -7,6 +7,7 @@ import msgspec
 from infra.cli.check_fit import is_there
 from infra.cli.connect import main_store_of
 from infra.cli.settings import Settings
+from infra.cli.size import adapter_of
 from schemas.errors import ConfigError, StoreError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -14,14 +15,16 @@ BEGINS = {"reference": "the version that training began from", "critic": "policy
 
 
 def check_state(settings: Settings) -> list[str]:
-    """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit, and
-    for lanes that do not go with the critic.
+    """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit, for
+    lanes that do not go with the critic, and for [trainer.lora] on a model that cannot be adapted so.
     """
     from trainer.journal import checkpoint
     from trainer.learners.values import check_critic
     from trainer.losses.loss import open_objectives
 
     objectives = open_objectives(settings.trainer.lanes)
+    if settings.trainer.lora is not None and Path(settings.model_path, "config.json").is_file():
+        adapter_of(settings)
     check_critic(settings.trainer, objectives)
     if not is_there(settings):
         return []
@@ -45,6 +48,13 @@ def check_shapes(settings: Settings, shapes: dict[str, tuple[int, ...]], what: s
     folder = Path(settings.model_path)
     if not settings.policy.model or not folder.is_dir():
         return
+    wanted, has = settings.trainer.lora, adapter_rank(shapes)
+    if (wanted.rank if wanted is not None else 0) != has:
+        raise ConfigError(
+            f"trainer.lora: {what} is of {f'an adapter of rank {has}' if has else 'full weights'}, the settings ask for "
+            f"{f'an adapter of rank {wanted.rank}' if wanted else 'full weights'}: a run keeps what it trains; expected the "
+            "settings it was made with, or another name in `run`, which begins anew from policy.model"
+        )
     here = {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in header_shapes(path).items()}
     for name in sorted(shapes.keys() & here.keys()):
         if shapes[name] != here[name]:
@@ -52,6 +62,11 @@ def check_shapes(settings: Settings, shapes: dict[str, tuple[int, ...]], what: s
                 f"{what} does not fit the configured model: {name} is {shapes[name]}, policy.model has {here[name]}; "
                 "expected the policy.model it was made with, or another name in `run`, which begins anew from policy.model"
             )
+
+
+def adapter_rank(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Of the adapter whose weights these are, 0 for a whole model's."""
+    return next((shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")), 0)
 
 
 def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:

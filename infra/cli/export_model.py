@@ -1,5 +1,7 @@
 """`headrace export-model VERSION FOLDER`: a published version as a model folder that transformers and vLLM load.
 
+A version that is an adapter is merged into policy.model, in the dtype it was trained in; or written alone, as peft writes it.
+
 Guarantees: every tensor is verified against the manifest that the version's event names before a byte of it is written;
 the folder appears whole or not at all. Nothing of it is code.
 """
@@ -20,8 +22,11 @@ from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.ledger.archive import MODEL_SUFFIXES
 from infra.log.log import Log
-from infra.model.model import DTYPE_NAMES
+from infra.model.adapter import base_hash, merged_model, write_adapter_folder
+from infra.model.model import DTYPE_NAMES, model_tensors
+from infra.policies.adapter import Adapter
 from infra.policies.fetch import PolicyFetcher
+from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
 from infra.policies.publish import SHARD_BYTES, split_runs
 from infra.policies.tensors import Tensor, write_tensors
@@ -36,6 +41,7 @@ METADATA = {"format": "pt"}  # without it transformers takes no safetensors file
 
 class ExportedPolicy(msgspec.Struct, frozen=True):
     """What an exported folder is: written into it as headrace.json. decisions: of the gate and of people, about this version.
+    adapter: of which the version is, None for whole weights.
 
     Example: ExportedPolicy(app="support-bot", policy="main", version=144, parent=143, step=144, manifest_sha256="9f…",
                             decisions=(ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="gate"),))
@@ -48,10 +54,13 @@ class ExportedPolicy(msgspec.Struct, frozen=True):
     step: int
     manifest_sha256: str
     decisions: tuple[ChannelDecision, ...] = ()
+    adapter: Adapter | None = None
 
 
-async def run_export_model(version: str, folder: Path, config: Path, sets: list[str]) -> int:
-    """Write the version into a new or empty folder. Raises ConfigError, PolicyRefused, StoreError."""
+async def run_export_model(version: str, folder: Path, config: Path, sets: list[str], alone: bool = False) -> int:
+    """Write the version into a new or empty folder. alone: of an adapter nothing else. Raises ConfigError, PolicyRefused,
+    StoreError.
+    """
     settings = load_settings(config, sets)
     check_new(folder)
     async with reading(settings) as log:
@@ -64,7 +73,7 @@ async def run_export_model(version: str, folder: Path, config: Path, sets: list[
     )  # fmt: skip
     console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
-    num_bytes = await asyncio.to_thread(export, store_of(settings), event, settings, folder, about)
+    num_bytes = await asyncio.to_thread(export, store_of(settings), event, settings, folder, about, alone=alone)
     console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; what is known of it: {ABOUT}")
     return 0
 
@@ -93,28 +102,33 @@ async def published(log: Log, policy: str, version: str) -> PolicyEvent:
     return event
 
 
-def export(store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: ExportedPolicy) -> int:
-    """Fetch, verify and write; how many bytes of weights. Blocks."""
-    tensors = fetched(store, event)
+def export(
+    store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: ExportedPolicy, *, alone: bool = False
+) -> int:
+    """Fetch, verify and write; how many bytes of weights. alone: of an adapter nothing else. Blocks."""
+    policy = fetched(store, event)
+    if alone and policy.adapter is None:
+        raise ConfigError(
+            f"--adapter: version {event.version} is full weights, expected one of a run with [trainer.lora]"
+        )
+    tensors = dict(policy.tensors) if alone else whole_tensors(policy, settings.model_path)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         made = Path(scratch) / "model"
         made.mkdir()
-        copy_settings(settings.model_path, made)
-        described = json.loads((made / "config.json").read_bytes())
-        without_ties(tensors, described)
-        with_dtype(described, tensors)
-        (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        num_bytes = write_shards(tensors, made)
+        if alone and policy.adapter is not None:
+            write_adapter_folder(made, policy.adapter, tensors)
+            num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+        else:
+            num_bytes = write_model(tensors, settings.model_path, made)
+        about = msgspec.structs.replace(about, adapter=policy.adapter)
         (made / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
         made.rename(folder)
     return num_bytes
 
 
-def fetched(store: Store, event: PolicyEvent) -> dict[str, Tensor]:
-    """The tensors of a version, verified. Raises ConfigError where the store no longer has it, PolicyRefused where it is
-    damaged.
-    """
+def fetched(store: Store, event: PolicyEvent) -> Policy:
+    """A version, verified. Raises ConfigError where the store no longer has it, PolicyRefused where it is damaged."""
     try:
         store.get(event.manifest)
     except NotInStore as error:
@@ -122,7 +136,30 @@ def fetched(store: Store, event: PolicyEvent) -> dict[str, Tensor]:
             f"version: {event.version} of {event.policy} was published, but is not in the store any more (see [keep]); "
             f"expected a newer version: {error}"
         ) from error
-    return dict(PolicyFetcher(store, event.policy).fetch(event).tensors)
+    return PolicyFetcher(store, event.policy).fetch(event)
+
+
+def whole_tensors(policy: Policy, model: str) -> dict[str, Tensor]:
+    """All tensors of a version; an adapter's added to those of the model that the app began with. Raises ConfigError."""
+    if policy.adapter is None:
+        return dict(policy.tensors)
+    if (base := base_hash(model)) != policy.adapter.base:
+        raise ConfigError(
+            f"policy.model: version {policy.version} is an adapter of base {policy.adapter.base[:12]}, {model} is {base[:12]}; "
+            "expected the model it was trained from, or --adapter to export it alone"
+        )
+    kinds = {tensor.dtype for tensor in policy.tensors.values()}
+    return model_tensors(merged_model(model, policy.adapter, policy.tensors, dtype=DTYPE_NAMES[kinds.pop()]))
+
+
+def write_model(tensors: dict[str, Tensor], model: str, folder: Path) -> int:
+    """A model folder with these weights and the settings of another; how many bytes of weights."""
+    copy_settings(model, folder)
+    described = json.loads((folder / "config.json").read_bytes())
+    without_ties(tensors, described)
+    with_dtype(described, tensors)
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    return write_shards(tensors, folder)
 
 
 def copy_settings(model: str, folder: Path) -> None:

@@ -107,7 +107,7 @@ async def run_load_experts(
     settings = load_settings(config, sets)
     total = count_rows(file)
     async with connected(settings) as log:
-        tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
+        tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
         max_tokens = context_tokens(settings.model_path) or MAX_TOKENS
         with progress_bar(f"demonstrations from {file}", total) as bar:
             read = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
@@ -131,7 +131,7 @@ async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: l
     settings = load_settings(config, sets)
     total = count_rows(file)
     async with connected(settings) as log:
-        tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings))
+        tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
         max_tokens = context_tokens(settings.model_path) or MAX_TOKENS
         with progress_bar(f"pairs from {file}", total) as bar:
             read = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)

@@ -2,7 +2,7 @@
 
 P: parameters, N: ranks. A trained parameter has a weight, a gradient (float32 when it is applied), two float32 moments, and in
 bfloat16 a float32 master. ZeRO (arXiv 1910.02054, figure 1) keeps 1/N of the masters and moments on a rank from stage 1 on, of
-the gradients from stage 2 on, of the weights in stage 3.
+the gradients from stage 2 on, of the weights in stage 3. Of a model with an adapter the base has weights and nothing else.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def together(needs: ProcessMemory, ranks: int, *, with_gpu: bool) -> float:
 
 class LearnerPlan(msgspec.Struct, frozen=True):
     """What decides a learner's memory. stage: of ZeRO, -1 for the learner of one process. reference: bytes a parameter of the
-    reference, 0 without one. tokens: of a microbatch.
+    reference, 0 without one. tokens: of a microbatch, on one rank.
     """
 
     ranks: int
@@ -104,7 +104,7 @@ def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
     """What a rank holds between forward and update: weights, gradients, masters, moments, and models beside them."""
     parameters, width, ranks = size.trained, WIDTH[plan.dtype], plan.ranks
     zero = plan.stage > 0
-    rows = [Row("weights", parameters * width / (ranks if plan.stage == 3 else 1))]
+    rows = [Row("weights", size.computed * width / (ranks if plan.stage == 3 else 1))]
     if plan.stage == 3:
         rows.append(
             Row("weights gathered for the layers at work", width * (2 * size.layer + size.largest), is_rough=True)
@@ -130,7 +130,9 @@ def _activations(size: ModelSize, plan: LearnerPlan) -> list[Row]:
     whole = size.layers * size.kept
     kept = size.layers * size.hidden + size.kept if plan.recomputes else whole
     logits = min(plan.tokens * size.vocabulary, MAX_LOGITS)
-    gradient = size.vocabulary * size.hidden if width < 4 else 0  # of the output matrix, until a microbatch is done
+    gradient = (
+        size.vocabulary * size.hidden if width < 4 and not size.frozen else 0
+    )  # of the output matrix, until a microbatch is done
     return [
         Row(f"activations of {plan.tokens:,} tokens", width * plan.tokens * kept, is_rough=True),
         Row("logits in float32", 4 * (gradient + 3 * logits), is_rough=True),
@@ -139,11 +141,13 @@ def _activations(size: ModelSize, plan: LearnerPlan) -> list[Row]:
 
 def torch_engine_needs(size: ModelSize, dtype: str, published: str) -> ProcessMemory:
     """Of an engine that runs on the CPU."""
-    held = 2 * size.published * WIDTH[published]
+    held = (
+        max(2 * size.published, size.frozen) * WIDTH[published]
+    )  # before its first adapter it holds a copy of the base
     return ProcessMemory(
         host=(
             Row("Python and libraries", PROCESS_BYTES),
-            Row("weights", size.trained * WIDTH[dtype]),
+            Row("weights", size.computed * WIDTH[dtype]),
             Row("the served version and the next", held),
         )
     )
@@ -154,7 +158,7 @@ def vllm_engine_needs(size: ModelSize, dtype: str, published: str, options: Mapp
     split = int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
     version = size.published * WIDTH[published]
     return ProcessMemory(
-        gpu=(Row("weights", size.trained * WIDTH[dtype] / split),),
+        gpu=(Row("weights", size.computed * WIDTH[dtype] / split),),
         host=(
             Row("Python and libraries", PROCESS_BYTES),
             Row("the served version and the next", 2 * version),
@@ -169,8 +173,8 @@ def version_cost(
     """every_s: seconds from one version to the next. saved: bytes a parameter in a checkpoint."""
     num_bytes = size.published * WIDTH[dtype]
     gigabytes, versions = num_bytes / 1e9, 86_400 / every_s
-    # In float32 nearly every value changes in every step, so that every version is an anchor.
-    always_anchor = dtype == "float32"
+    # In float32 nearly every value changes in every step, and in an adapter's, so that every version is an anchor.
+    always_anchor = dtype == "float32" or size.frozen > 0
     anchors = versions if always_anchor else versions / anchor_every
     deltas = 0.0 if always_anchor else versions * num_bytes * DELTA_SHARE * (1 + CONSOLIDATED_MORE)
     each = PUBLISH_S + (ANCHOR_S if always_anchor else CONSOLIDATE_S / CONSOLIDATE_EVERY)

@@ -16,6 +16,7 @@ from infra.observe.metrics import Metrics
 from infra.settings.plugin import add_plugin_folders
 from schemas.errors import ConfigError, Sealed
 from trainer.batch.image_inputs import open_sight
+from trainer.config import TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.journal.origin import differences, made_with
 from trainer.learners.learner import open_learner
@@ -72,7 +73,7 @@ async def run_replay(
     async with opened(path, trust.max_bytes, trusted=trust.plugins) as source:
         check_names(console, source, trusted=trust.plugins)
         with console.status("loading the model"):
-            learner = await asyncio.to_thread(open_learner, source.settings.trainer, source.model)
+            learner = await asyncio.to_thread(open_learner, on_one_rank(source.settings.trainer), source.model)
         run = Learning(
             floor=source.settings,
             config=source.settings.trainer,
@@ -90,6 +91,12 @@ async def run_replay(
     else:
         summarize(console, verdict, verify=verify)
     return verdict.exit_code if verify else 0
+
+
+def on_one_rank(config: TrainerConfig) -> TrainerConfig:
+    """A learner's settings for a single process, which shares its rows with nobody."""
+    options = {name: value for name, value in config.learner.options.items() if name != "sequence_parallel"}
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, options=options))
 
 
 def check_names(console: Console, source: ReplaySource, *, trusted: bool) -> None:

@@ -13,7 +13,7 @@ from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
 from infra.cli.private import open_to_others
 from infra.cli.ranks import several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
-from infra.local.ranks import rank_of
+from infra.local.ranks import adopt_slurm, rank_of
 from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
@@ -53,6 +53,8 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+        if role == "train":
+            adopt_slurm(os.environ)
         if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
             return await train_on_ranks(settings, config, sets, stop)
         try:
@@ -130,7 +132,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
     async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
         await require_fit(log, store_of(settings), settings)
-        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template)
         engine: Engine = load(settings.engine.use, {"model": folder, **settings.engine.options}, "engine")
         role = role_of("explore", settings, log, metrics, stop)
         await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids)
@@ -152,7 +154,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
     bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
     log = Log(bus, settings.app, store=store_of(settings))
-    tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+    tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template)
     await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
     engine: Engine = load(use.use, {"model": folder, **use.options}, "gateway.engine")

@@ -27,8 +27,10 @@ from infra.cli.needs import (
 )
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
+from infra.model.adapter import named_adapter
 from infra.model.model import gpu_bytes
 from infra.model.size import ModelSize, model_size
+from infra.policies.adapter import Adapter
 from infra.settings.config import Use, duration_s
 from schemas.errors import ConfigError
 
@@ -92,7 +94,7 @@ def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
     """What the settings need on such machines. Raises ConfigError."""
     if not settings.policy.model:
         raise ConfigError("policy.model: missing, expected the folder or name of a model, to look at its size")
-    size, plan = model_size(settings.model_path), learner_plan(settings)
+    size, plan = model_size(settings.model_path, adapter_of(settings)), learner_plan(settings)
     learner = learner_needs(size, plan)
     uses = uses_of(settings)
     engines = {
@@ -118,6 +120,14 @@ def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
     return msgspec.structs.replace(found, problems=tuple(problems(settings, machine, found)))
 
 
+def adapter_of(settings: Settings) -> Adapter | None:
+    """What [trainer.lora] describes, None without. Raises ConfigError."""
+    lora = settings.trainer.lora
+    if lora is None:
+        return None
+    return named_adapter(settings.model_path, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+
 def uses_of(settings: Settings) -> dict[str, Use]:
     """The engines that the settings name, by the role that runs one."""
     gateway = settings.gateway.engine if settings.gateway is not None else None
@@ -140,7 +150,7 @@ def learner_plan(settings: Settings) -> LearnerPlan:
         ranks=config.ranks,
         stage=int(config.learner.options.get("stage", 2)) if kind == "DeepSpeedLearner" else -1,
         dtype=config.dtype,
-        tokens=config.max_tokens_per_microbatch,
+        tokens=-(-config.max_tokens_per_microbatch // int(config.learner.options.get("sequence_parallel", 1))),
         recomputes=config.activation_checkpointing,
         offload=bool(config.learner.options.get("offload", False)),
         reference=WIDTH[reference_dtype(config)] if compares else 0,
@@ -242,7 +252,9 @@ def tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterato
     """What is printed."""
     size, version = found.size, found.version
     table = Table(
-        title=f"{settings.policy.model}: {size.trained:,} parameters, {size.layers} layers", show_header=False
+        title=f"{settings.policy.model}: {size.frozen or size.trained:,} parameters, {size.layers} layers"
+        + (f"; an adapter of {size.trained:,} is trained" if size.frozen else ""),
+        show_header=False,
     )
     rows = {
         f"learner, each of {found.plan.ranks} rank(s)": found.learner,

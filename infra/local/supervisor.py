@@ -40,8 +40,8 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     env: added to this process's. final_codes: exit codes after which it has done its work, or cannot, and stays down.
     mistakes: exit codes of what a restart may not mend, a mistake in the settings: at its start (the first end, within
     BEGIN_S) it is given up, later it is tried again for ever, since what it ran into came after it and may go.
-    max_failures: deaths in a row (each within HEALTHY_S of its start) before it is given up. tier: the highest is
-    stopped first, members of a tier together. stop_s: from SIGTERM to SIGKILL.
+    max_failures: deaths in a row (each within HEALTHY_S of its start) before it is given up. max_backoff_s: the longest
+    wait before a restart. tier: the highest is stopped first, members of a tier together. stop_s: from SIGTERM to SIGKILL.
 
     Example: Child(name="train", argv=(sys.executable, "-m", "infra.cli.main", "train"), log=Path("logs/train.log"))
     """
@@ -54,6 +54,7 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     final_codes: tuple[int, ...] = (0,)
     mistakes: tuple[int, ...] = ()
     max_failures: int = 20
+    max_backoff_s: float = MAX_BACKOFF_S
     tier: int = 1
     stop_s: float = 15.0
 
@@ -165,7 +166,7 @@ class Supervisor:
                 state.given_up = True
                 self._tell(child, "gave_up")
                 return
-            await self._pause(child.name, min(FIRST_BACKOFF_S * 2 ** min(failures - 1, SLOW), MAX_BACKOFF_S))
+            await self._pause(child.name, min(FIRST_BACKOFF_S * 2 ** min(failures - 1, SLOW), child.max_backoff_s))
             if child.name not in self._stopping:
                 state.restarts += 1
                 self._tell(child, "restarting")

@@ -7,6 +7,7 @@ its chat template writes, whatever its messages and tools say (see `infra.model.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,15 @@ DTYPES = tuple(DTYPE_NAMES.values())
 class Tokenizer:
     """Text to token ids and back, with the model's chat template."""
 
-    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], vision: Vision | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: tuple[int, ...],
+        vision: Vision | None = None,
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """template: what the chat template is told besides the conversation, such as enable_thinking."""
+        self._template = dict(template)
         self._tokenizer = tokenizer
         # Asked itself: what transformers puts around it takes longer than it does, and alters it, so that threads clash.
         self._backend = tokenizer.backend_tokenizer
@@ -119,13 +128,16 @@ class Tokenizer:
     def _applied(self, conversation: Any, tools: Any = None) -> str:
         """The conversation as the chat template writes it."""
         text: str = self._tokenizer.apply_chat_template(
-            conversation, tools=tools, tokenize=False, add_generation_prompt=True
+            conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self._template
         )
         return text
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder (or of a model already in the local Hugging Face cache). Raises ConfigError."""
+def load_tokenizer(folder: str | Path, template: Mapping[str, Any] = MappingProxyType({})) -> Tokenizer:
+    """The tokenizer of a model folder (or of a model already in the local Hugging Face cache). Raises ConfigError.
+
+    template: see `Tokenizer`.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -136,7 +148,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise ConfigError(f"tokenizer: {folder}: got a {type(tokenizer).__name__}, expected one with a tokenizer.json")
     if tokenizer.chat_template is None:
         raise ConfigError(f"tokenizer: {folder} has no chat template; put a chat_template.jinja into the folder")
-    return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder))
+    return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder), template)
 
 
 def save_settings(model: str, folder: Path) -> None:

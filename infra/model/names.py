@@ -5,6 +5,10 @@ transformers holds all experts of a layer in one parameter. Folders, engines and
     mlp.experts.gate_up_proj [E, 2F, D]  ──  mlp.experts.0.gate_proj.weight [F, D], mlp.experts.0.up_proj.weight [F, D], …
     mlp.experts.down_proj [E, D, F]      ──  mlp.experts.0.down_proj.weight [D, F], …
 
+Of a model with an adapter (see `infra.model.adapter`) the adapter alone is published, as peft names it in a file:
+
+    model.layers.0.self_attn.q_proj.lora_A.default.weight  ──  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+
 Guarantees: what is named is a view, so that writing to it writes to the model; a model without fused experts keeps the names
 it has.
 """
@@ -15,11 +19,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+ACTIVE = "default"  # the adapter that computes; peft's own name for it
+
 
 def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
     """Views of `state` by the names of folders and engines. state: any part of the model's, by the model's own names, each
     tensor whole.
     """
+    if hasattr(module, "peft_config"):
+        middle = f".{ACTIVE}."
+        lora = (name for name in state if ".lora_" in name and middle in name)
+        return {adapter_name(name.replace(middle, ".")): state[name] for name in lora}
     renamings, experts = _mapping(module)
     if not experts:
         return dict(state)
@@ -38,6 +48,11 @@ def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) ->
             for one, matrix in zip(patterns, expert.chunk(len(patterns), 0), strict=True):
                 views[one.replace("*", str(index))] = matrix
     return views
+
+
+def adapter_name(name: str) -> str:
+    """The name that peft gives in a file to what the model calls `name`."""
+    return f"base_model.model.{name}"
 
 
 def _mapping(module: Any) -> tuple[list[Any], list[Any]]:

@@ -1,19 +1,23 @@
 """How large a model is, from its config.json alone: it is built on torch's meta device, where tensors have no bytes."""
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from infra.model.adapter import adapter_shapes
 from infra.model.model import meta_model
 from infra.model.names import published
+from infra.policies.adapter import Adapter
 
 
 class ModelSize(msgspec.Struct, frozen=True):
     """Numbers of elements, if not said otherwise.
 
-    trained: every parameter once. published: every tensor of a version; tied ones count under each of their names. largest:
+    trained: every parameter once, of a model with an adapter the adapter's. frozen: those that are only computed with.
+    published: every tensor of a version; tied ones count under each of their names. largest:
     of the parameters. layer: of the largest layer's. vocabulary, hidden: of the output matrix. kv: keys and values of one
     token in all layers. kept: what a forward keeps of one token for the backward, one layer (rough). layers, tensors: counts.
 
@@ -31,12 +35,23 @@ class ModelSize(msgspec.Struct, frozen=True):
     kept: int
     layers: int
     tensors: int
+    frozen: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Every parameter that a forward takes, once."""
+        return self.trained + self.frozen
 
 
-def model_size(folder: str | Path) -> ModelSize:
-    """Of the model that a folder's config.json describes; nothing else of the folder is read. Raises ConfigError."""
+def model_size(folder: str | Path, adapter: Adapter | None = None) -> ModelSize:
+    """Of the model that a folder's config.json describes; nothing else of the folder is read. Raises ConfigError.
+
+    adapter: what is trained of it and published, None for all.
+    """
     module: Any = meta_model(folder)
-    views = published(module, module.state_dict())
+    shapes = {name: tuple(value.shape) for name, value in published(module, module.state_dict()).items()}
+    if adapter is not None:
+        shapes = adapter_shapes(module, adapter)
     text = module.config.get_text_config()
     heads = int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
@@ -48,9 +63,10 @@ def model_size(folder: str | Path) -> ModelSize:
         if dot:
             per_layer[f"{start}.{rest.partition('.')[0]}"] += value.numel()
     layers = int(text.num_hidden_layers)
+    whole, announced = sum(value.numel() for value in parameters.values()), sum(map(math.prod, shapes.values()))
     return ModelSize(
-        trained=sum(value.numel() for value in parameters.values()),
-        published=sum(value.numel() for value in views.values()),
+        trained=whole if adapter is None else announced,
+        published=announced,
         largest=max(value.numel() for value in parameters.values()),
         layer=max(per_layer.values(), default=0),
         vocabulary=int(text.vocab_size),
@@ -58,7 +74,8 @@ def model_size(folder: str | Path) -> ModelSize:
         kv=2 * layers * kv_heads * head_dim,
         kept=_kept(text, heads * head_dim, kv_heads * head_dim),
         layers=layers,
-        tensors=len(views),
+        tensors=len(shapes),
+        frozen=0 if adapter is None else whole,
     )
 
 

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from infra.store.images import Pixels
 
 FAMILIES = ("llava",)
+_GRID = "pictures of any size, each of as many places as its pixels make (image_grid_thw)"
+_AXES = "positions on three axes (M-RoPE), in packed rows, in the engine and while it goes on sampling"
+_DEEP = "features of a picture added to several layers (DeepStack)"
+# Of families that are asked for: what there is no code for.
+MISSING = {
+    "qwen2_vl": (_GRID, _AXES),
+    "qwen2_5_vl": (_GRID, _AXES),
+    "qwen3_vl": (_GRID, _AXES, _DEEP),
+    "qwen3_vl_moe": (_GRID, _AXES, _DEEP),
+}
 Prepared = npt.NDArray[np.float32]  # [3, height, width], or several, as the vision tower takes them
 
 
@@ -133,8 +143,10 @@ def _seeing_config(folder: str | Path) -> Any:
     if getattr(config, "vision_config", None) is None:
         return None
     if config.model_type not in FAMILIES:
+        missing = "".join(f"; there is no code for {what}" for what in MISSING.get(config.model_type, ()))
         raise ConfigError(
             f"model: {folder} is of type {config.model_type!r} and takes pictures; expected one of {', '.join(FAMILIES)}"
+            f"{missing}"
         )
     return config
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from infra.observe.failpoint import reach
+from infra.policies.adapter import Adapter, described
 from infra.policies.delta import decode_tensor
 from infra.policies.manifest import (
     DeltaPart,
@@ -22,6 +23,7 @@ from infra.policies.manifest import (
     entries_of,
     first_difference,
     hash_tensor,
+    other_adapter,
     sha256_hex,
 )
 from infra.policies.policy import Policy
@@ -36,11 +38,12 @@ MAX_STEPS = 1000  # of a chain of deltas; a longer one cannot be genuine
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """The shadow copy: tensors in host memory, and their hashes."""
+    """The shadow copy: tensors in host memory, their hashes, and what they are an adapter of."""
 
     version: int
     tensors: Mapping[str, Tensor]
     entries: tuple[TensorEntry, ...]
+    adapter: Adapter | None = None
 
 
 class PolicyFetcher:
@@ -89,9 +92,15 @@ class PolicyFetcher:
             raise PolicyRefused(f"{what}: incomplete: {error}") from error
         except PolicyRefused as error:
             raise PolicyRefused(f"{what}: {error}") from error
-        self._held = HeldWeights(manifest.version, tensors, manifest.tensors)
+        self._held = HeldWeights(manifest.version, tensors, manifest.tensors, manifest.adapter)
         touched = frozenset(entry.name for entry in manifest.tensors if self._serving.get(entry.name) != entry.xxh3)
-        return Policy(version=manifest.version, tensors=tensors, touched=touched, probe=manifest.probe)
+        return Policy(
+            version=manifest.version,
+            tensors=tensors,
+            touched=touched,
+            probe=manifest.probe,
+            adapter=manifest.adapter,
+        )
 
     def _obtain(self, manifest: PolicyManifest) -> dict[str, Tensor]:
         if self._held is not None and self._held.version <= manifest.version:
@@ -214,7 +223,9 @@ def _check_base(base: PolicyManifest, source: WeightSource, manifest: PolicyMani
     _check_within(manifest, source.base_manifest)
     if base.version != source.base or base.policy != manifest.policy:
         raise PolicyRefused(f"{source.base_manifest} is version {base.version}, expected {source.base}")
-    if difference := first_difference(base.tensors, manifest.tensors, values=False):
+    if difference := other_adapter(base.adapter, manifest) or first_difference(
+        base.tensors, manifest.tensors, values=False
+    ):
         raise PolicyRefused(f"{source.base_manifest}: {difference}")
 
 
@@ -224,10 +235,16 @@ def _check_within(manifest: PolicyManifest, key: str) -> None:
 
 
 def _check_listing(manifest: PolicyManifest, held: HeldWeights | None) -> None:
-    """A policy keeps its tensors for life: their names, dtypes and shapes never change."""
+    """A policy keeps its tensors for life: their names, dtypes and shapes never change, nor the adapter they are of."""
     if not manifest.tensors or len({entry.name for entry in manifest.tensors}) != len(manifest.tensors):
         raise PolicyRefused("its list of tensors is empty, or names one twice")
-    if held is not None and (difference := first_difference(manifest.tensors, held.entries, values=False)):
+    if held is None:
+        return
+    if held.adapter != manifest.adapter:
+        raise PolicyRefused(
+            f"it is {described(manifest.adapter)}, expected {described(held.adapter)} as in version {held.version}, held now"
+        )
+    if difference := first_difference(manifest.tensors, held.entries, values=False):
         raise PolicyRefused(f"{difference} (as in version {held.version}, held now)")
 
 

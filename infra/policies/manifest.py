@@ -15,10 +15,12 @@ from typing import Literal
 import msgspec
 import xxhash
 
+from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 
 FORMAT = 1
+ADAPTER_FORMAT = 2  # releases that would take an adapter for the whole model refuse it in one line
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -71,6 +73,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version. anchor: the newest anchor it can be rebuilt from. chain_bytes: of the deltas since then, one by one.
+    adapter: what the tensors are an adapter of; None, and not written, where they are the whole model. format: FORMAT, or
+    ADAPTER_FORMAT with an adapter.
 
     Example: PolicyManifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
                       tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(WeightSource(kind="delta", …),))
@@ -87,6 +91,7 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[WeightSource, ...]
     probe: Probe | None = None
     format: int = FORMAT
+    adapter: Adapter | None = None
 
     def source(self, kind: Literal["anchor", "delta"], base: int = -1) -> WeightSource | None:
         """The source of that kind and base, if there is one."""
@@ -95,18 +100,36 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def encode_manifest(manifest: PolicyManifest) -> bytes:
     """As JSON, the same bytes for the same manifest."""
-    return msgspec.json.encode(manifest)
+    fields = msgspec.structs.asdict(manifest)
+    if manifest.adapter is None:
+        del fields["adapter"]
+    return msgspec.json.encode(fields)
 
 
 def decode_manifest(data: bytes) -> PolicyManifest:
     """ValueError says what does not hold."""
     try:
         version = msgspec.json.decode(data, type=_Format).format
-        if version != FORMAT:
-            raise ValueError(f"manifest: got format {version}, expected {FORMAT}: upgrade headrace here first")
-        return msgspec.json.decode(data, type=PolicyManifest)
+        if version not in (FORMAT, ADAPTER_FORMAT):
+            raise ValueError(
+                f"manifest: got format {version}, expected {FORMAT} or {ADAPTER_FORMAT}: upgrade headrace here first"
+            )
+        manifest = msgspec.json.decode(data, type=PolicyManifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"manifest: not valid: {error}") from error
+    if format_of(manifest.adapter) != manifest.format:
+        raise ValueError(f"manifest: not valid: format {manifest.format} with {described(manifest.adapter)}")
+    return manifest
+
+
+def other_adapter(got: Adapter | None, manifest: PolicyManifest) -> str:
+    """In words, that the tensors of a version mean something else; "" where they do not."""
+    return "" if got == manifest.adapter else f"it is {described(got)}, expected {described(manifest.adapter)}"
+
+
+def format_of(adapter: Adapter | None) -> int:
+    """The format of a manifest with or without an adapter."""
+    return FORMAT if adapter is None else ADAPTER_FORMAT
 
 
 class _Format(msgspec.Struct):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from infra.policies.adapter import Adapter
 from infra.policies.tensors import Tensor
 
 
@@ -18,9 +19,13 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy ready to be loaded: every tensor by name, the names that differ from what was held, and its probe."""
+    """A policy ready to be loaded: every tensor by name, the names that differ from what was held, and its probe.
+
+    adapter: what the tensors are an adapter of; None where they are the whole model.
+    """
 
     version: int
     tensors: Mapping[str, Tensor]
     touched: frozenset[str]
     probe: Probe | None = None
+    adapter: Adapter | None = None

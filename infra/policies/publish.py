@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from infra.observe.failpoint import reach
+from infra.policies.adapter import Adapter
 from infra.policies.delta import Encoded, encode_tensor
 from infra.policies.fetch import read_anchor, read_manifest
 from infra.policies.manifest import (
@@ -26,7 +27,9 @@ from infra.policies.manifest import (
     entries_of,
     first_difference,
     folder_of,
+    format_of,
     manifest_key,
+    other_adapter,
     sha256_hex,
 )
 from infra.policies.policy import Probe
@@ -54,7 +57,7 @@ class Previous(msgspec.Struct, frozen=True):
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be published. token: of the trainer's lease. parent: the version it was trained from, -1 for none. step: the
-    last one it contains.
+    last one it contains. adapter: of which the tensors are, None for the whole model.
 
     Example: NewVersion(policy="main", token=17, version=8, parent=7, step=31)
     """
@@ -64,6 +67,7 @@ class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     parent: int
     step: int
+    adapter: Adapter | None = None
 
 
 def publish(
@@ -106,6 +110,8 @@ def publish(
         tensors=entries,
         sources=sources,
         probe=probe,
+        format=format_of(new.adapter),
+        adapter=new.adapter,
     )
     data = encode_manifest(manifest)
     reach("weights.before_manifest")
@@ -129,7 +135,7 @@ def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -
         manifest, digest = read_manifest(store, manifest_key(new.policy, new.token, new.version))
     except NotInStore:
         return None
-    if difference := first_difference(entries, manifest.tensors, values=True):
+    if difference := other_adapter(new.adapter, manifest) or first_difference(entries, manifest.tensors, values=True):
         raise PolicyRefused(
             f"version {new.version} of {new.policy} is published already, under token {new.token}: {difference}"
         )
@@ -152,7 +158,7 @@ def _previous(
         return None
     if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
         raise ValueError(f"previous: not version {new.parent} as published: {difference}")
-    if difference := first_difference(entries, manifest.tensors, values=False):
+    if difference := other_adapter(new.adapter, manifest) or first_difference(entries, manifest.tensors, values=False):
         raise ValueError(f"tensors: not those of version {new.parent}: {difference}")
     return Previous(manifest, key, digest, tensors)
 

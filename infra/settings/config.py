@@ -18,6 +18,14 @@ from schemas.errors import ConfigError
 
 Decoded = TypeVar("Decoded")
 Table = dict[str, Any]
+# What a chat template is told of a conversation, by headrace and by transformers.
+OF_TEMPLATES = frozenset(
+    re.findall(
+        r"\w+",
+        "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
+        "truncation max_length return_tensors return_dict tokenizer_kwargs return_assistant_tokens_mask",
+    )
+)
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h|d|w)$")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -161,12 +169,18 @@ def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
 
 class PolicyConfig(Section, frozen=True):
     """[policy]. model: a folder (relative to the TOML) or a Hugging Face name. name: of the policy in topics and store.
+    template: what the model's chat template is told besides the conversation; which names it knows says the template.
 
-    Example: PolicyConfig(model="Qwen/Qwen3-0.6B")
+    Example: PolicyConfig(model="Qwen/Qwen3-0.6B", template={"enable_thinking": False})
     """
 
     model: str = ""
     name: Name = "main"
+    template: Table = {}
+
+    def __post_init__(self) -> None:
+        if taken := sorted(OF_TEMPLATES & self.template.keys()):
+            raise ValueError(f"template.{taken[0]}: got a value, expected names that headrace does not set by itself")
 
 
 class Pacing(Section, frozen=True):

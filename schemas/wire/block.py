@@ -12,7 +12,7 @@ use (or by `validate`). What this module writes, it can read. Sections that came
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -73,6 +73,30 @@ class Block(msgspec.Struct, frozen=True):
         """Decodes and checks the bulk of every member; raises BadFrame naming the first bad experience and field."""
         for experience in self.experiences:
             experience.check_bulk()
+
+
+def blocks_of(experiences: Sequence[Experience]) -> tuple[Block, ...]:
+    """Blocks of one group each, in order of first appearance, as few as hold them: MAX_MEMBERS each, and MAX_SECTION_BYTES of
+    every section beside the known ones. An experience with a larger one goes alone, and is refused by the encoder.
+    """
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(experience.group, []).append(experience)
+    return tuple(Block(tuple(members)) for group in groups.values() for members in _cut(group))
+
+
+def _cut(group: Sequence[Experience]) -> Iterator[list[Experience]]:
+    members: list[Experience] = []
+    sizes: dict[str, int] = {}
+    for experience in group:
+        own = experience.bulk.extra_sizes() if experience.bulk is not None else {}
+        fits = all(sizes.get(name, 0) + size <= MAX_SECTION_BYTES for name, size in own.items())
+        if members and (len(members) == MAX_MEMBERS or not fits):
+            yield members
+            members, sizes = [], {}
+        members.append(experience)
+        sizes |= {name: sizes.get(name, 0) + size for name, size in own.items()}
+    yield members
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True):

@@ -120,19 +120,21 @@ def _text_chunks(bulk: Bulk, prefix: int) -> list[bytes]:
 
 
 def _carry_extras(bulks: Sequence[Bulk], columns: list[Column], raws: list[bytes], ranges: list[list[Ranges]]) -> None:
-    """Adds a column for each section of a name we do not know; members without it get no items."""
+    """Adds a column for each section of a name we do not know; members without it get no items, equal ones share theirs."""
     names = sorted({name for bulk in bulks for name in bulk.extra_sections()})
     for name in names:
         chunks: list[bytes] = []
+        known: dict[bytes, tuple[int, int]] = {}
         width = end = 0
         for bulk, parts in zip(bulks, ranges, strict=True):
             own, raw = bulk.extra_sections().get(name, (width, b""))
             if width and own != width:
                 raise ValueError(f"section {name}: members with items of {width} and of {own} bytes")
             width = own
-            stop = end + (len(raw) // width if width else 0)
-            parts.append((end, stop))
-            chunks.append(raw)
-            end = stop
+            if raw not in known:
+                known[raw] = (end, end + (len(raw) // width if width else 0))
+                chunks.append(raw)
+                end = known[raw][1]
+            parts.append(known[raw])
         columns.append(Column(name, width, end))
         raws.append(b"".join(chunks))

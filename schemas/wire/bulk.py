@@ -135,6 +135,13 @@ class Bulk:
             self.extras = extras
         return self.extras
 
+    def extra_sizes(self) -> Mapping[str, int]:
+        """Bytes of each of `extra_sections`, decompressing nothing."""
+        if self.extras is not None or self.sections is None:
+            return {name: len(raw) for name, (_, raw) in self.extra_sections().items()}
+        columns = zip(self.sections.columns[len(WIDTHS) :], self.ranges[len(WIDTHS) :], strict=True)
+        return {column.name: column.width * (sum(runs[1::2]) - sum(runs[::2])) for column, runs in columns}
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

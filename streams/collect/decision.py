@@ -8,8 +8,6 @@ from infra.chain.chain import Dropped
 from schemas import Block, Closure, DeadLetter, Experience
 from schemas.records import MAX_LETTER_BYTES
 
-MAX_BLOCK_EXPERIENCES = 64
-
 
 class Decision(msgspec.Struct, frozen=True):
     """How one attempt ended, and what goes on to the buffer because of it. dropped: members that the chain dropped.
@@ -45,18 +43,6 @@ def dead_letter(partition: int, offset: int, reason: str, error: str, value: byt
         reason=reason,
         error=error,
         value=value[:MAX_LETTER_BYTES],
-    )
-
-
-def blocks_of(experiences: Sequence[Experience]) -> tuple[Block, ...]:
-    """Blocks of one group each, in order of first appearance."""
-    groups: dict[str, list[Experience]] = {}
-    for experience in experiences:
-        groups.setdefault(experience.group, []).append(experience)
-    return tuple(
-        Block(experiences=tuple(members[start : start + MAX_BLOCK_EXPERIENCES]))
-        for members in groups.values()
-        for start in range(0, len(members), MAX_BLOCK_EXPERIENCES)
     )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from infra.chain.chain import ChainResult, Context
 from schemas import Closure, Experience
+from schemas.wire.block import blocks_of
 from schemas.withdrawal import withdrawal_of
 from streams.collect.credit import FeedbackRules, credited, with_edit
-from streams.collect.decision import Decision, blocks_of, mean_reward, trial_of
+from streams.collect.decision import Decision, mean_reward, trial_of
 from streams.collect.feedback import OpenText, edit_of, ratings, values_of
 from streams.collect.group import Attempt, Group
 

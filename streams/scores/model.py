@@ -22,6 +22,7 @@ from infra.chain.processor import Verdict, score
 from infra.log.log import Log
 from infra.model.model import Classifier, Tokenizer, build_classifier, load_into, load_tokenizer
 from infra.observe.metrics import Metrics
+from infra.policies.adapter import described
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy_feed import PolicyFeed
 from infra.store.store import Store
@@ -138,6 +139,8 @@ class Model:
             policy = follower.fetch(event)
         except PolicyRefused:  # what was held may be to blame: once more, from the anchor
             policy = PolicyFetcher(store, self.policy).fetch(event)
+        if policy.adapter is not None:
+            raise PolicyRefused(f"it is {described(policy.adapter)}, expected a whole classifier")
         classifier = build_classifier(self.folder)
         load_into(classifier.module, policy.tensors)
         return LoadedClassifier(policy.version, classifier)

@@ -63,11 +63,14 @@ async def take_once(
     log: Log,
     metrics: Metrics,
     read: OrderedDict[str, None] | None = None,
+    poll_s: float = POLL_S,
 ) -> int:
-    """One round of the loop; returns how many records it took. read: ids of webhooks' events that were read and published."""
+    """One round of the loop; returns how many records it took. read: ids of webhooks' events that were read and published.
+    poll_s: how long it waits for a first record.
+    """
     came_now: dict[str, None] = {}
     read = OrderedDict() if read is None else read
-    messages = await log.read(reader, timeout_s=POLL_S)
+    messages = await log.read(reader, timeout_s=poll_s)
     events: dict[str, list[Event]] = {}
     nexts: dict[Partition, int] = {}
     for message in messages:

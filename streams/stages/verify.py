@@ -16,6 +16,7 @@ from infra.chain.verdict import Recorded
 from infra.log.log import LogMessage
 from schemas import Block, DropMarker, Experience
 from schemas.topics import EVALS, VERIFIED
+from schemas.wire.block import blocks_of
 from streams.processors.dedupe import DUPLICATE, dedupe_key
 from streams.stages.stage import Handled, Output, faults_of, letter
 
@@ -97,8 +98,8 @@ def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Han
     evals += [failed_eval(drop) for drop in outcome.dropped if drop.experience.suite]
     kept = [experience for experience in outcome.kept if not experience.suite]
     gone = [drop for drop in outcome.dropped if not drop.experience.suite]
-    first = [Output(VERIFIED, block) for block in blocks_by_group(kept)]
-    first += [Output(EVALS, block) for block in blocks_by_group(evals)]
+    first = [Output(VERIFIED, block) for block in blocks_of(kept)]
+    first += [Output(EVALS, block) for block in blocks_of(evals)]
     dropped: dict[str, int] = {}
     for drop in outcome.dropped:
         dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
@@ -113,14 +114,6 @@ def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Han
         cost_usd=outcome.cost_usd,
         failed=faults_of((drop.reason, drop.processor) for drop in outcome.dropped),
     )
-
-
-def blocks_by_group(experiences: Sequence[Experience]) -> list[Block]:
-    """One block per group, in order of first appearance."""
-    groups: dict[str, list[Experience]] = {}
-    for experience in experiences:
-        groups.setdefault(experience.group, []).append(experience)
-    return [Block(experiences=tuple(members)) for members in groups.values()]
 
 
 def marker_of(drop: Dropped) -> DropMarker:

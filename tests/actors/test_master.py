@@ -32,7 +32,7 @@ from tests.actors.rig import (
     streams,
     until,
 )
-from tests.simulator.virtual_loop import VirtualLoop
+from tests.simulator.virtual_loop import VirtualLoop, run_virtual
 
 SUITE = EvalSuite(suite="dev", every=2, tasks=3)
 
@@ -94,7 +94,7 @@ def test_master_explorers_and_a_trainer_turn_within_the_staleness_bound(tmp_path
             oldest = await train(log, store, steps=12)
         return oldest, issued_in(tasks), heard.experiences
 
-    oldest, issued, experiences = asyncio.run(run())
+    oldest, issued, experiences = run_virtual(run())
     assert max(oldest.values()) <= PACING.max_staleness
     assert len({one.group for one in issued}) == len(issued)
     assert [one.sequence for one in issued] == list(range(len(issued)))
@@ -116,7 +116,7 @@ def test_what_a_killed_explorer_held_is_issued_again_with_other_ids(tmp_path: Pa
                 await until(lambda: len(heard.experiences) == 4 * MASTER.num_episodes)
         return issued_in(tasks), heard.experiences
 
-    issued, experiences = asyncio.run(run())
+    issued, experiences = run_virtual(run())
     assert {one.attempt for one in experiences} == {1}
     for sequence in range(4):
         attempts = [one for one in issued if one.sequence == sequence]
@@ -144,7 +144,7 @@ def test_a_restarted_master_goes_on_where_the_log_ends(tmp_path: Path) -> None:
                 await until(lambda: len(issued_in(tasks)) == 6 + 3)
         return issued_in(tasks), evals.of(EvalResult)
 
-    issued, results = asyncio.run(run())
+    issued, results = run_virtual(run())
     assert [one.sequence for one in issued if not one.suite] == list(range(6))
     assert [(one.version, one.suite, one.num_tasks, one.num_correct) for one in results] == [(0, "dev", 3, 3)]
 
@@ -171,7 +171,7 @@ def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Pa
             await until(done, seconds=20)
         return evals.of(EvalResult), [one for one in heard.experiences if one.suite]
 
-    results, answers = asyncio.run(run())
+    results, answers = run_virtual(run())
     assert [(one.version, one.num_correct) for one in sorted(results, key=lambda one: one.version)] == [
         (0, 0),
         (2, 3),
@@ -193,7 +193,7 @@ def test_nothing_is_issued_before_the_warm_up_ends(tmp_path: Path) -> None:
             await until(lambda: len(tasks.records) == 4)
         return issued_in(tasks)
 
-    assert {one.min_version for one in asyncio.run(run())} == {1}
+    assert {one.min_version for one in run_virtual(run())} == {1}
 
 
 def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
@@ -206,7 +206,7 @@ def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
             await until(lambda: len(tasks.records) == 4)
         return issued_in(tasks)
 
-    assert len(asyncio.run(run())) == 4
+    assert len(run_virtual(run())) == 4
 
 
 def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_leaves_it_at_that() -> None:
@@ -234,7 +234,7 @@ def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_l
                 await until(lambda: len(progress.of(Progress)) >= reported + 3)
         return [one for one in policies.of(PolicyEvent) if one.event == "rolled_back"]
 
-    (event,) = asyncio.run(run())
+    (event,) = run_virtual(run())
     assert (event.version, event.owner, event.channel) == (3, "guard", "stable")
     assert event.stats["guard/bad"] <= 40.0 and "rated down" in event.reason
 

@@ -162,10 +162,30 @@ def test_a_turn_cut_by_its_length_is_closed_by_the_template(sampled: list[int]) 
     assert engine.prompts[1] == (*engine.prompts[0], *sampled, *tail)
 
 
-def test_a_template_that_drops_text_begins_a_new_part() -> None:
+def test_what_was_sampled_is_kept_where_the_template_drops_text() -> None:
     engine = Answers(answer(*spell("x"), END), answer(*spell("y"), END))
-    tokenizer = Spelled(drops_first=True)
-    session = Session(engine, tokenizer, SAMPLING)
+    session = Session(engine, Spelled(drops_first=True), SAMPLING)
+
+    async def talk() -> None:
+        reply = await session.reply([user("go")])
+        await session.reply([user("go"), reply, user("on")])
+
+    asyncio.run(talk())
+    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
+    tail = [NEWLINE, BOS, *spell("on"), END, NEWLINE, BOS]
+    assert experience.tokens.tolist() == [*engine.prompts[0], *spell("x"), END, *tail, *spell("y"), END]
+
+
+class LastAlone(Spelled):
+    """Its template writes the last message alone: what follows an answer cannot be told from it."""
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return super().encode_chat(messages[-1:])
+
+
+def test_a_template_that_does_not_say_what_follows_an_answer_begins_a_new_part() -> None:
+    engine = Answers(answer(*spell("x"), END), answer(*spell("y"), END))
+    session = Session(engine, LastAlone(), SAMPLING)
 
     async def talk() -> None:
         reply = await session.reply([user("go")])

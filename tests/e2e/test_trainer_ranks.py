@@ -1,141 +1,20 @@
-"""A trainer of two ranks over a real broker: one is killed, all start again, and every batch is trained once."""
+"""A trainer of two ranks over a real broker: one is killed, both start again, and every batch is trained once."""
 
-import asyncio
-import os
-import re
-import signal
-import sys
-import time
-from pathlib import Path
-
-import numpy as np
 import pytest
 
-from infra.cli.demo.char_model import build_char_model
-from infra.local.process import Watched, start_watched
-from infra.log.kafka import KafkaBus
-from infra.log.log import Log
-from schemas import Batch, Block, Fence, PolicyEvent, Rollback, Skip, Span, make_experience, topics
-from schemas.journal import effective
+from infra.cli.bench.life import LifePlan, run
 
 pytestmark = pytest.mark.slow
 
-STEPS = 8
-SETTINGS = """
-app = "{app}"
-[kafka]
-bootstrap_servers = "{kafka}"
-partitions = 2
-[policy]
-model = "model"
-[pacing]
-groups_per_step = 2
-max_staleness = 99
-[trainer]
-learning_rate = 1e-3
-max_steps = {steps}
-checkpoint_every = 2
-ranks = 2
-[trainer.lanes]
-usual = {{ loss = "dppo" }}
-[trainer.learner]
-use = "trainer.learners.deepspeed:DeepSpeedLearner"
-options = {{ stage = 2 }}
-"""
 
-
-def block(sequence: int) -> Block:
-    """A group of four answers of unequal lengths."""
-    group = f"task-{sequence}.0"
-    random = np.random.default_rng(sequence)
-    found = []
-    for episode in range(4):
-        num = int(random.integers(1, 12))
-        found.append(
-            make_experience(
-                tokens=[1, 20, 21, *random.integers(30, 60, num).tolist()],
-                logprobs=-np.log(128) + random.normal(0, 0.1, num),
-                messages=(),
-                spans=(Span(3, 3 + num, 0),),
-                id=f"{group}.0-{episode}-0",
-                group=group,
-                episode=episode,
-                group_size=4,
-                sequence=sequence,
-                reward=float(episode % 2),
-                advantage=float(episode % 2) * 2 - 1,
-            )
-        )
-    return Block(tuple(found))
-
-
-async def read(kafka: str, app: str, topic: topics.Topic) -> list[object]:
-    bus = KafkaBus(kafka, deadline_s=30)
-    await bus.start()
-    found = [message.value async for message in Log(bus, app).read_all(topic)]
-    await bus.close()
-    return found
-
-
-async def train_so_many(kafka: str, app: str, count: int, folder: Path, running: Watched) -> None:
-    """Wait until so many batches are in the journal."""
-    bus = KafkaBus(kafka, deadline_s=30)
-    await bus.start()
-    log = Log(bus, app)
-    reader = await log.assigned(topics.BATCHES, "beginning")
-    found, deadline_s = 0, time.monotonic() + 400
-    while found < count:
-        assert running.process.poll() is None and time.monotonic() < deadline_s, words(folder)
-        found += sum(isinstance(one.value, Batch) for one in await log.read(reader, timeout_s=0.2))
-    await reader.close()
-    await bus.close()
-
-
-async def prepare(kafka: str, app: str) -> None:
-    bus = KafkaBus(kafka, deadline_s=30)
-    await bus.start()
-    log = Log(bus, app)
-    await log.create_topics(partitions=2, keep_ms=-1)
-    for sequence in range(2 * STEPS):
-        await log.publish(topics.BUFFER, block(sequence))
-    await bus.close()
-
-
-def start(folder: Path) -> Watched:
-    argv = (sys.executable, "-m", "infra.cli.main", "train", "--config", str(folder / "headrace.toml"))
-    env = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
-    return start_watched(argv, log=folder / "train.log", env=env)
-
-
-def words(folder: Path) -> str:
-    files = [folder / "train.log", *sorted((folder / "logs").glob("*.log"))]
-    return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files if file.exists())
-
-
-def test_a_killed_rank_ends_the_group_and_the_journal_brings_it_back(kafka: str, app_name: str, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_group_and_its_checkpoint_and_the_journal_bring_it_back(
+    kafka: str, app_name: str
+) -> None:
     pytest.importorskip("deepspeed")
-    build_char_model(tmp_path / "model", seed=3)
-    (tmp_path / "headrace.toml").write_text(SETTINGS.format(app=app_name, kafka=kafka, steps=STEPS))
-    asyncio.run(prepare(kafka, app_name))
-    running = start(tmp_path)
-    try:
-        asyncio.run(train_so_many(kafka, app_name, 3, tmp_path, running))
-        pids = [int(pid) for pid in re.findall(r"ranks started pids=\[(\d+), (\d+)\]", words(tmp_path))[0]]
-        os.killpg(pids[1], signal.SIGKILL)
-        assert running.process.wait(400) == 0, words(tmp_path)
-    finally:
-        running.kill_group()
-        running.process.wait()
-        running.release()
-    lives = re.findall(r"ranks started", (tmp_path / "train.log").read_text())
-    assert len(lives) == 2, words(tmp_path)
-    records = asyncio.run(read(kafka, app_name, topics.BATCHES))
-    known = [one for one in records if isinstance(one, Batch | Fence | Skip | Rollback)]
-    entries, _ = effective(known, app_name)
-    steps = [one for one in entries if isinstance(one, Batch)]
-    assert [one.step for one in steps] == list(range(STEPS))
-    trained = [item.id for one in steps for item in one.items]
-    assert sorted(trained) == sorted(f"task-{s}.0.0-{e}-0" for s in range(2 * STEPS) for e in range(4))
-    events = asyncio.run(read(kafka, app_name, topics.POLICIES))
-    versions = {one.version for one in events if isinstance(one, PolicyEvent) and one.event == "published"}
-    assert versions == set(range(STEPS + 1))
+    figures = run(LifePlan(hidden=128, layers=2, app=app_name, bootstrap=kafka), say=lambda text: None)
+    assert figures["steps"] == 10 and figures["steps_in_order"] == 1.0
+    assert figures["each_experience_trained_once"] == 1.0
+    assert figures["steps_before_the_kill"] > figures["steps_in_the_checkpoint"] > 0
+    assert figures["resumed_with_equal_hash"] == 1.0
+    assert figures["versions"] == 6 and figures["served_version"] == 5, "one at the start, then one each two steps"
+    assert figures["engine_nats_apart_mean"] < 0.05

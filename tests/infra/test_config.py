@@ -95,6 +95,10 @@ def test_a_union_takes_either_form() -> None:
         ({"keep": {"replay": "30 days"}}, "bot.toml: keep.replay: got '30 days' (string), expected a duration such as"),
         ({"engine": {"options": {}}}, 'bot.toml: engine.use: missing, expected "module:name"'),
         ({"engine": {"use": "nocolon"}}, "bot.toml: engine.use: got 'nocolon' (string), expected \"module:name\""),
+        (
+            {"policy": {"template": {"tools": []}}},
+            "bot.toml: policy: template.tools: got a value, expected names that headrace does not set by itself",
+        ),
     ],
 )
 def test_a_mistake_names_file_path_got_and_expected(table: dict[str, object], message: str) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -21,6 +22,7 @@ from infra.model.model import (
 from infra.policies.tensors import Tensor, from_numpy, save_tensors, to_numpy
 from schemas import Message
 from schemas.errors import ConfigError
+from tests.infra.chat_models import CHATML, STYLES, build_chat_model
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
 
@@ -209,3 +211,18 @@ def test_a_configuration_within_another_chooses_nothing_either(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(outer))
     config = _own_kernels(tmp_path)
     assert config.vision_config._attn_implementation is None
+
+
+def test_the_chat_template_is_told_what_the_settings_say(tmp_path: Path) -> None:
+    asks = CHATML.replace(
+        "assistant\\n' }}", "assistant\\n' + ('' if enable_thinking else '<think>\\n\\n</think>\\n\\n') }}"
+    )
+    folder = build_chat_model(tmp_path / "model", msgspec.structs.replace(STYLES["chatml"], template=asks))
+    conversation = [Message(role="user", content="Hi")]
+    for thinks in (True, False):
+        tokenizer = load_tokenizer(folder, {"enable_thinking": thinks})
+        for tokens in (
+            tokenizer.encode_chat(conversation),
+            tokenizer.encode_request([{"role": "user", "content": "Hi"}]),
+        ):
+            assert tokenizer.decode(tokens).endswith("assistant\n" if thinks else "assistant\n<think>\n\n</think>\n\n")

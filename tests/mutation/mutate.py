@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from copy import copy
 from typing import Any, NamedTuple
 
 COMPARED: dict[type, tuple[type, ...]] = {
@@ -47,7 +48,7 @@ class _Place(NamedTuple):
 
 
 def mutants(source: str) -> Iterator[tuple[Mutant, ast.Module]]:
-    """Every mutant of a module with its tree, which is good until the next one is asked for."""
+    """Every mutant of a module with its tree, good until the next one is asked for; what is new in it has no line yet."""
     tree = ast.parse(source)
     for place in list(_places(tree, None, "", "")):
         was = _headline(place.statement)
@@ -57,13 +58,18 @@ def mutants(source: str) -> Iterator[tuple[Mutant, ast.Module]]:
             becomes = "pass" if edit is place.removal else _headline(place.statement)
             if was != becomes:
                 line = getattr(place.node, "lineno", place.statement.lineno)
-                yield Mutant(place.function, line, was, becomes), ast.fix_missing_locations(tree)
+                yield Mutant(place.function, line, was, becomes), tree
             setattr(edit.node, edit.field, before)
 
 
 def _headline(statement: ast.stmt) -> str:
-    lines = ast.unparse(statement).split("\n")
-    return next(line for line in lines if not line.startswith("@")) if hasattr(statement, "body") else "\n".join(lines)
+    if not hasattr(statement, "body"):
+        return ast.unparse(statement)
+    bare = copy(statement)
+    for field in ("body", "orelse", "finalbody", "handlers"):
+        if hasattr(bare, field):
+            setattr(bare, field, [ast.Pass()] if field == "body" else [])
+    return next(line for line in ast.unparse(bare).split("\n") if not line.startswith("@"))
 
 
 def _places(node: ast.AST, statement: ast.AST | None, prefix: str, function: str) -> Iterator[_Place]:

@@ -145,7 +145,7 @@ class Core:
                 raise pytest.UsageError(f"{self.path}: its tests fail when they run again ({fate})")
 
     def _compiled(self, tree: ast.Module) -> CodeType:
-        return compile(tree, self.file, "exec", dont_inherit=True)
+        return compile(ast.fix_missing_locations(tree), self.file, "exec", dont_inherit=True)
 
     def _changes(self, name: str, tree: ast.Module, functions: Functions) -> Changes:
         """A function, everywhere it is held, and its code in the tree."""

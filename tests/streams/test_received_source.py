@@ -48,7 +48,7 @@ async def read(
     by_path = {source.webhook: source for source in sources}
     reader = await log.subscribed(FEEDBACK, group=GROUP)
     seen: OrderedDict[str, None] = OrderedDict()
-    while await take_once(by_path, reader, log, Metrics("process"), seen):
+    while await take_once(by_path, reader, log, Metrics("process"), seen, poll_s=0.01):
         pass
     await reader.close()
     found = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]

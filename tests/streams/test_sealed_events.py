@@ -74,7 +74,7 @@ async def said(way: Way, served: Served, answer: str, log: Log) -> Metrics:
 
 async def heard(source: EventSource, log: Log, metrics: Metrics, group: str = received.GROUP) -> None:
     reader = await log.subscribed(FEEDBACK, group=group)
-    while await received.take_once({"/zendesk": source}, reader, log, metrics):
+    while await received.take_once({"/zendesk": source}, reader, log, metrics, poll_s=0.01):
         pass
     await reader.close()
 

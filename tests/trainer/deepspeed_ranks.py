@@ -14,20 +14,24 @@ import time
 import traceback
 from pathlib import Path
 
+import deepspeed
 import numpy as np
-from trainer_samples import make_item, random_items
+import torch
+from trainer_samples import long_microbatch, make_item, random_items, random_routing, with_experts
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from schemas import BatchItem, Span
-from trainer.batch.batch import TrainItem, pack
+from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.buffer.uses import Uses
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace, Position, load_newest, save
 from trainer.journal.checkpoint import folder as folder_of
 from trainer.learners.deepspeed import DeepSpeedLearner
+from trainer.learners.forward import PackedModel
 from trainer.learners.learner import put_back, take_from
+from trainer.learners.sequence_parallel import SequenceGroup, open_group, open_packed
 from trainer.learners.torch import TorchLearner
 from trainer.state.pieces import whole_hash
 from trainer.state.stored import Index, StoredState, encode_index, index_hash, open_state
@@ -84,6 +88,77 @@ def check_unequal(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
+def check_split(model: str, stage: int, size: int) -> None:
+    """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
+    config = TrainerConfig(lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3)
+    learner = DeepSpeedLearner(model, config, stage=stage, sequence_parallel=size)
+    if learner.rank:
+        learner.follow(MemoryStore())
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    uneven = False
+    # Several rows and microbatches; then one row, of all trees.
+    for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
+        batch = pack(items, max_tokens=(90, 301, 10_000)[step], version=5)
+        uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
+        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
+        assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
+        assert all(
+            abs(stats.values[name] - value) < 1e-4 * max(1, abs(value)) for name, value in expected.values.items()
+        )
+        gradients = [{n: t for n, t in one.save().items() if "/exp_avg/" in n} for one in (learner, alone)]
+        assert 10 * furthest(*gradients) < 1e-5, furthest(*gradients)
+        logprobs = [one.log_distances(batch) for one in (learner, alone)]
+        assert np.abs(logprobs[0] - logprobs[1]).max() < 1e-5 * batch.num_tokens
+        assert learner.greedy_accuracy(batch) == alone.greedy_accuracy(batch)
+        for one in (learner, alone):
+            one.begin_phase("train")
+        learner.restore(alone.save())
+    assert uneven, "rows were padded"
+    assert f"split over {size} ranks" in learner.numerics()["attention"]
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
+def kept_of(packed: PackedModel, one: Microbatch) -> tuple[torch.Tensor, int]:
+    """A microbatch's logprobs, and the bytes that their backward keeps, without the weights."""
+    weights = {value.untyped_storage().data_ptr() for value in packed.module.parameters()}
+    held: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = value, storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        logprob_N = packed.logprobs(one)
+    return logprob_N, sum(num_bytes for _, num_bytes in held.values())
+
+
+def check_split_memory(model: str, stage: int, num_tokens: int) -> None:
+    """What a long row's forward keeps for its backward: on a rank that has all of it, and on each of two that share it."""
+    deepspeed.ops.__compatible_ops__ = {}  # as the learner says
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.set_num_threads(1)
+    one = long_microbatch(num_tokens, sequences=3)
+    kept, found = [], []
+    for group in (SequenceGroup(), open_group(2, LIMIT_S)):
+        packed = open_packed(model, group, dtype="float32", device="cpu")
+        logprob_N, num_bytes = kept_of(packed, one)
+        (gradient,) = torch.autograd.grad(logprob_N.sum(), [packed.module.get_input_embeddings().weight])
+        torch.distributed.all_reduce(gradient if group.size > 1 else gradient.div_(2))
+        kept.append(num_bytes)
+        found.append((logprob_N.detach(), gradient))
+    assert all((here - there).abs().max() < 1e-4 for here, there in zip(*found, strict=True)), found
+    print(
+        f"a row of {num_tokens} tokens keeps {kept[0] / 2**20:.1f} MiB on one rank, {kept[1] / 2**20:.1f} on one of two"
+    )
+    assert kept[1] < 0.55 * kept[0], kept
+    torch.distributed.destroy_process_group()
+    print(f"stage {stage} agrees")
+
+
 NEEDS = {
     "proximal": {"usual": LaneConfig(loss="decoupled", weight=0.9), "expert": LANES["expert"]},
     "bound": {"usual": LaneConfig(loss="m2po", weight=0.9), "expert": LANES["expert"]},
@@ -93,6 +168,7 @@ NEEDS = {
         "expert": LaneConfig(loss="sft", weight=0.1, entropy=0.05),
     },
     "bfloat16": LANES,
+    "replay": LANES,
 }
 
 
@@ -100,7 +176,12 @@ def check_needs(model: str, stage: int, what: str) -> None:
     """What losses want of a learner, and lower precision, come out as in one process."""
     dtype = "bfloat16" if what == "bfloat16" else "float32"
     config = TrainerConfig(
-        lanes=NEEDS[what], threads=1, dtype=dtype, reference_decay=0.9, activation_checkpointing=what == "proximal"
+        lanes=NEEDS[what],
+        threads=1,
+        dtype=dtype,
+        reference_decay=0.9,
+        activation_checkpointing=what in ("proximal", "replay"),
+        routing="replay" if what == "replay" else "own",
     )
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
@@ -108,9 +189,15 @@ def check_needs(model: str, stage: int, what: str) -> None:
         return
     alone = TorchLearner(model, config, device="cpu")
     for step in range(2):
-        batch = pack(random_items(step), max_tokens=40, version=5)
+        items = random_items(step)
+        if what == "replay":
+            items = with_experts(items, random_routing(items))
+        batch = pack(items, max_tokens=40, version=5, replay=what == "replay")
         stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
         assert stats.finite and expected.finite
+        if what == "replay":
+            told, wanted = (one.values["usual/routing_differs_layers"] for one in (stats, expected))
+            assert told > 0.5 and abs(told - wanted) < 1e-2, (told, wanted)
         near = 2e-2 if dtype == "bfloat16" else 1e-4
         assert abs(stats.loss - expected.loss) < near, (stats.loss, expected.loss)
     assert furthest(learner.save(), alone.save()) < (2e-3 if dtype == "bfloat16" else 5e-5)
@@ -292,6 +379,10 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             check_shards(model, stage, Path(*folder))
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(one) for one in folder))
+        case "split":
+            check_split(model, stage, *(int(one) for one in folder))
+        case "split memory":
+            check_split_memory(model, stage, *(int(one) for one in folder))
         case "steps":
             main(model, stage)
         case "unequal":

@@ -84,9 +84,32 @@ def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_send_tokens_to_the_recorded_experts_as_one_process_does(agree, tmp_path, stage):
+    agree(stage, "replay", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_losses_and_gradients_of_very_unequal_lengths_are_those_of_one_rank(agree, stage):
     agree(stage, "unequal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "stage", "num_ranks", "size"),
+    [("", 0, 2, 2), ("qwen3_moe", 3, 4, 2), ("gpt_oss", 1, 2, 2), ("gemma2", 2, 4, 4)],
+)
+def test_rows_that_ranks_share_have_the_losses_and_gradients_of_one_rank(
+    agree, model, tmp_path, family, stage, num_ranks, size
+):
+    folder = str(build_family(tmp_path / family, family)) if family else model
+    agree(stage, "split", str(size), num_ranks=num_ranks, folder=folder)
+
+
+@pytest.mark.slow
+def test_a_long_row_that_two_ranks_share_keeps_half_on_each(agree):
+    agree(0, "split memory", "2304")
 
 
 @pytest.mark.slow

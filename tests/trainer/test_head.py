@@ -77,8 +77,11 @@ def test_any_bound_on_the_logits_held_gives_one_result(dtype, softcap):
         assert (gradient.float() - results[0][1].float()).abs().max() < 0.02 * results[0][1].float().abs().max()
 
 
-def test_a_float32_head_computes_bit_for_bit_what_torchs_own_functions_do():
+@pytest.mark.parametrize("temperature", ["each its own", 1.0])
+def test_a_float32_head_computes_bit_for_bit_what_torchs_own_functions_do(temperature):
     one = given()
+    if temperature == 1.0:
+        one["temperature"] = torch.ones(N)
     of, layer = head(torch.float32, 2**26)
     found = of.logprobs(one["hidden"], one["target"], one["temperature"])
     logits = torch.nn.functional.linear(one["hidden"], layer.weight, layer.bias) / one["temperature"][:, None]

@@ -6,6 +6,7 @@ from infra.log.log import Log
 from infra.store.memory import MemoryStore
 from schemas import Batch, Directive, Progress, topics
 from tests.actors.rig import until
+from tests.simulator.virtual_loop import run_virtual
 from tests.trainer.memory_run import STEPS, filled_log, journal, train
 from tests.trainer.test_draw_waiting import expert, run_of, usual
 from trainer.learners.scripted import ScriptedLearner
@@ -26,7 +27,7 @@ def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:
             draw = await waiting
         assert draw is not None and draw.taken and run.report.state != "paused"
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_paused_trainer_stops_when_asked_without_another_step() -> None:
@@ -39,7 +40,7 @@ def test_a_paused_trainer_stops_when_asked_without_another_step() -> None:
         async with asyncio.timeout(10):
             assert await waiting is None
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_trainer_that_starts_into_a_pause_begins_no_step_and_resumes_with_all_that_waits() -> None:
@@ -55,7 +56,7 @@ def test_a_trainer_that_starts_into_a_pause_begins_no_step_and_resumes_with_all_
             await training
         assert len([batch for batch in await batches(log) if batch.phase == "train"]) == STEPS
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 async def said_paused(log: Log) -> None:

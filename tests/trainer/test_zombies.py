@@ -137,17 +137,20 @@ def test_a_trainer_that_was_overtaken_publishes_nothing_that_is_loaded_and_journ
     async def main() -> None:
         chosen = random.Random(seed)
         outcomes: Counter[str] = Counter()
+        expected_store = MemoryStore()
+        quiet = await filled_log(expected_store)
+        await train(quiet, expected_store, ScriptedLearner())
+        alone = load_newest(expected_store, "t")
+        expected, expected_loaded = counted(await journal(quiet)), await loaded(quiet, expected_store)
         for _ in range(CYCLES // 5):
-            expected_store, store = MemoryStore(), MemoryStore()
-            quiet = await filled_log(expected_store)
-            await train(quiet, expected_store, ScriptedLearner())
+            store = MemoryStore()
             log = await filled_log(store)
             outcomes[await overtaken(log, store, chosen.randint(3, 90))] += 1
             # What counts is what one trainer in peace would have journaled, and every version has its content.
-            assert counted(await journal(log)) == counted(await journal(quiet))
-            assert await loaded(log, store) == await loaded(quiet, expected_store)
+            assert counted(await journal(log)) == expected
+            assert await loaded(log, store) == expected_loaded
             outcomes["stale events"] += await stale_events(log)
-            newest, alone = load_newest(store, "t"), load_newest(expected_store, "t")
+            newest = load_newest(store, "t")
             assert newest is not None and alone is not None
             assert newest.learner == alone.learner
         assert outcomes["fenced out"] >= CYCLES // 10 and outcomes["stale events"] >= 1, outcomes

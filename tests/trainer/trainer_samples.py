@@ -7,6 +7,7 @@ import numpy as np
 
 from infra.cli.bench.tiny_models import build_tiny_model
 from schemas import BatchItem, Lane, Span, make_experience
+from schemas.wire.routing import with_routing
 from trainer.batch.batch import Microbatch, TrainItem, pack
 
 
@@ -92,3 +93,21 @@ def long_microbatch(num_tokens: int, *, sequences: int, sampled: int = 32) -> Mi
     (one,) = pack(items, max_tokens=num_tokens).microbatches
     assert one.tokens_BT.shape == (1, num_tokens)
     return one
+
+
+def random_routing(items: list[TrainItem], *, seed: int = 0, layers: int = 2) -> list[np.ndarray]:
+    """Two of four experts, the same for equal beginnings, as those of one engine and version are."""
+    found = []
+    for item in items:
+        rows = []
+        for at in range(item.experience.num_tokens - 1):
+            prefix = item.experience.tokens[: at + 1].tolist()
+            draw = np.random.default_rng([seed, *prefix])
+            rows.append([draw.permutation(4)[:2] for _ in range(layers)])
+        found.append(np.array(rows))
+    return found
+
+
+def with_experts(items: list[TrainItem], experts: list[np.ndarray]) -> list[TrainItem]:
+    """The items, each with the experts of its tokens."""
+    return [TrainItem(with_routing(one.experience, each), one.item) for one, each in zip(items, experts, strict=True)]

@@ -20,6 +20,7 @@ from schemas.fields import Lane
 from schemas.pairs import CHOSEN, pair_side
 from schemas.wire.teacher import teacher_logprobs
 from trainer.batch.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
+from trainer.batch.routing import no_experts, of_rows, recorded
 from trainer.batch.rows import chunk, fill_rows
 from trainer.batch.tree import Branch, Tree, grow, in_order
 
@@ -46,7 +47,8 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     sequence's reward at its last sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped.
     bootstrap_N int64: index into B*T where what follows the last sampled token of such a sequence is valued, -1
     elsewhere. pixels_I3HW float32: its pictures. places_P int64: indexes into B*T where they stand, picture after
-    picture, equally many each.
+    picture, equally many each. experts_BTLk int16: the experts that each token was sampled with, -1 where none are known
+    (see `trainer.batch.routing`); [0, 0, 0, 0] where the routers choose for all of them.
     """
 
     tokens_BT: np.ndarray
@@ -68,6 +70,7 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_N: np.ndarray
     pixels_I3HW: np.ndarray = msgspec.field(default_factory=no_pixels)
     places_P: np.ndarray = msgspec.field(default_factory=no_places)
+    experts_BTLk: np.ndarray = msgspec.field(default_factory=no_experts)
 
 
 class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,12 +102,19 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack(
-    items: Sequence[TrainItem], *, max_tokens: int, version: int = 0, exact: bool = True, bootstrap: bool = False
+    items: Sequence[TrainItem],
+    *,
+    max_tokens: int,
+    version: int = 0,
+    exact: bool = True,
+    bootstrap: bool = False,
+    replay: bool = False,
 ) -> PackedBatch:
     """Pack whole groups into rows and rows into microbatches of at most `max_tokens` positions, padding included.
 
     A group whose tree is larger is cut between sequences, a pair never; one sequence that is larger goes alone.
     bootstrap: the last part of a truncated episode has, in place of its reward, a place where what would follow is valued.
+    replay: with the experts that were recorded.
     Nothing is computed over the whole batch at once, so that a thread that packs lets others run.
     ValueError names an experience that cannot be trained (no sampled token, or nothing before the first one).
     """
@@ -112,7 +122,7 @@ def pack(
         raise ValueError(f"max_tokens: got {max_tokens}, expected 1 or more")
     if not items:
         return PackedBatch(microbatches=(), lane_tokens={}, num_sequences=0, version=version, exact=exact)
-    given = _given(items, bootstrap)
+    given = _given(items, bootstrap, replay)
     groups: dict[tuple[object, ...], list[int]] = {}
     for s, one in enumerate(items):  # equal tokens are the same only where they show the same
         names = one.pictures.names if one.pictures is not None else ()
@@ -138,7 +148,8 @@ def pack(
 class _Given(NamedTuple):
     """What is found of all sequences before they are laid out. at: of each, indexes of its sampled tokens.
 
-    pair_S: pair and side. bootstrap_S bool: its end is valued. start_S: where it begins in the gallery's numbers.
+    pair_S: pair and side. bootstrap_S bool: its end is valued. start_S: where it begins in the gallery's numbers. experts:
+    of each what was recorded.
     """
 
     at: list[np.ndarray]
@@ -146,9 +157,10 @@ class _Given(NamedTuple):
     bootstrap_S: np.ndarray
     start_S: np.ndarray
     gallery: Gallery
+    experts: Sequence[np.ndarray | None]
 
 
-def _given(items: Sequence[TrainItem], bootstrap: bool) -> _Given:
+def _given(items: Sequence[TrainItem], bootstrap: bool, replay: bool) -> _Given:
     for one in items:
         if not one.experience.spans or one.experience.num_prompt < 1:
             got = one.experience.spans[:1]
@@ -169,6 +181,7 @@ def _given(items: Sequence[TrainItem], bootstrap: bool) -> _Given:
         ),
         start_S=start_S,
         gallery=hang([one.pictures for one in items], start_S, int(length_S.sum())),
+        experts=recorded([one.experience for one in items]) if replay else [None] * len(items),
     )
 
 
@@ -271,6 +284,7 @@ def _assemble(
         reach_BT=reach,
         predecessor_N=np.concatenate([nodes[s][0] for s in chosen]),
         bootstrap_N=np.concatenate(bootstraps),
+        experts_BTLk=of_rows(given.experts, trees, rows, num_T),
         **_per_token(items, given, chosen),
         **of_nodes(given.gallery, np.concatenate(numbers), np.concatenate(indexes)),
     )

@@ -19,5 +19,6 @@ def step_inputs(
         version=batch.version,
         exact=steps_done % pacing.steps_per_version == 0,
         bootstrap=config.critic is not None and config.critic.truncated == "bootstrap",
+        replay=config.routing == "replay",
     )
     return packed, learning_rate_at(config, batch.phase, steps_done)

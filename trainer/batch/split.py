@@ -11,6 +11,7 @@ import numpy as np
 
 from trainer.batch.batch import Microbatch, PackedBatch, count_lanes, count_sequences
 from trainer.batch.pictures import of_rows
+from trainer.batch.routing import padded
 
 
 def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[PackedBatch, ...]:
@@ -55,6 +56,21 @@ def for_ranks(batch: PackedBatch, ranks: int) -> list[tuple[Microbatch, ...]]:
     return dealt
 
 
+def widened(one: Microbatch, num_T: int) -> Microbatch:
+    """A microbatch of text with its rows padded to `num_T` tokens."""
+    old_T = one.tokens_BT.shape[1]
+    if num_T == old_T:
+        return one
+    moved = {name: _moved(getattr(one, name), old_T, num_T, 0) for name in ("predecessor_N", "bootstrap_N")}
+    return msgspec.structs.replace(
+        one,
+        tokens_BT=_widened(one.tokens_BT, num_T),
+        positions_BT=_widened(one.positions_BT, num_T),
+        reach_BT=_widened(one.reach_BT, num_T, own=True),
+        **moved,
+    )
+
+
 def _together(microbatches: Sequence[Microbatch], keys: Sequence[tuple[int, int]]) -> Microbatch:
     """One microbatch of rows of several, each given by its microbatch and its row; padded to the widest."""
     chosen = [(m, [row for of, row in keys if of == m]) for m in dict.fromkeys(m for m, _ in keys)]
@@ -81,6 +97,7 @@ def _together(microbatches: Sequence[Microbatch], keys: Sequence[tuple[int, int]
         positions_BT=np.concatenate([_widened(one.positions_BT, num_T) for one in parts]),
         reach_BT=np.concatenate([_widened(one.reach_BT, num_T, own=True) for one in parts]),
         pixels_I3HW=np.concatenate(pixels) if pixels else parts[0].pixels_I3HW,
+        experts_BTLk=np.concatenate([padded(one.experts_BTLk, num_T) for one in parts]),
         **joined,
     )
 
@@ -112,6 +129,7 @@ def _select_rows(one: Microbatch, rows: list[int]) -> Microbatch:
     picked["predecessor_N"] = row_N[chosen] * num_T + picked["predecessor_N"] % num_T
     at = picked["bootstrap_N"]
     picked["bootstrap_N"] = np.where(at >= 0, row_N[chosen] * num_T + at % num_T, -1)
+    picked["experts_BTLk"] = one.experts_BTLk[rows] if len(one.experts_BTLk) else one.experts_BTLk
     return Microbatch(**picked, **of_rows(one.pixels_I3HW, one.places_P, new_row, num_T))
 
 

@@ -20,7 +20,8 @@ class Branch(NamedTuple):
 
 class Tree(NamedTuple):
     """Nodes in depth-first order: token, position (depth), reach (one past the last descendant), number of a picture place
-    ([0] for text alone). sequences; predecessors: of each its sampled tokens' nodes; ends: of each its last input.
+    ([0] for text alone). sequences; predecessors: of each its sampled tokens' nodes; ends: of each its last input; firsts:
+    of each the first node that is not of a sequence before it.
     """
 
     token: np.ndarray
@@ -30,6 +31,7 @@ class Tree(NamedTuple):
     sequences: list[int]
     predecessors: list[np.ndarray]
     ends: list[int]
+    firsts: list[int]
 
     @property
     def size(self) -> int:
@@ -66,7 +68,7 @@ def _grow_one(branches: Sequence[Branch], max_tokens: int) -> tuple[Tree, int]:
         size += len(one.tokens) - shared
     reach, position, path = (np.zeros(size, np.int64) for _ in range(3))
     ranges = np.arange(size)
-    predecessors, ends = [], []
+    predecessors, ends, firsts = [], [], []
     node = depth = 0  # nodes so far, and how many of `path` are those of the sequence before
     for one, shared in taken:
         num = len(one.tokens)
@@ -76,11 +78,13 @@ def _grow_one(branches: Sequence[Branch], max_tokens: int) -> tuple[Tree, int]:
         position[node:stop] = ranges[shared:num]
         predecessors.append(path[one.at_N - 1])
         ends.append(int(path[num - 1]))
+        firsts.append(node)
         node, depth = stop, num
     reach[path[:depth]] = node
     token = np.concatenate([one.tokens[shared:] for one, shared in taken]).astype(np.int64)
     number = np.concatenate([one.numbers[shared:] for one, shared in taken])
-    return Tree(token, position, reach, number, [one.sequence for one, _ in taken], predecessors, ends), len(taken)
+    sequences = [one.sequence for one, _ in taken]
+    return Tree(token, position, reach, number, sequences, predecessors, ends, firsts), len(taken)
 
 
 def _shared(one: Branch, other: Branch) -> int:

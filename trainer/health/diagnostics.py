@@ -11,6 +11,10 @@ All values are token-weighted and per lane, named `<lane>/<name>`:
     staleness_mean · _p95 · _max      policy versions between sampling and training
     mixed_versions                    share of sequences that more than one version sampled
     mismatch_tokens · mismatch_abs_max · mismatch_k3   engine against trainer on tokens of the very version trained
+    routing_replayed · routing_without                 share of tokens read with the experts the engine recorded; sequences
+                                                       that have none; under trainer.routing = "replay"
+    routing_differs · routing_differs_layers           share of those whose own router chooses otherwise in some layer; of
+                                                       their layers
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +42,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
     clipped: what the loss silenced. version: of the behaviour policy. exact: the trainer's weights were those of the
     policy version itself, so a token of staleness 0 compares engine with trainer. lane: index into LANES. kl, entropy:
-    what the lane's penalty measured, NaN where it has none.
+    what the lane's penalty measured, NaN where it has none. rerouted: see `PackedModel.rerouted`.
     """
 
     logprob: np.ndarray
@@ -53,6 +57,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     sequence: np.ndarray
     kl: np.ndarray
     entropy: np.ndarray
+    rerouted: np.ndarray
 
 
 class Alarm(msgspec.Struct, frozen=True):
@@ -91,6 +96,8 @@ def diagnose(observed: Observed) -> dict[str, float]:
         for name, measured in (("kl_reference", of_lane.kl), ("entropy_exact", of_lane.entropy)):
             if not np.isnan(measured).all():
                 found[name] = float(measured.mean())
+        if not np.isnan(of_lane.rerouted).all():
+            found |= _routing(of_lane)
         with_ratio = select(of_lane, of_lane.ratio)
         if len(with_ratio.logprob):
             found |= _weights(with_ratio) | _staleness(with_ratio) | _mismatch(with_ratio)
@@ -122,6 +129,16 @@ def _weights(one: Observed) -> dict[str, float]:
     for name, of_sign in (("clip_positive", one.advantage > 0), ("clip_negative", one.advantage < 0)):
         if of_sign.any():
             found[name] = float(one.clipped[of_sign].mean())
+    return found
+
+
+def _routing(one: Observed) -> dict[str, float]:
+    replayed = one.rerouted >= 0
+    without = np.setdiff1d(one.sequence, one.sequence[replayed])
+    found = {"routing_replayed": float(replayed.mean()), "routing_without": float(len(without))}
+    if replayed.any():
+        share = one.rerouted[replayed]
+        found |= {"routing_differs": float((share > 0).mean()), "routing_differs_layers": float(share.mean())}
     return found
 
 

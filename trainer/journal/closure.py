@@ -38,6 +38,7 @@ class Sources:
         self._file_of = file_of
         self._modules: dict[str, Module | None] = {}
         self._texts: dict[Definition, str] = {}
+        self._uses: dict[Definition, dict[str, Definition]] = {}
 
     def reached(self, roots: Iterable[Definition]) -> frozenset[Definition]:
         """Every definition that a root depends on. Raises ValueError for a root that is nowhere."""
@@ -77,9 +78,11 @@ class Sources:
 
     def uses(self, place: Definition) -> dict[str, Definition]:
         """Names in a definition to what they stand for."""
+        if place in self._uses:
+            return self._uses[place]
         module = self._module(place.module)
         assert module is not None
-        found = {}
+        found = self._uses[place] = {}
         for statement in module.definitions.get(place.name, ()):
             for dotted in _names(statement):
                 for target in self._targets(place.module, module, dotted):

@@ -5,6 +5,8 @@ tokens of a token's own sequence, not of the row; sinks and soft caps count as i
 computes a row is decided by `reading_path` alone.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +18,10 @@ BLOCK_TOKENS = 256  # queries whose scores are held at once on the CPU
 FLEX_TOKENS = 128  # side of a block of FlexAttention's mask
 
 Path = Literal["dense", "blocks", "flex", "unpacked"]
+# Of whole attention, its query, key and value, and the sinks: the output.
+Across = Callable[
+    [Callable[..., torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None], torch.Tensor
+]
 
 
 class Abilities(msgspec.Struct, frozen=True):
@@ -44,10 +50,14 @@ def reading_path(device: str, num_T: int, family: Abilities) -> Path:
 
 class Tree:
     """The trees of a microbatch's rows. reach_BT, position_BT int64: see `Microbatch`. windows: those of the layers that
-    have asked, 0 among them for a layer without one.
+    have asked, 0 among them for a layer without one. across: how attention goes where other ranks hold other tokens of the
+    rows, see `trainer.learners.sequence_parallel`.
     """
 
-    def __init__(self, reach_BT: torch.Tensor, position_BT: torch.Tensor, path: Path) -> None:
+    def __init__(
+        self, reach_BT: torch.Tensor, position_BT: torch.Tensor, path: Path, across: Across | None = None
+    ) -> None:
+        self.across = across
         self.reach_BT = reach_BT
         self.position_BT = position_BT
         self.path = path
@@ -110,14 +120,33 @@ def tree_attention(
 
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return found
+    sinks_H = settings.pop("s_aux", None)
+    attend = partial(_attend_tree, module, tree, settings)
+    if tree.across is not None:
+        return tree.across(attend, (query, key, value), sinks_H), None
+    return attend(query, key, value, sinks_H), None
+
+
+def _attend_tree(
+    module: torch.nn.Module,
+    tree: Tree,
+    settings: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """[B, T, H, D], of all tokens of the rows."""
     window = int(settings.get("sliding_window") or 0)
     tree.windows.add(window)
     if tree.path == "flex":
         from transformers.integrations.flex_attention import flex_attention_forward
 
-        return flex_attention_forward(module, query, key, value, tree.block_mask(window), **settings)[0], None
-    found_BHTD: torch.Tensor = InBlocks.apply(query, key, value, settings.get("s_aux"), tree, window, settings)  # type: ignore[no-untyped-call]
-    return found_BHTD.transpose(1, 2).contiguous(), None
+        mask = tree.block_mask(window)
+        found_BTHD: torch.Tensor = flex_attention_forward(module, query, key, value, mask, s_aux=sinks_H, **settings)[0]
+        return found_BTHD
+    found_BHTD: torch.Tensor = InBlocks.apply(query, key, value, sinks_H, tree, window, settings)  # type: ignore[no-untyped-call]
+    return found_BHTD.transpose(1, 2).contiguous()
 
 
 class InBlocks(torch.autograd.Function):

@@ -1,8 +1,9 @@
 """The learner of many ranks: DeepSpeed's ZeRO 0 to 3, optionally with the optimizer in host memory.
 
 `headrace train --ranks N` or `torchrun` starts it. Rank 0 is the learner the trainer calls; the others call `follow` and
-do what it says until it closes. Rows are dealt to ranks, each gets its own, so any number of ranks gives one gradient. Each
-rank saves and reads its own pieces of the state; they are those of `TorchLearner`, for any number of ranks and any stage.
+do what it says until it closes. Rows are dealt to ranks, each gets its own, so any number of ranks gives one gradient; where
+rows are longer than a GPU holds, groups of ranks get them (`trainer.learners.sequence_parallel`). Each rank saves and reads its
+own pieces of the state; they are those of `TorchLearner`, for any number of ranks and any stage.
 """
 
 import logging
@@ -27,7 +28,7 @@ from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.learners.forward import PackedModel
+from trainer.learners.forward import PackedModel, policy_settings
 from trainer.learners.lanes import (
     check_step,
     of_phase,
@@ -42,6 +43,7 @@ from trainer.learners.orders import (
     Orders,
 )
 from trainer.learners.rank_step import RankStep
+from trainer.learners.sequence_parallel import open_group, open_packed
 from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import RankSnapshot
 from trainer.learners.zero import engine_settings, reference_settings
@@ -69,8 +71,10 @@ class _Forward(torch.nn.Module):
 
 
 class DeepSpeedLearner:
-    """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. json: DeepSpeed's own
-    settings under its own names, laid over ours; see `trainer.learners.zero` for those that are ours.
+    """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. sequence_parallel: so
+    many ranks share each row, for rows that one GPU cannot hold; it divides the ranks and the model's heads, and a microbatch's
+    `max_tokens_per_microbatch` are those of all of them. json: DeepSpeed's own settings under its own names, laid over ours;
+    see `trainer.learners.zero` for those that are ours.
 
     rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank below
     stage 3, and sharded there.
@@ -84,6 +88,7 @@ class DeepSpeedLearner:
         *,
         stage: int = 2,
         offload: bool = False,
+        sequence_parallel: int = 1,
         json: Mapping[str, Any] | None = None,
     ) -> None:
         settings = engine_settings(config, stage, offload, json or {})
@@ -111,12 +116,11 @@ class DeepSpeedLearner:
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
-        self._model = PackedModel(
-            model, dtype=config.dtype, device=device, activation_checkpointing=config.activation_checkpointing
-        )
+        group = open_group(sequence_parallel, timeout_s)
+        self._model = open_packed(model, group, device=device, **policy_settings(config))
         self._reference: PackedModel | None = None
         if any(one.reference for one in self._objectives.values()):
-            self._reference = PackedModel(model, dtype=reference_dtype(config), device=device)
+            self._reference = open_packed(model, group, dtype=reference_dtype(config), device=device)
         named = list(self._model.module.named_parameters())
         parameters = [value for _, value in named]
         optimizer = torch.optim.AdamW(parameters, betas=config.betas, weight_decay=config.weight_decay)
@@ -132,6 +136,7 @@ class DeepSpeedLearner:
             engine=self._engine,
             shards=self._shards,
             channel=self._channel,
+            group=group,
             stage=stage,
         )
         self._begin("train")

@@ -4,29 +4,40 @@ Guarantees: equal to a plain forward of each sequence up to rounding (checked on
 `trainer.learners.opening`); the head's sums are float32, and only where it is read; memory is linear in the length of a row.
 """
 
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from infra.model.adapter import adapter_parameters, put_adapter
 from infra.model.model import load_model
 from infra.model.vision import load_vision, model_inputs, probe_inputs
+from infra.policies.adapter import Adapter
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
+from trainer.config import TrainerConfig
 from trainer.learners.attention import Path, Tree, chain, dense_mask, reading_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
+from trainer.learners.routing import Given, Replay
 
 MAX_LOGITS = 2**26  # 256 MiB of float32
+Reader = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]  # of hidden states, targets and temperatures
 
 
 class PackedModel:
     """A causal language model and how its sampled tokens are read. device: where it runs.
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
-    activation_checkpointing: so do the layers.
+    activation_checkpointing: so do the layers. replay: tokens go to the experts they were sampled with, where these are
+    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known.
     """
 
     def __init__(
@@ -37,11 +48,15 @@ class PackedModel:
         device: str,
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
+        replay: bool = False,
     ) -> None:
         module: Any = load_model(folder, dtype=dtype)
         self.module: Any = module.to(device)
+        self._replay = Replay(self.module, folder) if replay else None
+        self._differs_P: torch.Tensor | None = None  # of the last forward
         if activation_checkpointing:
-            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            again = {} if self._replay is None else {"context_fn": self._replay.again}
+            self.module.gradient_checkpointing_enable({"use_reentrant": False, **again})
             self.module.train()  # transformers recomputes in training mode only; dropout there is none to turn on
             _refuse_dropout(self.module, folder)
         self.device = torch.device(device)
@@ -51,7 +66,24 @@ class PackedModel:
         self._vision = load_vision(folder)
         # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
         self._own_masks = self.module.config._attn_implementation == "sdpa"
-        self._family = find_abilities(self.module, folder, self._head.num_tokens, self._logprobs_by)
+        self._folder = folder
+        self.adapter: Adapter | None = None
+        self.find_reading()
+
+    def find_reading(self) -> None:
+        """Find by what the model's rows are read: see `trainer.learners.opening`. Raises ConfigError."""
+        self._family = find_abilities(self.module, self._folder, self._head.num_tokens, self._logprobs_by)
+
+    def adapt(self, adapter: Adapter | None, *, with_reference: bool = False) -> None:
+        """Train an adapter in place of the model's own weights; None changes nothing. See `infra.model.adapter.put_adapter`."""
+        if adapter is not None:
+            put_adapter(self.module, adapter, with_reference=with_reference)
+            self.adapter = adapter
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """What an optimizer moves: every parameter by the model's own names, or the adapter's by published ones."""
+        return dict(self.module.named_parameters()) if self.adapter is None else adapter_parameters(self.module)
 
     @property
     def reading(self) -> str:
@@ -60,16 +92,16 @@ class PackedModel:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens, [N] float32."""
-        return self._head.logprobs(self._hidden(one), *self._targets(one))
+        return self._read(self._head.logprobs, one)
 
     def logprobs_and_entropy(self, one: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens and the entropy of π_θ where each was chosen, both with gradients, [2, N] float32."""
-        return self._head.logprobs_and_entropy(self._hidden(one), *self._targets(one))
+        return self._read(self._head.logprobs_and_entropy, one)
 
     @torch.no_grad()
     def hits(self, one: Microbatch) -> torch.Tensor:
         """Whether each sampled token is the most likely one, [N] bool."""
-        return self._head.most_likely(self._hidden(one)) == self._tensor(one.target_N)
+        return self._read(lambda hidden, target, _: (self._head.most_likely(hidden) == target).float(), one).bool()
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: tuple[int, ...]) -> list[float]:
@@ -82,13 +114,24 @@ class PackedModel:
         logprobs: list[float] = self._head.logprobs(hidden_TD, ids[0, 1:], torch.ones(1, device=self.device)).tolist()
         return logprobs
 
+    def rerouted(self, one: Microbatch) -> np.ndarray:
+        """Where each sampled token was chosen: the share of layers whose router, in the last forward, which was of this
+        microbatch, would have sent it elsewhere than it was sent; -1 where the router decided. [N] float32, NaN without
+        `replay`.
+        """
+        if self._replay is None:
+            return np.full(len(one.target_N), np.nan, np.float32)
+        if self._differs_P is None:
+            return np.full(len(one.target_N), -1, np.float32)
+        return self._differs_P[self._tensor(one.predecessor_N)].cpu().numpy()
+
     def states(self, one: Microbatch) -> torch.Tensor:
         """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
         return self._states(one, reading_path(self.device.type, one.tokens_BT.shape[1], self._family))
 
-    def _hidden(self, one: Microbatch) -> torch.Tensor:
-        """The last hidden state wherever a sampled token is read, [N, D]."""
-        return self.states(one)[self._tensor(one.predecessor_N)]
+    def _read(self, read: Reader, one: Microbatch) -> torch.Tensor:
+        """What the head says of the sampled tokens, [..., N]."""
+        return read(self.states(one)[self._tensor(one.predecessor_N)], *self._targets(one))
 
     def _targets(self, one: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tensor(one.target_N), self._tensor(one.temperature_N)
@@ -107,31 +150,67 @@ class PackedModel:
             inputs |= {"attention_mask": dense_mask(reach_BT), "position_ids": position_BT}
         elif path is not None:
             inputs |= Tree(reach_BT, position_BT, path).inputs()
-        states: torch.Tensor = self._body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        given = self._given(one)
+        states = self._routed(inputs, given)
+        self._differs_P = None if given is None else given.shares()
         return states
+
+    def _given(self, one: Microbatch, cells: tuple[np.ndarray, np.ndarray, int] | None = None) -> Given | None:
+        """What its tokens were recorded with. cells: nodes, the cell of each, and how many cells there are."""
+        if self._replay is None or not len(one.experts_BTLk):
+            return None
+        experts_PLk = one.experts_BTLk.reshape(-1, *one.experts_BTLk.shape[2:])
+        known = self._replay
+        if experts_PLk.shape[1:] != (known.num_layers, known.k):
+            return None
+        if cells is not None:
+            node_P, cell_P, num = cells
+            laid = np.full((num, *experts_PLk.shape[1:]), -1, np.int16)
+            laid[cell_P] = experts_PLk[node_P]
+            experts_PLk = laid
+        unknown_P = np.any(experts_PLk >= known.num_experts, axis=(1, 2))
+        experts_PLk = np.where(np.reshape(unknown_P, (-1, 1, 1)), -1, experts_PLk)
+        return Given(self._tensor(experts_PLk.astype(np.int64)))
+
+    def _routed(self, inputs: dict[str, Any], given: Given | None) -> torch.Tensor:
+        """The last hidden states, flat."""
+        with nullcontext() if self._replay is None else self._replay.given(given):
+            states: torch.Tensor = self._body(**inputs, use_cache=False).last_hidden_state
+        return states.flatten(0, 1)
 
     def _unpacked_states(self, one: Microbatch) -> torch.Tensor:
         """The states of each sequence for itself; some of them at a time, and computed again in the backward."""
         groups = unpacked(one)
         where = np.zeros(one.tokens_BT.size, np.int64)
-        states, num = [], 0
+        states, differs, num = [], [], 0
         for group in groups:
             again = torch.is_grad_enabled() and len(groups) > 1
-            read = self._side_by_side
-            states.append(checkpoint(read, group, use_reentrant=False) if again else read(group))
+            given = self._given(one, (group.node_P, group.cell_P, group.tokens_GL.size))
+            read = functools.partial(self._side_by_side, group, given)
+            states.append(checkpoint(read, use_reentrant=False) if again else read())
+            if given is not None:
+                differs.append(given.shares()[self._tensor(group.cell_P)])
             where[group.node_P] = num + np.arange(len(group.node_P))
             num += len(group.node_P)
+        self._differs_P = torch.cat(differs)[self._tensor(where)] if differs else None
         return torch.cat(states)[self._tensor(where)]
 
-    def _side_by_side(self, group: Paths) -> torch.Tensor:
+    def _side_by_side(self, group: Paths, given: Given | None) -> torch.Tensor:
         """The states of a group's tokens, [P, D]: no sequence sees what is beside it, nor the padding after it."""
-        inputs = model_inputs(self.module, self._tensor(group.tokens_GL), group.places_P, group.pixels_I3HW)
-        hidden_GLD = self._body(**inputs, use_cache=False).last_hidden_state
-        states: torch.Tensor = hidden_GLD.flatten(0, 1)[self._tensor(group.cell_P)]
-        return states
+        inputs = dict(model_inputs(self.module, self._tensor(group.tokens_GL), group.places_P, group.pixels_I3HW))
+        return self._routed(inputs, given)[self._tensor(group.cell_P)]
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def policy_settings(config: TrainerConfig) -> dict[str, Any]:
+    """How the model that is trained is opened, as `PackedModel` takes it."""
+    return {
+        "dtype": config.dtype,
+        "activation_checkpointing": config.activation_checkpointing,
+        "replay": config.routing == "replay",
+    }
 
 
 def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:

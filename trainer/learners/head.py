@@ -72,9 +72,11 @@ class Head:
         return max(1, -(-num_tokens * self.num_tokens // self._max_logits))
 
     def _logits(self, hidden_ND: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
-        logits_NV = self._layer(hidden_ND)
+        logits_NV: torch.Tensor = self._layer(hidden_ND)
         if self._softcap:
             logits_NV = self._softcap * torch.tanh(logits_NV / self._softcap)
+        if not temperature_N.is_cuda and bool((temperature_N == 1).all()):
+            return logits_NV  # as the division would, to the bit; a GPU would have to be waited for
         scaled: torch.Tensor = logits_NV / temperature_N[:, None]
         return scaled
 

@@ -165,8 +165,11 @@ def microbatch_loss(
     reference_N: torch.Tensor | None = None,
     entropy_N: torch.Tensor | None = None,
     advantage_N: np.ndarray | None = None,
+    rerouted_N: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, Observed]:
-    """What these tokens add to the step's loss, and what was seen of them. advantage_N: a critic's, for its lanes."""
+    """What these tokens add to the step's loss, and what was seen of them. advantage_N: a critic's, for its lanes.
+    rerouted_N: see `PackedModel.rerouted`.
+    """
     device = logprob_N.device
     staleness = context.version - one.version_N
     weight = one.weight_N
@@ -209,6 +212,7 @@ def microbatch_loss(
         sequence=one.sequence_N,
         kl=kl,
         entropy=entropy,
+        rerouted=np.full(len(clipped), np.nan, np.float32) if rerouted_N is None else rerouted_N,
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from infra.observe.failpoint import reach
+from infra.policies.adapter import Adapter
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from infra.settings.plugin import load
@@ -47,7 +48,12 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Learner(Protocol):
-    """One trainable policy. Not thread-safe; calls block for as long as they compute."""
+    """One trainable policy. Not thread-safe; calls block for as long as they compute.
+
+    adapter: what `tensors` and the state are an adapter of, None for the whole model; it never changes.
+    """
+
+    adapter: Adapter | None
 
     def begin_phase(self, phase: Phase) -> None:
         """Start a fresh optimizer. In "warmup" every lane weighs 1; a new learner is in "train"."""

@@ -48,7 +48,7 @@ def find_abilities(
         config = module.config.get_text_config()
         sample = _sample(num_tokens, module.device)
         plain = _plain(module, sample)
-        why = _mixes_neighbours(module, config)
+        why = mixes_neighbours(module, config)
         unpacked = logprobs(sample.packed, "unpacked")
         ratio, least = TOLERANCES.get(module.dtype, HALF)
         leak = apart(logprobs(sample.packed, None), unpacked)
@@ -66,7 +66,7 @@ def find_abilities(
         # A model that is not SDPA's takes other masks; shorter windows than the sample are in no dense mask.
         dense = not why and own == "sdpa" and not 0 < window < num_T and close("dense")
         long = reading_path(module.device.type, DENSE_TOKENS + 1, Abilities(dense=False, tree=True))
-        tree = not why and _takes_tree(module) and close(long) and _tells_windows(module, window)
+        tree = not why and takes_tree(module) and close(long) and _tells_windows(module, window)
         if not tree and module.config._attn_implementation != own:
             module.set_attn_implementation(own)
         if not (dense or tree):
@@ -78,6 +78,29 @@ def find_abilities(
             why = why or "its attention takes no mask of packed sequences"
             logger.warning("model=%s is read sequence by sequence, which is slower: %s", folder, why)
         return Abilities(dense=dense, tree=tree, window=window)
+
+
+def require_same(
+    module: Any,
+    problem: str,
+    num_tokens: int,
+    logprobs: Callable[[Microbatch, Path | None], torch.Tensor],
+    *,
+    path: Path,
+    other: Callable[[Microbatch], torch.Tensor],
+) -> None:
+    """Raise ConfigError(problem) where another reading of a row gives other logprobs than reading it by this path.
+
+    num_tokens, logprobs: see `find_abilities`.
+    """
+    with torch.no_grad():
+        packed = _sample(num_tokens, module.device).packed
+        whole = logprobs(packed, path)
+        leak = _distance(logprobs(packed, None), whole, module.dtype)
+        distance = _distance(other(packed), whole, module.dtype)
+    ratio, least = TOLERANCES.get(module.dtype, HALF)
+    if not distance <= max(least, ratio * leak):
+        raise ConfigError(f"{problem} (off by {distance:.3g})")
 
 
 def reading_words(device: str, family: Abilities) -> str:
@@ -93,7 +116,7 @@ def sliding_window(config: Any) -> int:
     return int(getattr(config, "sliding_window", 0) or 0) if "sliding_attention" in kinds else 0
 
 
-def _mixes_neighbours(module: Any, config: Any) -> str:
+def mixes_neighbours(module: Any, config: Any) -> str:
     """Why no mask of positions keeps two sequences of a row apart, "" where one does."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -102,7 +125,8 @@ def _mixes_neighbours(module: Any, config: Any) -> str:
     return f"{mixing[0]} is a convolution over tokens" if mixing else ""
 
 
-def _takes_tree(module: Any) -> bool:
+def takes_tree(module: Any) -> bool:
+    """Whether the module's layers call our attention, which it is told to do here."""
     take_tree(module)
     return bool(module.config.get_text_config()._attn_implementation == TREE)
 

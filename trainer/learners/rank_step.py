@@ -42,6 +42,7 @@ from trainer.learners.orders import (
     encode_observed,
 )
 from trainer.learners.rows import Rows, deal, receive_rows, send_rows
+from trainer.learners.sequence_parallel import SequenceGroup
 from trainer.learners.shards import Shards
 from trainer.losses.loss import Objective
 from trainer.losses.offpolicy import effective_share, ess_learning_rate
@@ -49,7 +50,7 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 class RankStep:
     """One rank's part. Everything it is made of is the learner's own. compare: the reference's forward, collective at stage
-    3. stage: of ZeRO.
+    3. group: the ranks that compute the same rows. stage: of ZeRO.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class RankStep:
         engine: Any,
         shards: Shards,
         channel: Channel,
+        group: SequenceGroup,
         stage: int,
     ) -> None:
         self._config = config
@@ -71,6 +73,7 @@ class RankStep:
         self._engine = engine
         self._shards = shards
         self._channel = channel
+        self._group = group
         self._stage = stage
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
@@ -78,7 +81,7 @@ class RankStep:
         assert order.counts is not None
         torch.manual_seed(order.seed)
         batch = order.counts.batch()
-        dealt = [deal(part, self._channel.world) for part in given or ()]
+        dealt = [deal(part, self._group.groups) for part in given or ()]
         parts = [self._rows(dealt, index) for index in range(order.num_parts)]
         objectives = of_phase(self._objectives, phase)
         present = [objectives[lane] for lane in batch.lane_tokens]
@@ -126,11 +129,11 @@ class RankStep:
         ahead: Sequence[Sequence[torch.Tensor]],
     ) -> dict[Lane, float]:
         """What losses measure over the whole step: from all ranks' logprobs, on rank 0, which has the rows."""
-        mine = [encode_array(logprob.cpu().numpy()) for part in ahead for logprob in part]
+        mine = [encode_array(logprob.cpu().numpy()) for part in ahead for logprob in part if self._group.counts]
         every = self._channel.gather(msgspec.msgpack.encode(mine))
         found: dict[Lane, float] | None = None
         if not self._channel.rank:
-            microbatches = [one for rank in range(self._channel.world) for part in dealt for one in part[rank].mine]
+            microbatches = [one for group in range(self._group.groups) for part in dealt for one in part[group].mine]
             arrays = [decode_array(one) for data in every for one in msgspec.msgpack.decode(data, type=list[Encoded])]
             whole = msgspec.structs.replace(batch, microbatches=tuple(microbatches))
             found = {lane: float(value) for lane, value in bounds(objectives, whole, arrays).items()}
@@ -151,6 +154,7 @@ class RankStep:
             one, real = part.at(index)
             self._engine.set_gradient_accumulation_boundary(index == part.most - 1)
             logprob_N, entropy_N = read(self._engine, context, one)
+            rerouted_N = self._model.rerouted(one)
             loss, seen = microbatch_loss(
                 context,
                 one,
@@ -158,8 +162,9 @@ class RankStep:
                 proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
                 reference_N=self._of_reference(context, one),
                 entropy_N=entropy_N,
+                rerouted_N=rerouted_N,
             )
-            if real:
+            if real and self._group.counts:
                 observed.append(seen)
                 total += loss.detach()
             # ZeRO averages over ranks; the lanes are divided by global counts already, so their sum is wanted.
@@ -245,12 +250,12 @@ class RankStep:
     ) -> np.ndarray:
         """Sum over the tokens of each sequence of what is made of a forward's values, over all ranks."""
         assert order.counts is not None
-        rows = self._rows([deal(part, self._channel.world) for part in given or ()], 0)
+        rows = self._rows([deal(part, self._group.groups) for part in given or ()], 0)
         sums = np.zeros(order.counts.num_sequences)
         for index in range(rows.most):
             one, real = rows.at(index)
             found = self._engine(name, one).double().cpu().numpy()
-            if real:
+            if real and self._group.counts:
                 sums += np.bincount(one.sequence_N, weights=of_tokens(one, found), minlength=len(sums))
         total = torch.from_numpy(sums).to(self._model.device)
         distributed.all_reduce(total)

@@ -37,7 +37,7 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
-    """The rows of a batch for each rank."""
+    """The rows of a batch for each rank, or for each group of ranks that compute the same."""
     dealt = for_ranks(batch, num_ranks)
     most = max(len(one) for one in dealt)
     smallest = min((one for of_rank in dealt for one in of_rank), key=lambda one: one.tokens_BT.size)
@@ -45,8 +45,9 @@ def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
 
 
 def send_rows(channel: Channel, dealt: Sequence[Rows]) -> Rows:
-    """Rank 0: to every other rank its rows; returns its own."""
-    channel.scatter(_encode(one) if rank else b"" for rank, one in enumerate(dealt))
+    """Rank 0: to every other rank its rows; returns its own. dealt: of every rank, or of every group of consecutive ranks."""
+    size = channel.world // len(dealt)
+    channel.scatter(_encode(dealt[rank // size]) if rank else b"" for rank in range(channel.world))
     return dealt[0]
 
 

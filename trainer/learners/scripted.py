@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from infra.policies.adapter import Adapter
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from trainer.batch.batch import PackedBatch
@@ -23,6 +24,8 @@ class ScriptedLearner:
 
     device: what it says it computes on. drift: added to every weight at every step, as other kernels would.
     """
+
+    adapter: Adapter | None = None
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from trainer.batch.batch import PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
 from trainer.health.diagnostics import Observed, diagnose, join
-from trainer.learners.forward import PackedModel
+from trainer.learners.forward import PackedModel, policy_settings
 from trainer.learners.lanes import (
     StepContext,
     bounds,
@@ -32,14 +32,15 @@ from trainer.learners.lanes import (
     microbatch_loss,
     of_phase,
     read,
-    reference_dtype,
     step_context,
 )
 from trainer.learners.learner import Phase, StepStats
+from trainer.learners.lora import compared, open_adapter, open_reference
 from trainer.learners.numerics import numerics
 from trainer.learners.values import Values, open_critic
 from trainer.losses.loss import open_objectives
 from trainer.losses.offpolicy import effective_share, ess_learning_rate
+from trainer.state.adapter import ADAPTER, check_adapter, told
 
 PHASES: tuple[Phase, ...] = ("warmup", "train")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -55,18 +56,18 @@ class TorchLearner:
             torch.set_num_threads(config.threads)
         self._config = config
         self._objectives = open_objectives(config.lanes)
-        self._model = PackedModel(
-            model, dtype=config.dtype, device=device, activation_checkpointing=config.activation_checkpointing
-        )
-        self._reference: PackedModel | None = None
-        if any(one.reference for one in self._objectives.values()):
-            self._reference = PackedModel(model, dtype=reference_dtype(config), device=device)
+        self.adapter = open_adapter(config, model)
+        self._model = PackedModel(model, device=device, **policy_settings(config))
+        with_reference = compared(self._objectives)
+        self._model.adapt(self.adapter, with_reference=with_reference)
+        self._reference = open_reference(self._model, model, config, device=device) if with_reference else None
         self._critic = open_critic(model, config, self._objectives, device=device)
-        self._parameters = dict(self._model.module.named_parameters())
+        self._parameters: dict[str, Any] = self._model.trained
         self._masters = {name: _master(value) for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             if self._masters[name] is not value:
-                value.register_post_accumulate_grad_hook(functools.partial(_sum_into, self._masters[name]))
+                into_master = functools.partial(_sum_into, self._masters[name])
+                value.register_post_accumulate_grad_hook(into_master)  # type: ignore[no-untyped-call]
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
@@ -80,8 +81,7 @@ class TorchLearner:
             self._critic.begin_as(self._masters)
         self._phase = phase
         self._optimizer = self._fresh_optimizer()
-        if self._reference is not None:
-            self._reference.module.load_state_dict(self._model.module.state_dict())
+        self._blend_reference(0.0)
 
     def step(
         self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
@@ -120,7 +120,7 @@ class TorchLearner:
         return StepStats(finite=True, loss=sum(losses) / len(losses), grad_norm=max(norms), values=measured)
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of the policy in its published dtype, by the names of its folder."""
+        """A copy of the policy in its published dtype, by the names of its folder; of an adapter by peft's."""
         return model_tensors(self._model.module)
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
@@ -148,16 +148,18 @@ class TorchLearner:
 
     def numerics(self) -> dict[str, str]:
         """Library, device, instruction set and threads, and how rows are read."""
-        return numerics(self._model.device) | {"attention": self._model.reading}
+        return numerics(self._model.device, adapted=self.adapter is not None) | {"attention": self._model.reading}
 
     def save(self) -> dict[str, Tensor]:
         """Float32 weights, optimizer moments, phase, and the reference and the critic where there are such."""
         state = {name: from_torch(value) for name, value in self._state(self._optimizer)}
         state["phase"] = from_torch(torch.tensor(PHASES.index(self._phase), dtype=torch.uint8))
-        return state
+        return state | told(self.adapter)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `save`."""
+        check_adapter(state, self.adapter)
+        state = {name: one for name, one in state.items() if name != ADAPTER}
         optimizer = self._fresh_optimizer()
         if any(name.startswith("adam/") for name in state):
             for name, value in self._trained():
@@ -195,6 +197,7 @@ class TorchLearner:
         total = torch.zeros((), device=self._model.device)
         for index, one in enumerate(part.microbatches):
             logprob_N, entropy_N = read(lambda what, of: getattr(self._model, what)(of), context, one)
+            rerouted_N = self._model.rerouted(one)
             reference_N = None
             if self._reference is not None and compares(context.objectives, one):
                 with torch.no_grad():
@@ -207,6 +210,7 @@ class TorchLearner:
                 reference_N=reference_N,
                 entropy_N=entropy_N,
                 advantage_N=advantages[index] if advantages else None,
+                rerouted_N=rerouted_N,
             )
             torch.autograd.backward(loss)
             total += loss.detach()
@@ -223,15 +227,15 @@ class TorchLearner:
         self._optimizer.step()
         self._publish_masters()
         self._clear_gradients()
-        self._move_reference()
+        if self._config.reference_decay < 1.0:
+            self._blend_reference(self._config.reference_decay)
 
     @torch.no_grad()
-    def _move_reference(self) -> None:
-        """The reference as an exponential mean of the policies, where it is not frozen."""
-        if self._reference is None or self._config.reference_decay == 1.0:
-            return
-        for reference, value in zip(self._reference.module.parameters(), self._model.module.parameters(), strict=True):
-            reference.lerp_(value.to(reference.dtype), 1.0 - self._config.reference_decay)
+    def _blend_reference(self, decay: float) -> None:
+        """The reference as `decay` of itself and the rest the policy."""
+        for name, reference in self._reference.trained.items() if self._reference is not None else ():
+            value = self._parameters[name].to(reference.dtype)
+            reference.lerp_(value, 1.0 - decay) if decay else reference.copy_(value)
 
     @torch.no_grad()
     def _proximal(self, parts: Sequence[PackedBatch]) -> list[list[torch.Tensor]]:
@@ -271,11 +275,10 @@ class TorchLearner:
         for name, value in self._saved_buffers():
             yield f"buffer/{name}", value
         if self._reference is not None:
-            for name, value in self._reference.module.named_parameters():
-                yield f"reference/{name}", value
+            yield from ((f"reference/{name}", value) for name, value in self._reference.trained.items())
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        state = self._model.module.state_dict()
+        state = self._model.module.state_dict() if self.adapter is None else {}  # a base never changes
         return ((name, value) for name, value in self._model.module.named_buffers() if name in state)
 
     def _snapshot(self) -> dict[str, torch.Tensor]:

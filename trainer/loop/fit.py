@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from infra.log.log import Log
+from infra.policies.adapter import Adapter, described
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.history import published
 from infra.policies.tensors import Tensor
@@ -20,6 +21,7 @@ from schemas.errors import ConfigError, PolicyRefused
 from trainer.journal.checkpoint import Checkpoint, Position, part_of, parts_of
 from trainer.learners.learner import Ranks, put_back
 from trainer.loop.state import Learning
+from trainer.state.adapter import adapter_of
 from trainer.state.stored import StoredState
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ async def restore_learner(run: Learning, state: Checkpoint, first: First | None 
     that the state lacks stays as it is.
     """
     step = state.position.step
+    check_kept(state, run.learner.adapter)
     try:
         await run.in_thread(put_back, run.learner, state.learner)
         return
@@ -61,6 +64,17 @@ async def restore_learner(run: Learning, state: Checkpoint, first: First | None 
         logger.warning("checkpoint of step=%d has no %s, a lane wants one: it begins as %s", step, part, where)
     for part in sorted(left_out):
         logger.warning("checkpoint of step=%d has a %s that no lane wants any more: left out", step, part)
+
+
+def check_kept(state: Checkpoint, adapter: Adapter | None) -> None:
+    """Raise ConfigError where [trainer.lora] or the model beneath it is not what the checkpoint was made with."""
+    if (held := adapter_of(state.learner)) != adapter:
+        raise ConfigError(
+            f"trainer.lora: the checkpoint of step {state.position.step} is of {described(held)}, the settings ask for "
+            f"{described(adapter)}: a run keeps what it trains; expected the settings and the policy.model it was made with, "
+            "or another name in `run`, which begins anew from policy.model (a folder of `headrace export-model` keeps what "
+            "was learned)"
+        )
 
 
 def fit_ranks(ranks: Ranks, state: StoredState, reference: Mapping[str, Tensor] | None) -> None:

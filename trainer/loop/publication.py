@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from infra.log.log import Log
+from infra.policies.adapter import Adapter
 from infra.policies.manifest import decode_manifest, entries_of, first_difference
 from infra.policies.policy import Probe
 from infra.policies.prune import prune as prune_weights
@@ -27,7 +28,9 @@ PROBE_TOKENS = 64  # of a sequence that a loaded policy is checked with
 
 
 class WeightPublisher:
-    """One trainer's way to the `policies` topic. events: what was published before, by version. times_ms: when."""
+    """One trainer's way to the `policies` topic. events: what was published before, by version. times_ms: when. adapter: of
+    which all versions are, None for whole models.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class WeightPublisher:
         policy: str,
         events: Mapping[int, PolicyEvent],
         times_ms: Mapping[int, int] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self._log = log
         self._store = store
@@ -44,6 +48,7 @@ class WeightPublisher:
         self._policy = policy
         self._events = dict(events)
         self._times_ms = dict(times_ms or {})
+        self._adapter = adapter
         self._previous: Mapping[str, Tensor] | None = None
 
     def has(self, version: int) -> bool:
@@ -64,15 +69,23 @@ class WeightPublisher:
         old = self._events.get(version)
         if old is not None:
             if old.event == "published":
-                if await asyncio.to_thread(same_content, self._store, old, tensors):
+                if await asyncio.to_thread(same_content, self._store, old, tensors, self._adapter):
                     self._previous = None
                     return version
                 await self._orphan(version)
             version = max(self._events) + 1
+        new = NewVersion(
+            policy=self._policy,
+            token=self._lease.token,
+            version=version,
+            parent=parent,
+            step=step,
+            adapter=self._adapter,
+        )
         event = await asyncio.to_thread(
             publish_weights,
             self._store,
-            NewVersion(policy=self._policy, token=self._lease.token, version=version, parent=parent, step=step),
+            new,
             tensors,
             previous=self._previous,
             probe=probe,
@@ -101,10 +114,12 @@ class WeightPublisher:
         return prune_weights(self._store, self._policy, oldest=min(max(old), needed)) if old else 0
 
 
-def same_content(store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the published version holds exactly these tensors, by the hashes of its manifest."""
+def same_content(
+    store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor], adapter: Adapter | None = None
+) -> bool:
+    """Whether the published version holds exactly these tensors, by the hashes of its manifest, of the same adapter."""
     manifest = decode_manifest(store.get(event.manifest))
-    return first_difference(entries_of(tensors), manifest.tensors, values=True) is None
+    return manifest.adapter == adapter and first_difference(entries_of(tensors), manifest.tensors, values=True) is None
 
 
 def probe_sequences(

@@ -55,7 +55,7 @@ async def resume(
     events = await read_policies(log)
     found = published([(offset, event) for offset, _, event in events], floor.policy.name)
     times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
-    publisher = WeightPublisher(log, store, lease, floor.policy.name, found, times_ms)
+    publisher = WeightPublisher(log, store, lease, floor.policy.name, found, times_ms, learner.adapter)
     state, journal = await find_start(log, store, lease, take_from(learner))
     position = state.position if state else checkpoint.Position()
     uses = state.uses if state else None

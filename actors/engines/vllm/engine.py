@@ -34,6 +34,7 @@ from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
+from actors.engines.vllm.routing import layers_that_route, routing_options
 from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment
 from actors.engines.vllm.streaming import stream, whole
 from infra.model.model import folder_tensors, load_model, model_tensors
@@ -45,13 +46,18 @@ from schemas.errors import ConfigError, PolicyRefused
 
 
 class VllmEngine:
-    """model: a folder. options: vLLM's engine arguments. group_max_tokens: longest calls that become one request."""
+    """model: a folder. options: vLLM's engine arguments. group_max_tokens: longest calls that become one request. routing:
+    record the experts of each token, for `trainer.routing = "replay"`; on a GPU only, and not for answers that are streamed.
+    """
 
-    def __init__(self, *, model: str, seed: int = 0, group_max_tokens: int = 64, **options: object) -> None:
+    def __init__(
+        self, *, model: str, seed: int = 0, group_max_tokens: int = 64, routing: bool = False, **options: object
+    ) -> None:
         self._folder = Path(model)
         self._seed = seed
         self._group_max_tokens = group_max_tokens
         self._options = options
+        self._records_routing = routing
         self._llm: Any = None
         self._requests: Requests | None = None
         self._schemas = OncePerSchema(self._check_schema)
@@ -91,7 +97,11 @@ class VllmEngine:
         self._is_overlapped = bool(self._llm.scheduler_config.async_scheduling)
         await self._llm.update_weight_version(self._attempts.begin(0, proved=True))
         self._requests = Requests(
-            self._llm, self._attempts, group_max_tokens=self._group_max_tokens, vision=self._vision
+            self._llm,
+            self._attempts,
+            group_max_tokens=self._group_max_tokens,
+            vision=self._vision,
+            routed_layers=layers_that_route(self._held) if self._records_routing else (),
         )
         await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
         seen = (self._vision.token,) * self._vision.num_places if self._vision else ()
@@ -187,12 +197,14 @@ class VllmEngine:
         if not hasattr(AsyncLLM, "update_weight_version"):
             raise ConfigError("vllm: this release does not say which weights sampled a token; install 0.32 or later")
         on_cpu = bool(current_platform.is_cpu())
+        known = frozenset(AsyncEngineArgs.__dataclass_fields__)
+        routing = routing_options(self._records_routing, on_cpu=on_cpu, known=known)
         arguments = engine_arguments(
             model=str(self._folder),
             seed=self._seed,
-            options=self._options,
+            options={**self._options, **routing},
             on_cpu=on_cpu,
-            known=frozenset(AsyncEngineArgs.__dataclass_fields__),
+            known=known,
             vision=self._vision,
         )
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**GRAMMARS)

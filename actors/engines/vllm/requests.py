@@ -18,6 +18,7 @@ from actors.engines.request_images import RequestImages
 from actors.engines.trace import spans
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.inputs import Input, probe_input, prompt_input
+from actors.engines.vllm.routing import RoutedRows
 from infra.model.vision import Vision
 
 Waiting = asyncio.Future[Completion]
@@ -30,7 +31,9 @@ _log = logging.getLogger(__name__)
 
 
 class Requests:
-    """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined. vision: of a model that sees."""
+    """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined. vision: of a model that sees.
+    routed_layers: whose experts completions have.
+    """
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class Requests:
         *,
         group_max_tokens: int,
         vision: Vision | None = None,
+        routed_layers: tuple[int, ...] = (),
         sampling_params: Callable[[Sampling, int], Any] | None = None,
         streamed_params: Callable[[Sampling], Any] | None = None,
     ) -> None:
@@ -46,6 +50,7 @@ class Requests:
         self.attempts = attempts
         self._group_max_tokens = group_max_tokens
         self._vision = vision
+        self._routed_layers = routed_layers
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
         self._entering: dict[tuple[tuple[int, ...], RequestImages, Sampling], list[Waiting]] = {}
@@ -172,6 +177,7 @@ class Requests:
         tokens: list[int] = []
         logprobs: list[float] = []
         starts: list[tuple[int, int]] = []
+        routed = RoutedRows(self._routed_layers)
         while True:
             kept = len(output.token_ids)
             for span in output.weight_versions:
@@ -185,6 +191,8 @@ class Requests:
                 raise RuntimeError("vLLM returned a different number of tokens and logprobs")
             tokens += output.token_ids[:kept]
             logprobs += output.logprobs.logprobs[:kept]
+            if kept:
+                routed.add(getattr(output, "routed_experts", None), len(prompt) + len(tokens) - 1)
             stopped = bool(tokens) and tokens[-1] in sampling.stop
             if stopped or len(tokens) >= sampling.max_tokens:
                 return Completion(
@@ -192,10 +200,11 @@ class Requests:
                     logprobs=tuple(logprobs),
                     spans=spans(starts, len(tokens), sampling),
                     stopped=stopped,
+                    routing=routed.all(),
                 )
             if sampling.json_schema:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
-                tokens, logprobs, starts = [], [], []
+                tokens, logprobs, starts, routed = [], [], [], RoutedRows(self._routed_layers)
             left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
             output = (await self._sample((*prompt, *tokens), pictures, left, 1))[0]
 

@@ -20,6 +20,9 @@ TOKEN_RPM = 10  # what one browser's token may say a minute, within the quota of
 SCOPE_OF: Mapping[str, Scope] = {
     "/v1/chat/completions": "serve",
     "/v1/completions": "serve",
+    "/v1/responses": "serve",
+    "/v1/messages": "serve",
+    "/v1/messages/count_tokens": "serve",
     "/v1/models": "serve",
     "/v1/models/{model:path}": "serve",
     "/v1/feedback": "feedback",
@@ -105,5 +108,7 @@ class Authenticator:
     def _refused(self, refused: Refused) -> ApiError:
         self._metrics.counter("keys_refused", reason=refused.reason).inc()
         if refused.reason == "missing":
-            return ApiError(401, "no API key: expected Authorization: Bearer hr-…", code="missing_api_key")
+            return ApiError(
+                401, "no API key: expected Authorization: Bearer hr-…, or x-api-key: hr-…", code="missing_api_key"
+            )
         return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")

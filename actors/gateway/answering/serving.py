@@ -19,6 +19,7 @@ from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.access.users import Users
 from actors.gateway.answering.conversation import Called, read_calls, written
+from actors.gateway.answering.earlier import Earlier
 from actors.gateway.answering.sample import Growing, OnText, SampledAnswer, sample, sample_whole
 from actors.gateway.answering.sessions import Sessions, held
 from actors.gateway.config import GatewayConfig
@@ -130,6 +131,7 @@ class Gateway:
         self.served = Recent()  # groups of the newest requests
         self._minter = minter
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
+        self.earlier = Earlier(config.sessions, config.sessions_mb * 1024 * 1024)
 
     def is_long(self, request: ParsedRequest) -> bool:
         """Whether what comes before the first token takes long, so that a client may be gone by then."""
@@ -166,6 +168,10 @@ class Gateway:
             trial=self._trial() if drawn else -1,
             subject=self._subject(request, key, name if session else ""),
         )
+
+    async def count(self, request: ParsedRequest, key: ApiKey) -> int:
+        """Tokens of a request's prompt as the template writes it. Raises ApiError."""
+        return len((await self._tokenized(request, key, ""))[0])
 
     async def answer(self, in_flight: InFlight, watch: Callable[[int], OnText] | None = None) -> None:
         """Sample all choices into `in_flight`. Cancelled, it keeps and records what there is. Raises ApiError.
@@ -237,7 +243,7 @@ class Gateway:
         rendered = self._rendered(request)
         tokens, turn = list(rendered), 0
         if session:
-            tokens, turn = self.sessions.prompt(session, request.prompt.plain, rendered, self.tokenizer)
+            tokens, turn = self.sessions.prompt(session, request.prompt, rendered, self.tokenizer)
         prefix = self.tokenizer.encode(request.force) if request.force else []
         return rendered, tokens + prefix, turn, prefix
 
@@ -277,16 +283,15 @@ class Gateway:
 
     def _sampling(self, request: ParsedRequest, tokens: Sequence[int]) -> Sampling:
         room = self.engine.max_model_len - len(tokens)
-        wanted = request.max_tokens or min(self.config.limits.max_tokens, max(room, 1))
-        if wanted > room:
+        if room < 1:
             raise bad(
-                f"This model's maximum context length is {self.engine.max_model_len} tokens; the request has "
-                f"{len(tokens)} and asks for {wanted} more",
+                f"This model's maximum context length is {self.engine.max_model_len} tokens; the request has {len(tokens)}, "
+                "which leaves none for an answer",
                 "messages",
                 "context_length_exceeded",
             )
         return Sampling(
-            max_tokens=wanted,
+            max_tokens=min(request.max_tokens or self.config.limits.max_tokens, room),
             temperature=request.temperature,
             stop=self.tokenizer.eos_ids,
             seed=request.seed,

@@ -9,15 +9,30 @@ import hashlib
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from actors.rollout.continuation import Decoder, SampledTurn, added_tokens
+from actors.gateway.answering.conversation import Prompt
+from actors.rollout.continuation import MARK, Decoder, SampledTurn, added_tokens, following_tokens, words
 from schemas import Message
 
 TOKENS = "I"  # the type code of an array of them: 4 bytes each
 _OBJECTS_BYTES = 1024  # of the objects that hold a session, about
+
+
+class SessionTokenizer(Decoder, Protocol):
+    """The part of a tokenizer that sessions need."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+
+    def encode_request(
+        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of a conversation as the template writes it, ready for the next answer."""
 
 
 class HeldSession(msgspec.Struct, frozen=True):
@@ -57,12 +72,14 @@ class Sessions:
         return len(self._held)
 
     def prompt(
-        self, group: str, plain: tuple[Message, ...], rendered: Sequence[int], tokenizer: Decoder
+        self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: SessionTokenizer
     ) -> tuple[list[int], int]:
         """Prompt tokens of the next turn, and how many turns they go on from exactly."""
-        held = self._held.get(group)
+        held, plain = self._held.get(group), prompt.plain
         if held is not None and len(plain) > held.known and _digest(plain[: held.known]) == held.digest:
             added = added_tokens(rendered, held.turn, tokenizer)
+            if added is None and prompt.chat is not None:
+                added = _following(prompt.chat, prompt.tools, held, tokenizer)
             if added is not None:
                 return [*held.tokens, *added], held.number
         return list(rendered), 0
@@ -81,11 +98,29 @@ class Sessions:
         self.num_bytes -= gone.num_bytes if gone is not None else 0
 
 
+def _following(
+    chat: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    held: HeldSession,
+    tokenizer: SessionTokenizer,
+) -> list[int] | None:
+    """What the template writes behind the last answer, where it writes the answer otherwise than it was sampled."""
+    answer = {**chat[held.known - 1], "content": MARK}
+    return following_tokens(
+        lambda conversation: tokenizer.encode_request(conversation, tools),
+        ({"role": "user", "content": "?"}, answer),
+        chat[held.known :],
+        held.turn,
+        stops=tokenizer.eos_ids,
+        decode=tokenizer.decode,
+    )
+
+
 def _digest(plain: Sequence[Message]) -> bytes:
-    """What messages say, in 32 bytes."""
+    """What messages say, in 32 bytes; of answers, their words."""
     found = hashlib.blake2b(digest_size=32)
     for message in plain:
-        for text in (message.role, message.content):
+        for text in (message.role, words(message.content) if message.role == "assistant" else message.content):
             data = text.encode("utf-8", "surrogatepass")
             found.update(len(data).to_bytes(8, "big") + data)
     return found.digest()

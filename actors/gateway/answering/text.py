@@ -7,6 +7,7 @@ tokens comes in one piece; a piece that may be the beginning of a stop string is
 from collections.abc import Callable, Sequence
 
 BROKEN = "\ufffd"  # what decoders give for bytes that are no character (yet)
+THINK, THOUGHT = "<think>", "</think>"  # as Qwen3, DeepSeek-R1 and others write it
 MAX_HELD_TOKENS = 16  # a character has at most four bytes: longer runs are no character, and are let go
 
 
@@ -71,6 +72,41 @@ class StopStrings:
         """What was held: it was no stop string after all."""
         held, self._held = self._held, ""
         return held
+
+
+class ThoughtSplitter:
+    """Tells what a model thinks, between THINK and THOUGHT at the very beginning of its answer, from what it says.
+
+    The parts joined, with THINK before and THOUGHT behind what is thought, are the answer.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self.thinks: bool | None = None  # None: not known yet
+
+    def add(self, piece: str) -> tuple[str, str]:
+        """What more is thought, and what more is said, as far as that is decided."""
+        text, self._held = self._held + piece, ""
+        if self.thinks is None and THINK.startswith(text[: len(THINK)]) and len(text) < len(THINK):
+            self._held = text
+            return "", ""
+        if self.thinks is None:
+            self.thinks = text.startswith(THINK)
+            text = text.removeprefix(THINK)
+        if not self.thinks:
+            return "", text
+        thought, mark, said = text.partition(THOUGHT)
+        if mark:
+            self.thinks = False
+            return thought, said
+        held = _overlap(text, THOUGHT)
+        self._held = text[len(text) - held :] if held else ""
+        return text[: len(text) - held], ""
+
+    def flush(self) -> tuple[str, str]:
+        """What was held: it was no mark after all."""
+        held, self._held = self._held, ""
+        return (held, "") if self.thinks else ("", held)
 
 
 def _overlap(text: str, stop: str) -> int:

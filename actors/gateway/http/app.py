@@ -1,4 +1,4 @@
-"""The gateway's HTTP: routes, bodies, keys and the OpenAI error object. What a request means is decided elsewhere.
+"""The gateway's HTTP: routes, bodies, keys and error objects. What a request means is decided elsewhere.
 
 Guarantees: every refusal has a status, an error object and a counter; a body is never read beyond its bound nor waited
 for beyond its time; a client that goes away frees the engine.
@@ -6,8 +6,10 @@ for beyond its time; a client that goes away frees the engine.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,13 +24,16 @@ from actors.gateway.access.authenticator import SCOPE_OF, Authenticator
 from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.access.places import Lasting, TakenPlaces
+from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.serving import Gateway, InFlight
+from actors.gateway.apis.api import Api, Reply
+from actors.gateway.apis.completions import CHAT, TEXT
+from actors.gateway.apis.messages import MESSAGES, read_count
+from actors.gateway.apis.responses import RESPONSES, after
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayLimits, Webhook
-from actors.gateway.http import responses
 from actors.gateway.http.errors import ApiError, bad
-from actors.gateway.http.requests import SESSION_HEADER, ParsedRequest, read_chat, read_text
-from actors.gateway.http.responses import Envelope
+from actors.gateway.http.requests import SESSION_HEADER, ParsedRequest
 from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
     PATH,
@@ -45,6 +50,14 @@ from schemas.ids import group_of
 _log = logging.getLogger(__name__)
 
 TOKEN_HEADER = "x-feedback-token"
+COUNT_PATH = "/v1/messages/count_tokens"
+# The APIs in which clients ask for answers, by their paths.
+APIS: Mapping[str, Api] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -79,8 +92,8 @@ class Site:
     def app(self) -> Starlette:
         """The ASGI application."""
         served: list[tuple[str, str, Handler]] = [
-            ("POST", "/v1/chat/completions", self._chat),
-            ("POST", "/v1/completions", self._text),
+            *(("POST", path, partial(self._answer, api=api)) for path, api in APIS.items()),
+            ("POST", COUNT_PATH, self._count),
             ("GET", "/v1/models", self._list_models),
             ("GET", "/v1/models/{model:path}", self._show_model),
             ("POST", PATH, self._feedback),
@@ -98,48 +111,43 @@ class Site:
     def _guarded(self, path: str, handler: Handler) -> Handler:
         """The handler behind the authenticator; its errors become error objects and are counted."""
 
+        api = MESSAGES if path == COUNT_PATH else APIS.get(path, CHAT)
+
         async def handle(request: Request) -> Response:
             try:
                 if path in SCOPE_OF and not (path == PATH and request.headers.get(TOKEN_HEADER)):
-                    request.state.key = self._authenticator.enter(path, request.headers.get("authorization", ""))
+                    request.state.key = self._authenticator.enter(path, presented(request.headers))
                 response = await handler(request)
             except ApiError as error:
                 self._metrics.counter("refused", route=path, reason=error.reason).inc()
-                response = _error(error)
+                response = _error(error, api)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except asyncio.CancelledError:  # the server stops and has waited for it as long as it may
-                response = _error(ApiError(503, "the server is stopping: send it again", kind="server_error"))
+                response = _error(ApiError(503, "the server is stopping: send it again", kind="server_error"), api)
             except Exception:
                 _log.exception("request_failed route=%s", path)  # names what broke, never what was said
-                response = _error(ApiError(500, "the server had an error while answering", kind="server_error"))
+                response = _error(ApiError(500, "the server had an error while answering", kind="server_error"), api)
             self._metrics.counter("requests", route=path, status=str(response.status_code)).inc()
             return response
 
         return handle
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, read_chat, chat=True)
-
-    async def _text(self, request: Request) -> Response:
-        return await self._answer(request, read_text, chat=False)
-
-    async def _answer(
-        self, request: Request, read: Callable[[bytes, GatewayLimits], ParsedRequest], *, chat: bool
-    ) -> Response:
+    async def _answer(self, request: Request, api: Api) -> Response:
         key: ApiKey = request.state.key
         self._authenticator.admit(key)
         body = await self._body(request)
-        parsed = read(body, self._limits)
-        if self._gateway.config.models and parsed.model not in self._models:
-            raise ApiError(404, f"The model `{parsed.model}` does not exist", param="model", code="model_not_found")
-        session = request.headers.get(SESSION_HEADER, "")
+        parsed = api.read(body, self._limits, lambda answer: self._gateway.earlier.find(answer, key.tenant))
+        self._check_model(parsed)
+        session = (
+            request.headers.get(SESSION_HEADER, "") or parsed.goes_on or (secrets.token_hex(16) if parsed.said else "")
+        )
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
         place = self._gateway.places.take(parsed.choices)
         held = False
         try:
-            response = await self._answered(request, body, parsed, key, session, chat, place)
+            response = await self._answered(request, body, parsed, api, session, place)
             if held := isinstance(response, Lasting):
                 response.then(_releases(place))
             return response
@@ -148,72 +156,79 @@ class Site:
                 place.release()
 
     async def _answered(
-        self,
-        request: Request,
-        body: bytes,
-        parsed: ParsedRequest,
-        key: ApiKey,
-        session: str,
-        chat: bool,
-        place: TakenPlaces,
+        self, request: Request, body: bytes, parsed: ParsedRequest, api: Api, session: str, place: TakenPlaces
     ) -> Response:
-        drawn = self._canary is None or not self._canary.takes(
+        key: ApiKey = request.state.key
+        inside = self._canary is not None and self._canary.takes(
             self._gateway.name_of(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
         )
-        if not drawn and (response := await self._from_canary(request, body, parsed, chat)) is not None:
+        known_here = bool(parsed.said)  # a conversation that goes on by ids is known to one gateway
+        if inside and not known_here and (response := await self._from_canary(request, body, parsed, api)) is not None:
             return response
-        beginning = self._gateway.begin(parsed, key, session, place, drawn=drawn)
+        beginning = self._gateway.begin(
+            parsed, key, session, place, drawn=self._canary is None or not (inside or known_here)
+        )
         in_flight = await (_unless_gone(request, beginning) if self._gateway.is_long(parsed) else beginning)
-        envelope = Envelope(
-            id=in_flight.answer_ids[0],
-            answers=in_flight.answer_ids,
-            model=parsed.model,
-            chat=chat,
-            created=responses.now_s(),
-            fingerprint=f"v{self._gateway.engine.version}",
+        reply = Reply(
+            in_flight=in_flight,
+            decode=self._gateway.tokenizer.decode,
+            created=int(self._authenticator.now_s()),
+            version=self._gateway.engine.version,
         )
         if parsed.stream:
-            return Lasting(self._streamed(in_flight, envelope), _releases(place))
+            return Lasting(self._streamed(reply, api, session), _releases(place))
         try:
             await _unless_gone(request, self._gateway.answer(in_flight))
         finally:
             self._gateway.release(in_flight)
             self._charge(key, in_flight)
-        return _json(self._whole(in_flight, envelope))
+        self._keep(reply, session)
+        return _json(api.whole(reply))
 
-    async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, chat: bool) -> Response | None:
+    async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:
         """What the canary answers, None where it does not. Raises ClientDisconnect."""
         assert self._canary is not None
-        openings = parsed.choices if chat else 0  # each begins with whose turn it is
-        work = self._canary.answer(request.url.path, request.headers, body, stream=parsed.stream, openings=openings)
+        work = self._canary.answer(
+            request.url.path,
+            request.headers,
+            body,
+            api=api,
+            stream=parsed.stream,
+            choices=parsed.choices,
+        )
         return await _unless_gone(request, work)
 
-    async def _streamed(self, in_flight: InFlight, envelope: Envelope) -> AsyncGenerator[bytes, None]:
+    async def _streamed(self, reply: Reply, api: Api, session: str) -> AsyncGenerator[bytes, None]:
+        stream = EventStream(self._gateway, reply, api, ended=lambda: self._keep(reply, session))
         try:
-            async with aclosing(EventStream(self._gateway, in_flight, envelope).events()) as events:
+            async with aclosing(stream.events()) as events:
                 async for event in events:
                     yield event
         finally:
-            self._gateway.release(in_flight)
-            self._charge(in_flight.key, in_flight)
+            self._gateway.release(reply.in_flight)
+            self._charge(reply.in_flight.key, reply.in_flight)
+
+    def _keep(self, reply: Reply, session: str) -> None:
+        """Remember the conversation where the client may go on from it by the answer's id."""
+        if reply.request.said:
+            conversation = Conversation(reply.in_flight.key.tenant, session, after(reply))
+            self._gateway.earlier.keep(reply.answer_ids[0], conversation)
 
     def _charge(self, key: ApiKey, in_flight: InFlight) -> None:
         self._authenticator.charge(key, len(in_flight.tokens) + in_flight.num_sampled)
 
-    def _whole(self, in_flight: InFlight, envelope: Envelope) -> bytes:
-        decode, parsed = self._gateway.tokenizer.decode, in_flight.request
-        choices = []
-        for index, answer in enumerate(in_flight.answers):
-            seen = len(answer.tokens) - answer.stopped
-            tokens, logprobs = answer.tokens[:seen], answer.logprobs[:seen]
-            if envelope.chat:
-                text, calls = in_flight.content(index, bool(parsed.prompt.tools))
-                found = responses.chat_logprobs(parsed, decode, tokens, logprobs)
-                choices.append(responses.chat_choice(envelope, index, text, calls, answer.finish, found))
-            else:
-                found = responses.text_logprobs(parsed, decode, tokens, logprobs)
-                choices.append(responses.text_choice(envelope, index, answer.text, answer.finish, found))
-        return envelope.whole(choices, responses.usage(len(in_flight.tokens), in_flight.num_sampled))
+    async def _count(self, request: Request) -> Response:
+        key: ApiKey = request.state.key
+        self._authenticator.admit(key)
+        parsed = read_count(await self._body(request), self._limits)
+        self._check_model(parsed)
+        counting = self._gateway.count(parsed, key)
+        num_tokens = await (_unless_gone(request, counting) if self._gateway.is_long(parsed) else counting)
+        return _json(msgspec.json.encode({"input_tokens": num_tokens}))
+
+    def _check_model(self, parsed: ParsedRequest) -> None:
+        if self._gateway.config.models and parsed.model not in self._models:
+            raise ApiError(404, f"The model `{parsed.model}` does not exist", param="model", code="model_not_found")
 
     async def _list_models(self, request: Request) -> Response:
         return _json(msgspec.json.encode({"object": "list", "data": [self._model(name) for name in self._models]}))
@@ -224,7 +239,7 @@ class Site:
             raise ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
         return _json(msgspec.json.encode(self._model(name)))
 
-    def _model(self, name: str) -> responses.Object:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
@@ -308,6 +323,12 @@ class Site:
         return bytes(body)
 
 
+def presented(headers: Mapping[str, str]) -> str:
+    """The credentials of a request as an Authorization header has them; Anthropic's clients send x-api-key."""
+    key = headers.get("x-api-key", "")
+    return headers.get("authorization", "") or (f"Bearer {key}" if key else "")
+
+
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
     return await unless(_disconnected(request), work, ClientDisconnect)
@@ -331,8 +352,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return _error(ApiError(status, message, code="unknown_url"))
 
 
-def _error(error: ApiError) -> Response:
-    return Response(error.body(), error.status, dict(error.headers), media_type="application/json")
+def _error(error: ApiError, api: Api = CHAT) -> Response:
+    return Response(api.error(error), error.status, dict(error.headers), media_type="application/json")
 
 
 def _json(body: bytes, status: int = 200) -> Response:

@@ -110,7 +110,9 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     num_chars: of the prompt, tools included.
     force: text the answer must begin with (a forced tool call). user: who is behind it, as the client calls them.
-    json_schema: what the answer is held to, "" for nothing.
+    json_schema: what the answer is held to, "" for nothing. apart: what the model thinks is told apart from what it says.
+    said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the session of what it goes on
+    from. echo: what the response says again.
     """
 
     prompt: Prompt
@@ -131,11 +133,19 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     force: str = ""
     tools: bool = False
     json_schema: str = ""
+    apart: bool = False
+    said: tuple[ChatMessage, ...] = ()
+    goes_on: str = ""
+    echo: Mapping[str, Any] = {}
 
 
 def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     """The request in a body of /v1/chat/completions. Raises ApiError."""
-    request = _decoded(body, _chat)
+    return parsed_chat(decoded(body, _chat), limits)
+
+
+def parsed_chat(request: ChatRequest, limits: GatewayLimits, *, apart: bool = False) -> ParsedRequest:
+    """The request as the gateway serves it. apart: what the model thinks is told apart from what it says. Raises ApiError."""
     _refuse_unserved(request)
     if not request.messages:
         raise bad("messages: got none, expected at least one", "messages")
@@ -157,12 +167,13 @@ def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:
         force=force,
         tools=bool(prompt.tools),
         json_schema=_json_schema(request, bool(prompt.tools)),
+        apart=apart,
     )
 
 
 def read_text(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     """The request in a body of /v1/completions. Raises ApiError."""
-    request = _decoded(body, _text)
+    request = decoded(body, _text)
     _refuse_unserved(request)
     if request.suffix:
         raise bad("suffix: not supported", "suffix")
@@ -238,7 +249,8 @@ _chat = msgspec.json.Decoder(ChatRequest)
 _text = msgspec.json.Decoder(TextRequest)
 
 
-def _decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
+def decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
+    """The body of a request. Raises ApiError that names the field at fault."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -1,101 +1,78 @@
 """A response in pieces: the events of a stream while its choices are sampled.
 
-Guarantees: every piece a client gets was sampled; the last events name the finish reasons, then the usage, then
-[DONE]; an engine that fails in the middle ends the stream with an error event. A tool call is sent once it is whole.
+Guarantees: every piece a client gets was sampled; the last events say why each choice ended; an engine that fails in the
+middle ends the stream with an error event. A tool call is sent once it is whole.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from actors.gateway.answering.conversation import OPEN
 from actors.gateway.answering.sample import OnText
-from actors.gateway.answering.serving import Gateway, InFlight
+from actors.gateway.answering.serving import Gateway
 from actors.gateway.answering.text import StopStrings
-from actors.gateway.http import responses
+from actors.gateway.apis.api import Api, Reply
 from actors.gateway.http.errors import ApiError
-from actors.gateway.http.responses import Envelope
 
 
 class EventStream:
-    """Events of one streamed response."""
+    """Events of one streamed response, as its API spells them. ended: called when every choice has, before it is told."""
 
-    def __init__(self, gateway: Gateway, in_flight: InFlight, envelope: Envelope) -> None:
+    def __init__(self, gateway: Gateway, reply: Reply, api: Api, ended: Callable[[], None]) -> None:
         self._gateway = gateway
-        self._in_flight = in_flight
-        self._envelope = envelope
+        self._reply = reply
+        self._ended = ended
+        self._error_event = api.error_event
+        self._writer = api.events(reply)
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._tools = bool(in_flight.request.prompt.tools)
-        self._guards = [StopStrings((OPEN,) if self._tools else ()) for _ in range(in_flight.request.choices)]
-        self._streamed = ["" for _ in range(in_flight.request.choices)]
+        stops = (OPEN,) if reply.request.prompt.tools else ()
+        self._guards = [StopStrings(stops) for _ in range(reply.request.choices)]
+        self._num_streamed = [0] * reply.request.choices  # characters
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Until the end; closing it ends the sampling."""
-        request = self._in_flight.request
         task = asyncio.create_task(self._sample())
         try:
-            if self._envelope.chat:
-                for index in range(request.choices):
-                    opening = responses.chat_delta(index, {"role": "assistant", "content": ""})
-                    yield self._envelope.event([opening])
+            for opening in self._writer.begin():
+                yield opening
             while (event := await self._events.get()) is not None:
                 yield event
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,))
-            self._gateway.release(self._in_flight)
+            self._gateway.release(self._reply.in_flight)
 
     async def _sample(self) -> None:
         try:
-            await self._gateway.answer(self._in_flight, watch=self._watch)
-            for index in range(self._in_flight.request.choices):
-                self._finish(index)
-            if self._in_flight.request.usage:
-                used = responses.usage(len(self._in_flight.tokens), self._in_flight.num_sampled)
-                self._events.put_nowait(self._envelope.event([], used))
-            self._events.put_nowait(responses.DONE)
+            await self._gateway.answer(self._reply.in_flight, watch=self._watch)
+            self._ended()
+            for index, num_streamed in enumerate(self._num_streamed):
+                text, calls = self._reply.content(index)
+                self._send(self._writer.finish(index, "" if calls else text[num_streamed:], calls))
+            self._send(self._writer.end())
         except ApiError as error:
-            self._events.put_nowait(b"data: " + error.body() + b"\n\n")
+            self._send([self._error_event(error)])
         except Exception as error:
             hidden = ApiError(500, "the server had an error while answering", kind="server_error")
-            self._events.put_nowait(b"data: " + hidden.body() + b"\n\n")
+            self._send([self._error_event(hidden)])
             raise error
         finally:
             self._events.put_nowait(None)
 
     def _watch(self, index: int) -> OnText:
+        request = self._reply.request
+
         def tell(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-            if self._in_flight.request.force:
+            if request.force:
                 return  # the answer is a tool call, sent when it is whole
-            streamed = self._guards[index].add(piece)
-            if streamed or (tokens and self._in_flight.request.logprobs):
-                self._send(index, streamed, tokens, logprobs)
+            text = self._guards[index].add(piece)
+            if text or (tokens and request.logprobs):
+                self._num_streamed[index] += len(text)
+                self._send(self._writer.text(index, text, tokens, logprobs))
 
         return tell
 
-    def _send(self, index: int, text: str, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
-        request, decode = self._in_flight.request, self._gateway.tokenizer.decode
-        self._streamed[index] += text
-        if self._envelope.chat:
-            found = responses.chat_logprobs(request, decode, tokens, logprobs)
-            choice = responses.chat_delta(index, {"content": text}, logprobs=found)
-        else:
-            found = responses.text_logprobs(request, decode, tokens, logprobs)
-            choice = responses.text_choice(self._envelope, index, text, None, found)
-        self._events.put_nowait(self._envelope.event([choice]))
-
-    def _finish(self, index: int) -> None:
-        finish = self._in_flight.answers[index].finish
-        if not self._envelope.chat:
-            choice = responses.text_choice(self._envelope, index, "", finish, None)
-            self._events.put_nowait(self._envelope.event([choice]))
-            return
-        text, calls = self._in_flight.content(index, self._tools)
-        if calls:
-            finish = "tool_calls"
-            deltas = responses.call_deltas(self._envelope, index, calls)
-            self._events.put_nowait(self._envelope.event([responses.chat_delta(index, deltas)]))
-        elif text[len(self._streamed[index]) :]:
-            self._send(index, text[len(self._streamed[index]) :])
-        last = responses.chat_delta(index, {}, finish) | {"answer_id": self._envelope.answers[index]}
-        self._events.put_nowait(self._envelope.event([last]))
+    def _send(self, events: Sequence[bytes]) -> None:
+        for event in events:
+            self._events.put_nowait(event)

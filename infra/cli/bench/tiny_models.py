@@ -83,7 +83,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "cohere": ("CohereForCausalLM", "CohereConfig", {"logit_scale": 0.1}),
     "llava": ("LlavaForConditionalGeneration", "LlavaConfig", {}),  # the demo's
-    "qwen3-vl": ("", "Qwen3VLConfig", {}),  # refused by its configuration: it needs no weights
+    "qwen2.5-vl": ("", "Qwen2_5_VLConfig", {}),  # refused by its configuration: it needs no weights
+    "qwen3-vl": ("", "Qwen3VLConfig", {}),  # likewise
 }
 
 

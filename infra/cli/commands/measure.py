@@ -84,6 +84,55 @@ def bench_gate(
     exit_with(lambda: run_gate(paths, as_json))
 
 
+def bench_learner(
+    model: Annotated[str, typer.Option(help="Folder of a model; a random Qwen3 where left out.")] = "",
+    hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 384,
+    layers: Annotated[int, typer.Option(min=1, help="Its layers.")] = 7,
+    dtype: Annotated[
+        str, typer.Option(help="float32 or bfloat16; bfloat16 on a GPU where left out, else float32.")
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a microbatch.")] = 16_384,
+    checkpointing: Annotated[bool, typer.Option(help="Compute activations again in the backward.")] = False,
+    peak: Annotated[float, typer.Option(help="TFLOP/s of the device, for a card that is not known.")] = 0.0,
+    repeat: Annotated[int, typer.Option(min=1, help="Steps timed of each.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """The learner's step beside a plain padded one on transformers: tokens a second, MFU, memory. Minutes on a CPU.
+
+    On a GPU say --hidden 2048 --layers 16, or --model with a folder.
+    """
+    from infra.cli.bench.learner import LearnerPlan
+    from infra.cli.benches import run_learner
+
+    plan = LearnerPlan(
+        model=model,
+        hidden=hidden,
+        layers=layers,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        checkpointing=checkpointing,
+        peak=peak,
+        repeat=repeat,
+    )
+    exit_with(lambda: run_learner(plan, as_json))
+
+
+def bench_life(
+    hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 9,
+    stage: Annotated[int, typer.Option(min=1, max=3, help="Of ZeRO.")] = 2,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    engine: Annotated[str, typer.Option(help="What loads the last version: torch or vllm.")] = "torch",
+    as_json: JsonOption = False,
+) -> None:
+    """Ten steps of `headrace train` on two CPU ranks, killed after a checkpoint and started again; then an engine loads the
+    last version. Minutes.
+    """
+    from infra.cli.benches import run_life
+
+    exit_with(lambda: run_life(hidden, layers, stage, dtype, engine, as_json=as_json))
+
+
 def bench_state(
     hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 9,

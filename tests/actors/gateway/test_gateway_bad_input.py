@@ -141,7 +141,7 @@ def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path
 
 def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, engine(says("slow"), token_s=0.1), limits=GatewayLimits(concurrency=2)) as served:
+        async with serving(tmp_path, engine(says("slow"), token_s=0.03), limits=GatewayLimits(concurrency=2)) as served:
             key = served.key()
             await served.keys_read()
             client = served.client(key)
@@ -182,16 +182,19 @@ def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(tm
     asyncio.run(check())
 
 
-def test_a_context_that_does_not_fit_is_told_before_the_engine_is_asked(tmp_path: Path) -> None:
+def test_an_answer_gets_the_room_that_is_left_and_a_context_that_leaves_none_is_refused(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=GatewayLimits(max_tokens=5000)) as served:
+        limits = GatewayLimits(max_tokens=5000)
+        async with serving(tmp_path, engine(lambda prompt: [120] * 5000), limits=limits) as served:
             key = served.key()
             await served.keys_read()
+            ask = served.client(key).completions.create
+            for asked in ({"max_tokens": 5000}, {}):
+                answer = await ask(model="m", prompt=[120] * 4090, **asked)  # type: ignore[call-overload]
+                assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (6, "length")
             with pytest.raises(openai.BadRequestError) as caught:
-                await served.client(key).chat.completions.create(**chat(max_tokens=4090))
+                await ask(model="m", prompt=[120] * 4096, max_tokens=1)
             assert caught.value.code == "context_length_exceeded"
-            answer = await served.client(key).chat.completions.create(**chat())
-            assert answer.choices[0].finish_reason == "stop", "no limit named: what fits"
 
     asyncio.run(check())
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.answering.conversation import MAX_DEPTH, read_calls
+from actors.gateway.answering.conversation import MAX_DEPTH, Prompt, read_calls
 from actors.gateway.answering.serving import CHARS_PER_TOKEN
 from actors.gateway.answering.sessions import HeldSession, Sessions, held
 from actors.gateway.config import GatewayLimits
@@ -206,9 +206,12 @@ def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_
     sessions.keep("s", one)
     following, other = Message(role="user", content="and?"), Message(role="user", content="Ho")
     rendered = [1, 2, 4, 3, 9, 5, 6]
-    assert sessions.prompt("s", (*plain, following), rendered, ByteTokenizer()) == ([1, 2, 3, 9, 5, 6], 4)
-    assert sessions.prompt("s", (other, plain[1], following), rendered, ByteTokenizer()) == (rendered, 0)
-    assert sessions.prompt("s", plain, rendered, ByteTokenizer()) == (rendered, 0)
+    for said, expected in (
+        ((*plain, following), ([1, 2, 3, 9, 5, 6], 4)),
+        ((other, plain[1], following), (rendered, 0)),
+        (plain, (rendered, 0)),
+    ):
+        assert sessions.prompt("s", Prompt(plain=said), rendered, ByteTokenizer()) == expected
 
 
 @pytest.mark.parametrize("train", ["yes", "no"])

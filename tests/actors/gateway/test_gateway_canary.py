@@ -12,8 +12,11 @@ from openai import AsyncOpenAI
 from starlette.responses import StreamingResponse
 
 from actors.config import CanaryConfig, GateConfig, PeopleConfig
+from actors.gateway.apis.completions import CHAT, TEXT
+from actors.gateway.apis.messages import error_event
 from actors.gateway.canary import Canary, place_of
 from actors.gateway.config import CanaryShare, GatewayConfig
+from actors.gateway.http.errors import bad
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
@@ -167,8 +170,8 @@ def test_anything_but_an_answer_is_no_answer(status: int) -> None:
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(canary.watch())
             await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-            assert await canary.answer("/v1/completions", {}, b"{}", stream=False) is None
-            assert await canary.answer("/v1/completions", {}, b"{}", stream=True) is None
+            assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
+            assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=True) is None
             watching.cancel()
         assert [value for name, value in metrics.counters().items() if f"status {status}" in name] == [2.0]
         await canary.close()
@@ -191,8 +194,8 @@ def test_a_connection_that_is_closed_as_it_is_made_costs_nobody_an_answer_and_en
         canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
         watching = asyncio.create_task(canary.watch())
         await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-        assert await canary.answer("/v1/completions", {}, b"{}", stream=False) is None
-        assert await canary.answer("/v1/completions", {}, b"{}", stream=True) is None
+        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
+        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=True) is None
         closing = True
         await until(lambda: watching.done() or metrics.gauges().get("canary_there") == 0.0)
         assert not watching.done()
@@ -214,9 +217,19 @@ OPENING, WORD, FAULT = b'data: {"role": 1}\n\n', b'data: {"content": 1}\n\n', b'
         ([OPENING, WORD[:-1]], False),
         ([OPENING, FAULT], False),
         ([FAULT], False),
+        ([OPENING, error_event(bad("x"))], False),
         ([], False),
     ],
-    ids=["whole", "in pieces", "opening only", "half a word", "fault after the opening", "fault", "nothing"],
+    ids=[
+        "whole",
+        "in pieces",
+        "opening only",
+        "half a word",
+        "fault after the opening",
+        "fault",
+        "another fault",
+        "nothing",
+    ],
 )
 @pytest.mark.parametrize("ends", ["closes", "breaks", "hangs"])
 def test_a_stream_that_breaks_before_its_first_word_is_answered_by_this_gateway(
@@ -245,7 +258,7 @@ def test_a_stream_that_breaks_before_its_first_word_is_answered_by_this_gateway(
         canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
         watching = asyncio.create_task(canary.watch())
         await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-        response = await canary.answer("/v1/chat/completions", {}, b"{}", stream=True, openings=1)
+        response = await canary.answer("/v1/chat/completions", {}, b"{}", api=CHAT, stream=True)
         assert (response is not None) == whole
         if isinstance(response, StreamingResponse):
             told = [bytes(piece) async for piece in response.body_iterator if not isinstance(piece, str)]
@@ -274,7 +287,7 @@ def test_a_canary_that_falls_silent_is_let_go_as_soon_as_it_is_missed() -> None:
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(canary.watch())
             await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-            waiting = group.create_task(canary.answer("/v1/completions", {}, b"{}", stream=False))
+            waiting = group.create_task(canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False))
             await asyncio.sleep(0)
             assert not waiting.done()
             alive = False
@@ -292,7 +305,7 @@ def test_a_gateway_that_is_no_canary_is_never_asked_so_nothing_goes_round_in_cir
         watching = asyncio.create_task(canary.watch())
         await until(lambda: "canary_there" in metrics.gauges())
         assert metrics.gauges()["canary_there"] == 0.0
-        assert await canary.answer("/v1/completions", {}, b"{}", stream=False) is None
+        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
         watching.cancel()
         await canary.close()
 

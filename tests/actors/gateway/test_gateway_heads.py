@@ -15,6 +15,7 @@ from tests.actors.gateway.gateway_rig import Served, engine, says, serving
 from tests.actors.rig import until
 
 LONG = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * (MAX_HEAD_BYTES + 1)
+SHORT_S = 0.1
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -55,7 +56,7 @@ def test_a_head_that_cannot_be_read_is_an_error_object_and_a_counter_and_the_con
 ) -> None:
     async def check() -> None:
         async with (
-            serving(tmp_path, limits=GatewayLimits(body_s=0.3)) as served,
+            serving(tmp_path, limits=GatewayLimits(body_s=SHORT_S if code == "timeout" else 60.0)) as served,
             connection(served) as (reader, writer),
         ):
             for _ in range(before):
@@ -75,9 +76,9 @@ def test_a_head_that_cannot_be_read_is_an_error_object_and_a_counter_and_the_con
 @pytest.mark.parametrize("behind", [LONG, HEALTH[:-4]], ids=["too long", "never whole"])
 def test_no_answer_is_cut_off_for_the_head_behind_it(tmp_path: Path, behind: bytes) -> None:
     async def check() -> None:
-        sampler = engine(says("x" * 60), token_s=0.02)
+        sampler = engine(says("x" * 60), token_s=0.004)
         async with (
-            serving(tmp_path, sampler, limits=GatewayLimits(body_s=0.3)) as served,
+            serving(tmp_path, sampler, limits=GatewayLimits(body_s=SHORT_S)) as served,
             connection(served) as (reader, writer),
         ):
             key = served.key()
@@ -198,7 +199,7 @@ def test_an_answer_is_whole_where_the_request_behind_it_has_trailers(tmp_path: P
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_request_that_goes_on_behind_its_answer_has_a_bound_of_bytes_and_of_time(tmp_path: Path, ends: bool) -> None:
     async def check() -> None:
-        async with serving(tmp_path, limits=GatewayLimits(body_s=0.3)) as served:
+        async with serving(tmp_path, limits=GatewayLimits(body_s=SHORT_S)) as served:
             async with connection(served) as (reader, writer):
                 writer.write(post("/no-such-thing", "") + CHUNKED)
                 assert (await told(reader))[0] == 404
@@ -219,7 +220,7 @@ def test_a_request_that_goes_on_behind_its_answer_has_a_bound_of_bytes_and_of_ti
 def test_line_ends_alone_keep_no_connection(tmp_path: Path) -> None:
     async def check() -> None:
         async with (
-            serving(tmp_path, limits=GatewayLimits(body_s=0.3)) as served,
+            serving(tmp_path, limits=GatewayLimits(body_s=SHORT_S)) as served,
             connection(served) as (reader, writer),
         ):
             writer.write(HEALTH)

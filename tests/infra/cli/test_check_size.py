@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from infra.cli.needs import LearnerPlan, learner_state
+from infra.cli.settings import load_settings
 from infra.cli.size import Machine, estimate
 from infra.model.size import model_size
 from tests.contracts.test_learner import batch, opened
 from tests.infra.cli.test_check_command import check
 from tests.infra.tiny_families import build_family
 from tests.peak import PEAK_MB
+from trainer.config import LoraConfig
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -86,11 +88,42 @@ def test_predicted_bytes_of_weights_gradients_and_optimizer_are_those_a_learner_
     assert published == model_size(folder).published * (4 if dtype == "float32" else 2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_an_adapter_the_base_has_weights_alone_and_the_adapter_all_the_rest(tmp_path: Path, dtype: str) -> None:
+    from infra.cli.settings import load_settings
+
+    folder = build_family(tmp_path / "qwen3", "qwen3")
+    learner = opened("trainer.learners.torch:TorchLearner", str(folder), dtype=dtype, lora=LoraConfig(rank=4))
+    learner.step(batch(0), learning_rate=1e-3, seed=0)
+    app = app_of(tmp_path, str(folder), "[trainer.lora]\nrank = 4")
+    settings = load_settings(app, [f'trainer.dtype="{dtype}"'])
+    found = estimate(settings, Machine(gpu=80e9, host=2e12, shm=1e11, step_s=120.0))
+    rows = {row.what: row.num_bytes for row in found.learner.gpu if not row.is_rough}
+    masters = sum(one.nbytes for one in learner._masters.values())
+    assert rows.pop("weights") == sum(one.nbytes for one in learner._model.module.parameters())
+    assert rows == {"gradients": masters, "moments": 2 * masters} | ({"masters": masters} if dtype != "float32" else {})
+    published = sum(tensor.num_bytes for tensor in learner.tensors().values())
+    assert found.version.anchor_bytes == published * found.version.versions
+    saved = sum(one.num_bytes for name, one in learner.save().items() if one.shape and name != "adapter")
+    assert saved == 12 * found.size.trained
+
+
 def test_every_rank_of_zero_3_holds_its_share(tmp_path: Path) -> None:
     size = model_size(CONFIGS / "qwen3-8b")
     plan = LearnerPlan(ranks=8, stage=3, dtype="bfloat16", tokens=1024, recomputes=True)
     rows = {row.what: row.num_bytes for row in learner_state(size, plan)}
     assert rows["weights"] == size.trained * 2 / 8 and rows["moments"] == size.trained * 8 / 8
+
+
+def test_ranks_that_share_rows_hold_their_part_of_a_microbatch(tmp_path: Path) -> None:
+    learner = 'ranks = 4\nlearner = { use = "trainer.learners.deepspeed:DeepSpeedLearner", options = {%s} }'
+    found = [
+        estimate(
+            load_settings(app_of(tmp_path, "qwen3-8b", learner % one), []), Machine(80e9, 500e9, 1e9, 10.0)
+        ).plan.tokens
+        for one in ("stage = 3", "stage = 3, sequence_parallel = 4")
+    ]
+    assert found == [16384, 4096]
 
 
 def test_what_will_not_fit_names_the_setting_and_with_that_setting_it_fits(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from infra.cli.main import app
 from infra.local.address import BrokerPorts
 from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
+from tests.infra.tiny_families import build_family
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Position
 
@@ -74,6 +75,26 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(started):
     write(started, 4, {"model/head": tensor(2, 4)})
     code, said = check(started)
     assert code == 2 and "head is (2, 4), policy.model has (2, 3)" in said and "another name in `run`" in said
+
+
+def test_a_checkpoint_of_other_adapters_is_refused_with_the_way_out(started):
+    words = "a run keeps what it trains; expected the settings it was made with, or another name in `run`"
+    for lora, state, told in (
+        ("\n[trainer.lora]\nrank = 8", {}, "is of full weights, the settings ask for an adapter of rank 8"),
+        ("", {"model/q.lora_A.weight": tensor(4, 3)}, "is of an adapter of rank 4, the settings ask for full weights"),
+        ("\n[trainer.lora]\nrank = 8", {"model/q.lora_A.weight": tensor(4, 3)}, "of rank 4, the settings ask for"),
+    ):
+        if state:
+            write(started, 4, state)
+        code, said = check(started, lora)
+        assert code == 2 and told in said and words in said, said
+    assert check(started, "\n[trainer.lora]\nrank = 4")[0] == 0
+
+
+def test_a_target_that_the_model_does_not_have_is_refused_before_anything_starts(tmp_path):
+    build_family(tmp_path / "model", "qwen3_moe")
+    code, said = check(tmp_path, '\n[trainer.lora]\ntargets = ["q_proj", "up_proj"]')
+    assert code == 2 and 'trainer.lora.targets: got "up_proj", which names no module' in said, said
 
 
 def test_a_critic_that_no_loss_wants_is_refused(started):

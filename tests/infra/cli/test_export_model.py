@@ -26,6 +26,7 @@ from schemas.errors import ConfigError, PolicyRefused
 from tests.contracts.test_learner import batch, opened
 from tests.eye_model import build_eye_model
 from tests.infra.tiny_families import build_family
+from trainer.config import LoraConfig
 
 SMALL = Size(hidden=32, layers=1)
 
@@ -101,6 +102,53 @@ def test_plain_transformers_loads_an_exported_version_and_gives_the_probes_logpr
         assert logprobs.tolist() == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 0.25)
     assert AutoTokenizer.from_pretrained(out, local_files_only=True).chat_template
     assert GenerationConfig.from_pretrained(out, local_files_only=True).eos_token_id == [2, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen3_moe", "bfloat16")])
+def test_an_adapter_is_merged_into_its_base_or_written_as_peft_writes_it(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    from peft import PeftModel
+
+    build_family(tmp_path / "base", family)
+    build_family(tmp_path / "other", family, seed=1)
+    learner = opened(
+        "trainer.learners.torch:TorchLearner", str(tmp_path / "base"), dtype=dtype, lora=LoraConfig(rank=4)
+    )
+    learner.step(batch(0), learning_rate=1e-2, seed=0)
+    probe = learner.probe(((1, *range(20, 40)), (1, 7, 9)))
+    store = MemoryStore()
+    new = NewVersion(policy="main", token=3, version=7, parent=-1, step=7, adapter=learner.adapter)
+    event = publish(store, new, learner.tensors(), previous=None, probe=probe)
+    settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
+    export(store, event, settings, tmp_path / "whole", about(event))
+    export(store, event, settings, tmp_path / "alone", about(event), alone=True)
+    kind = AutoModelForCausalLM
+    plain, loading = kind.from_pretrained(tmp_path / "whole", local_files_only=True, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and str(plain.dtype) == f"torch.{dtype}"
+    adapted = PeftModel.from_pretrained(load_model(tmp_path / "base", dtype=dtype), str(tmp_path / "alone")).eval()
+    for model in (plain, adapted):
+        for tokens, expected in zip(probe.sequences, probe.logprobs, strict=True):
+            ids = torch.tensor([tokens])
+            logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1)
+            got = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+            assert got == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 0.5)
+    told = msgspec.json.decode((tmp_path / "alone" / ABOUT).read_bytes(), type=ExportedPolicy)
+    assert told.adapter == learner.adapter and not (tmp_path / "alone" / "config.json").exists()
+    elsewhere = Settings(app="t", policy=PolicyConfig(model="other"), folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"policy.model: version 7 is an adapter of base .*expected the model it was"):
+        export(store, event, elsewhere, tmp_path / "wrong", about(event))
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_whole_weights_are_no_adapter_to_export(tmp_path: Path) -> None:
+    store = MemoryStore()
+    new = NewVersion(policy="main", token=3, version=7, parent=-1, step=7)
+    event = publish(store, new, {"w": from_numpy(np.ones(4, np.float32))}, previous=None, probe=None)
+    settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
+    with pytest.raises(ConfigError, match="--adapter: version 7 is full weights"):
+        export(store, event, settings, tmp_path / "v7", about(event), alone=True)
 
 
 def test_a_folder_that_holds_anything_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.ranks import RankGroup, rank_of, run_ranks
+from infra.local.ranks import RankGroup, adopt_slurm, rank_of, run_ranks
+from schemas.errors import ConfigError
 
 # Every rank writes its pid; then rank 0 does what the first argument says, the others wait to be ended.
 SCRIPT = """
@@ -103,3 +104,31 @@ def test_a_stop_ends_the_group_also_where_nobody_listens(tmp_path: Path) -> None
 def test_a_rank_is_what_a_launcher_says() -> None:
     assert rank_of({}) is None
     assert rank_of({"WORLD_SIZE": "2", "RANK": "1"}) == 1
+
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
+MASTER = {"MASTER_ADDR": "node-1", "MASTER_PORT": "29501"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "local"), [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "0,1"}, "1"), ({"CUDA_VISIBLE_DEVICES": "3"}, "0")]
+)
+def test_what_srun_says_of_a_rank_has_the_names_that_torch_knows(visible: dict[str, str], local: str) -> None:
+    found = {**SRUN, **MASTER, **visible}
+    adopt_slurm(found)
+    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": local
+    }  # fmt: skip
+    assert rank_of(found) == 9
+
+
+def test_torchrun_below_srun_and_a_task_alone_keep_what_they_have() -> None:
+    for given in ({**SRUN, "WORLD_SIZE": "4", "RANK": "3"}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, {}):
+        found = dict(given)
+        adopt_slurm(found)
+        assert found == given
+
+
+def test_srun_without_an_address_of_rank_0_is_refused() -> None:
+    with pytest.raises(ConfigError, match="MASTER_PORT: missing, with 16 tasks of srun; expected the host of rank 0"):
+        adopt_slurm({**SRUN, "MASTER_ADDR": "node-1"})

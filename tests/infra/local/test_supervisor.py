@@ -100,7 +100,8 @@ def test_a_mistake_of_a_child_that_has_run_is_tried_again_for_ever(tmp_path: Pat
     events: list[ChildEvent] = []
 
     async def run() -> None:
-        async with Supervisor([script("train", tmp_path, code, mistakes=(2,), max_failures=1)], events.append) as both:
+        child = script("train", tmp_path, code, mistakes=(2,), max_failures=1, max_backoff_s=0.4)
+        async with Supervisor([child], events.append) as both:
             await both.wait()
             assert both.states["train"].exit_code == 0 and not both.states["train"].given_up
 

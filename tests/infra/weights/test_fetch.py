@@ -329,7 +329,7 @@ FORGERIES: dict[str, tuple[Callable[[PolicyManifest], PolicyManifest], str]] = {
     "no tensors": (lambda manifest: msgspec.structs.replace(manifest, tensors=()), "empty"),
     "twice": (lambda m: msgspec.structs.replace(m, tensors=(*m.tensors, m.tensors[0])), "twice"),
     "no sources": (lambda manifest: msgspec.structs.replace(manifest, sources=()), "no anchor"),
-    "newer format": (lambda manifest: msgspec.structs.replace(manifest, format=2), "upgrade headrace"),
+    "newer format": (lambda manifest: msgspec.structs.replace(manifest, format=3), "upgrade headrace"),
     "foreign object": (
         lambda m: msgspec.structs.replace(
             m, sources=(msgspec.structs.replace(m.sources[0], shards=(Shard("keys/tenant", "0", 1),)),)

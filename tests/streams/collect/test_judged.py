@@ -8,12 +8,12 @@ import pytest
 
 from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Closure, Experience, Feedback
+from schemas.experience import MAX_MEMBERS
+from schemas.wire.block import blocks_of
 from schemas.withdrawal import is_withdrawal
 from streams.collect.decision import (
-    MAX_BLOCK_EXPERIENCES,
     Decision,
     Folded,
-    blocks_of,
     dead_letter,
     mean_reward,
     trial_of,
@@ -39,7 +39,7 @@ def test_a_dead_letter_says_where_it_lay_and_holds_no_more_than_64_kib() -> None
 
 
 def test_blocks_are_of_one_group_each_in_order_and_of_a_bounded_size() -> None:
-    many = [answer("a.0", number, size=200) for number in range(MAX_BLOCK_EXPERIENCES + 1)]
+    many = [answer("a.0", number, size=200) for number in range(MAX_MEMBERS + 1)]
     blocks = blocks_of([many[0], answer("b.0", 0), *many[1:]])
     assert [(one.group, len(one.experiences)) for one in blocks] == [("a.0", 64), ("a.0", 1), ("b.0", 1)]
     assert [one.episode for one in blocks[0].experiences] == list(range(64)) and blocks_of([]) == ()

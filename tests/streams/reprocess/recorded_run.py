@@ -32,7 +32,7 @@ ASKED: list[str] = []
 
 
 @score(version=1)
-def judge(experience: Experience, *, strict: float = 0.5) -> Verdict:
+async def judge(experience: Experience, *, strict: float = 0.5) -> Verdict:
     """An outside verdict: what was asked is counted."""
     ASKED.append(experience.id)
     if experience.id.endswith("-3-0") and "t7" in experience.id:
@@ -41,7 +41,7 @@ def judge(experience: Experience, *, strict: float = 0.5) -> Verdict:
 
 
 @processor(version=1)
-def not_third(experience: Experience, *, episode: int = 3) -> Experience | Drop:
+async def not_third(experience: Experience, *, episode: int = 3) -> Experience | Drop:
     return Drop("third") if experience.episode == episode and "t1" in experience.group else experience
 
 

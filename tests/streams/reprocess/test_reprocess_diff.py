@@ -1,6 +1,5 @@
 """reprocess: the same configuration gives what is recorded, to the bit; another shows what it would have changed."""
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ from schemas import Block, DropMarker, Experience, encode
 from schemas.errors import ConfigError
 from schemas.topics import ALL, BUFFER, EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, FilterConfig, ProcessorConfig, RewardConfig, ScoreConfig, Switch, VerifyConfig
+from tests.simulator.virtual_loop import run_virtual
 from tests.streams.deliveries import values
 from tests.streams.reprocess.recorded_run import ASKED, CONFIG, MODULE, changes, recorded_log, run
 
@@ -33,7 +33,7 @@ def test_the_same_configuration_and_versions_give_what_is_recorded(tmp_path: Pat
         assert not ASKED, "a verdict that is on record was asked for again"
         assert await sizes(log) == before, "the app that is read was written to"
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_any_part_of_the_log_gives_what_is_recorded_of_it(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_any_part_of_the_log_gives_what_is_recorded_of_it(tmp_path: Path) -> Non
             assert report.is_same and report.unrecorded == 0, (stage, start, report.changes)
             assert report.records > 0
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_scores_are_asked_for_again_when_told_to_or_when_their_options_changed(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_scores_are_asked_for_again_when_told_to_or_when_their_options_changed(t
         example = found.changes[0].examples[0]
         assert float(example.new) == float(example.old) / 2 > 0
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 @score(version=1)
-def judge_rewritten(experience: Experience, *, strict: float = 0.5) -> Verdict:
+async def judge_rewritten(experience: Experience, *, strict: float = 0.5) -> Verdict:
     """Otherwise than `recorded_run.judge`, under the same version."""
     return Verdict(value=1.0, model="judge-1")
 
@@ -86,7 +86,7 @@ def test_a_score_whose_code_changed_under_the_same_version_is_reused_and_the_rep
         again = await run(log, "verify", msgspec.structs.replace(CONFIG, score=(rewritten,)), rescore=True)
         assert again.other_code == {} and not again.is_same
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_processor_more_or_less_shows_what_it_drops_by_reason(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_processor_more_or_less_shows_what_it_drops_by_reason(tmp_path: Path) 
         assert others == [(("dropped for another reason", "score failed"), 1)]
         assert shorter.changes[0].examples[0].old == "kept"
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_another_reward_shows_who_would_be_rewarded_and_left_out_otherwise(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_another_reward_shows_who_would_be_rewarded_and_left_out_otherwise(tmp_p
         more = await run(log, "collect", msgspec.structs.replace(CONFIG, collect=equal))
         assert "no longer made" in {kind for kind, _ in changes(more)}
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_what_the_workers_have_not_reached_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_the_workers_have_not_reached_is_left_out_and_counted(tmp_path: Pat
         report = await run(log, "verify")
         assert report.is_same and report.behind == 3
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_tampered_record_is_found(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_tampered_record_is_found(tmp_path: Path) -> None:
         report = await run(log, "collect")
         assert changes(report) == {("other advantage", ""): len(block.experiences)}
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 @pytest.mark.parametrize(
@@ -168,4 +168,4 @@ def test_an_order_that_cannot_hold_is_one_clear_line(tmp_path: Path, fields: dic
         with pytest.raises(ConfigError, match=words):
             await run(log, "verify", **fields)
 
-    asyncio.run(main())
+    run_virtual(main())

@@ -1,6 +1,5 @@
 """A counterfactual written to another app: what verify and collect would have made, ready for a trainer."""
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
 from streams.processors.dedupe import dedupe_key
 from streams.reprocess.letters import redeliver
 from streams.reprocess.ranges import LogPlace, ranges_of
+from tests.simulator.virtual_loop import run_virtual
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import values
 from tests.streams.memory_worker import settled, working
@@ -55,7 +55,7 @@ def test_verify_and_collect_published_unchanged_make_the_same_buffer(tmp_path: P
         assert await buffered(third) == await buffered(log)
         assert await closures(third) == await closures(log)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_counterfactual_holds_what_the_other_configuration_makes(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_counterfactual_holds_what_the_other_configuration_makes(tmp_path: Pat
         assert "third" not in stubs
         assert "third" in {one.reason for one in await values(log, VERIFIED) if isinstance(one, DropMarker)}
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_an_app_that_is_read_or_was_written_to_is_refused(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_an_app_that_is_read_or_was_written_to_is_refused(tmp_path: Path) -> Non
             with pytest.raises(ConfigError, match=words):
                 await run(log, stage, publish=target, diff=False)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 async def whole(log: Log) -> list:  # type: ignore[type-arg]
@@ -119,7 +119,7 @@ def test_letters_that_decode_go_back_once_and_others_stay(tmp_path: Path) -> Non
             await settled(log)
         assert "new.0.0-0-0" in await buffered(log)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_letter_that_was_cut_is_taken_from_the_log_while_it_is_kept(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_letter_that_was_cut_is_taken_from_the_log_while_it_is_kept(tmp_path: 
         again = await redeliver(log, await whole(log), lambda count: None)
         assert any("was cut" in one for one in again.examples)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_redelivered_record_is_no_duplicate_of_its_failed_self(tmp_path: Path) -> None:
@@ -156,4 +156,4 @@ def test_a_redelivered_record_is_no_duplicate_of_its_failed_self(tmp_path: Path)
             await settled(log)
         assert len(await values(log, VERIFIED)) > before
 
-    asyncio.run(main())
+    run_virtual(main())

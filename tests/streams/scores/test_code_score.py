@@ -29,7 +29,7 @@ def code() -> Code:
 @pytest.fixture(scope="module")
 def hasty() -> Code:
     sandbox_or_skip()
-    return Code(limits={"wall_s": 2.0})
+    return Code(limits={"wall_s": 1.0})
 
 
 RIGHT = [

@@ -1,0 +1,74 @@
+"""An API that clients speak: how its requests are read, and how answers, events and errors are spelled in it."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from actors.gateway.answering.conversation import Called
+from actors.gateway.answering.earlier import Conversation
+from actors.gateway.answering.sample import Decode
+from actors.gateway.answering.serving import InFlight
+from actors.gateway.config import GatewayLimits
+from actors.gateway.http.errors import ApiError
+from actors.gateway.http.requests import ParsedRequest
+
+Recall = Callable[[str], Conversation | None]  # the conversation that ends with an answer, by the answer's id
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer is spelled from. created: seconds of the epoch. version: of the policy when the request began."""
+
+    in_flight: InFlight
+    decode: Decode
+    created: int
+    version: int
+
+    @property
+    def request(self) -> ParsedRequest:
+        """What was asked."""
+        return self.in_flight.request
+
+    @property
+    def answer_ids(self) -> Sequence[str]:
+        """The id of each choice, which feedback names."""
+        return self.in_flight.answer_ids
+
+    def content(self, index: int) -> tuple[str, list[Called]]:
+        """Text and tool calls of a choice that has ended."""
+        return self.in_flight.content(index, bool(self.request.prompt.tools))
+
+    def call_id(self, index: int, at: int) -> str:
+        """The id of a tool call of a choice."""
+        return f"call_{self.answer_ids[index].removeprefix('hr-')}_{at}"
+
+
+class EventWriter(Protocol):
+    """Spells the events of one streamed response, in their order. Each method returns whole events."""
+
+    def begin(self) -> list[bytes]:
+        """Before anything was sampled."""
+
+    def text(self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
+        """The next text of a choice, and the tokens it was decoded from."""
+
+    def finish(self, index: int, rest: str, calls: Sequence[Called]) -> list[bytes]:
+        """A choice has ended. rest: its text that was held back."""
+
+    def end(self) -> list[bytes]:
+        """Every choice has ended."""
+
+
+class Api(msgspec.Struct, frozen=True, kw_only=True):
+    """One API.
+
+    read: given the body, what a request may ask for, and the conversations known here. error: the body of a refusal.
+    error_event: of a stream that breaks off. openings: events of a stream before its first word, for so many choices.
+    """
+
+    read: Callable[[bytes, GatewayLimits, Recall], ParsedRequest]
+    whole: Callable[[Reply], bytes]
+    events: Callable[[Reply], EventWriter]
+    error: Callable[[ApiError], bytes]
+    error_event: Callable[[ApiError], bytes]
+    openings: Callable[[int], int]

@@ -1,0 +1,180 @@
+"""OpenAI's Chat Completions and Completions: the objects and events a client expects. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from actors.gateway.answering.conversation import Called
+from actors.gateway.answering.sample import Decode
+from actors.gateway.apis.api import Api, Reply
+from actors.gateway.http.errors import ApiError
+from actors.gateway.http.requests import ParsedRequest, read_chat, read_text
+
+Object = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
+
+
+class CompletionEvents:
+    """See EventWriter. chat: of a chat completion, else of a completion. A tool call is one event, sent once it is whole."""
+
+    def __init__(self, reply: Reply, *, chat: bool) -> None:
+        self._reply = reply
+        self._chat = chat
+
+    def begin(self) -> list[bytes]:
+        """A chat says whose turn it is."""
+        choices = range(self._reply.request.choices) if self._chat else ()
+        return [self._event([_delta(index, {"role": "assistant", "content": ""})]) for index in choices]
+
+    def text(self, index: int, text: str, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
+        """A piece, with its logprobs where they were asked for."""
+        request, decode = self._reply.request, self._reply.decode
+        if self._chat:
+            found = _chat_logprobs(request, decode, tokens, logprobs)
+            return [self._event([_delta(index, {"content": text}, logprobs=found)])]
+        found = _text_logprobs(request, decode, tokens, logprobs)
+        return [self._event([_text_choice(self._reply, index, text, None, found)])]
+
+    def finish(self, index: int, rest: str, calls: Sequence[Called]) -> list[bytes]:
+        """What was held back, the calls, and why it ended."""
+        finish = self._reply.in_flight.answers[index].finish
+        events = self.text(index, rest) if rest else []
+        if not self._chat:
+            return [*events, self._event([_text_choice(self._reply, index, "", finish, None)])]
+        if calls:
+            finish = "tool_calls"
+            deltas = [{"index": at, **_call(self._reply, index, at, call)} for at, call in enumerate(calls)]
+            events.append(self._event([_delta(index, {"tool_calls": deltas})]))
+        last = _delta(index, {}, finish) | {"answer_id": self._reply.answer_ids[index]}
+        return [*events, self._event([last])]
+
+    def end(self) -> list[bytes]:
+        """The usage where it was asked for, and the end."""
+        used = [self._event([], _usage(self._reply))] if self._reply.request.usage else []
+        return [*used, DONE]
+
+    def _event(self, choices: Sequence[Object], usage: Object | None = None) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        more = {} if usage is None else {"usage": usage}
+        return b"data: " + msgspec.json.encode({**_head(self._reply, kind), "choices": choices, **more}) + b"\n\n"
+
+
+def whole_chat(reply: Reply) -> bytes:
+    """A chat completion."""
+    return _whole(reply, "chat.completion", [_chat_choice(reply, index) for index in range(reply.request.choices)])
+
+
+def whole_text(reply: Reply) -> bytes:
+    """A completion."""
+    choices = []
+    for index, answer in enumerate(reply.in_flight.answers):
+        found = _text_logprobs(reply.request, reply.decode, *_seen(reply, index))
+        choices.append(_text_choice(reply, index, answer.text, answer.finish, found))
+    return _whole(reply, "text_completion", choices)
+
+
+def error_event(error: ApiError) -> bytes:
+    """How a stream says that it breaks off."""
+    return b"data: " + error.body() + b"\n\n"
+
+
+CHAT = Api(
+    read=lambda body, limits, recall: read_chat(body, limits),
+    whole=whole_chat,
+    events=lambda reply: CompletionEvents(reply, chat=True),
+    error=ApiError.body,
+    error_event=error_event,
+    openings=lambda choices: choices,
+)
+TEXT = Api(
+    read=lambda body, limits, recall: read_text(body, limits),
+    whole=whole_text,
+    events=lambda reply: CompletionEvents(reply, chat=False),
+    error=ApiError.body,
+    error_event=error_event,
+    openings=lambda choices: 0,
+)
+
+
+def _whole(reply: Reply, kind: str, choices: Sequence[Object]) -> bytes:
+    return msgspec.json.encode({**_head(reply, kind), "choices": choices, "usage": _usage(reply)})
+
+
+def _head(reply: Reply, kind: str) -> Object:
+    return {
+        "id": reply.answer_ids[0],
+        "object": kind,
+        "created": reply.created,
+        "model": reply.request.model,
+        "system_fingerprint": f"v{reply.version}",
+    }
+
+
+def _usage(reply: Reply) -> Object:
+    num_prompt, num_sampled = len(reply.in_flight.tokens), reply.in_flight.num_sampled
+    total = num_prompt + num_sampled
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": total}
+
+
+def _chat_choice(reply: Reply, index: int) -> Object:
+    content, calls = reply.content(index)
+    message: Object = {"role": "assistant", "content": content if content or not calls else None}
+    if calls:
+        message["tool_calls"] = [_call(reply, index, at, call) for at, call in enumerate(calls)]
+    return {
+        "index": index,
+        "message": message,
+        "finish_reason": "tool_calls" if calls else reply.in_flight.answers[index].finish,
+        "logprobs": _chat_logprobs(reply.request, reply.decode, *_seen(reply, index)),
+        "answer_id": reply.answer_ids[index],
+    }
+
+
+def _seen(reply: Reply, index: int) -> tuple[Sequence[int], Sequence[float]]:
+    """Tokens and logprobs of a choice, without the stop token."""
+    answer = reply.in_flight.answers[index]
+    seen = len(answer.tokens) - answer.stopped
+    return answer.tokens[:seen], answer.logprobs[:seen]
+
+
+def _delta(index: int, delta: Object, finish: str | None = None, logprobs: Object | None = None) -> Object:
+    """A choice of one piece of a chat completion."""
+    return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+
+
+def _text_choice(reply: Reply, index: int, text: str, finish: str | None, logprobs: Object | None) -> Object:
+    """A choice of a completion, whole or in a piece."""
+    answer = {"answer_id": reply.answer_ids[index]} if finish else {}
+    return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs, **answer}
+
+
+def _chat_logprobs(
+    request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
+) -> Object | None:
+    """logprobs of a chat completion; of alternatives only the chosen one is known."""
+    if not request.logprobs:
+        return None
+    entries = []
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        text = decode((token,))
+        one = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        entries.append({**one, "top_logprobs": [one] if request.top_logprobs else []})
+    return {"content": entries, "refusal": None}
+
+
+def _text_logprobs(
+    request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
+) -> Object | None:
+    """logprobs of a completion."""
+    if not request.logprobs:
+        return None
+    texts = [decode((token,)) for token in tokens]
+    offsets = [sum(len(text) for text in texts[:at]) for at in range(len(texts))]
+    top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)] if request.top_logprobs else None
+    return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": top, "text_offset": offsets}
+
+
+def _call(reply: Reply, index: int, at: int, call: Called) -> Object:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": reply.call_id(index, at), "type": "function", "function": function}

@@ -1,0 +1,193 @@
+"""Anthropic's Messages API: the message, the events and the errors that its clients expect. Pure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.gateway.answering.conversation import Called
+from actors.gateway.answering.text import ThoughtSplitter
+from actors.gateway.apis.api import Api, Reply
+from actors.gateway.apis.messages_request import MessagesRequest, chat_request
+from actors.gateway.config import GatewayLimits
+from actors.gateway.http.errors import ApiError, bad
+from actors.gateway.http.requests import ParsedRequest, decoded, parsed_chat
+
+Object = dict[str, Any]
+_KINDS: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def read_messages(body: bytes, limits: GatewayLimits) -> ParsedRequest:
+    """The request in a body of /v1/messages. Raises ApiError."""
+    request = decoded(body, _messages)
+    if request.max_tokens is None:
+        raise bad("max_tokens: missing, expected a whole number of 1 or more", "max_tokens")
+    return _parsed(request, limits)
+
+
+def read_count(body: bytes, limits: GatewayLimits) -> ParsedRequest:
+    """The request in a body of /v1/messages/count_tokens. Raises ApiError."""
+    return _parsed(decoded(body, _messages), limits)
+
+
+def whole(reply: Reply) -> bytes:
+    """A message."""
+    text, calls = reply.content(0)
+    thought, said = "", text
+    if reply.request.apart:
+        splitter = ThoughtSplitter()
+        thought, said = (first + last for first, last in zip(splitter.add(text), splitter.flush(), strict=True))
+    blocks: list[Object] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
+    blocks += [{"type": "text", "text": said}] if said else []
+    blocks += [_use(reply, at, call) | {"input": _input(call)} for at, call in enumerate(calls)]
+    ended = _ended(reply, calls)
+    return msgspec.json.encode({**_message(reply), "content": blocks, **ended, "usage": _usage(reply)})
+
+
+class MessageEvents:
+    """See EventWriter. Blocks come one after the other; a tool call is one piece, sent once it is whole."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._splitter = ThoughtSplitter() if reply.request.apart else None
+        self._block = 0  # its index
+        self._open = ""  # its kind, "" where none is open
+        self._ended: Object = {}
+
+    def begin(self) -> list[bytes]:
+        """The message, with nothing in it."""
+        used = {"input_tokens": len(self._reply.in_flight.tokens), "output_tokens": 0}
+        empty: Object = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": used}
+        return [event("message_start", message={**_message(self._reply), **empty})]
+
+    def text(self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
+        """What is thought and what is said."""
+        thought, said = self._splitter.add(text) if self._splitter is not None else ("", text)
+        return self._parts(thought, said)
+
+    def finish(self, index: int, rest: str, calls: Sequence[Called]) -> list[bytes]:
+        """What was held back, the calls, and why it ended."""
+        events = self.text(index, rest, (), ()) if rest else []
+        if self._splitter is not None:
+            events += self._parts(*self._splitter.flush())
+        events += self._close()
+        for at, call in enumerate(calls):
+            events.append(self._start({**_use(self._reply, at, call), "input": {}}))
+            events += [self._delta("input_json_delta", partial_json=json.dumps(_input(call))), *self._close()]
+        self._ended = _ended(self._reply, calls)
+        return events
+
+    def end(self) -> list[bytes]:
+        """Why it ended, and the usage."""
+        return [event("message_delta", delta=self._ended, usage=_usage(self._reply)), event("message_stop")]
+
+    def _parts(self, thought: str, said: str) -> list[bytes]:
+        events: list[bytes] = []
+        if thought:
+            events += self._within("thinking", thinking="", signature="")
+            events.append(self._delta("thinking_delta", thinking=thought))
+        if said:
+            events += self._within("text", text="")
+            events.append(self._delta("text_delta", text=said))
+        return events
+
+    def _within(self, kind: str, **empty: str) -> list[bytes]:
+        """So that a block of that kind is open."""
+        return [] if self._open == kind else [*self._close(), self._start({"type": kind, **empty})]
+
+    def _start(self, block: Object) -> bytes:
+        self._open = block["type"]
+        return event("content_block_start", index=self._block, content_block=block)
+
+    def _delta(self, kind: str, **more: str) -> bytes:
+        return event("content_block_delta", index=self._block, delta={"type": kind, **more})
+
+    def _close(self) -> list[bytes]:
+        if not self._open:
+            return []
+        self._open, self._block = "", self._block + 1
+        return [event("content_block_stop", index=self._block - 1)]
+
+
+def event(kind: str, **fields: object) -> bytes:
+    """One event of a stream."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
+
+
+def error_body(error: ApiError) -> bytes:
+    """The body of a refusal."""
+    return msgspec.json.encode({"type": "error", "error": _error(error)})
+
+
+def error_event(error: ApiError) -> bytes:
+    """How a stream says that it breaks off."""
+    return event("error", error=_error(error))
+
+
+MESSAGES = Api(
+    read=lambda body, limits, recall: read_messages(body, limits),
+    whole=whole,
+    events=MessageEvents,
+    error=error_body,
+    error_event=error_event,
+    openings=lambda choices: 1,
+)
+
+
+_messages = msgspec.json.Decoder(MessagesRequest)
+
+
+def _parsed(request: MessagesRequest, limits: GatewayLimits) -> ParsedRequest:
+    apart = request.thinking is not None and request.thinking.type != "disabled"
+    return parsed_chat(chat_request(request), limits, apart=apart)
+
+
+def _message(reply: Reply) -> Object:
+    return {"id": reply.answer_ids[0], "type": "message", "role": "assistant", "model": reply.request.model}
+
+
+def _usage(reply: Reply) -> Object:
+    return {"input_tokens": len(reply.in_flight.tokens), "output_tokens": reply.in_flight.num_sampled}
+
+
+def _use(reply: Reply, at: int, call: Called) -> Object:
+    return {"type": "tool_use", "id": reply.call_id(0, at), "name": call.name}
+
+
+def _input(call: Called) -> Object:
+    """The arguments of a call; those that are no object are told as text."""
+    try:
+        value = json.loads(call.arguments)
+    except ValueError:
+        value = call.arguments
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
+def _ended(reply: Reply, calls: Sequence[Called]) -> Object:
+    answer = reply.in_flight.answers[0]
+    if calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if answer.cut:
+        return {"stop_reason": "stop_sequence", "stop_sequence": _found(reply)}
+    return {"stop_reason": "end_turn" if answer.finish == "stop" else "max_tokens", "stop_sequence": None}
+
+
+def _found(reply: Reply) -> str | None:
+    """The stop sequence that cut the answer: the one behind its text."""
+    answer = reply.in_flight.answers[0]
+    rest = reply.decode(answer.tokens)[len(answer.text) :]
+    return next((stop for stop in reply.request.stops if rest.startswith(stop)), None)
+
+
+def _error(error: ApiError) -> Object:
+    return {"type": _KINDS.get(error.status, "api_error"), "message": str(error)}

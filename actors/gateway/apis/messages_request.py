@@ -1,0 +1,205 @@
+"""Bodies of Anthropic's Messages API, and the chat request that each means. Pure.
+
+Guarantee: an unknown field, an unknown kind of block and a value out of bounds are each one ApiError that names the place.
+What a client got from us it may send back as it is, and the model then meets the very text that it wrote.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from actors.gateway.answering.conversation import Called, ChatMessage, Function, Name, RequestTool, Short, ToolCall
+from actors.gateway.answering.text import THINK, THOUGHT
+from actors.gateway.http.errors import bad
+from actors.gateway.http.requests import ChatRequest, Temperature, TopP
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """cache_control of any block. It changes nothing: prefixes are shared whoever asks."""
+
+    type: Literal["ephemeral"]
+    ttl: Annotated[str, Meta(max_length=16)] | None = None
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    """One block of a message's content."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Block, frozen=True, kw_only=True, tag="text"):
+    """Text."""
+
+    text: str
+    citations: None = None
+
+
+class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
+    """A call of the assistant. caller: whose it is; only the model itself calls."""
+
+    id: Short
+    name: Name
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):
+    """What a tool gave. is_error: no template has a word for it; the text should say so."""
+
+    tool_use_id: Short
+    content: str | list[TextBlock] = ""
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
+    """What the model thought. signature: as it was given, "" here."""
+
+    thinking: str
+    signature: str = ""
+
+
+Content = str | list[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
+
+
+class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """tool_choice of the Messages API."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs. Tools that a server runs have another type and are refused."""
+
+    name: Name
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ThinkingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """thinking of the Messages API. Whether a model thinks is its own matter: "enabled" and "adaptive" give what it thinks as a
+    block of its own. budget_tokens is not kept to; max_tokens is.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """metadata of the Messages API. user_id: whose data this is."""
+
+    user_id: Short | None = None
+
+
+class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens."""
+
+    model: Short
+    messages: list[Said]
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    system: str | list[TextBlock] = ""
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingChoice | None = None
+    metadata: Metadata | None = None
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    cache_control: CacheControl | None = None
+
+
+def chat_request(request: MessagesRequest) -> ChatRequest:
+    """The same, asked in the other API. Raises ApiError."""
+    if not request.messages:
+        raise bad("messages: got none, expected at least one", "messages")
+    messages = [ChatMessage(role="system", content=_joined(request.system))] if request.system else []
+    for index, said in enumerate(request.messages):
+        messages += _chat_messages(said, f"messages[{index}].content")
+    tools = [
+        RequestTool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
+        for tool in request.tools or ()
+    ]
+    return ChatRequest(
+        model=request.model,
+        messages=messages,
+        max_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+        stream=request.stream,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        tools=tools or None,
+        tool_choice=_choice(request.tool_choice),
+        user=request.metadata.user_id if request.metadata else None,
+    )
+
+
+def _chat_messages(said: Said, where: str) -> list[ChatMessage]:
+    """A message as the chat API has it: results of tools are messages of their own."""
+    if isinstance(said.content, str):
+        return [ChatMessage(role=said.role, content=said.content)]
+    if not said.content:
+        raise bad(f"{where}: got no block, expected at least one", where)
+    return _assistant(said.content, where) if said.role == "assistant" else _user(said.role, said.content, where)
+
+
+def _user(role: Literal["user", "system"], content: list[Any], where: str) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    texts: list[str] = []
+    for at, block in enumerate(content):
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolResultBlock) and role == "user":
+            if texts:
+                messages.append(ChatMessage(role="user", content="\n".join(texts)))
+                texts = []
+            result = _joined(block.content)
+            messages.append(ChatMessage(role="tool", content=result, tool_call_id=block.tool_use_id))
+        else:
+            raise bad(f"{where}[{at}]: got a block that a {role} does not send", f"{where}[{at}]")
+    return [*messages, ChatMessage(role=role, content="\n".join(texts))] if texts else messages
+
+
+def _assistant(content: list[Any], where: str) -> list[ChatMessage]:
+    thoughts = ""
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for at, block in enumerate(content):
+        if isinstance(block, ThinkingBlock) and not (texts or calls):
+            thoughts += f"{THINK}{block.thinking}{THOUGHT}"
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolUseBlock):
+            calls.append(ToolCall(Called(block.name, json.dumps(block.input)), block.id))
+        else:
+            raise bad(f"{where}[{at}]: got a block that an assistant does not send there", f"{where}[{at}]")
+    return [ChatMessage(role="assistant", content=thoughts + "\n".join(texts), tool_calls=calls or None)]
+
+
+def _joined(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _choice(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | dict[str, Any] | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if choice.name is None:
+            raise bad("tool_choice.name: missing, expected it beside type 'tool'", "tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type

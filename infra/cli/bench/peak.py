@@ -1,0 +1,41 @@
+"""The most memory that some work takes above what lay there before it, on a CPU or on a GPU."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+
+def wait_for_card(device: str) -> None:
+    """Until what it was given is done; a CPU has done it."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def peak_bytes(work: Callable[[], object], device: str) -> int:
+    """On a CPU of the whole process, as Linux with glibc counts it; on a GPU of its tensors."""
+    import torch
+
+    wait_for_card(device)
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        wait_for_card(device)
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier work let go of would be taken again unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
+    before = _status_bytes("VmRSS")
+    work()
+    return _status_bytes("VmHWM") - before
+
+
+def most_bytes() -> int:
+    """The most memory that this process has held."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -1,0 +1,279 @@
+"""LoRA adapters on a model: the same code for the learner and for the torch engine, through peft.
+
+A model with an adapter keeps its class; its base is frozen. What is published of it is the adapter alone, by the names of
+peft's own adapter_model.safetensors, so `model_tensors`, `load_into` and `unlike` of `infra.model.model` read and write those.
+
+Guarantees: B begins as zeros, so that the policy begins as the base; A is the same in every process that puts the same adapter
+on. What cannot be adapted is refused by name on the meta device, before weights are loaded.
+"""
+
+import math
+import mmap
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import xxhash
+
+from infra.model.model import load_model, meta_model
+from infra.model.names import ACTIVE, adapter_name
+from infra.policies.adapter import Adapter
+from infra.policies.manifest import TensorEntry, entries_of, sha256_hex
+from infra.policies.tensors import Tensor, load_tensors, to_torch, write_tensors
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+ALL_LINEAR = "all-linear"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+METADATA = {"format": "pt"}
+REFERENCE = "reference"  # an adapter beside the one that computes
+WHERE = "trainer.lora.targets"
+
+
+def find_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[str, ...]) -> Adapter:
+    """The adapter that settings describe, of the model in a folder. Reads all of its weights once, for their hash.
+
+    targets: see `named_adapter`. Raises ConfigError for what cannot be adapted.
+    """
+    adapter = named_adapter(folder, rank=rank, alpha=alpha, targets=targets)
+    return msgspec.structs.replace(adapter, base=base_hash(folder))
+
+
+def named_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[str, ...]) -> Adapter:
+    """`find_adapter` without the hash of the base, from config.json alone.
+
+    targets: ends of module names, or "all-linear" for every linear module but the output matrix. Raises ConfigError for what
+    cannot be adapted.
+    """
+    module: Any = meta_model(folder)
+    within = _text_model(module)
+    linear = _linear(module, within)
+    if targets == (ALL_LINEAR,):
+        targets = tuple(sorted({_ending(name) for name in linear}))
+    adapter = Adapter(rank=rank, alpha=alpha, targets=tuple(sorted(set(targets))), base="", within=within)
+    _check_targets(module, adapter, linear, folder)
+    shapes = adapter_shapes(module, adapter)
+    try:
+        put_adapter(module, adapter)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"{WHERE}: {folder} ({module.config.model_type}): peft cannot adapt it: {error}") from error
+    if {name: tuple(value.shape) for name, value in adapter_parameters(module).items()} != shapes:
+        raise ConfigError(f"{WHERE}: {folder} ({module.config.model_type}): peft adapts other modules than are named")
+    return adapter
+
+
+def put_adapter(module: "torch.nn.Module", adapter: Adapter, *, with_reference: bool = False, seed: int = 0) -> None:
+    """Put an adapter onto a model without one, in the model's dtype and on its device; the base is frozen.
+
+    with_reference: and a second one, REFERENCE, that begins as the first and is neither trained nor published. Raises
+    ValueError where peft refuses the model.
+    """
+    from peft import inject_adapter_in_model
+
+    names = (REFERENCE, ACTIVE) if with_reference else (ACTIVE,)  # peft trains the last
+    for name in names:
+        if hasattr(module, "peft_config"):
+            del module.peft_config  # else peft warns of what is meant here
+        inject_adapter_in_model(_peft_config(adapter), module, adapter_name=name)
+        _begin(adapter_parameters(module, name), seed)
+
+
+def _begin(parameters: "Mapping[str, torch.nn.Parameter]", seed: int) -> None:
+    import torch
+
+    with torch.no_grad():
+        for one, value in parameters.items():
+            if ".lora_B." in one:
+                value.zero_()
+                continue
+            generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(one.encode(), seed=seed) >> 1)
+            # Kaiming's uniform with a = √5, as peft begins A: within 1/√(inputs).
+            drawn = torch.rand(value.shape, generator=generator, dtype=torch.float32)
+            value.copy_((drawn * 2 - 1) / math.sqrt(value.shape[1]))
+
+
+@contextmanager
+def computing_with(module: "torch.nn.Module", name: str) -> Iterator[None]:
+    """The model under another of its adapters than ACTIVE. For forwards without gradients: which adapter is trained stays."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [one for one in module.modules() if isinstance(one, BaseTunerLayer)]
+
+    def take(adapter: str) -> None:
+        for layer in layers:
+            layer._active_adapter = adapter  # `set_adapter` would also turn gradients on and off
+
+    take(name)
+    try:
+        yield
+    finally:
+        take(ACTIVE)
+
+
+def remove_adapter(module: Any) -> None:
+    """Give a model back without adapters, its base as it was."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            module.set_submodule(name, layer.get_base_layer())
+    if hasattr(module, "peft_config"):
+        del module.peft_config
+
+
+def adapter_parameters(module: "torch.nn.Module", name: str = ACTIVE) -> "dict[str, torch.nn.Parameter]":
+    """The parameters of one adapter of a model, by published names."""
+    middle = f".{name}."
+    return {
+        adapter_name(key.replace(middle, ".")): value
+        for key, value in module.named_parameters()
+        if ".lora_" in key and middle in key
+    }
+
+
+def adapter_shapes(module: "torch.nn.Module", adapter: Adapter) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of an adapter's tensors, of a model (also on the meta device) that has none on it yet."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, layer in _matched(module, adapter).items():
+        found[adapter_name(f"{name}.lora_A.weight")] = (adapter.rank, layer.in_features)
+        found[adapter_name(f"{name}.lora_B.weight")] = (layer.out_features, adapter.rank)
+    return found
+
+
+def merged_model(
+    folder: str | Path, adapter: Adapter, tensors: Mapping[str, Tensor], *, dtype: str
+) -> "torch.nn.Module":
+    """The model of a folder with an adapter added to its weights in float32. Raises ConfigError, ValueError.
+
+    dtype: of the result; see DTYPES.
+    """
+    import torch
+
+    module = load_model(folder, dtype=dtype)
+    if odd := sorted(set(tensors) ^ set(adapter_shapes(module, adapter))):
+        raise ValueError(f"adapter: {odd[0]} is not what {folder} has under {adapter} ({len(odd)} names differ)")
+    with torch.no_grad():
+        for name, layer in _matched(module, adapter).items():
+            a, b = (to_torch(tensors[adapter_name(f"{name}.lora_{one}.weight")]).float() for one in "AB")
+            layer.weight.copy_(layer.weight.float() + adapter.alpha / adapter.rank * (b @ a))
+    return module
+
+
+def write_adapter_folder(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
+    """Write adapter_config.json and adapter_model.safetensors as peft does, into a folder that is there."""
+    config = _peft_config(adapter)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    with (folder / TENSORS).open("wb") as file:
+        write_tensors(file, tensors, METADATA)
+
+
+def base_hash(folder: str | Path) -> str:
+    """sha256 over names, dtypes, shapes and data of a folder's tensors, however its files cut them. Raises ConfigError."""
+    where = _resolved(folder)
+    entries: dict[str, TensorEntry] = {}
+    for path in sorted(where.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                tensors = load_tensors(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+        except ValueError as error:
+            raise ConfigError(f"policy.model: {path}: {error}") from error
+        entries |= {entry.name: entry for entry in entries_of(tensors)}
+    if not entries:
+        raise ConfigError(f"policy.model: {where} holds no *.safetensors file")
+    return sha256_hex(msgspec.json.encode([entries[name] for name in sorted(entries)]))
+
+
+def _resolved(folder: str | Path) -> Path:
+    """The folder itself, or where the local Hugging Face cache has a model of that name. Raises ConfigError."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(str(folder), "config.json", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"policy.model: got {folder}, which is no folder and not in the local cache: {error}"
+        ) from error
+    return Path(str(found)).parent
+
+
+def _text_model(module: Any) -> str:
+    """Name of the text model within one that takes pictures too, "" for text alone."""
+    if module.config.get_text_config() is module.config:
+        return ""
+    decoder = module.get_decoder()
+    return next((name for name, one in module.named_modules() if one is decoder), "")
+
+
+def _linear(module: Any, within: str) -> "dict[str, torch.nn.Linear]":
+    """What can be adapted, by name: every linear module but the output matrix, of which only the weight is read."""
+    import torch
+
+    head = module.get_output_embeddings()
+    return {
+        name: one
+        for name, one in module.named_modules()
+        if isinstance(one, torch.nn.Linear) and one is not head and name.startswith(within)
+    }
+
+
+def _ending(name: str) -> str:
+    """The end of a module's name that says what it is.
+
+    >>> _ending("model.layers.0.self_attn.q_proj"), _ending("model.layers.0.mlp.0")
+    ('q_proj', 'mlp.0')
+    """
+    *_, before, last = ["", *name.split(".")]
+    return f"{before}.{last}" if last.isdigit() else last
+
+
+def _matched(module: Any, adapter: Adapter) -> dict[str, Any]:
+    """The modules of a model that an adapter names, whatever they are."""
+    ends = tuple(f".{target}" for target in adapter.targets)
+    return {
+        name: one
+        for name, one in module.named_modules()
+        if f".{name}".endswith(ends) and name.startswith(adapter.within)
+    }
+
+
+def _check_targets(module: Any, adapter: Adapter, linear: Mapping[str, Any], folder: str | Path) -> None:
+    """Raise ConfigError for a target that is no linear module of the model."""
+    there = ", ".join(sorted({_ending(name) for name in linear})) or "none"
+    what = f"{folder} ({module.config.model_type})"
+    for target in adapter.targets:
+        found = _matched(module, msgspec.structs.replace(adapter, targets=(target,)))
+        odd = {name: one for name, one in found.items() if name not in linear}
+        if not found:
+            raise ConfigError(f'{WHERE}: got "{target}", which names no module of {what}; expected some of {there}')
+        if odd:
+            name, one = next(iter(odd.items()))
+            raise ConfigError(
+                f'{WHERE}: got "{target}", and {name} of {what} is a {type(one).__name__}; expected linear modules other '
+                f"than the output matrix: {there}"
+            )
+    if not adapter.targets:
+        raise ConfigError(f"{WHERE}: got none, expected some of {there}")
+
+
+def _peft_config(adapter: Adapter) -> Any:
+    from peft import LoraConfig, TaskType
+
+    inside = f"(?!{re.escape(adapter.within)}\\.).*" if adapter.within else None
+    return LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=list(adapter.targets),
+        exclude_modules=inside,
+        lora_dropout=0.0,
+        bias="none",
+        task_type=TaskType.CAUSAL_LM,
+    )

@@ -1,0 +1,31 @@
+"""A low-rank adapter (LoRA, arXiv:2106.09685): W' = W + alpha / rank · B A, of which A and B alone are trained."""
+
+import msgspec
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tensors of an adapter mean. One policy keeps it for life.
+
+    targets: names of the adapted modules, each the end of one or more module names; sorted. within: name of the module that
+    alone is adapted (the text model of one that takes pictures), "" for the whole. base: hash of the folder's tensors that it
+    is an adapter of, see `infra.model.adapter.base_hash`.
+
+    Example: Adapter(rank=16, alpha=32, targets=("q_proj", "v_proj"), base="9f…")
+    """
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+    base: str
+    within: str = ""
+
+    def __str__(self) -> str:
+        where = f" within {self.within}" if self.within else ""
+        return (
+            f"rank {self.rank}, alpha {self.alpha}, targets {', '.join(self.targets)}{where}, on base {self.base[:12]}"
+        )
+
+
+def described(adapter: Adapter | None) -> str:
+    """In words, for messages that compare two."""
+    return "full weights" if adapter is None else f"an adapter of {adapter}"

@@ -1,0 +1,138 @@
+"""The experts of an experience's tokens on the wire: what comes back, what is refused, what it costs."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from record_samples import experiences, group_block
+
+from schemas import BadFrame, Block, Message, Span, decode, encode
+from schemas.experience import MAX_MEMBERS
+from schemas.wire import routing as wire
+from schemas.wire.block import blocks_of
+from schemas.wire.routing import PROMPT_SECTION, SECTION, with_routing, without_routing
+from schemas.wire.sections import MAX_SECTION_BYTES
+from tests.schemas.test_golden import golden_block
+
+
+def routed(seed: int, num: int, *, layers: int = 2, k: int = 2, experts: int = 4) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, experts, (num, layers, k))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(experiences("a.0", (1, 2, 3)), st.data())
+def test_every_routing_survives_the_wire(one, data) -> None:
+    layers, k, highest = data.draw(
+        st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([3, 255, 256, 32_767]))
+    )
+    num = data.draw(st.integers(1, one.num_tokens))
+    known = np.array(data.draw(st.lists(st.booleans(), min_size=num, max_size=num)))
+    expected = np.where(known[:, None, None], routed(num, num, layers=layers, k=k, experts=highest + 1), -1)
+    if known.any():
+        expected[int(known.argmax()), 0, 0] = highest
+    made = with_routing(one, expected)
+    for found in (made, *decode(encode(Block((made,)))).experiences):
+        got = wire.routing(found)
+        if not known.any():
+            assert got is None
+            continue
+        assert got.dtype == np.int16 and got.shape == (one.num_tokens, layers, k)
+        assert np.array_equal(got[:num], expected) and (got[num:] == wire.ABSENT).all()
+    assert np.array_equal(made.tokens, one.tokens) and wire.routing(without_routing(made)) is None
+
+
+def test_released_bytes_of_a_routed_block_are_read_and_written_again() -> None:
+    frame = golden_block("Block-routing")
+    block = decode(frame)
+    assert encode(block) == frame
+    for seed, one in enumerate(block.experiences):
+        assert np.array_equal(wire.routing(one)[:10], expected_of_golden(seed))
+        assert (wire.routing(one)[10] == wire.ABSENT).all()
+
+
+def expected_of_golden(seed: int) -> np.ndarray:
+    """Three layers, two experts of 300: members share the routing of their prompt of six tokens."""
+    rows = np.arange(10 * 3 * 2).reshape(10, 3, 2) % 300 + 200
+    rows[6:] += seed
+    return rows
+
+
+def test_a_released_block_reads_the_same_with_routing_beside_it() -> None:
+    for plain, with_it in zip(
+        group_block(2).experiences, decode(golden_block("Block-routing")).experiences, strict=True
+    ):
+        assert (plain.id, plain.tokens.tolist(), plain.messages) == (
+            with_it.id,
+            with_it.tokens.tolist(),
+            with_it.messages,
+        )
+
+
+def test_the_routing_of_a_shared_prompt_is_stored_once() -> None:
+    prompt = routed(0, 500)
+    members = [
+        with_routing(one, np.concatenate([prompt, routed(at, 4)]))
+        for at, one in enumerate(group_block(16, num_prompt=500, num_response=5).experiences, start=1)
+    ]
+    (_, held) = (None, decode(encode(Block(tuple(members)))).experiences[0].held())
+    items = {column.name: column.items for column in held.sections.columns}
+    assert items[PROMPT_SECTION] == 4 + 63 + 500 * 4 and items[SECTION] == 16 * (4 + 1 + 4 * 4)
+
+
+def test_the_routing_goes_where_the_tokens_change_and_stays_where_the_text_does() -> None:
+    one = with_routing(group_block(1).experiences[0], routed(0, 10))
+    assert wire.routing(one.with_bulk(messages=(Message("user", "[redacted]"),))) is not None
+    assert wire.routing(one.with_bulk(tokens=[1, 2], logprobs=[-1.0], spans=(Span(1, 2, 3),))) is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        np.zeros((12, 2, 2), int),
+        np.zeros((0, 2, 2), int),
+        np.zeros((5, 2, 0), int),
+        np.zeros((5, 2), int),
+        np.zeros((5, 2, 2)),
+        np.full((5, 2, 2), 32_768),
+        np.array([[[0, 1], [-1, -1]]]),
+    ],
+)
+def test_a_routing_that_does_not_fit_is_refused(bad) -> None:
+    with pytest.raises(ValueError, match="routing: got"):
+        with_routing(group_block(1).experiences[0], bad)
+
+
+@pytest.mark.parametrize("name", [PROMPT_SECTION, SECTION])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda raw: raw[:-1],
+        lambda raw: raw + b"\0",
+        lambda raw: raw[:3],
+        lambda raw: raw[:3] + b"\3" + raw[4:],
+        lambda raw: b"\0\0" + raw[2:],
+        lambda raw: b"\xff\xff\xff\x01",
+        lambda raw: b"\xff\xff\xff\x01" + raw[4:],
+        lambda raw: b"\1\0\4\1" + raw[4:],  # as many experts, otherwise shaped than the other section says
+        lambda raw: raw[:3] + b"\2" + raw[4:5] + b"\xff" * 2 * (len(raw) - 5),
+    ],
+)
+def test_a_damaged_routing_is_a_bad_frame_that_names_the_experience(name, spoil) -> None:
+    one = with_routing(group_block(1).experiences[0], routed(0, 10))
+    sections = one.held().extra_sections()
+    one.held().extras = {**sections, name: (1, spoil(sections[name][1]))}
+    with pytest.raises(BadFrame, match=r"experience add-3745\.2\.0-0-0: routing"):
+        wire.routing(decode(encode(Block((one,)))).experiences[0])
+
+
+def test_members_whose_sections_are_together_too_large_go_in_several_blocks() -> None:
+    size = MAX_SECTION_BYTES // 3
+    members = list(group_block(8).experiences)
+    for at, one in enumerate(members[1:], start=1):
+        one.held().extras = {"routing": (1, bytes([at]) * size)}
+    blocks = blocks_of(members)
+    assert [len(block.experiences) for block in blocks] == [4, 3, 1]
+    again = [one for block in blocks for one in decode(encode(block)).experiences]
+    assert [one.held().extra_sizes().get("routing", 0) for one in again] == [0] + [size] * 7
+    assert [len(block.experiences) for block in blocks_of(again)] == [4, 3, 1]
+    assert [len(block.experiences) for block in blocks_of(members[:1] * (MAX_MEMBERS + 1))] == [MAX_MEMBERS, 1]

@@ -1,0 +1,269 @@
+"""Routing replay: the learner sends tokens where the engine sent them, and its routers learn from it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_families import deeper
+from trainer_samples import make_item, random_items, random_routing, tiny_model, with_experts
+
+from infra.model.model import load_model
+from infra.model.routers import Routers
+from schemas import Span
+from schemas.errors import ConfigError
+from tests.infra.tiny_families import build_family
+from trainer.batch.batch import PackedBatch, TrainItem, pack
+from trainer.batch.routing import recorded
+from trainer.batch.split import for_ranks, split
+from trainer.config import LaneConfig, TrainerConfig
+from trainer.learners.forward import PackedModel
+from trainer.learners.torch import TorchLearner
+
+LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
+UNPACKED = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+# Read under a dense mask, under one, in blocks of queries, and sequence by sequence.
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_moe_text")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory) -> str:
+    sizes = {"head_dim": 8, **(UNPACKED if request.param == "qwen3_5_moe_text" else {})}
+    if request.param == "gpt_oss":
+        sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return str(build_family(tmp_path_factory.mktemp("model") / request.param, request.param, **sizes))
+
+
+class ForcedRouter(torch.nn.Module):
+    """A router as its family writes it, with the experts of each token said beforehand; shares no code with the learner."""
+
+    def __init__(self, own: torch.nn.Module) -> None:
+        super().__init__()
+        self.own = own
+        self.experts_Tk = torch.empty(0)
+
+    def forward(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits_TE = torch.nn.functional.linear(hidden_TD, self.own.weight, getattr(self.own, "bias", None))
+        chosen_Tk = logits_TE.gather(1, self.experts_Tk)
+        return logits_TE, torch.softmax(chosen_Tk, -1), self.experts_Tk
+
+
+def forced(folder: str) -> tuple[torch.nn.Module, list[ForcedRouter]]:
+    plain = load_model(folder)
+    routers = []
+    for module in list(plain.modules()):
+        for name in ("gate", "router"):
+            if type(getattr(module, name, None)).__name__.endswith("Router"):
+                setattr(module, name, ForcedRouter(getattr(module, name)))
+                routers.append(getattr(module, name))
+    return plain, routers
+
+
+def own_routing(folder: str, items: list[TrainItem]) -> list[np.ndarray]:
+    """What the model's routers choose for each sequence alone, [num_tokens - 1, L, k]."""
+    plain = load_model(folder)
+    routers, found = Routers(plain), []
+    for item in items:
+        with torch.no_grad(), routers.recorded() as taken:
+            plain(input_ids=ids_of(item)[:, :-1], use_cache=False)
+        found.append(torch.stack(taken, 1).numpy())
+    return found
+
+
+def ids_of(item: TrainItem) -> torch.Tensor:
+    return torch.from_numpy(item.experience.tokens.astype(np.int64))[None]
+
+
+def usual(seed: int) -> list[TrainItem]:
+    return [one for one in random_items(seed, groups=2, size=4) if one.item.lane == "usual"]
+
+
+def learner(folder: str, routing: str, **settings) -> TorchLearner:
+    return TorchLearner(folder, TrainerConfig(lanes=LANES, threads=1, routing=routing, **settings), device="cpu")
+
+
+def saved(one: TorchLearner) -> dict[str, bytes]:
+    return {name: bytes(value.data) for name, value in one.save().items()}
+
+
+def packed(items: list[TrainItem], **settings) -> PackedBatch:
+    return pack(items, **{"max_tokens": 100, "version": 5, "replay": True, **settings})
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}], ids=["", "checkpointing"])
+def test_replaying_the_learners_own_routing_changes_no_bit(model, settings):
+    items = random_items(1, groups=2, size=4)
+    routed = with_experts(items, own_routing(model, items))
+    own, replaying = learner(model, "own", **settings), learner(model, "replay", **settings)
+    first = own.step(packed(items, replay=False), learning_rate=1e-3, seed=0)
+    second = replaying.step(packed(routed), learning_rate=1e-3, seed=0)
+    assert saved(own) == saved(replaying) and first.loss == second.loss
+    told = {name: value for name, value in second.values.items() if "routing" in name}
+    assert told == {
+        "usual/routing_replayed": 1.0, "usual/routing_without": 0.0, "usual/routing_differs": 0.0,
+        "usual/routing_differs_layers": 0.0, "expert/routing_replayed": 0.0, "expert/routing_without": 3.0,
+    }  # fmt: skip
+    assert {name: value for name, value in second.values.items() if "routing" not in name} == first.values
+    # And without anything recorded it is "own" too.
+    own.step(packed(items, replay=False), learning_rate=1e-3, seed=1)
+    replaying.step(packed(items), learning_rate=1e-3, seed=1)
+    assert saved(own) == saved(replaying)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_logprobs_and_gradients_are_those_of_a_plain_forward_through_the_recorded_experts(model, checkpointing):
+    items = usual(3)
+    experts = random_routing(items)
+    reader = PackedModel(model, dtype="float32", device="cpu", activation_checkpointing=checkpointing, replay=True)
+    plain, routers = forced(model)
+    assert len(routers) == 2
+    for one in packed(with_experts(items, experts)).microbatches:
+        logprob_N = reader.logprobs(one)
+        assert (reader.rerouted(one) > 0).mean() > 0.5, "the draw is another than the routers' own"
+        (logprob_N.sum() / 100).backward()
+        for s in set(one.sequence_N.tolist()):
+            expected = forced_logprobs(plain, routers, items[s], experts[s])
+            (expected.sum() / 100).backward()
+            assert (logprob_N[torch.from_numpy(one.sequence_N == s)] - expected).abs().max() < 1e-5
+    others = {name.replace(".own.", "."): value for name, value in plain.named_parameters()}
+    for name, value in reader.module.named_parameters():
+        other = others[name].grad
+        assert (value.grad - other).abs().max() <= 1e-5 * max(1.0, float(other.abs().max())), name
+    for name, value in reader.module.named_parameters():
+        if name.endswith(("gate.weight", "router.weight")):
+            assert value.grad.abs().max() > 1e-4, name
+
+
+def forced_logprobs(
+    plain: torch.nn.Module, routers: list[ForcedRouter], item: TrainItem, experts_TLk: np.ndarray
+) -> torch.Tensor:
+    """Log-probabilities of the sampled tokens by a plain forward of the sequence, under their temperatures."""
+    for layer, router in enumerate(routers):
+        router.experts_Tk = torch.from_numpy(experts_TLk[:, layer])
+    ids = ids_of(item)
+    logits_TV = plain(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
+    found = []
+    for span in item.experience.spans:
+        at = torch.arange(span.start, span.stop)
+        logprob_LV = torch.log_softmax(logits_TV[at - 1] / span.temperature, -1)
+        found.append(logprob_LV.gather(1, ids[0, at][:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> str:
+    return str(build_family(tmp_path_factory.mktemp("model") / "qwen", "qwen3_moe", head_dim=8))
+
+
+def test_tokens_without_a_record_go_where_their_router_sends_them(qwen):
+    items = usual(4)
+    drawn = random_routing(items)
+    known = [np.random.default_rng([9, *item.experience.tokens[:1].tolist()]).random(99) < 0.5 for item in items]
+    mixed = [np.where(which[: len(d)][:, None, None], d, -1) for which, d in zip(known, drawn, strict=True)]
+    reader = PackedModel(qwen, dtype="float32", device="cpu", replay=True)
+    plain, routers = forced(qwen)
+    replayed = 0
+    for one in packed(with_experts(items, mixed)).microbatches:
+        logprob_N = reader.logprobs(one).detach()
+        replayed += int((reader.rerouted(one) >= 0).sum())
+        for s in set(one.sequence_N.tolist()):
+            expected = half_forced_logprobs(plain, routers, items[s], mixed[s])
+            assert (logprob_N[torch.from_numpy(one.sequence_N == s)] - expected).abs().max() < 1e-5
+    at = [
+        np.concatenate([np.arange(span.start - 1, span.stop - 1) for span in item.experience.spans]) for item in items
+    ]
+    assert replayed == sum(int(which[where].sum()) for which, where in zip(known, at, strict=True))
+
+
+def half_forced_logprobs(plain, routers, item, experts_TLk) -> torch.Tensor:
+    """Layer after layer: where nothing is recorded, the layer's own choice under what the layers before it were given."""
+    asked = experts_TLk.copy()
+    for layer, router in enumerate(routers):
+        for at, other in enumerate(routers):
+            other.experts_Tk = torch.from_numpy(np.where(asked[:, at] < 0, [0, 1], asked[:, at]))
+        seen = []
+        handle = router.register_forward_hook(lambda _, given, found, into=seen: into.append(found[0]))
+        with torch.no_grad():
+            plain(input_ids=ids_of(item)[:, :-1], use_cache=False)
+        handle.remove()
+        chosen = seen[0].topk(2, -1).indices.numpy()
+        asked[:, layer] = np.where(asked[:, layer] < 0, chosen, asked[:, layer])
+    with torch.no_grad():
+        return forced_logprobs(plain, routers, item, asked)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_rows_keep_their_experts_wherever_they_are_dealt(qwen, parts):
+    items = usual(5)
+    batch = packed(with_experts(items, random_routing(items)), max_tokens=40)
+    reader = PackedModel(qwen, dtype="float32", device="cpu", replay=True)
+    expected = by_sequence(reader, batch.microbatches)
+    dealt = [one for part in split(batch, parts, seed=0) for one in part.microbatches]
+    wide = packed(with_experts(items, random_routing(items)), max_tokens=90)
+    ranked = [one for rank in for_ranks(wide, parts) for one in rank]
+    for one in (dealt, ranked):
+        found = by_sequence(reader, one)
+        assert found.keys() == expected.keys()
+        for s, values in found.items():
+            assert values == pytest.approx(expected[s], abs=1e-5)
+
+
+def by_sequence(reader, microbatches) -> dict[int, list[float]]:
+    found = {}
+    for one in microbatches:
+        with torch.no_grad():
+            logprob_N = reader.logprobs(one).numpy()
+        for s in set(one.sequence_N.tolist()):
+            found[s] = logprob_N[one.sequence_N == s].tolist()
+    return found
+
+
+def test_a_shared_prefix_has_the_routing_of_the_first_sequence_and_what_it_has_none_for_none():
+    tokens = [[5, 6, 7, 8, 9], [5, 6, 7, 4, 3]]  # laid out in the order of their tokens: the second comes first
+    items = [make_item(one, [Span(3, 5, 0)], episode=at) for at, one in enumerate(tokens)]
+    first, second = np.full((4, 1, 1), 1), np.array([2, -1, 2, 2])[:, None, None]
+    (one,) = packed(with_experts(items, [first, second])).microbatches
+    assert one.tokens_BT.tolist() == [[5, 6, 7, 4, 8]]
+    assert one.experts_BTLk[0, :, 0, 0].tolist() == [2, -1, 2, 2, 1]
+
+
+def test_what_was_recorded_of_another_model_is_counted_and_the_tokens_are_routed_anew(qwen):
+    items = usual(6)
+    expected = learner(qwen, "own").step(packed(items, replay=False), learning_rate=1e-3, seed=0)
+    three_layers = random_routing(items, layers=3)
+    out_of_range = [one + 4 for one in random_routing(items)]
+    for experts in (three_layers, out_of_range):
+        found = learner(qwen, "replay").step(packed(with_experts(items, experts)), learning_rate=1e-3, seed=0)
+        assert found.values["usual/routing_without"] == len(items) and found.values["usual/routing_replayed"] == 0.0
+        assert found.loss == expected.loss
+    mixed = with_experts(items, random_routing(items)[:-1] + three_layers[-1:])
+    assert [one is None for one in recorded([one.experience for one in mixed])] == [False] * (len(items) - 1) + [True]
+
+
+def test_a_demonstration_made_from_a_sample_is_routed_anew():
+    (one,) = with_experts(
+        [make_item([5, 6, 7], [Span(1, 3, -1, 1.0, False)], lane="expert")], [np.ones((2, 1, 1), int)]
+    )
+    assert not len(packed([one]).microbatches[0].experts_BTLk)
+
+
+def test_a_model_without_known_routers_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r'trainer\.routing: got "replay" with .*\(qwen3\)'):
+        learner(tiny_model(tmp_path, "qwen3"), "replay")
+
+
+def test_in_half_precision_a_replayed_step_is_finite_and_moves_the_routers(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3-moe", num_hidden_layers=4, **deeper("qwen3-moe"))
+    items = usual(7)
+    one = learner(folder, "replay", dtype="bfloat16")
+    before = saved(one)
+    found = one.step(packed(with_experts(items, random_routing(items, layers=4))), learning_rate=1e-3, seed=0)
+    assert found.finite and found.values["usual/routing_differs"] > 0.5
+    moved = {name for name, value in saved(one).items() if before.get(name) != value}
+    assert {f"model/model.layers.{layer}.mlp.gate.weight" for layer in range(4)} <= moved

@@ -1,0 +1,50 @@
+"""LoRA in a learner: the adapter that [trainer.lora] describes, and a reference that shares the policy's base."""
+
+from collections.abc import Mapping
+
+import torch
+
+from infra.model.adapter import REFERENCE, adapter_parameters, computing_with, find_adapter
+from infra.policies.adapter import Adapter
+from schemas.fields import Lane
+from trainer.batch.batch import Microbatch
+from trainer.config import TrainerConfig
+from trainer.learners.forward import PackedModel
+from trainer.learners.lanes import reference_dtype
+from trainer.losses.loss import Objective
+
+
+def open_adapter(config: TrainerConfig, model: str) -> Adapter | None:
+    """What is trained in place of the model's own weights, None for all of them. Raises ConfigError."""
+    lora = config.lora
+    return None if lora is None else find_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+
+def compared(objectives: Mapping[Lane, Objective]) -> bool:
+    """Whether some lane compares the policy with a reference."""
+    return any(one.reference for one in objectives.values())
+
+
+class ReferenceAdapter:
+    """The reference of a policy that is an adapter: the same base, under an adapter that is not trained.
+
+    It takes no second model. Where no warm-up came before training, its B is zero and it is the base itself.
+    """
+
+    def __init__(self, policy: PackedModel) -> None:
+        self._policy = policy
+        self.trained = adapter_parameters(policy.module, REFERENCE)
+
+    def logprobs(self, one: Microbatch) -> torch.Tensor:
+        """log π_ref of the sampled tokens, [N] float32; without gradients alone."""
+        with computing_with(self._policy.module, REFERENCE):
+            return self._policy.logprobs(one)
+
+
+def open_reference(
+    policy: PackedModel, model: str, config: TrainerConfig, *, device: str
+) -> PackedModel | ReferenceAdapter:
+    """What losses compare with: a second model of the folder, or a second adapter of the policy's."""
+    if policy.adapter is not None:
+        return ReferenceAdapter(policy)
+    return PackedModel(model, dtype=reference_dtype(config), device=device)
