@@ -52,7 +52,7 @@ class PackedModel:
         replay: bool = False,
         load: Callable[[], Any] | None = None,
     ) -> None:
-        self.module: Any = load_model(folder, dtype=dtype).to(device) if load is None else load()
+        self.module = _loaded(folder, dtype, device) if load is None else load()
         self._replay = Replay(self.module, folder) if replay else None
         self._differs_P: torch.Tensor | None = None  # of all tokens of the last forward
         self._rerouted_N: torch.Tensor | None = None
@@ -201,6 +201,11 @@ class PackedModel:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _loaded(folder: str, dtype: str, device: str) -> Any:
+    found: Any = load_model(folder, dtype=dtype)
+    return found.to(device)
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:
