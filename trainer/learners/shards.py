@@ -61,11 +61,6 @@ class Shards:
         self._num_steps = 0
         self._create_moments()
 
-    @property
-    def stage(self) -> int:
-        """Of ZeRO."""
-        return self._stage
-
     def count_step(self) -> None:
         """One more optimizer step was taken."""
         self._num_steps += 1
@@ -196,9 +191,7 @@ class Shards:
             return
         self._spoil_gradient()
         self._engine.step()
-        if (
-            self._stage == 3
-        ):  # of a weight smaller than the number of ranks, some hold nothing that the next step writes over
+        if self.stage == 3:  # a rank that holds nothing of a small weight would keep what no step writes over
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
 
     @torch.no_grad()
