@@ -192,7 +192,7 @@ class Shards:
         self._spoil_gradient()
         self._engine.step()
         if (
-            self._stage == 3
+            self.stage == 3
         ):  # of a weight smaller than the number of ranks, some hold nothing that the next step writes over
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
 
