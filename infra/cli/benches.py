@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
     from infra.cli.bench.learner import Compared, LearnerPlan
+    from infra.cli.bench.memory import MemoryPlan
 
 BENCHES = {
     "codec": "infra.cli.bench.codec",
@@ -69,6 +70,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "resumed_with_equal_hash": (1.0, 1.0),
         "served_version": (5.0, 5.0),
     },
+    "memory": {"step_said_over_held": (0.9, 1.1), "with_versions_said_over_held": (0.9, 1.1)},
     "outage": {
         "p99_away_over_before": (0.0, 1.1),
         "p99_back_over_before": (0.0, 1.1),
@@ -87,10 +89,10 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
-def run_bench(name: str, as_json: bool) -> int:
-    """Run `infra/cli/bench/<name>.py` and print its figures; targets are shown, never asserted."""
+def run_bench(name: str, as_json: bool, **asked: object) -> int:
+    """Run `infra/cli/bench/<name>.py` as asked and print its figures; targets are shown, never asserted."""
     module = importlib.import_module(BENCHES[name])
-    figures = module.run()
+    figures = module.run(**asked)
     if as_json:
         print(json.dumps(figures))
     elif name == "codec":
@@ -185,7 +187,8 @@ def learner_table(found: "Sequence[Compared]") -> Table:
 
 def run_life(hidden: int, layers: int, stage: int, dtype: str, engine: str, *, as_json: bool) -> int:
     """Run `infra/cli/bench/life.py` as asked. Raises ConfigError for an engine or a dtype that it does not know."""
-    from infra.cli.bench.life import ENGINES, LifePlan, run
+    from infra.cli.bench.life import LifePlan, run
+    from infra.cli.bench.reload import ENGINES
 
     for option, got, known in (("--engine", engine, ENGINES), ("--dtype", dtype, ("float32", "bfloat16"))):
         if got not in known:
@@ -196,6 +199,20 @@ def run_life(hidden: int, layers: int, stage: int, dtype: str, engine: str, *, a
         print(json.dumps(figures))
     else:
         Screen().print(figures_table("life", figures))
+    return 0
+
+
+def run_memory(plan: "MemoryPlan", as_json: bool) -> int:
+    """Run `infra/cli/bench/memory.py` as asked. Raises ConfigError for a dtype that it does not know."""
+    from infra.cli.bench.memory import run
+
+    if plan.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype: got {plan.dtype!r}, expected float32 or bfloat16")
+    figures = run(plan)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Screen().print(figures_table("memory", figures))
     return 0
 
 
@@ -307,7 +324,9 @@ def words(low: float, high: float) -> str:
     """
     if low == high:
         return number(low)
-    return f"at least {number(low)}" if high == float("inf") else f"at most {number(high)}"
+    if high == float("inf"):
+        return f"at least {number(low)}"
+    return f"{number(low)} to {number(high)}" if low > 0 else f"at most {number(high)}"
 
 
 def number(value: float) -> str:

@@ -42,11 +42,15 @@ def bench_lora(as_json: JsonOption = False) -> None:
     exit_with(lambda: run_bench("lora", as_json))
 
 
-def bench_reload(as_json: JsonOption = False) -> None:
+def bench_reload(
+    versions: Annotated[int, typer.Option(help="How many are loaded.", min=2)] = 300,
+    lora_rank: Annotated[int, typer.Option(help="Of versions that are adapters; 0 for whole models.", min=0)] = 0,
+    as_json: JsonOption = False,
+) -> None:
     """Hot reloads under load: pause, and memory per version."""
     from infra.cli.benches import run_bench
 
-    exit_with(lambda: run_bench("reload", as_json))
+    exit_with(lambda: run_bench("reload", as_json, versions=versions, lora_rank=lora_rank))
 
 
 def bench_offpolicy(
@@ -174,6 +178,21 @@ def bench_life(
     from infra.cli.benches import run_life
 
     exit_with(lambda: run_life(hidden, layers, stage, dtype, engine, as_json=as_json))
+
+
+def bench_memory(
+    hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 7,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    checkpointing: Annotated[bool, typer.Option(help="Compute activations again in the backward.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What a learner holds, beside what `headrace check --size` says that it needs."""
+    from infra.cli.bench.memory import MemoryPlan
+    from infra.cli.benches import run_memory
+
+    plan = MemoryPlan(hidden=hidden, layers=layers, dtype=dtype, checkpointing=checkpointing)
+    exit_with(lambda: run_memory(plan, as_json))
 
 
 def bench_state(
