@@ -40,7 +40,8 @@ class ReferenceAdapter:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_ref of the sampled tokens, [N] float32; without gradients alone."""
-        return self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
+        found: torch.Tensor = self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
+        return found
 
     def through(self, run: Run) -> Run:
         """`run` on the reference. run: name of a method of PackedModel, and a microbatch; where ranks compute together, the
