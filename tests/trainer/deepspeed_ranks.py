@@ -307,7 +307,7 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "split" | "split memory":
             import split_ranks  # it takes samples from here
 
-            split_ranks.check(model, stage, what, int(*folder))
+            split_ranks.check(model, stage, what, *folder)
         case "steps":
             main(model, stage)
         case "unequal":

@@ -23,16 +23,16 @@ LANES = {
 }
 
 
-def check(model: str, stage: int, what: str, number: int) -> None:
+def check(model: str, stage: int, what: str, number: str, *more: str) -> None:
     if what == "split":
-        check_split(model, stage, number)
+        check_split(model, stage, int(number), "replay" in more)
     else:
-        check_split_memory(model, stage, number)
+        check_split_memory(model, stage, int(number))
 
 
-def check_split(model: str, stage: int, size: int) -> None:
+def check_split(model: str, stage: int, size: int, replay: bool) -> None:
     """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
-    routing: Literal["replay", "own"] = "replay" if "moe" in model else "own"
+    routing: Literal["own", "replay"] = "replay" if replay else "own"
     config = TrainerConfig(
         lanes=LANES, threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3, routing=routing
     )
@@ -44,9 +44,8 @@ def check_split(model: str, stage: int, size: int) -> None:
     uneven = False
     # Several rows and microbatches; then one row, of all trees.
     for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
-        if routing == "replay":
-            items = with_experts(items, random_routing(items))
-        batch = pack(items, max_tokens=(90, 301, 10_000)[step], version=5)
+        given = with_experts(items, random_routing(items)) if replay else items
+        batch = pack(given, max_tokens=(90, 301, 10_000)[step], version=5, replay=replay)
         uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
         stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
         assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)

@@ -10,6 +10,7 @@ from infra.model.adapter import REFERENCE, adapter_parameters, computing_with, f
 from infra.policies.adapter import Adapter
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch
+from trainer.batch.routing import no_experts
 from trainer.config import TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.losses.loss import Objective
@@ -40,7 +41,8 @@ class ReferenceAdapter:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_ref of the sampled tokens, [N] float32; without gradients alone."""
-        return self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
+        found: torch.Tensor = self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
+        return found
 
     def through(self, run: Run) -> Run:
         """`run` on the reference. run: name of a method of PackedModel, and a microbatch; where ranks compute together, the
@@ -49,7 +51,7 @@ class ReferenceAdapter:
 
         def compare(what: str, argument: Any) -> Any:
             # A reference sends its tokens where its own routers do.
-            own = msgspec.structs.replace(argument, experts_BTLk=argument.experts_BTLk[:0])
+            own = msgspec.structs.replace(argument, experts_BTLk=no_experts())
             with computing_with(self._policy.module, REFERENCE):
                 return run(what, own)
 

@@ -97,15 +97,15 @@ def require_divisible(folder: str, size: int) -> None:
 
 
 class Part(NamedTuple):
-    """What one rank computes of a microbatch. tokens_BP, positions_BP, experts_BPLk: its stretch of every row, see
-    `Microbatch`. read_R: which sampled tokens it reads; at_R: where, indexes into B*P.
+    """What one rank computes of a microbatch. tokens_BP, positions_BP: its stretch of every row. read_R: which sampled tokens
+    it reads; at_R: where, indexes into B*P. experts_BPLk: see `Microbatch`.
     """
 
     tokens_BP: np.ndarray
     positions_BP: np.ndarray
-    experts_BPLk: np.ndarray
     read_R: np.ndarray
     at_R: np.ndarray
+    experts_BPLk: np.ndarray
 
 
 def part_of(one: Microbatch, size: int, place: int) -> Part:
@@ -116,7 +116,7 @@ def part_of(one: Microbatch, size: int, place: int) -> Part:
     row_N, index_N = np.divmod(one.predecessor_N, num_T)
     read_R = np.flatnonzero(index_N // num_P == place)
     at_R = row_N[read_R] * num_P + index_N[read_R] - mine.start
-    return Part(one.tokens_BT[:, mine], one.positions_BT[:, mine], one.experts_BTLk[:, mine], read_R, at_R)
+    return Part(one.tokens_BT[:, mine], one.positions_BT[:, mine], read_R, at_R, one.experts_BTLk[:, mine])
 
 
 class SplitModel(PackedModel):
@@ -127,7 +127,6 @@ class SplitModel(PackedModel):
     def __init__(self, folder: str, group: SequenceGroup, **settings: Any) -> None:
         self._group = group
         self._across = Ulysses(group)
-        self._differs_N: torch.Tensor | None = None  # of the last forward
         super().__init__(folder, **settings)
 
     def find_reading(self) -> None:
@@ -158,16 +157,14 @@ class SplitModel(PackedModel):
         reach_BT, position_BT = self._tensor(one.reach_BT), self._tensor(one.positions_BT)
         inputs = Tree(reach_BT, position_BT, self._path, across=self._across).inputs()
         inputs |= {"input_ids": self._tensor(part.tokens_BP), "position_ids": self._tensor(part.positions_BP)}
-        given = self._given(msgspec.structs.replace(one, experts_BTLk=part.experts_BPLk))
+        given = self._given(part.experts_BPLk)
         state_PD = self._routed(inputs, given)
-        at_R, read_R = self._tensor(part.at_R), self._tensor(part.read_R)
+        read_R = self._tensor(part.read_R)
         target_N, temperature_N = self._targets(one)
-        self._differs_N = None if given is None else self._told(given.shares()[at_R], read_R, len(target_N))
-        return self._told(read(state_PD[at_R], target_N[read_R], temperature_N[read_R]), read_R, len(target_N))
-
-    def rerouted(self, one: Microbatch) -> np.ndarray:
-        """See `PackedModel`."""
-        return super().rerouted(one) if self._differs_N is None else self._differs_N.cpu().numpy()
+        found = read(state_PD[self._tensor(part.at_R)], target_N[read_R], temperature_N[read_R])
+        differs_R = None if given is None else given.shares()[self._tensor(part.at_R)]
+        self._rerouted_N = None if differs_R is None else self._told(differs_R, read_R, len(target_N))
+        return self._told(found, read_R, len(target_N))
 
     def _told(self, found: torch.Tensor, read_R: torch.Tensor, num_N: int) -> torch.Tensor:
         every: torch.Tensor = Told.apply(found, read_R, num_N, self._group.process_group)  # type: ignore[no-untyped-call]
