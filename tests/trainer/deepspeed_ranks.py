@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Literal
 
 import deepspeed
 import numpy as np
@@ -89,9 +90,12 @@ def check_unequal(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
-def check_split(model: str, stage: int, size: int) -> None:
+def check_split(model: str, stage: int, size: int, replay: bool) -> None:
     """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
-    config = TrainerConfig(lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3)
+    routing: Literal["own", "replay"] = "replay" if replay else "own"
+    config = TrainerConfig(
+        lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3, routing=routing
+    )
     learner = DeepSpeedLearner(model, config, stage=stage, sequence_parallel=size)
     if learner.rank:
         learner.follow(MemoryStore())
@@ -100,7 +104,8 @@ def check_split(model: str, stage: int, size: int) -> None:
     uneven = False
     # Several rows and microbatches; then one row, of all trees.
     for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
-        batch = pack(items, max_tokens=(90, 301, 10_000)[step], version=5)
+        given = with_experts(items, random_routing(items)) if replay else items
+        batch = pack(given, max_tokens=(90, 301, 10_000)[step], version=5, replay=replay)
         uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
         stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
         assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
@@ -380,7 +385,7 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(one) for one in folder))
         case "split":
-            check_split(model, stage, *(int(one) for one in folder))
+            check_split(model, stage, int(folder[0]), "replay" in folder)
         case "split memory":
             check_split_memory(model, stage, *(int(one) for one in folder))
         case "steps":

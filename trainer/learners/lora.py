@@ -10,6 +10,7 @@ from infra.model.adapter import REFERENCE, adapter_parameters, computing_with, f
 from infra.policies.adapter import Adapter
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch
+from trainer.batch.routing import no_experts
 from trainer.config import TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.losses.loss import Objective
@@ -50,7 +51,7 @@ class ReferenceAdapter:
 
         def compare(what: str, argument: Any) -> Any:
             # A reference sends its tokens where its own routers do.
-            own = msgspec.structs.replace(argument, experts_BTLk=argument.experts_BTLk[:0])
+            own = msgspec.structs.replace(argument, experts_BTLk=no_experts())
             with computing_with(self._policy.module, REFERENCE):
                 return run(what, own)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from actors.engines.checks import (
     ProbeGate,
@@ -355,7 +355,8 @@ class VllmEngine:
                 if self._llm.errored:
                     raise result
                 raise PolicyRefused(f"policy {label}: vLLM could not load it: {result}") from result
-        if odd := next((name for name in results[1] if name), ""):
+        _, applied, *_ = results
+        if odd := next((name for name in cast(list[str], applied) if name), ""):
             raise PolicyRefused(f"policy {label}: after the load vLLM holds other values in {odd}")
         scores = [await requests.submit_score(tokens) for tokens in (probe.sequences if probe else ())]
         await self._llm.resume_generation()
