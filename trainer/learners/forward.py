@@ -21,7 +21,7 @@ from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
 from trainer.config import TrainerConfig
-from trainer.learners.attention import Path, Tree, chain, dense_mask, reading_path
+from trainer.learners.attention import Abilities, Path, Tree, chain, dense_mask, reading_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
 from trainer.learners.routing import Given, Replay
@@ -37,7 +37,8 @@ class PackedModel:
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
     activation_checkpointing: so do the layers. replay: tokens go to the experts they were sampled with, where these are
-    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known.
+    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known. module: the folder's model where
+    it is loaded already, which is read only after `find_reading`.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class PackedModel:
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
         replay: bool = False,
+        module: Any = None,
     ) -> None:
-        module: Any = load_model(folder, dtype=dtype)
-        self.module: Any = module.to(device)
+        self.module = _loaded(folder, dtype, device) if module is None else module
         self._replay = Replay(self.module, folder) if replay else None
         self._differs_P: torch.Tensor | None = None  # of all tokens of the last forward
         self._rerouted_N: torch.Tensor | None = None
@@ -69,7 +70,9 @@ class PackedModel:
         self._own_masks = self.module.config._attn_implementation == "sdpa"
         self._folder = folder
         self.adapter: Adapter | None = None
-        self.find_reading()
+        self._family = Abilities(dense=False, tree=False)
+        if module is None:
+            self.find_reading()
 
     def find_reading(self) -> None:
         """Find by what the model's rows are read: see `trainer.learners.opening`. Raises ConfigError."""
@@ -198,6 +201,10 @@ class PackedModel:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _loaded(folder: str, dtype: str, device: str) -> Any:
+    return load_model(folder, dtype=dtype).to(device)
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:
