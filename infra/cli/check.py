@@ -140,7 +140,7 @@ def summary(settings: Settings) -> Table:
         "keep": settings.keep.replay,
         "policy": f"{settings.policy.name}, from {settings.policy.model or 'nothing yet'}",
         "engine": settings.engine.use,
-        "learner": settings.trainer.learner.use,
+        "learner": settings.trainer.learner.use + adapter_words(settings),
         "pacing": f"{pacing.groups_per_step} groups per step, {pacing.steps_per_version} steps per version, "
         f"at most {pacing.max_staleness} versions stale",
         "lanes": lanes,
@@ -149,6 +149,14 @@ def summary(settings: Settings) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def adapter_words(settings: Settings) -> str:
+    """What is trained in place of the whole model, "" for all of it."""
+    lora = settings.trainer.lora
+    if lora is None:
+        return ""
+    return f", an adapter of rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}"
 
 
 def chain_table(stage: str, steps: Sequence[Step]) -> Table:

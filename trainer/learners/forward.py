@@ -37,8 +37,8 @@ class PackedModel:
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
     activation_checkpointing: so do the layers. replay: tokens go to the experts they were sampled with, where these are
-    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known. module: the folder's model where
-    it is loaded already, which is read only after `find_reading`.
+    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known. load: what loads the module
+    in place of the whole folder on this process; then it is read only after `find_reading`.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class PackedModel:
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
         replay: bool = False,
-        module: Any = None,
+        load: Callable[[], Any] | None = None,
     ) -> None:
-        self.module = _loaded(folder, dtype, device) if module is None else module
+        self.module = _loaded(folder, dtype, device) if load is None else load()
         self._replay = Replay(self.module, folder) if replay else None
         self._differs_P: torch.Tensor | None = None  # of all tokens of the last forward
         self._rerouted_N: torch.Tensor | None = None
@@ -69,9 +69,9 @@ class PackedModel:
         # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
         self._own_masks = self.module.config._attn_implementation == "sdpa"
         self._folder = folder
-        self.adapter: Adapter | None = None
         self._family = Abilities(dense=False, tree=False)
-        if module is None:
+        self.adapter: Adapter | None = None
+        if load is None:
             self.find_reading()
 
     def find_reading(self) -> None:
@@ -204,7 +204,8 @@ class PackedModel:
 
 
 def _loaded(folder: str, dtype: str, device: str) -> Any:
-    return load_model(folder, dtype=dtype).to(device)
+    found: Any = load_model(folder, dtype=dtype)
+    return found.to(device)
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:
