@@ -13,6 +13,7 @@ from critic_samples import CRITIC, rewarded
 from deepspeed_ranks import LANES, NEEDS, furthest
 from trainer_samples import random_items
 
+from infra.model.parts import hollow_model
 from infra.policies.tensors import to_numpy
 from infra.store.memory import MemoryStore
 from schemas.errors import ConfigError
@@ -55,7 +56,8 @@ def check_memory(model: str, stage: int) -> None:
     exec(PEAK_MB, held)
     before_mb = held["peak_mb"]()
     settings = reference_settings("float32")
-    module = load_sharded(deepspeed, Channel(60.0), model, dtype="float32", device="cpu", settings=settings)
+    module = hollow_model(model, dtype="float32")
+    load_sharded(deepspeed, Channel(60.0), module, model, device="cpu", settings=settings)
     parameters = list(module.parameters())
     shards_mb = sum(4 * one.ds_tensor.numel() for one in parameters) / 2**20
     largest_mb = max(4 * one.ds_numel for one in parameters) / 2**20

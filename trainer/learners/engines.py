@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from infra.model.parts import hollow_model
 from infra.policies.adapter import Adapter
 from schemas.errors import ConfigError
 from trainer.config import CriticConfig, TrainerConfig
@@ -113,18 +114,11 @@ class Engines:
 
     def _packed(self, engine: dict[str, Any], **settings: Any) -> PackedModel:
         """The model; at stage 3 in shards, and its reading is yet to be found. engine: settings of where it will be."""
-        load = None
-        if self._stage == 3:
-            load = functools.partial(
-                load_sharded,
-                self._deepspeed,
-                self._channel,
-                self._folder,
-                dtype=settings["dtype"],
-                device=self._device,
-                settings=engine,
-            )
-        return self._open_packed(load=load, **settings)
+        if self._stage < 3:
+            return self._open_packed(**settings)
+        packed = self._open_packed(module=hollow_model(self._folder, dtype=settings["dtype"]), **settings)
+        load_sharded(self._deepspeed, self._channel, packed.module, self._folder, device=self._device, settings=engine)
+        return packed
 
     def _trained(
         self,

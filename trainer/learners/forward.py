@@ -37,8 +37,8 @@ class PackedModel:
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
     activation_checkpointing: so do the layers. replay: tokens go to the experts they were sampled with, where these are
-    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known. load: what loads the module
-    in place of the whole folder on this process; then it is read only after `find_reading`.
+    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known. module: the folder's
+    model, whose weights may come later (`infra.model.parts`); it is read only after `find_reading`.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class PackedModel:
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
         replay: bool = False,
-        load: Callable[[], Any] | None = None,
+        module: Any = None,
     ) -> None:
-        self.module = _loaded(folder, dtype, device) if load is None else load()
+        self.module: Any = module or _loaded(folder, dtype, device)
         self._replay = Replay(self.module, folder) if replay else None
         self._differs_P: torch.Tensor | None = None  # of all tokens of the last forward
         self._rerouted_N: torch.Tensor | None = None
@@ -71,7 +71,7 @@ class PackedModel:
         self._folder = folder
         self._family = Abilities(dense=False, tree=False)
         self.adapter: Adapter | None = None
-        if load is None:
+        if module is None:
             self.find_reading()
 
     def find_reading(self) -> None:
@@ -204,8 +204,8 @@ class PackedModel:
 
 
 def _loaded(folder: str, dtype: str, device: str) -> Any:
-    found: Any = load_model(folder, dtype=dtype)
-    return found.to(device)
+    module: Any = load_model(folder, dtype=dtype)
+    return module.to(device)
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:

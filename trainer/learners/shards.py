@@ -191,9 +191,7 @@ class Shards:
             return
         self._spoil_gradient()
         self._engine.step()
-        if (
-            self.stage == 3
-        ):  # of a weight smaller than the number of ranks, some hold nothing that the next step writes over
+        if self.stage == 3:  # a rank that holds nothing of a small weight would keep what no step writes over
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
 
     @torch.no_grad()
