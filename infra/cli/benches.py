@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
     from infra.cli.bench.learner import Compared, LearnerPlan
+    from infra.cli.bench.memory import MemoryPlan
 
 # Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
@@ -32,6 +33,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "held": {
         f"{name}_held_ms": (0.0, 50.0) for name in ("prompt", "control_tokens", "redact_letters", "redact_digits")
     },
+    "lora": {"share": (0.0, 0.01)},
     "reload": {
         "pause_ms_p50": (0.0, 80.0),
         "pause_ms_p95": (0.0, 200.0),
@@ -55,6 +57,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "resumed_with_equal_hash": (1.0, 1.0),
         "served_version": (5.0, 5.0),
     },
+    "memory": {"step_said_over_held": (0.9, 1.1), "with_versions_said_over_held": (0.9, 1.1)},
     "outage": {
         "p99_away_over_before": (0.0, 1.1),
         "p99_back_over_before": (0.0, 1.1),
@@ -67,16 +70,17 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "save_peak_gib_above_shards": (float("-inf"), 1.0),
         **{f"ranks_{num_ranks}_load_peak_gib": (float("-inf"), 1.0) for num_ranks in (1, 2, 3)},
         "publish_peak_gib_of_the_others": (float("-inf"), 1.0),
+        "peak_gib_of_all_ranks": (float("-inf"), 18.0),
     },
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }
 
 
-def run_bench(name: str, as_json: bool) -> int:
-    """Run `infra/cli/bench/<name>.py` and print its figures; targets are shown, never asserted."""
+def run_bench(name: str, as_json: bool, **asked: object) -> int:
+    """Run `infra/cli/bench/<name>.py` as asked and print its figures; targets are shown, never asserted."""
     module = importlib.import_module(f"{__package__}.bench.{name}")
-    figures = module.run()
+    figures = module.run(**asked)
     if name == "codec" and not as_json:
         Screen().print(shapes_table(name, module.rows(figures)))
         return 0
@@ -165,7 +169,8 @@ def learner_table(found: "Sequence[Compared]") -> Table:
 
 def run_life(hidden: int, layers: int, stage: int, dtype: str, engine: str, *, as_json: bool) -> int:
     """Run `infra/cli/bench/life.py` as asked. Raises ConfigError for an engine or a dtype that it does not know."""
-    from infra.cli.bench.life import ENGINES, LifePlan, run
+    from infra.cli.bench.life import LifePlan, run
+    from infra.cli.bench.reload import ENGINES
 
     for option, got, known in (("--engine", engine, ENGINES), ("--dtype", dtype, ("float32", "bfloat16"))):
         if got not in known:
@@ -173,6 +178,20 @@ def run_life(hidden: int, layers: int, stage: int, dtype: str, engine: str, *, a
     plan = LifePlan(hidden=hidden, layers=layers, stage=stage, dtype=dtype, engine=engine)  # type: ignore[arg-type]
     figures = run(plan, say=Screen(stderr=True).print)
     return show("life", figures, as_json)
+
+
+def run_memory(plan: "MemoryPlan", as_json: bool) -> int:
+    """Run `infra/cli/bench/memory.py` as asked. Raises ConfigError for a dtype that it does not know."""
+    from infra.cli.bench.memory import run
+
+    if plan.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype: got {plan.dtype!r}, expected float32 or bfloat16")
+    figures = run(plan)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Screen().print(figures_table("memory", figures))
+    return 0
 
 
 def run_families(names: str, as_json: bool) -> int:
@@ -279,7 +298,9 @@ def words(low: float, high: float) -> str:
     """
     if low == high:
         return number(low)
-    return f"at least {number(low)}" if high == float("inf") else f"at most {number(high)}"
+    if high == float("inf"):
+        return f"at least {number(low)}"
+    return f"{number(low)} to {number(high)}" if low > 0 else f"at most {number(high)}"
 
 
 def number(value: float) -> str:

@@ -79,11 +79,13 @@ load_app.command("prompts")(data.load_prompts)
 for name in measure.PLAIN:
     bench_app.command(name)(measure.plain(name))
 bench_app.command("families")(measure.bench_families)
+bench_app.command("reload")(measure.bench_reload)
 bench_app.command("offpolicy")(measure.bench_offpolicy)
 bench_app.command("mix")(measure.bench_mix)
 bench_app.command("gate")(measure.bench_gate)
 bench_app.command("learner")(measure.bench_learner)
 bench_app.command("life")(measure.bench_life)
+bench_app.command("memory")(measure.bench_memory)
 bench_app.command("outage")(measure.bench_outage)
 bench_app.command("state")(measure.bench_state)
 

@@ -13,33 +13,28 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import deepspeed
-import msgspec
 import numpy as np
 import torch
+from critic_samples import CRITIC, rewarded
 from trainer_samples import long_microbatch, make_item, random_items, random_routing, with_experts
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from schemas import BatchItem, Span
-from schemas.errors import ConfigError
-from tests.peak import PEAK_MB
 from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.buffer.uses import Uses
-from trainer.config import CriticConfig, LaneConfig, TrainerConfig
+from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace, Position, load_newest, save
 from trainer.journal.checkpoint import folder as folder_of
 from trainer.learners.deepspeed import DeepSpeedLearner
 from trainer.learners.forward import PackedModel
 from trainer.learners.learner import put_back, take_from
-from trainer.learners.orders import Channel
 from trainer.learners.sequence_parallel import SequenceGroup, open_group, open_packed
-from trainer.learners.sharded import load_sharded
 from trainer.learners.torch import TorchLearner
-from trainer.learners.zero import reference_settings
 from trainer.state.pieces import whole_hash
 from trainer.state.stored import Index, StoredState, encode_index, index_hash, open_state
 
@@ -95,9 +90,12 @@ def check_unequal(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
-def check_split(model: str, stage: int, size: int) -> None:
+def check_split(model: str, stage: int, size: int, replay: bool) -> None:
     """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
-    config = TrainerConfig(lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3)
+    routing: Literal["own", "replay"] = "replay" if replay else "own"
+    config = TrainerConfig(
+        lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3, routing=routing
+    )
     learner = DeepSpeedLearner(model, config, stage=stage, sequence_parallel=size)
     if learner.rank:
         learner.follow(MemoryStore())
@@ -106,7 +104,8 @@ def check_split(model: str, stage: int, size: int) -> None:
     uneven = False
     # Several rows and microbatches; then one row, of all trees.
     for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
-        batch = pack(items, max_tokens=(90, 301, 10_000)[step], version=5)
+        given = with_experts(items, random_routing(items)) if replay else items
+        batch = pack(given, max_tokens=(90, 301, 10_000)[step], version=5, replay=replay)
         uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
         stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
         assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
@@ -285,155 +284,6 @@ def main(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
-def check_opens(model: str, stage: int, dtype: str) -> None:
-    """A model is opened as one process opens it: the same bits, read in the same way; and it computes with them."""
-    config = TrainerConfig(lanes=NEEDS["reference"], threads=1, dtype=dtype)  # type: ignore[arg-type]
-    learner = DeepSpeedLearner(model, config, stage=stage)
-    if learner.rank:
-        learner.follow(MemoryStore())
-        return
-    alone = TorchLearner(model, config, device="cpu")
-    assert learner.tensors() == alone.tensors()
-    assert learner.numerics()["attention"] == alone.numerics()["attention"]
-    saved, expected = learner.save(), alone.save()
-    assert saved.keys() == expected.keys() and furthest(saved, expected) == 0
-    batch = pack(random_items(0), max_tokens=40, version=5)
-    stats, expected_stats = (one.step(batch, learning_rate=1e-4, seed=0) for one in (learner, alone))
-    assert stats.finite
-    near = 2e-2 if dtype == "bfloat16" else 1e-4
-    assert abs(stats.loss - expected_stats.loss) < near, (stats.loss, expected_stats.loss)
-    learner.close()
-    print(f"stage {stage} agrees")
-
-
-def check_memory(model: str, stage: int) -> None:
-    """While a model is loaded, no rank holds more than its shards and one tensor, besides a little that is always there."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__ = {}  # as the learner does, so that nothing is compiled
-    deepspeed.init_distributed(dist_backend="gloo")
-    held: dict[str, Any] = {}
-    exec(PEAK_MB, held)
-    before_mb = held["peak_mb"]()
-    settings = reference_settings("float32")
-    module = load_sharded(deepspeed, Channel(60.0), model, dtype="float32", device="cpu", settings=settings)
-    parameters = list(module.parameters())
-    shards_mb = sum(4 * one.ds_tensor.numel() for one in parameters) / 2**20
-    largest_mb = max(4 * one.ds_numel for one in parameters) / 2**20
-    whole_mb = sum(4 * one.ds_numel for one in parameters) / 2**20
-    peak_mb = held["peak_mb"]() - before_mb
-    print(f"peak {peak_mb:.0f} MB, shards {shards_mb:.0f}, largest {largest_mb:.0f}, whole {whole_mb:.0f}")
-    limit_mb = shards_mb + largest_mb + 100
-    assert limit_mb < whole_mb, "this model would show nothing"
-    assert peak_mb <= limit_mb, (peak_mb, limit_mb)
-    print(f"stage {stage} agrees")
-
-
-def check_sums(model: str, stage: int, offload: str) -> None:
-    """Gradients of many microbatches in bfloat16 are summed in float32: the first moment after one step is a tenth of it."""
-    config = TrainerConfig(lanes=LANES, threads=1, dtype="bfloat16", gradient_clip=1e9)
-    learner = DeepSpeedLearner(model, config, stage=stage, offload=offload == "offload")
-    if learner.rank:
-        learner.follow(MemoryStore())
-        return
-    alone = TorchLearner(model, config, device="cpu")
-    items = [one for seed in range(16) for one in random_items(seed) if one.item.lane == "usual"][:64]
-    batch = pack(items, max_tokens=1, version=5)
-
-    def gradient(one: DeepSpeedLearner | TorchLearner, microbatches: tuple[Microbatch, ...]) -> np.ndarray:
-        """Nothing moves at this learning rate."""
-        one.begin_phase("train")
-        part = msgspec.structs.replace(batch, microbatches=microbatches)
-        assert one.step(part, learning_rate=1e-30, seed=0).finite
-        state = one.save()
-        names = sorted(name for name in state if name.startswith("adam/exp_avg/"))
-        return np.concatenate([to_numpy(state[name]).ravel() for name in names])
-
-    parts = [gradient(alone, (one,)) for one in batch.microbatches]
-    exact, rounded = np.zeros(len(parts[0])), torch.zeros(len(parts[0]), dtype=torch.bfloat16)
-    for part in parts:
-        exact += part
-        rounded += torch.from_numpy(part).bfloat16()
-    norm = float(np.linalg.norm(exact))
-    far = float(np.linalg.norm(rounded.double().numpy() - exact)) / norm
-    near = float(np.linalg.norm(gradient(learner, batch.microbatches) - exact)) / norm
-    print(f"{len(parts)} microbatches: off by {near:.2g}, a sum in bfloat16 by {far:.2g}")
-    limit = 2e-3 if stage == 2 and int(os.environ["WORLD_SIZE"]) > 1 else 1e-3  # see DeepSpeedLearner
-    assert len(parts) == 64 and far > 5e-3 and near < limit
-    learner.close()
-    print(f"stage {stage} agrees")
-
-
-CRITIC = TrainerConfig(
-    lanes={"usual": LaneConfig(loss="ppo", weight=0.9, options={"minibatches": 2}), "expert": LANES["expert"]},
-    threads=1,
-    critic=CriticConfig(learning_rate=1e-4),
-)
-
-
-def rewarded(seed: int, reward: float | None = None) -> list[TrainItem]:
-    """Prompts that decide the reward, and demonstrations, which have no value. reward: of one answer, instead."""
-    random = np.random.default_rng(seed)
-    items = [
-        make_item(
-            [1, 10 + i % 2, *random.integers(20, 30, 2 + i % 3)],
-            [Span(2, 4 + i % 3, 0)],
-            group=f"coin-{i}.0",
-            logprobs=np.full(2 + i % 3, -4.8),
-            reward=1.0 - i % 2 if reward is None or i != 7 else reward,
-        )
-        for i in range(14)
-    ]
-    return [*items, *(one for one in random_items(seed) if one.item.lane == "expert")]
-
-
-def check_critic(model: str, stage: int) -> None:
-    """A critic on several ranks is that of one process: begun as the warmed-up policy, stepped, refused, restored."""
-    learner = DeepSpeedLearner(model, CRITIC, stage=stage)
-    if learner.rank:
-        learner.follow(MemoryStore())
-        return
-    alone = TorchLearner(model, CRITIC, device="cpu")
-    shown = pack([one for one in rewarded(7) if one.item.lane == "expert"], max_tokens=100)
-    for one in (learner, alone):
-        one.begin_phase("warmup")
-        assert one.step(shown, learning_rate=1e-4, seed=0).finite
-        one.begin_phase("train")
-    assert furthest(learner.save(), alone.save()) < 2e-5
-    for step, max_tokens in enumerate((30, 10_000)):
-        batch = pack(rewarded(step), max_tokens=max_tokens, version=5)
-        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
-        assert abs(stats.loss - expected.loss) < 1e-4, (stats.loss, expected.loss)
-        assert stats.values.keys() == expected.values.keys() and "critic/value_loss" in stats.values
-        assert all(
-            abs(stats.values[name] - value) < 1e-3 * max(1, abs(value)) for name, value in expected.values.items()
-        ), (stats.values, expected.values)
-    before = learner.save()
-    assert furthest(before, alone.save()) < 5e-5
-    for seed in (2, 3):  # a value loss that is not finite, and then a gradient of the policy that is too large
-        limit = {} if seed == 2 else {"max_grad_norm": 1e-9}
-        batch = pack(rewarded(seed, 3e38 if seed == 2 else None), max_tokens=30, version=5)
-        assert not learner.step(batch, learning_rate=1e-4, seed=seed, **limit).finite
-        assert furthest(learner.save(), before) == 0
-    batch = pack(rewarded(4), max_tokens=30, version=5)
-    for one in (learner, alone):
-        one.restore(before)
-        assert one.step(batch, learning_rate=1e-4, seed=4).finite
-    assert furthest(learner.save(), alone.save()) < 5e-5
-    learner.close()
-    print(f"stage {stage} agrees")
-
-
-def check_refusal(model: str, stage: int) -> None:
-    """What cannot be opened is refused by name, on every rank."""
-    try:
-        DeepSpeedLearner(model, TrainerConfig(lanes=LANES, threads=1), stage=stage)
-    except ConfigError as error:
-        print(f"stage {stage} agrees: {error}")
-    else:
-        raise AssertionError(model)
-
-
 def check_refused(model: str, stage: int, what: str) -> None:
     """A gradient above what is allowed changes nothing on any rank, whether the step has one minibatch or several."""
     config = TrainerConfig(lanes=NEEDS["proximal"] if what == "refused minibatch" else LANES, threads=1)
@@ -535,23 +385,21 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(one) for one in folder))
         case "split":
-            check_split(model, stage, *(int(one) for one in folder))
+            check_split(model, stage, int(folder[0]), "replay" in folder)
         case "split memory":
             check_split_memory(model, stage, *(int(one) for one in folder))
         case "steps":
             main(model, stage)
         case "unequal":
             check_unequal(model, stage)
-        case "opens":
-            check_opens(model, stage, *folder)
-        case "memory":
-            check_memory(model, stage)
-        case "critic":
-            check_critic(model, stage)
-        case "sums":
-            check_sums(model, stage, *folder)
-        case "refusal":
-            check_refusal(model, stage)
+        case "opens" | "memory" | "critic" | "sums" | "refusal":
+            import sharded_ranks
+
+            getattr(sharded_ranks, f"check_{what}")(model, stage, *folder)
+        case "lora" | "lora reference" | "lora bfloat16":
+            from lora_ranks import check_lora
+
+            check_lora(model, stage, what)
         case "states":
             check_states(model, stage, Path(*folder))
         case _:
@@ -562,6 +410,7 @@ def serve() -> None:
     """A line in is the output's file, the number of ranks and the arguments of `check`; a line out is 0, or 1 for failed."""
     # The ranks find these imported, with what DeepSpeed imports late.
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import peft  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     for line in sys.stdin:

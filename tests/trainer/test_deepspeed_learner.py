@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deepspeed_ranks import CRITIC, rewarded
+from critic_samples import CRITIC, rewarded
 from trainer_samples import random_items, tiny_model
 
 from infra.cli.demo.char_model import Size, build_char_model
@@ -85,12 +85,6 @@ def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_send_tokens_to_the_recorded_experts_as_one_process_does(agree, tmp_path, stage):
-    agree(stage, "replay", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [("gemma2", "float32"), ("llava", "float32"), ("tied", "bfloat16"), ("gpt-oss", "bfloat16")],
@@ -115,6 +109,21 @@ def test_a_model_that_cannot_be_opened_is_refused_by_every_rank(agree, tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [(0, "lora"), (2, "lora bfloat16"), (2, "lora reference"), (3, "lora reference")],
+)
+def test_ranks_train_an_adapter_alone_as_one_process_does(agree, stage, what):
+    agree(stage, what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_send_tokens_to_the_recorded_experts_as_one_process_does(agree, tmp_path, stage):
+    agree(stage, "replay", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_losses_and_gradients_of_very_unequal_lengths_are_those_of_one_rank(agree, stage):
     agree(stage, "unequal")
@@ -129,7 +138,8 @@ def test_rows_that_ranks_share_have_the_losses_and_gradients_of_one_rank(
     agree, model, tmp_path, family, stage, num_ranks, size
 ):
     folder = str(build_family(tmp_path / family, family)) if family else model
-    agree(stage, "split", str(size), num_ranks=num_ranks, folder=folder)
+    replayed = ["replay"] if family == "qwen3_moe" else []
+    agree(stage, "split", str(size), *replayed, num_ranks=num_ranks, folder=folder)
 
 
 @pytest.mark.slow

@@ -24,13 +24,14 @@ from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from infra.settings.config import duration_s
 from infra.store.store import Store
-from schemas.errors import StoreError
+from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
 from trainer.learners.engines import Engines
 from trainer.learners.lanes import check_step, of_phase
 from trainer.learners.learner import Phase, Snapshot, StepStats
+from trainer.learners.lora import compared, open_adapter
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import (
     Channel,
@@ -40,13 +41,14 @@ from trainer.learners.orders import (
 )
 from trainer.learners.rank_step import RankStep
 from trainer.learners.rank_values import RankCritic
-from trainer.learners.sequence_parallel import open_group
+from trainer.learners.sequence_parallel import open_group, open_packed
 from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import RankSnapshot
 from trainer.learners.values import check_critic
 from trainer.learners.zero import engine_settings
 from trainer.losses.loss import open_objectives
-from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of
+from trainer.state.adapter import check_adapter, told
+from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of, pieces_of
 from trainer.state.stored import StoredState, open_state
 
 logger = logging.getLogger(__name__)
@@ -85,39 +87,34 @@ class DeepSpeedLearner:
         self._config = config
         self._stage = stage
         self._objectives = open_objectives(config.lanes)
+        self.adapter = open_adapter(config, model)
+        self._told = told(self.adapter)
         check_critic(config, self._objectives)
-        gpu = torch.cuda.is_available()
-        if not gpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        import deepspeed
-
-        _alone_unless_told(os.environ)
-        deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
+        if config.critic is not None and sequence_parallel > 1:
+            where = f"trainer.learner.options.sequence_parallel: got {sequence_parallel}"
+            raise ConfigError(f"{where} with [trainer.critic], expected 1: a critic reads whole rows")
         timeout_s = duration_s(config.ranks_timeout)
-        deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+        deepspeed, device = _begin_ranks(config, timeout_s)
         self.rank: int = distributed.get_rank()
         self._world = distributed.get_world_size()
         self._channel, self._beside = Channel(timeout_s), Channel(WRITE_S)
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
-        told = partial(engine_settings, stage=stage, offload=offload, json=json or {})
         group = open_group(sequence_parallel, timeout_s)
-        engines = Engines(deepspeed, self._channel, group, config, settings=told, device=device)
-        policy = engines.policy(model)
-        wanted = any(one.reference for one in self._objectives.values())
-        reference = engines.reference(model) if wanted else None
-        self._model = policy.packed
-        compared = [] if reference is None else reference.named
-        self._shards = Shards(deepspeed, policy.run, policy.named, compared, stage=stage)
+        settings = partial(engine_settings, stage=stage, offload=offload, json=json or {})
+        opener = partial(open_packed, model, group, device=device)
+        engines = Engines(
+            deepspeed, self._channel, config, folder=model, settings=settings, open_packed=opener, device=device
+        )
+        with_reference = compared(self._objectives)
+        policy = engines.policy(self.adapter, with_reference=with_reference)
+        reference = engines.reference(policy) if with_reference else None
+        self._model, self._engine = policy.packed, policy.run
+        beside = [] if reference is None else reference.named
+        self._shards = Shards(deepspeed, policy.run, policy.named, beside, stage=stage)
         self._critic: RankCritic | None = None
         if config.critic is not None:
-            values, opened = engines.critic(model, config.critic)
-            named = [(f"critic/{name}", value) for name, value in opened.named]
-            shards = Shards(deepspeed, opened.run, named, [], stage=stage, prefix="")
-            self._critic = RankCritic(config.critic, values, opened.run, shards=shards, channel=self._channel)
+            self._critic = engines.critic(config.critic)
         self._held = [self._shards, *([] if self._critic is None else [self._critic.shards])]
         self._ranks = RankStep(
             config,
@@ -202,7 +199,7 @@ class DeepSpeedLearner:
 
     def numerics(self) -> dict[str, str]:
         """Those of one process, ranks, and the stage of ZeRO."""
-        return numerics(self._model.device) | {
+        return numerics(self._model.device, adapted=self.adapter is not None) | {
             "attention": self._model.reading,
             "ranks": str(self._world),
             "zero": str(self._stage),
@@ -224,6 +221,7 @@ class DeepSpeedLearner:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `save`; to other ranks goes one tensor at a time."""
+        check_adapter(state, self.adapter)
         self._check(layout_of(state))
         self.set(state)
 
@@ -244,6 +242,7 @@ class DeepSpeedLearner:
 
     def load(self, state: StoredState, *, without: Sequence[str] = ()) -> None:
         """Continue from a stored state, each rank reading its own pieces. without: names that stay as they are here."""
+        check_adapter(state, self.adapter)
         self._check(state.layout, without)
         order = Order(name="load", folder=state.folder, index=state.key, sha256=state.sha256, names=tuple(state.layout))
         self._call(order, state)
@@ -255,7 +254,7 @@ class DeepSpeedLearner:
     def _layout(self, of: Layout | None) -> dict[str, Kind]:
         """Of the state as it is, or as it would be with the moments of another."""
         found = {name: kind for one in self._held for name, kind in one.layout(of).items()}
-        return found | {PHASE: Kind("U8", ())}
+        return found | {PHASE: Kind("U8", ())} | layout_of(self._told)
 
     def _call(self, order: Order, given: Any = None) -> Any:
         """Do an order on all ranks. given: what rank 0 alone has for it."""
@@ -304,8 +303,9 @@ class DeepSpeedLearner:
         self._ranks.move_reference(0.0)
 
     def _pieces(self, *, copy: bool) -> list[Piece]:
-        phase = [] if self.rank else [Piece(PHASE, 0, bytes([PHASES.index(self._phase)]))]
-        return [*(piece for one in self._held for piece in one.pieces(copy=copy)), *phase]
+        of_rank_0 = [Piece(PHASE, 0, bytes([PHASES.index(self._phase)])), *pieces_of(self._told)]
+        held = [piece for one in self._held for piece in one.pieces(copy=copy)]
+        return [*held, *(of_rank_0 if not self.rank else ())]
 
     def _save(self) -> dict[str, Tensor]:
         mine = [msgspec.structs.astuple(one) for one in self._pieces(copy=False)]
@@ -354,17 +354,17 @@ class DeepSpeedLearner:
 
     def _with_state(self, order: Order, given: StoredState | None, use: Callable[[StoredState], None]) -> None:
         """Use a stored state on every rank; on rank 0 StoreError or ValueError naming the ranks that could not."""
-        told = ["", ""]
+        said = ["", ""]
         try:
             if given is None:
                 assert self._store is not None
                 given = open_state(self._store, order.folder, order.index, order.sha256)
             use(given)
         except (StoreError, ValueError) as error:
-            told = [type(error).__name__, f"rank {self.rank}: {error}"]
+            said = [type(error).__name__, f"rank {self.rank}: {error}"]
         found = [
             msgspec.msgpack.decode(data, type=list[str])
-            for data in self._channel.everywhere(msgspec.msgpack.encode(told))
+            for data in self._channel.everywhere(msgspec.msgpack.encode(said))
         ]
         if failed := [one for one in found if one[0]]:
             kind = StoreError if any(one[0] != ValueError.__name__ for one in failed) else ValueError
@@ -373,6 +373,21 @@ class DeepSpeedLearner:
 
 def _moved(one: Microbatch, logprob_N: np.ndarray) -> np.ndarray:
     return np.where(one.ratio_N, np.abs(logprob_N - one.behaviour_N), 0.0)
+
+
+def _begin_ranks(config: TrainerConfig, timeout_s: float) -> tuple[Any, str]:
+    """Find the other ranks. The library, and this rank's device."""
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    import deepspeed
+
+    _alone_unless_told(os.environ)
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
+    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    return deepspeed, f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
 
 
 def _alone_unless_told(environment: MutableMapping[str, str]) -> None:

@@ -76,6 +76,7 @@ class RankStep:
         self._shards = shards
         self._channel = channel
         self._group = group
+        self._stage = shards.stage
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, of the minibatches that rank 0 is given; what it did, on rank 0."""
@@ -174,8 +175,8 @@ class RankStep:
                 proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
                 reference_N=self._of_reference(context, one),
                 entropy_N=entropy_N,
-                rerouted_N=rerouted_N,
                 advantage_N=advantages[index] if real and advantages is not None else None,
+                rerouted_N=rerouted_N,
             )
             if real and self._group.counts:
                 observed.append(seen)
@@ -194,7 +195,7 @@ class RankStep:
         """log π_ref where some lane compares with it; a sharded one computes on all ranks or on none."""
         mine = compares(context.objectives, one)
         somewhere = any(context.objectives[lane].reference for lane in context.num_tokens)
-        if self._compare is None or not (mine or (self._shards.stage == 3 and somewhere)):
+        if self._compare is None or not (mine or (self._stage == 3 and somewhere)):
             return None
         found: torch.Tensor = self._compare("logprobs", one)
         return found if mine else None
@@ -219,13 +220,13 @@ class RankStep:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = math.nan
-        if not sound or not self._shards.stage or order.max_grad_norm < sys.float_info.max:
+        if not sound or not self._stage or order.max_grad_norm < sys.float_info.max:
             norm = self._shards.gradient_norm()
             if not (sound and math.isfinite(loss) and math.isfinite(norm) and norm <= order.max_grad_norm):
                 self._shards.forget_gradient()
                 return False, norm
         self._engine.step()
-        if self._shards.stage:
+        if self._stage:
             if self._engine.optimizer.overflow:
                 return False, float(self._engine.get_global_grad_norm())
             norm = float(self._engine.get_global_grad_norm())
@@ -237,6 +238,8 @@ class RankStep:
         """On rank 0 a copy of the policy; one weight at a time is whole on a rank that does not hold it."""
         found: dict[str, Tensor] = {}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
+            if self._model.adapter is not None and not published(self._model.module, {name: value}):
+                continue  # of the base, which is not gathered for nothing
             with self._shards.gathered(value):
                 if not self._channel.rank:
                     views = published(self._model.module, {name: value.detach()})

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from infra.model.parts import FolderParts, hollow_model, put
+from infra.model.parts import FolderParts, put
 from infra.policies.tensors import Tensor, from_torch, to_torch
 from schemas.errors import ConfigError
 from trainer.learners.orders import Channel
@@ -28,15 +28,15 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 def load_sharded(
-    deepspeed: Any, channel: Channel, folder: str, *, dtype: str, device: str, settings: Mapping[str, Any]
-) -> Any:
-    """The model of a folder, each rank with its shards. Collective. settings: of the engine that it will be in.
+    deepspeed: Any, channel: Channel, module: Any, folder: str, *, device: str, settings: Mapping[str, Any]
+) -> None:
+    """Give a hollow model the folder's weights, each rank its shards. Collective. settings: of the engine it will be in.
 
     Raises ConfigError, on all ranks the same.
     """
-    module: Any = hollow_model(folder, dtype=dtype)
+    wanted: torch.dtype = module.dtype
+    dtype = str(wanted).removeprefix("torch.")
     parts = None if channel.rank else _reading(module, folder, dtype)
-    wanted = getattr(torch, dtype)
     partitioned: Any = None  # a parameter that is, which knows how to do it
     while True:
         told = channel.broadcast(None if parts is None else msgspec.msgpack.encode(next(parts)))
@@ -57,7 +57,6 @@ def load_sharded(
     for one in module.modules():
         for name, value in one._buffers.items():
             one._buffers[name] = None if value is None else value.to(device)
-    return module
 
 
 def _reading(module: Any, folder: str, dtype: str) -> Iterator[_Part]:

@@ -191,6 +191,8 @@ class Shards:
             return
         self._spoil_gradient()
         self._engine.step()
+        if self.stage == 3:  # a rank that holds nothing of a small weight would keep what no step writes over
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
 
     @torch.no_grad()
     def _spoil_gradient(self) -> None:

@@ -19,7 +19,7 @@ PLAIN = {
     "feedback": "Feedback joined to 100,000 waiting answers, and their state rebuilt from the log.",
     "gateway": "The gateway over the engine alone: what it adds to an answer, and how many it gives a second.",
     "held": "How long one request holds the gateway's event loop: prompts, control tokens, redaction.",
-    "reload": "Hot reloads under load: pause, and memory per version.",
+    "lora": "What a version of a LoRA run weighs beside full weights, of a Qwen3 of 103 M parameters.",
     "reprocess": "Verify and collect over 20,000 recorded experiences again, with and without comparing.",
     "sandbox": "What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process.",
     "trace": "Questions to a log of 1,000,000 experiences: the first, which builds the index, and those after it. Minutes.",
@@ -46,6 +46,17 @@ def bench_families(
     from infra.cli.benches import run_families
 
     exit_with(lambda: run_families(only, as_json))
+
+
+def bench_reload(
+    versions: Annotated[int, typer.Option(help="How many are loaded.", min=2)] = 300,
+    lora_rank: Annotated[int, typer.Option(help="Of versions that are adapters; 0 for whole models.", min=0)] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Hot reloads under load: pause, and memory per version."""
+    from infra.cli.benches import run_bench
+
+    exit_with(lambda: run_bench("reload", as_json, versions=versions, lora_rank=lora_rank))
 
 
 def bench_offpolicy(
@@ -131,6 +142,21 @@ def bench_life(
     from infra.cli.benches import run_life
 
     exit_with(lambda: run_life(hidden, layers, stage, dtype, engine, as_json=as_json))
+
+
+def bench_memory(
+    hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 7,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    checkpointing: Annotated[bool, typer.Option(help="Compute activations again in the backward.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What a learner holds, beside what `headrace check --size` says that it needs."""
+    from infra.cli.bench.memory import MemoryPlan
+    from infra.cli.benches import run_memory
+
+    plan = MemoryPlan(hidden=hidden, layers=layers, dtype=dtype, checkpointing=checkpointing)
+    exit_with(lambda: run_memory(plan, as_json))
 
 
 def bench_state(
