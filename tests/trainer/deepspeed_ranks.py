@@ -304,10 +304,14 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             check_shards(model, stage, Path(folder[0]), *folder[1:])
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(one) for one in folder))
-        case "split" | "split memory":
-            import split_ranks  # it takes samples from here
+        case "split":
+            from split_ranks import check_split
 
-            split_ranks.check(model, stage, what, *folder)
+            check_split(model, stage, int(folder[0]), "replay" in folder)
+        case "split memory":
+            from split_ranks import check_split_memory
+
+            check_split_memory(model, stage, *(int(one) for one in folder))
         case "steps":
             main(model, stage)
         case "unequal":

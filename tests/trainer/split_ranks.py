@@ -1,40 +1,27 @@
-"""What each rank of test_deepspeed_learner runs where ranks share rows; `deepspeed_ranks` starts it."""
+"""What each rank of test_deepspeed_learner runs to check rows that ranks share: see deepspeed_ranks.py."""
 
 from typing import Literal
 
 import deepspeed
 import numpy as np
 import torch
-from deepspeed_ranks import furthest, unequal
+from deepspeed_ranks import LIMIT_S, NEEDS, furthest, unequal
 from trainer_samples import long_microbatch, random_items, random_routing, with_experts
 
 from infra.store.memory import MemoryStore
 from trainer.batch.batch import Microbatch, pack
-from trainer.config import LaneConfig, TrainerConfig
+from trainer.config import TrainerConfig
 from trainer.learners.deepspeed import DeepSpeedLearner
 from trainer.learners.forward import PackedModel
 from trainer.learners.sequence_parallel import SequenceGroup, open_group, open_packed
 from trainer.learners.torch import TorchLearner
-
-# With a reference, and sums over whole sequences in the loss.
-LANES = {
-    "usual": LaneConfig(loss="gspo", weight=0.9, kl=0.1, entropy=0.05),
-    "expert": LaneConfig(loss="sft", weight=0.1),
-}
-
-
-def check(model: str, stage: int, what: str, number: str, *more: str) -> None:
-    if what == "split":
-        check_split(model, stage, int(number), "replay" in more)
-    else:
-        check_split_memory(model, stage, int(number))
 
 
 def check_split(model: str, stage: int, size: int, replay: bool) -> None:
     """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
     routing: Literal["own", "replay"] = "replay" if replay else "own"
     config = TrainerConfig(
-        lanes=LANES, threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3, routing=routing
+        lanes=NEEDS["penalty"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3, routing=routing
     )
     learner = DeepSpeedLearner(model, config, stage=stage, sequence_parallel=size)
     if learner.rank:
@@ -89,7 +76,7 @@ def check_split_memory(model: str, stage: int, num_tokens: int) -> None:
     torch.set_num_threads(1)
     one = long_microbatch(num_tokens, sequences=3)
     kept, found = [], []
-    for group in (SequenceGroup(), open_group(2, 60.0)):
+    for group in (SequenceGroup(), open_group(2, LIMIT_S)):
         packed = open_packed(model, group, dtype="float32", device="cpu")
         logprob_N, num_bytes = kept_of(packed, one)
         (gradient,) = torch.autograd.grad(logprob_N.sum(), [packed.module.get_input_embeddings().weight])

@@ -29,9 +29,7 @@ class Held:
     """What the modules of a worker's model should hold. Begins with what they hold."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules: dict[str, Any] = {
-            name: one for name, one in model.named_modules() if one._parameters
-        }
+        self._modules: dict[str, Any] = {name: one for name, one in model.named_modules() if one._parameters}
         self._sums = {name: _sums_of(module) for name, module in self._modules.items()}
         self._columns = {
             name: (at, columns(module, at))
