@@ -1,18 +1,15 @@
 """The house rules, read from the source itself: who imports whom, where heavy libraries come in, and how long things are."""
 
 import ast
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.own_sources import ROOT, all_imports, name_of, read, sources, text_of
+
 WINGS = ("streams", "actors", "trainer")
 PACKAGES = ("schemas", "infra", *WINGS)
 ROOF = ("infra/cli/", "infra/sdk/")
@@ -65,108 +62,9 @@ TOP = {
 }  # fmt: skip
 
 
-class Import(NamedTuple):
-    """One import. at_top: it runs when its module is imported."""
-
-    path: str
-    line: int
-    module: str
-    at_top: bool
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line} imports {self.module}"
-
-
-@cache
-def sources(*folders: str) -> list[Path]:
-    found = {
-        folder: [path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
-        for folder in folders
-    }
-    assert all(found.values()), f"no modules in one of {folders}"
-    return sorted(path for paths in found.values() for path in paths)
-
-
 def test_what_the_rules_name_is_there() -> None:
     named = {*ROOF, *FOR_PEOPLE, *(door for doors in DOORS.values() for door in doors)}
     assert not sorted(name for name in named if not (ROOT / name).exists())
-
-
-@cache
-def text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-class Source(NamedTuple):
-    """What the rules ask of one file: read, parsed and walked once."""
-
-    docstring: str | None
-    imports: tuple[Import, ...]
-    star_or_relative: tuple[int, ...]
-    functions: tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]
-    calls: tuple[ast.Call, ...]
-    reads_numbers: tuple[int, ...]
-
-
-STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
-WITH_PARTS = (*STATEMENTS, ast.expr, ast.comprehension, ast.keyword, ast.arguments, ast.withitem)
-LEAVES = {ast.Name, ast.Constant}
-
-
-def children(node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> Iterator[ast.AST]:
-    """Those of these kinds that may have children themselves: `ast.iter_child_nodes`, three times as fast."""
-    for name in node._fields:
-        value = getattr(node, name)
-        for child in value if type(value) is list else (value,):
-            if type(child) not in LEAVES and isinstance(child, kinds):
-                yield child
-
-
-@cache
-def read(path: Path) -> Source:
-    module = ast.parse(text_of(path), filename=str(path))
-    kinds = STATEMENTS if name_of(path).startswith("tests/") else WITH_PARTS  # of tests no rule asks for expressions
-    imports, odd, functions, calls, reads = [], [], [], [], []
-    waiting: list[tuple[ast.AST, bool]] = [(module, True)]
-    while waiting:
-        node, at_top = waiting.pop()
-        if isinstance(node, ast.ImportFrom) and (node.level or any(alias.name == "*" for alias in node.names)):
-            odd.append(node.lineno)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            imports += imports_of(path, node, at_top)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.append(node)
-        elif isinstance(node, ast.Call):
-            calls.append(node)
-        if _reads_numbers(node):
-            reads.append(node.lineno)
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        types_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        waiting += [(child, at_top and not inside and not types_only) for child in children(node, kinds)]
-    return Source(ast.get_docstring(module), tuple(imports), tuple(odd), tuple(functions), tuple(calls), tuple(reads))
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def imports_of(path: Path, node: ast.Import | ast.ImportFrom, at_top: bool) -> list[Import]:
-    """The imports of one statement; `from package import module` counts as the module where it is one."""
-    if isinstance(node, ast.Import):
-        named = [alias.name for alias in node.names]
-    else:
-        named = [full_name(node.module or "", alias.name) for alias in node.names]
-    return [Import(name_of(path), node.lineno, name, at_top) for name in named]
-
-
-@cache
-def full_name(module: str, name: str) -> str:
-    folder = ROOT.joinpath(*module.split("."))
-    return f"{module}.{name}" if (folder / f"{name}.py").exists() or (folder / name).is_dir() else module
-
-
-def all_imports(*folders: str) -> list[Import]:
-    return [one for path in sources(*folders) for one in read(path).imports]
 
 
 def test_schemas_import_msgspec_numpy_and_zstandard_only() -> None:
@@ -302,13 +200,6 @@ def test_only_what_is_for_people_reads_what_a_role_counted() -> None:
             assert not lines, f"{name_of(path)}:{lines}: reads a gauge or a counter"
 
 
-def _reads_numbers(node: ast.AST) -> bool:
-    """`x.gauges[...]` and `x.gauges.get(...)`, and those of counters."""
-    is_read = isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "get")
-    of = getattr(node, "value", None)
-    return is_read and isinstance(of, ast.Attribute) and of.attr in ("gauges", "counters")
-
-
 def test_every_module_says_what_it_is() -> None:
     for path in sources(*PACKAGES):
         if path.name == "__init__.py" and path.parent.name not in ("schemas", "headrace"):
@@ -358,46 +249,3 @@ for module, heavy in {!r}:
         loaded, words = process.communicate(timeout=120)
         assert process.returncode == 0, words
         assert not loaded.split(), loaded
-
-
-# Who calls the plugin loader, and which setting of the operator's own file (or which flag) names what it loads.
-LOADS = {
-    "actors/rollout/environment.py": "[explore] options: environment",
-    "actors/gateway/serve.py": "[[gateway.processor]]",
-    "actors/rollout/tool.py": "[explore] options: tools",
-    "actors/rollout/workflow.py": "[explore] workflow, [explore.workflows]",
-    "actors/rollout/workflows/interact.py": "[explore] options: environment, agent",
-    "infra/cli/bench/reload.py": "a flag",
-    "infra/log/access.py": "[kafka] sasl_token",
-    "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
-    "infra/cli/check.py": "what the roles load",
-    "infra/cli/connect.py": "[store] use",
-    "infra/cli/docs_parts.py": "its own",
-    "infra/cli/load.py": "--use",
-    "infra/cli/ranks.py": "[trainer] learner",
-    "infra/cli/roles.py": "[engine], [gateway] engine",
-    "infra/cli/demo/demo.py": "its own",
-    "streams/sources/source.py": "[[feedback]]",
-    "trainer/learners/learner.py": "[trainer] learner, of an archive after trainer.replay.shipped",
-    "trainer/losses/loss.py": "[trainer.lanes], of an archive after trainer.replay.shipped",
-}
-
-
-def test_code_is_imported_by_name_only_where_an_operator_wrote_the_name() -> None:
-    """A new caller belongs into the table, with who names what it loads; a record, a row or an object never may."""
-    callers = {
-        path.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if re.search(r"from infra\.settings\.plugin import [^\n]*\b(load|find)\b", text_of(path))
-    }
-    assert callers == set(LOADS)
-    importers = {
-        path.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if re.search(r"import_module\(|__import__\(", text_of(path))
-    }
-    # What these import is of this repository, and named in the same file.
-    own = {"infra/cli/benches.py", "infra/sdk/headrace/__init__.py"}
-    assert importers == {"infra/settings/plugin.py", "streams/scores/code_child.py", *own}

@@ -41,8 +41,8 @@ class LaneConfig(Section, frozen=True):
     bound: mean |log w| above which a group of an unpaced lane is dropped at the draw, 0 for none. optional: a step need
     not wait for this lane. least: sequences for which a step without the usual lane waits, unless the run drains; Adam
     makes a full-sized step of however few there are. kl: β of β·KL(π_θ‖π_ref), for any loss: see trainer.losses.penalty; the
-    reference is a second model in memory. entropy: of -β·H(π_θ), exact over the vocabulary, at every sampled token.
-    Both are means over the lane's sampled tokens, whatever its loss is a mean over.
+    reference is a second model in memory, with [trainer.lora] a second adapter. entropy: of -β·H(π_θ), exact over the
+    vocabulary, at every sampled token. Both are means over the lane's sampled tokens, whatever its loss is a mean over.
 
     tenant_share, subject_share: how much of a step's sequences of an unpaced lane one tenant, and one user, may make up
     where others have something to draw too; what is above it waits. 1 for no limit. An even split is always allowed, so a

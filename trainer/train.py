@@ -69,16 +69,16 @@ async def run_trainer(
         role, config, lease, learner, seed=seed, report=report, image_inputs=image_inputs, max_tokens=max_tokens
     )
     run.chain = chain
-    await hear_directives(log, run.intake)
+    await hear_directives(log, run.supply.intake)
     try:
         async with asyncio.TaskGroup() as tasks:
             background = [
-                tasks.create_task(follow_buffer(log, run.intake, role.metrics, partial(tell_dropped, run))),
-                tasks.create_task(follow_progress(log, run.intake)),
-                tasks.create_task(watch_policies(log, lease, floor.policy.name, run.intake)),
+                tasks.create_task(follow_buffer(log, run.supply.intake, role.metrics, partial(tell_dropped, run))),
+                tasks.create_task(follow_progress(log, run.supply.intake)),
+                tasks.create_task(watch_policies(log, lease, floor.policy.name, run.supply.intake)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]
-            run.tasks = tasks
+            run.saving.tasks = tasks
             if board is not None:
                 background.append(tasks.create_task(follow_results(log, board)))
             await learn(run, role.stop)
@@ -86,7 +86,7 @@ async def run_trainer(
                 task.cancel()
     finally:
         run.executor.shutdown()
-        run.writer.shutdown()
+        run.saving.executor.shutdown()
     await publish_progress(log, report, run.position.version)
 
 
@@ -106,7 +106,7 @@ async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake) ->
 async def learn(run: Run, stop: asyncio.Event) -> None:
     """The loop of the diagram."""
     run.report.life = "working"
-    if run.position.step < 0 and not run.position.warmed_up and run.saved_step < -1:
+    if run.position.step < 0 and not run.position.warmed_up and run.saving.saved_step < -1:
         if run.config.warmup is None:
             await run.begin_training()
         await write_checkpoint(run, 0)
@@ -121,9 +121,9 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:
             await train_step(run, draw)
-    await run.written()
+    await run.saving.finished()
     run.report.state, run.report.life = "stopped", "ended"
-    if run.position.warmed_up and run.saved_step < run.position.step:
+    if run.position.warmed_up and run.saving.saved_step < run.position.step:
         await write_checkpoint(run, run.position.version)
 
 

@@ -164,7 +164,7 @@ class RunningBatch:
         positions = [len(row.prompt) + len(row.trace.tokens) - 1 for row in rows]
         slots = self._slots
         slots.positions, slots.width = torch.tensor(positions), max(positions) + 1
-        mask = self._masks(slots.positions[:, None, None] - torch.arange(slots.width))
+        mask = self._masks(slots.positions[:, None, None], torch.arange(slots.width))
         with self._recorded() as taken:
             logits = self._model(
                 input_ids=torch.tensor([[row.trace.tokens[-1]] for row in rows]),
@@ -222,19 +222,19 @@ class RunningBatch:
         logits = self._model(
             **self._inputs(sequences, padded),
             position_ids=torch.arange(length)[None],
-            attention_mask=self._masks((torch.arange(length)[:, None] - torch.arange(length))[None]),
+            attention_mask=self._masks(torch.arange(length)[None, :, None], torch.arange(length)),
             past_key_values=captured,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
         return captured.layers, logits
 
-    def _masks(self, away_BQK: Tensor) -> Any:
-        """What each query sees, as the model's layers take it. away_BQK: how many tokens before the query a key is."""
+    def _masks(self, query_BQ1: Tensor, key_K: Tensor) -> Any:
+        """What queries see, as the model's layers take it. query_BQ1, key_K: their positions."""
         config = self._model.config.get_text_config()
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-        seen_BQK = away_BQK >= 0
-        near_BQK = seen_BQK & (away_BQK < window) if window else seen_BQK
+        seen_BQK = key_K <= query_BQ1
+        near_BQK = seen_BQK & (key_K > query_BQ1 - window) if window else seen_BQK
         if kinds is None:
             return self._mask(near_BQK)
         if "sliding_attention" not in kinds:

@@ -17,19 +17,8 @@ if TYPE_CHECKING:
     from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
     from infra.cli.bench.learner import Compared, LearnerPlan
+    from infra.cli.bench.memory import MemoryPlan
 
-BENCHES = {
-    "codec": "infra.cli.bench.codec",
-    "delta": "infra.cli.bench.delta",
-    "draw": "infra.cli.bench.draw",
-    "feedback": "infra.cli.bench.feedback",
-    "gateway": "infra.cli.bench.gateway",
-    "held": "infra.cli.bench.held",
-    "reload": "infra.cli.bench.reload",
-    "reprocess": "infra.cli.bench.reprocess",
-    "sandbox": "infra.cli.bench.sandbox",
-    "trace": "infra.cli.bench.trace",
-}
 # Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "delta": {"full_over_delta": (90.0, float("inf")), "bit_exact": (1.0, 1.0)},
@@ -44,6 +33,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "held": {
         f"{name}_held_ms": (0.0, 50.0) for name in ("prompt", "control_tokens", "redact_letters", "redact_digits")
     },
+    "lora": {"share": (0.0, 0.01)},
     "reload": {
         "pause_ms_p50": (0.0, 80.0),
         "pause_ms_p95": (0.0, 200.0),
@@ -67,6 +57,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "resumed_with_equal_hash": (1.0, 1.0),
         "served_version": (5.0, 5.0),
     },
+    "memory": {"step_said_over_held": (0.9, 1.1), "with_versions_said_over_held": (0.9, 1.1)},
     "outage": {
         "p99_away_over_before": (0.0, 1.1),
         "p99_back_over_before": (0.0, 1.1),
@@ -79,20 +70,27 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "save_peak_gib_above_shards": (float("-inf"), 1.0),
         **{f"ranks_{num_ranks}_load_peak_gib": (float("-inf"), 1.0) for num_ranks in (1, 2, 3)},
         "publish_peak_gib_of_the_others": (float("-inf"), 1.0),
+        "peak_gib_of_all_ranks": (float("-inf"), 18.0),
     },
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }
 
 
-def run_bench(name: str, as_json: bool) -> int:
-    """Run `infra/cli/bench/<name>.py` and print its figures; targets are shown, never asserted."""
-    module = importlib.import_module(BENCHES[name])
-    figures = module.run()
+def run_bench(name: str, as_json: bool, **asked: object) -> int:
+    """Run `infra/cli/bench/<name>.py` as asked and print its figures; targets are shown, never asserted."""
+    module = importlib.import_module(f"{__package__}.bench.{name}")
+    figures = module.run(**asked)
+    if name == "codec" and not as_json:
+        Screen().print(shapes_table(name, module.rows(figures)))
+        return 0
+    return show(name, figures, as_json)
+
+
+def show(name: str, figures: dict[str, float], as_json: bool) -> int:
+    """Print figures; the exit code."""
     if as_json:
         print(json.dumps(figures))
-    elif name == "codec":
-        Screen().print(shapes_table(name, module.rows(figures)))
     else:
         Screen().print(figures_table(name, figures))
     return 0
@@ -109,11 +107,7 @@ def run_offpolicy(out: Path, steps: int, seeds: int, lags: str, losses: str, as_
     plan = OffPolicyPlan(losses=tuple(losses.split(",")), lags=wanted, seeds=tuple(range(seeds)), steps=steps)
     console = Screen(stderr=True)
     figures = run(plan, out=out, say=console.print)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        Screen().print(figures_table("offpolicy", figures))
-    return 0
+    return show("offpolicy", figures, as_json)
 
 
 def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
@@ -121,11 +115,7 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
     from infra.cli.bench.outage import run
 
     figures = run(minutes, per_s=per_s)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        Screen().print(figures_table("outage", figures))
-    return 0
+    return show("outage", figures, as_json)
 
 
 def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s: float, *, as_json: bool) -> int:
@@ -135,11 +125,7 @@ def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s:
     console = Screen(stderr=True)
     plan = StatePlan(hidden=hidden, layers=layers, stage=stage, silence_s=silence_s, timeout_s=timeout_s)
     figures = run(plan, say=console.print)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        Screen().print(figures_table("state", figures))
-    return 0
+    return show("state", figures, as_json)
 
 
 def run_learner(plan: "LearnerPlan", as_json: bool) -> int:
@@ -183,17 +169,28 @@ def learner_table(found: "Sequence[Compared]") -> Table:
 
 def run_life(hidden: int, layers: int, stage: int, dtype: str, engine: str, *, as_json: bool) -> int:
     """Run `infra/cli/bench/life.py` as asked. Raises ConfigError for an engine or a dtype that it does not know."""
-    from infra.cli.bench.life import ENGINES, LifePlan, run
+    from infra.cli.bench.life import LifePlan, run
+    from infra.cli.bench.reload import ENGINES
 
     for option, got, known in (("--engine", engine, ENGINES), ("--dtype", dtype, ("float32", "bfloat16"))):
         if got not in known:
             raise ConfigError(f"{option}: got {got!r}, expected {' or '.join(known)}")
     plan = LifePlan(hidden=hidden, layers=layers, stage=stage, dtype=dtype, engine=engine)  # type: ignore[arg-type]
     figures = run(plan, say=Screen(stderr=True).print)
+    return show("life", figures, as_json)
+
+
+def run_memory(plan: "MemoryPlan", as_json: bool) -> int:
+    """Run `infra/cli/bench/memory.py` as asked. Raises ConfigError for a dtype that it does not know."""
+    from infra.cli.bench.memory import run
+
+    if plan.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype: got {plan.dtype!r}, expected float32 or bfloat16")
+    figures = run(plan)
     if as_json:
         print(json.dumps(figures))
     else:
-        Screen().print(figures_table("life", figures))
+        Screen().print(figures_table("memory", figures))
     return 0
 
 
@@ -236,11 +233,7 @@ def run_mix(out: Path, seeds: int, steps: int, as_json: bool) -> int:
 
     console = Screen(stderr=True)
     figures = run(MixPlan(seeds=tuple(range(seeds)), steps=steps), out=out, say=console.print)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        Screen().print(figures_table("mix", figures))
-    return 0
+    return show("mix", figures, as_json)
 
 
 def run_gate(paths: int, as_json: bool) -> int:
@@ -305,7 +298,9 @@ def words(low: float, high: float) -> str:
     """
     if low == high:
         return number(low)
-    return f"at least {number(low)}" if high == float("inf") else f"at most {number(high)}"
+    if high == float("inf"):
+        return f"at least {number(low)}"
+    return f"{number(low)} to {number(high)}" if low > 0 else f"at most {number(high)}"
 
 
 def number(value: float) -> str:

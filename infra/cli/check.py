@@ -38,7 +38,7 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     if batch := build_batch(settings.processor):
         chains["batch"] = batch
     sources = build_sources(settings.feedback, settings.folder)
-    notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
+    notes = check_plugins(settings) + check_reward(settings) + check_routing(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
         notes += check_state(settings)
     notes += open_to_others(settings)
@@ -103,6 +103,18 @@ def check_reward(settings: Settings) -> list[str]:
     ]
 
 
+def check_routing(settings: Settings) -> list[str]:
+    """Whether what one side records of experts is what the other wants; the other's machines may have another file."""
+    recorded, wanted = bool(settings.engine.options.get("routing")), settings.trainer.routing == "replay"
+    if wanted and not recorded:
+        return [
+            'trainer.routing is "replay", but engine.options.routing is not true: explorers of this file record no experts'
+        ]
+    if recorded and not wanted:
+        return ['engine.options.routing records experts that nothing reads: trainer.routing is "own"']
+    return []
+
+
 def check_gateway(settings: Settings) -> list[str]:
     """What the gateway would refuse at its start. Raises ConfigError; returns what a person should know."""
     webhooks = [one.from_.webhook for one in settings.feedback if one.from_.webhook]
@@ -128,7 +140,7 @@ def summary(settings: Settings) -> Table:
         "keep": settings.keep.replay,
         "policy": f"{settings.policy.name}, from {settings.policy.model or 'nothing yet'}",
         "engine": settings.engine.use,
-        "learner": settings.trainer.learner.use,
+        "learner": settings.trainer.learner.use + adapter_words(settings),
         "pacing": f"{pacing.groups_per_step} groups per step, {pacing.steps_per_version} steps per version, "
         f"at most {pacing.max_staleness} versions stale",
         "lanes": lanes,
@@ -137,6 +149,14 @@ def summary(settings: Settings) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def adapter_words(settings: Settings) -> str:
+    """What is trained in place of the whole model, "" for all of it."""
+    lora = settings.trainer.lora
+    if lora is None:
+        return ""
+    return f", an adapter of rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}"
 
 
 def chain_table(stage: str, steps: Sequence[Step]) -> Table:

@@ -54,7 +54,9 @@ OPTIONS = f"""\
 For whoever names a part in `use`: its options, which go into the table beside it.
 
 {BY}`headrace check` refuses an option that a part does not have. The vLLM engine,
-`actors.engines.vllm.engine:VllmEngine`, takes vLLM's own engine arguments.
+`actors.engines.vllm.engine:VllmEngine`, takes vLLM's own engine arguments. With `[trainer.lora]` versions are adapters, and
+`max_loras` says how many of them live at once, 4 by default: the one that serves, the one that is being proved, and those that
+requests still run under. Where all are taken, the requests of the oldest go on under the one that serves.
 """
 # Keys that mean the same in every table.
 COMMON = {

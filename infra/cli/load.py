@@ -1,11 +1,12 @@
-"""`headrace load tasks|experts`: rows of a file, or of a taskset, into the log, with a progress bar."""
+"""`headrace load tasks|experts|pairs`: rows of a file, or of a taskset, into the log, with a progress bar."""
 
 import asyncio
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.markup import escape
 from rich.progress import Progress, TaskID
@@ -93,38 +94,21 @@ async def rates_of(log: "Log", app: str) -> dict[str, float]:
     return await recorded_rates(other)
 
 
-async def run_load_experts(
-    file: Path, config: Path, sets: list[str], *, fields: list[str] | None = None, split: str = ""
+async def run_load_answers(
+    kind: Literal["experts", "pairs"],
+    file: Path,
+    config: Path,
+    sets: list[str],
+    *,
+    fields: list[str] | None = None,
+    split: str = "",
 ) -> int:
-    """Load the demonstrations of a file."""
+    """Load the demonstrations, or the preference pairs, of a file. split: of demonstrations."""
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.image_files import with_images
-    from actors.tasksets.loader import load_experts
-    from actors.tasksets.taskset import Demonstration
-    from infra.model.model import context_tokens, load_tokenizer
-
-    renamed = field_map(fields or [])
-    settings = load_settings(config, sets)
-    total = count_rows(file)
-    async with connected(settings) as log:
-        tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
-        max_tokens = context_tokens(settings.model_path) or MAX_TOKENS
-        with progress_bar(f"demonstrations from {file}", total) as bar:
-            read = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
-            rows = with_images(read, file, store_of(settings), bar.broken)
-            done = await load_experts(
-                log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
-            )
-    return tell("experts", done, bar)
-
-
-async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: list[str] | None = None) -> int:
-    """Load the preference pairs of a file."""
-    from actors.tasksets.files import count_rows, read_rows
-    from actors.tasksets.image_files import with_images
-    from actors.tasksets.loader import load_preferences
+    from actors.tasksets.loader import load_experts, load_preferences
     from actors.tasksets.preferences import different
-    from actors.tasksets.taskset import Preference
+    from actors.tasksets.taskset import Demonstration, Preference
     from infra.model.model import context_tokens, load_tokenizer
 
     renamed = field_map(fields or [])
@@ -132,14 +116,17 @@ async def run_load_pairs(file: Path, config: Path, sets: list[str], *, fields: l
     total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
-        max_tokens = context_tokens(settings.model_path) or MAX_TOKENS
-        with progress_bar(f"pairs from {file}", total) as bar:
-            read = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
-            rows = different(with_images(read, file, store_of(settings), bar.broken), bar.broken)
-            done = await load_preferences(
-                log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
-            )
-    return tell("pairs", done, bar)
+        max_tokens, store = context_tokens(settings.model_path) or MAX_TOKENS, store_of(settings)
+        with progress_bar(f"{kind} from {file}", total) as bar:
+            if kind == "experts":
+                shown = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
+                into = partial(load_experts, log, with_images(shown, file, store, bar.broken))
+            else:
+                pairs = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
+                rows = different(with_images(pairs, file, store, bar.broken), bar.broken)
+                into = partial(load_preferences, log, rows)
+            done = await into(tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved)
+    return tell(kind, done, bar)
 
 
 def field_map(pairs: list[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What a model and settings need: bytes of a learner's rank and of an engine, seconds and bytes of a version.
 
-P: parameters, N: ranks. A trained parameter has a weight, a gradient (float32 when it is applied), two float32 moments, and in
-bfloat16 a float32 master. ZeRO (arXiv 1910.02054, figure 1) keeps 1/N of the masters and moments on a rank from stage 1 on, of
+P: parameters, N: ranks. A trained parameter has a weight, a float32 gradient, two float32 moments, and in bfloat16 a float32
+master. ZeRO (arXiv 1910.02054, figure 1) keeps 1/N of the masters and moments on a rank from stage 1 on, of
 the gradients from stage 2 on, of the weights in stage 3. Of a model with an adapter the base has weights and nothing else.
 """
 
@@ -111,16 +111,15 @@ def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
         )
     if width < 4 or zero:
         rows.append(Row("masters", 4 * parameters / (ranks if zero else 1)))
-    if not zero:
-        rows.append(Row("gradients", 4 * parameters))
-    else:
-        rows.append(Row("gradients", width * parameters / (ranks if plan.stage > 1 else 1)))
-        rows.append(Row("gradients in float32", 4 * parameters / ranks if width < 4 else 0))
+    rows.append(Row("gradients", 4 * parameters / (ranks if plan.stage > 1 else 1)))
+    if zero and width < 4:
+        rows.append(Row("gradients laid out for the update", 4 * parameters / ranks))
     rows.append(Row("moments", 8 * parameters / (ranks if zero else 1)))
     if plan.reference:
-        rows.append(Row("reference", plan.reference * parameters))
+        rows.append(Row("reference", plan.reference * parameters / (ranks if plan.stage == 3 else 1)))
     if plan.critic:
-        rows.append(Row("critic", 16 * parameters))
+        alone = msgspec.structs.replace(plan, dtype="float32", reference=0, critic=False)
+        rows.append(Row("critic", sum(row.num_bytes for row in learner_state(size, alone) if not row.is_rough)))
     return [row for row in rows if row.num_bytes]
 
 

@@ -1,6 +1,7 @@
 """Running one role in this process: settings in, until a signal or the role's own end."""
 
 import asyncio
+import inspect
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ from infra.observe.metrics import LISTEN_VARIABLE, Metrics
 from infra.roles.deadline import ends_within
 from infra.roles.identity import require_fit
 from infra.roles.role import Role, instance_of
-from infra.settings.config import split_address
+from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
@@ -133,7 +134,8 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
         await require_fit(log, store_of(settings), settings)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template)
-        engine: Engine = load(settings.engine.use, {"model": folder, **settings.engine.options}, "engine")
+        use = settings.engine
+        engine: Engine = load(use.use, {"model": folder, **adapting(settings, use), **use.options}, "engine")
         role = role_of("explore", settings, log, metrics, stop)
         await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids)
 
@@ -157,7 +159,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template)
     await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
-    engine: Engine = load(use.use, {"model": folder, **use.options}, "gateway.engine")
+    engine: Engine = load(use.use, {"model": folder, **adapting(settings, use), **use.options}, "gateway.engine")
 
     def listening(port: int) -> None:
         forget_loaded()
@@ -231,6 +233,16 @@ def gateway_of(settings: Settings) -> GatewayConfig:
     """The [gateway] table, or its defaults where there is none; of a canary, as it runs beside the others."""
     config = settings.gateway or GatewayConfig()
     return config.as_canary() if config.channel == "canary" else config
+
+
+def adapting(settings: Settings, use: Use) -> dict[str, object]:
+    """What the trainer adapts of the model, for an engine that must know it when it starts: one that takes `lora`."""
+    from infra.settings.plugin import find
+
+    lora, made = settings.trainer.lora, find(use.use, "engine")
+    if lora is None or not callable(made) or "lora" not in inspect.signature(made).parameters:
+        return {}
+    return {"lora": {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}}
 
 
 def at_port(listen: str, port: int) -> str:

@@ -16,8 +16,6 @@ from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of
 from schemas.topics import by_name
 
-READ_S = 30.0
-
 
 class TrainedUse(msgspec.Struct, frozen=True):
     """One optimizer step that trained on an answer.

@@ -258,15 +258,3 @@ def tree_rss_bytes(roots: dict[str, int]) -> dict[str, int]:
             totals[name] += resident.get(pid, 0)
             pending += children.get(pid, [])
     return totals
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code as a person reads it: "exit 1", "SIGKILL"."""
-    if code is None:
-        return "running"
-    if code < 0:
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit {code}"

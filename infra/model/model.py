@@ -205,7 +205,7 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
     return module
 
 
-def meta_model(folder: str | Path) -> "torch.nn.Module":
+def meta_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Module":
     """The model that a folder's config.json describes, on the meta device: shapes without weights. Raises ConfigError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -213,7 +213,9 @@ def meta_model(folder: str | Path) -> "torch.nn.Module":
     kind = AutoModelForImageTextToText if takes_pictures(folder) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            module: torch.nn.Module = kind.from_config(_own_kernels(folder), trust_remote_code=False)
+            module: torch.nn.Module = kind.from_config(
+                _own_kernels(folder), dtype=getattr(torch, dtype), trust_remote_code=False
+            )
     except (OSError, ValueError) as error:
         raise _not_loadable("model", folder, "config.json", error) from error
     return module

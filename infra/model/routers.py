@@ -16,10 +16,12 @@ class Routers:
     """
 
     def __init__(self, module: Any) -> None:
-        found = [one for one in module.modules() if _is_router(one)]
+        named = [(name, one) for name, one in module.named_modules() if _is_router(one)]
+        found = [one for _, one in named]
         kinds = {(int(one.top_k), int(one.num_experts)) for one in found}
         self.k, self.num_experts = kinds.pop() if len(kinds) == 1 else (0, 0)
         self.modules: tuple[Any, ...] = tuple(found) if self.k else ()
+        self.names = tuple(name for name, _ in named) if self.k else ()
 
     @property
     def num_layers(self) -> int:

@@ -60,11 +60,6 @@ class PolicyFetcher:
         """Version of the shadow copy, -1 before the first."""
         return -1 if self._held is None else self._held.version
 
-    def adopt(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors obtained elsewhere (a model folder) as the shadow copy, and as what the engine serves."""
-        self._held = HeldWeights(version, dict(tensors), entries_of(tensors))
-        self._serving = _hashes(self._held.entries)
-
     def confirm(self, policy: Policy) -> None:
         """The engine now serves `policy`: later `touched` names count from it. Until then, every tensor is touched."""
         if self._held is not None and self._held.tensors is policy.tensors:

@@ -24,9 +24,9 @@ def advantage(
     group: tuple[Experience, ...],
     *,
     memory: Memory,
-    kind: AdvantageKind = "group",
-    epsilon: float = 1e-4,
-    turns: str = "",
+    kind: AdvantageKind,
+    epsilon: float,
+    turns: str,
 ) -> tuple[Experience, ...]:
     """Advantage of each episode, given to all its parts; demonstrations and members without a reward pass unchanged.
 

@@ -17,10 +17,10 @@ MAX_LOOKED_AT = 65_536  # tokens, from the end: a loop reaches the end
 def filter(
     experience: Experience,
     *,
-    min_tokens: int = 0,
-    max_tokens: int = 0,
-    max_repetition: float = 0.9,
-    truncated: Literal["keep", "drop"] = "keep",
+    min_tokens: int,
+    max_tokens: int,
+    max_repetition: float,
+    truncated: Literal["keep", "drop"],
 ) -> Experience | Drop:
     """Drop answers that are too short, too long, looping or cut off; 0 is no limit. Evals and demonstrations pass."""
     if experience.suite or experience.is_given:

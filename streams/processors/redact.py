@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from infra.chain.processor import Drop, processor
-from infra.chain.redact import KINDS, Kind, Redactor
+from infra.chain.redact import Kind, Redactor
 from schemas import Experience
 
 
@@ -16,9 +16,9 @@ from schemas import Experience
 def redact(
     experience: Experience,
     *,
-    kinds: Sequence[Kind] = KINDS,
-    patterns: Mapping[str, str] | None = None,
-    action: Literal["drop", "mask"] = "drop",
+    kinds: Sequence[Kind],
+    patterns: Mapping[str, str],
+    action: Literal["drop", "mask"],
 ) -> Experience | Drop:
     """Drop an experience whose text holds such data, or mask the text as `[email]`.
 

@@ -17,9 +17,9 @@ INCOMPLETE = "incomplete episode"
 def reward(
     group: tuple[Experience, ...],
     *,
-    blend: Mapping[str, float] | None = None,
-    require: Sequence[str] = (),
-    discount: float = 1.0,
+    blend: Mapping[str, float] | None,
+    require: Sequence[str],
+    discount: float,
 ) -> tuple[Experience | Drop, ...]:
     """Weighted mean of the scores in `blend`; the weights of absent ones go to the others. A weight below 0 is a penalty:
     what it weighs is taken off the mean of the others.

@@ -12,7 +12,7 @@ PROCESSOR = f"synthesize@{VERSION}"
 
 
 @processor(version=VERSION, of="group", inline=True)
-def synthesize(group: tuple[Experience, ...], *, min_reward: float = 1.0) -> tuple[Experience, ...]:
+def synthesize(group: tuple[Experience, ...], *, min_reward: float) -> tuple[Experience, ...]:
     """The group, and behind it a demonstration made from its best episode if that reached `min_reward`.
 
     Of equally good episodes the lowest id is taken, and the id of what is made follows from it: a retry makes the same

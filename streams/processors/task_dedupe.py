@@ -29,9 +29,7 @@ _BLANKS = re.compile(r"[\W_]+")
 
 
 @processor(version=1, of="task", memory=MEMORY)
-def dedupe(
-    task: Task, *, memory: Memory, by: Literal["question", "task"] = "question", near: float = 0.0
-) -> Task | Drop:
+def dedupe(task: Task, *, memory: Memory, by: Literal["question", "task"], near: float) -> Task | Drop:
     """Drop a task whose question was asked before under another id; the same id again passes (a redelivery, a repair).
 
     by: "task" also compares answer and meta, for environments that hide what is asked. near: 0 compares exactly.

@@ -14,7 +14,7 @@ UNSOLVED = "too hard"
 
 
 @processor(version=1, of="task", inline=True)
-def difficulty(task: Task, *, field: str = "success_rate", easiest: float = 0.0, hardest: float = 1.0) -> Task | Drop:
+def difficulty(task: Task, *, field: str, easiest: float, hardest: float) -> Task | Drop:
     """Set `difficulty` from `meta[field]`, a rate from 0 to 1; drop train tasks outside `easiest` to `hardest`."""
     rate = task.meta.get(field)
     if task.difficulty is None and isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate <= 1:

@@ -16,14 +16,14 @@ _PASSED = 1.0 - 1e-9
 def filter(
     task: Task,
     *,
-    require: Sequence[str] = (),
-    workflows: Mapping[str, Sequence[str]] | None = None,
-    max_chars: int = 0,
+    require: Sequence[str],
+    workflows: Mapping[str, Sequence[str]],
+    max_chars: int,
 ) -> Task | Drop:
     """Drop a task that lacks a field of `require`, or of its workflow's entry in `workflows`, or is longer than
     `max_chars` (0: no limit). Fields: answer, difficulty, parent, meta.<name>.
     """
-    needed = [*require, *(workflows or {}).get(task.workflow, ())]
+    needed = [*require, *workflows.get(task.workflow, ())]
     missing = [name for name in needed if not _has(task, name)]
     if missing:
         workflow = f" (workflow {task.workflow})" if task.workflow else ""

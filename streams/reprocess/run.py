@@ -35,7 +35,6 @@ INPUTS: dict[str, tuple[Topic, ...]] = {
     "dead-letters": (DEAD_LETTERS,),
 }
 OUTPUTS: dict[str, tuple[Topic, ...]] = {"verify": (VERIFIED,), "collect": (BUFFER, PROGRESS)}
-OnTotal = Callable[[int], None]
 
 
 class ReprocessOrder(msgspec.Struct, frozen=True, kw_only=True):

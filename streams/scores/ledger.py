@@ -50,11 +50,6 @@ class JudgeLedger:
         """Correct a reservation by what it really cost."""
         self._database.execute("UPDATE spending SET usd = max(0, usd + ?) WHERE day = ?", (difference_usd, day))
 
-    def spent_usd(self, day: int) -> float:
-        """What the day has cost, reservations included."""
-        row = self._database.execute("SELECT usd FROM spending WHERE day = ?", (day,)).fetchone()
-        return 0.0 if row is None else float(row[0])
-
     def close(self) -> None:
         """Close the file."""
         self._database.close()

@@ -14,7 +14,6 @@ import msgspec
 from infra.chain.chain import Step, make_step
 from infra.chain.insert import ProcessorConfig, Stage, loaded, processor_step, with_processors
 from infra.settings.config import Section
-from infra.settings.plugin import option_defaults
 from schemas.errors import ConfigError
 from streams.config import ScoreConfig, StreamsConfig, Switch
 from streams.processors.task_filter import Verifiable
@@ -127,21 +126,6 @@ def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
         own = make_step("custom_reward", function, timeout_s=reward.timeout_s, reuse=False)
         steps.insert([step.name for step in steps].index("reward"), own)
     return with_processors(steps, config.processor, "collect", len(steps), _off(chain))
-
-
-def build_stage(config: StreamsConfig, stage: Stage) -> tuple[Step, ...]:
-    """The chain of `stage`; raises ConfigError."""
-    return {"tasks": build_tasks, "verify": build_verify, "collect": build_collect}[stage](config)
-
-
-def describe_chain(steps: Sequence[Step]) -> list[str]:
-    """One line per step: name@version, kind and options, as `headrace check` prints them."""
-    lines = []
-    for step in steps:
-        options = ", ".join(f"{name}={value!r}" for name, value in option_defaults(step.function).items())
-        where = "" if step.inline else f", timeout {step.timeout_s:g} s"
-        lines.append(f"{step.stamp} ({step.kind}{where}){' ' + options if options else ''}")
-    return lines
 
 
 def _verifiable(config: StreamsConfig) -> Step:

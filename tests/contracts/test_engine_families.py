@@ -13,6 +13,7 @@ from infra.policies.publish import NewVersion, publish
 from infra.store.memory import MemoryStore
 from tests.contracts.test_learner import batch, opened
 from tests.infra.tiny_families import build_family
+from trainer.config import LoraConfig
 
 pytestmark = pytest.mark.slow
 SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
@@ -37,13 +38,18 @@ def test_three_versions_of_a_family_are_trained_published_loaded_and_proved(tmp_
     three_versions(str(build_tiny_model(tmp_path / family, family)), torch_engine)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "llava", "qwen3.5"])
+def test_three_adapters_of_a_family_are_too(tmp_path: Path, family: str) -> None:
+    three_versions(str(build_tiny_model(tmp_path / family, family)), torch_engine, LoraConfig(rank=4))
+
+
 def test_experts_are_too_in_vllm(tmp_path: Path) -> None:
     three_versions(str(build_family(tmp_path / "model", "qwen3_moe")), vllm_engine)
 
 
-def three_versions(folder: str, engine: Callable[[str], Engine]) -> None:
+def three_versions(folder: str, engine: Callable[[str], Engine], lora: LoraConfig | None = None) -> None:
     """Train, publish, fetch and load; the engine's logprobs are the learner's after each reload."""
-    learner = opened("trainer.learners.torch:TorchLearner", folder)
+    learner = opened("trainer.learners.torch:TorchLearner", folder, lora=lora)
     store = MemoryStore()
 
     async def main() -> None:
@@ -53,7 +59,14 @@ def three_versions(folder: str, engine: Callable[[str], Engine]) -> None:
             for version in range(3):
                 learner.step(batch(version), learning_rate=1e-3, seed=version)
                 tensors, probe = learner.tensors(), learner.probe(SEQUENCES)
-                new = NewVersion(policy="main", token=0, version=version, parent=version - 1, step=version)
+                new = NewVersion(
+                    policy="main",
+                    token=0,
+                    version=version,
+                    parent=version - 1,
+                    step=version,
+                    adapter=learner.adapter,
+                )
                 event = publish(store, new, tensors, previous=previous, probe=probe)
                 policy = await asyncio.to_thread(follower.fetch, event)
                 report = await serving.load(policy)

@@ -16,7 +16,7 @@ from schemas.topics import POLICIES, PROGRESS
 from tests.actors.rig import MASTER, until
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake
-from trainer.loop.waiting import is_rest
+from trainer.loop.supply import is_rest
 
 ABSURD = {"outstanding_groups": 1e6, "drain_offset": 1e6, "is_canary": 1.0, "trial_version": 7.0, "tokens": -1.0}
 NUMBERS: dict[str, dict[str, float]] = {

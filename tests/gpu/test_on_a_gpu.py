@@ -4,11 +4,16 @@
 twice to three times what the same check finds on the CPU.
 """
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+from infra.cli.bench.learner import LearnerPlan, run
 from tests.gpu import checks
 from tests.gpu.checks import LARGE, TINY
 
@@ -73,3 +78,20 @@ def test_rows_of_many_lengths_need_no_more_memory_than_the_longest(tmp_path):
     lengths = tuple(4096 + 1111 * number for number in range(12))
     found = checks.step_bytes(CUDA, checks.model_of(tmp_path, LARGE), lengths, again=True, peak=checks.cuda_peak)
     assert found[lengths[-1]] < 1.5 * found[lengths[1]] * lengths[-1] / lengths[1], found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_of_zero_on_a_gpu_steps_as_one_process_on_the_cpu(tmp_path, stage):
+    """What two ranks on CPUs are asked, of one on the card: NCCL instead of gloo, DeepSpeed's masters in its memory."""
+    script = Path(__file__).parents[1] / "trainer" / "deepspeed_ranks.py"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1")
+    argv = (*launcher, str(script), checks.model_of(tmp_path, TINY), str(stage), "bfloat16")
+    own = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), str(script.parents[2])])}
+    ran = subprocess.run(argv, env=own, capture_output=True, text=True, timeout=600)
+    assert f"stage {stage} agrees" in ran.stdout, ran.stderr[-3000:]
+
+
+def test_the_learner_and_a_plain_step_agree_in_the_benchmark():
+    machine, found = run(LearnerPlan(hidden=512, layers=4, repeat=2), say=lambda text: None)
+    assert machine.dtype == "bfloat16" and machine.device == torch.cuda.get_device_name()
+    assert all(one.headrace.peak_mib > 0 and one.plain.tokens_per_s > 0 for one in found)

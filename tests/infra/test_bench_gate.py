@@ -74,9 +74,9 @@ def test_a_simulated_guard_counts_as_the_master_does_record_by_record() -> None:
     "place", [place for place, row in EVERY.items() if row.promised], ids=lambda place: ", ".join(place)
 )
 def test_a_quick_run_keeps_the_promise(place: tuple[str, str]) -> None:
-    """24 paths of each row: at most two of them wrong where nothing differs, two in three found where something does."""
-    figures = figures_of(msgspec.structs.replace(EVERY[place], part=1), 24 if place[0] != "evals" else 6)
-    assert figures.failed >= 0.66 if figures.worse else figures.failed <= 2 / figures.paths
+    """12 paths of each row: at most one of them wrong where nothing differs, two in three found where something does."""
+    figures = figures_of(msgspec.structs.replace(EVERY[place], part=1), 12 if place[0] != "evals" else 6)
+    assert figures.failed >= 0.66 if figures.worse else figures.failed <= 1 / figures.paths
 
 
 def test_figures_do_not_depend_on_how_many_processes_make_them_and_stand_in_a_table() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.bench import peak
+from infra.cli.bench import memory, peak
 from infra.cli.bench.learner import NEAR, Compared, LearnerPlan, Machine, Shape, Timed, require_near, run
+from infra.cli.bench.memory import MemoryPlan
 from infra.cli.benches import learner_table
 from infra.model.flops import FORWARD_AND_BACKWARD, TokenCost, peak_tflops, token_cost
 from tests.infra.tiny_families import build_family
@@ -59,6 +60,15 @@ def test_the_peak_of_some_work_is_what_it_held_at_once() -> None:
     held = peak.peak_bytes(lambda: [bytearray(2**20) for _ in range(64)] and None, "cpu")
     assert 60 * 2**20 < held < 100 * 2**20
     assert peak.most_bytes() >= held
+
+
+def test_what_a_learner_holds_is_measured_beside_what_is_said_of_it() -> None:
+    found = memory.run(MemoryPlan(hidden=256, layers=1))
+    assert found["with_versions_mb"] > found["step_mb"] > 18 * found["parameters_m"], (
+        "weights, masters, moments, gradients"
+    )
+    assert found["with_versions_said_mb"] - found["step_said_mb"] == pytest.approx(16 * found["parameters_m"])
+    assert found["step_said_over_held"] == pytest.approx(found["step_said_mb"] / found["step_mb"])
 
 
 def test_the_table_shows_mfu_only_where_the_peak_is_known() -> None:

@@ -231,6 +231,7 @@ def parse(words: list[str], where: str) -> None:
     command.make_context(where, list(words))
 
 
+@pytest.mark.slow
 def test_every_client_snippet_runs_against_a_gateway(tmp_path: Path) -> None:
     webhook = Webhook("/zendesk", b"the secret", "x-signature")
     limits = GatewayLimits(max_tokens=64, prompt_tokens=4096)

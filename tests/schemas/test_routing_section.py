@@ -1,5 +1,7 @@
 """The experts of an experience's tokens on the wire: what comes back, what is refused, what it costs."""
 
+import struct
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -123,6 +125,23 @@ def test_a_damaged_routing_is_a_bad_frame_that_names_the_experience(name, spoil)
     one.held().extras = {**sections, name: (1, spoil(sections[name][1]))}
     with pytest.raises(BadFrame, match=r"experience add-3745\.2\.0-0-0: routing"):
         wire.routing(decode(encode(Block((one,)))).experiences[0])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.tuples(st.binary(max_size=30), st.binary(max_size=30)),
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)),
+    st.booleans(),
+)
+def test_any_bytes_are_a_routing_or_a_bad_frame(raws, head, headed) -> None:
+    one = group_block(1).experiences[0].with_bulk()
+    start = struct.pack("<HBB", *head) if headed else b""
+    one.held().extras = {name: (1, start + raw) for name, raw in zip((PROMPT_SECTION, SECTION), raws, strict=True)}
+    try:
+        found = wire.routing(one)
+    except BadFrame:
+        return
+    assert found is None or (found.shape[0] == one.num_tokens and found.min() >= -1)
 
 
 def test_members_whose_sections_are_together_too_large_go_in_several_blocks() -> None:

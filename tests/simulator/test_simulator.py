@@ -39,6 +39,7 @@ def test_without_faults_everything_is_trained_or_dropped_for_a_reason() -> None:
     assert outcome.num_trained > 5 and "dies" not in outcome.seen
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_trace_here_and_in_another_process() -> None:
     here = [run_seed(seed).trace for seed in (3, 3, 4)]
     assert here[0] == here[1] != here[2]

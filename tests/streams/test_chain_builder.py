@@ -1,28 +1,19 @@
 """The chain of each stage, as settings assemble it."""
 
 import asyncio
-import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from infra.chain.chain import ChainResult, Context, new_memories, run_chain
-from infra.chain.insert import processor_step
 from infra.chain.processor import Drop, processor, score
 from infra.settings.config import decode
-from infra.settings.plugin import option_defaults
 from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
 from streams.config import ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import (
     build_collect,
-    build_stage,
     build_verify,
-    collect_chain,
-    describe_chain,
-    tasks_chain,
-    verify_chain,
 )
 
 HERE = "tests.streams.test_chain_builder"
@@ -54,7 +45,7 @@ def config(**tables: Any) -> StreamsConfig:
 
 
 def names(stage: str, **tables: Any) -> list[str]:
-    return [step.name for step in build_stage(config(**tables), "verify" if stage == "verify" else "collect")]
+    return [step.name for step in (build_verify if stage == "verify" else build_collect)(config(**tables))]
 
 
 def answers(*texts: str) -> list[Experience]:
@@ -217,13 +208,6 @@ def test_a_reward_of_ones_own_replaces_the_blend_and_may_hang_alone() -> None:
     assert outcome.kept[0].stamps[3:5] == ("custom_reward@1", "reward@3")
 
 
-def test_a_chain_describes_itself_with_versions_and_options() -> None:
-    settings = config(processor=[{"use": f"{HERE}:second", "options": {"min_tokens": 3}, "timeout_s": 2}])
-    lines = describe_chain(build_verify(settings))
-    assert "second@2 (experience, timeout 2 s) min_tokens=3" in lines
-    assert "validate@1 (experience)" in lines
-
-
 def test_a_score_with_other_options_asks_another_question() -> None:
     """What an instance holds cannot be read back: its verdicts are reused only under the options they were given under."""
 
@@ -235,13 +219,3 @@ def test_a_score_with_other_options_asks_another_question() -> None:
         return step.question
 
     assert question("Be kind.") == question("Be kind.") != question("Be strict.")
-
-
-def test_a_built_in_does_by_default_what_its_processor_declares() -> None:
-    settings = StreamsConfig()
-    for one in (*tasks_chain(settings), *verify_chain(settings), *collect_chain(settings)):
-        bare = msgspec.structs.replace(one.table, options={})
-        made, declared = (option_defaults(processor_step(table, "").function) for table in (one.table, bare))
-        shown = [{name: json.dumps(value or None) for name, value in all_of.items()} for all_of in (made, declared)]
-        assert shown[0] == shown[1], one.table.name
-        assert one.memory in (0, processor_step(bare, "").memory), one.table.name

@@ -24,11 +24,11 @@ from streams.collect.collector import Collector, CollectSettings
 from streams.collect.credit import FeedbackRules
 from streams.collect.fold import Rules
 from streams.processors.correct import Correct
-from streams.processors.reward import reward
 from streams.sources.event import EventSource
 from streams.sources.received import GROUP, rating, take_once
 from tests.streams.collect.collecting import answer, block
 from tests.streams.collect.test_corrections import Letters
+from tests.streams.processors.by_default import reward
 
 WRITTEN = "it should say WILHELMINA"
 SESSION = session_name("acme", "chat-81")

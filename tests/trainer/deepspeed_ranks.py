@@ -13,10 +13,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Literal
 
 import deepspeed
 import numpy as np
 import torch
+from critic_samples import CRITIC, rewarded
 from trainer_samples import long_microbatch, make_item, random_items, random_routing, with_experts
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
@@ -88,9 +90,12 @@ def check_unequal(model: str, stage: int) -> None:
     print(f"stage {stage} agrees")
 
 
-def check_split(model: str, stage: int, size: int) -> None:
+def check_split(model: str, stage: int, size: int, replay: bool) -> None:
     """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
-    config = TrainerConfig(lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3)
+    routing: Literal["own", "replay"] = "replay" if replay else "own"
+    config = TrainerConfig(
+        lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3, routing=routing
+    )
     learner = DeepSpeedLearner(model, config, stage=stage, sequence_parallel=size)
     if learner.rank:
         learner.follow(MemoryStore())
@@ -99,7 +104,8 @@ def check_split(model: str, stage: int, size: int) -> None:
     uneven = False
     # Several rows and microbatches; then one row, of all trees.
     for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
-        batch = pack(items, max_tokens=(90, 301, 10_000)[step], version=5)
+        given = with_experts(items, random_routing(items)) if replay else items
+        batch = pack(given, max_tokens=(90, 301, 10_000)[step], version=5, replay=replay)
         uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
         stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
         assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
@@ -306,10 +312,11 @@ def check_refused(model: str, stage: int, what: str) -> None:
     print(f"stage {stage} agrees")
 
 
-def check_shards(model: str, stage: int, folder: Path) -> None:
+def check_shards(model: str, stage: int, folder: Path, what: str = "reference") -> None:
     """Go on from the newest checkpoint, which another number of ranks at another stage wrote, then write the next."""
     store = DirectoryStore(folder)
-    config = TrainerConfig(lanes=NEEDS["reference"], threads=1)
+    config = CRITIC if what == "critic" else TrainerConfig(lanes=NEEDS["reference"], threads=1)
+    items = rewarded if what == "critic" else random_items
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
         learner.follow(store)
@@ -323,12 +330,10 @@ def check_shards(model: str, stage: int, folder: Path) -> None:
     assert ranks_at_work == set(range(int(os.environ["WORLD_SIZE"])))
     check_damage(learner, store, f"again/{stage}", index)
     step = found.position.step + 1
-    assert learner.step(pack(random_items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step).finite
+    assert learner.step(pack(items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step).finite
     position = Position(step=step)
     taken = learner.snapshot(store, folder_of("r", CheckpointPlace(step, 0)))
-    learner.step(
-        pack(random_items(99), max_tokens=40, version=5), learning_rate=1e-4, seed=99
-    )  # it reaches no snapshot
+    learner.step(pack(items(99), max_tokens=40, version=5), learning_rate=1e-4, seed=99)  # it reaches no snapshot
     save(store, "r", Checkpoint(position, {}, Uses(), ()), index=taken.write())
     learner.close()
     print(f"stage {stage} agrees")
@@ -376,17 +381,25 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "refused" | "refused minibatch" | "refused offload":
             check_refused(model, stage, what)
         case "shards":
-            check_shards(model, stage, Path(*folder))
+            check_shards(model, stage, Path(folder[0]), *folder[1:])
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(one) for one in folder))
         case "split":
-            check_split(model, stage, *(int(one) for one in folder))
+            check_split(model, stage, int(folder[0]), "replay" in folder)
         case "split memory":
             check_split_memory(model, stage, *(int(one) for one in folder))
         case "steps":
             main(model, stage)
         case "unequal":
             check_unequal(model, stage)
+        case "opens" | "memory" | "critic" | "sums" | "refusal":
+            import sharded_ranks
+
+            getattr(sharded_ranks, f"check_{what}")(model, stage, *folder)
+        case "lora" | "lora reference" | "lora bfloat16":
+            from lora_ranks import check_lora
+
+            check_lora(model, stage, what)
         case "states":
             check_states(model, stage, Path(*folder))
         case _:
@@ -397,6 +410,7 @@ def serve() -> None:
     """A line in is the output's file, the number of ranks and the arguments of `check`; a line out is 0, or 1 for failed."""
     # The ranks find these imported, with what DeepSpeed imports late.
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import peft  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     for line in sys.stdin:

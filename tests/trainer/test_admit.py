@@ -11,7 +11,7 @@ from trainer.buffer.draw import Draw
 from trainer.config import LaneConfig
 from trainer.loop.admit import DIVERGED, admitted
 from trainer.loop.state import Run
-from trainer.loop.waiting import decide
+from trainer.loop.supply import decide
 
 OLD = 3  # versions behind nothing could be in the usual lane
 NOW = 1000
@@ -29,7 +29,7 @@ def with_live(bound: float = 0.0, **lanes: LaneConfig) -> Run:
 def drawn(run: Run) -> Draw:
     async def main() -> Draw:
         await run.log.create_topics(partitions=1, keep_ms=-1)
-        return await admitted(run, decide(run, now_s=0.0))
+        return await admitted(run, decide(run.supply, run.position, now_s=0.0))
 
     return asyncio.run(main())
 
@@ -50,7 +50,7 @@ def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_to
     draw = drawn(run)
     assert draw.wait and not draw.taken
     assert {reason for _, reason in draw.dropped} == {DIVERGED}
-    assert run.intake.buffer.num_groups("live") == 0
+    assert run.supply.intake.buffer.num_groups("live") == 0
 
     async def told() -> list[Drawn]:
         return [one.value async for one in run.log.read_all(topics.PROGRESS) if isinstance(one.value, Drawn)]
@@ -66,20 +66,20 @@ def test_an_answer_that_is_revised_while_it_is_weighed_is_neither_trained_nor_dr
 
     async def main() -> Draw:
         await run.log.create_topics(partitions=1, keep_ms=-1)
-        first = decide(run, now_s=0.0)
+        first = decide(run.supply, run.position, now_s=0.0)
         weighing = asyncio.create_task(admitted(run, first))
         if bound:
             await asyncio.sleep(0)  # it has begun, and waits for the learner's thread
         newer = block("l0.0", lane="live", num_members=1, version=OLD, revision=1)
-        assert run.intake.take_block(message(newer, 2), newer) == ""
+        assert run.supply.intake.take_block(message(newer, 2), newer) == ""
         return await weighing
 
     draw = asyncio.run(main())
-    held = {(one.group, one.revision) for one in run.intake.buffer.candidates("live")}
+    held = {(one.group, one.revision) for one in run.supply.intake.buffer.candidates("live")}
     assert ("l0.0", 1) in held and "l0.0" not in {
         one.group for one in (*draw.taken, *(gone for gone, _ in draw.dropped))
     }
-    assert all(run.intake.buffer.holds(one) for one in draw.taken)
+    assert all(run.supply.intake.buffer.holds(one) for one in draw.taken)
 
 
 def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_samples import random_items
+from critic_samples import CRITIC, rewarded
+from trainer_samples import random_items, tiny_model
 
-from infra.cli.demo.char_model import build_char_model
+from infra.cli.demo.char_model import Size, build_char_model
 from infra.local.ranks import RankGroup, run_ranks
 from infra.policies.tensors import save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
@@ -84,6 +85,39 @@ def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("gemma2", "float32"), ("llava", "float32"), ("tied", "bfloat16"), ("gpt-oss", "bfloat16")],
+)
+def test_a_model_that_begins_in_shards_is_the_one_that_one_process_opens(agree, tmp_path, family, dtype):
+    kind, settings = ("qwen3", {"tie_word_embeddings": True}) if family == "tied" else (family, {})
+    agree(3, "opens", dtype, folder=tiny_model(tmp_path, kind, **settings))
+
+
+@pytest.mark.slow
+def test_no_rank_holds_a_whole_model_while_it_is_loaded(agree, tmp_path):
+    agree(3, "memory", folder=str(build_char_model(tmp_path / "large", seed=1, size=Size(hidden=1024, layers=9))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["cohere", "qwen3.5", "damaged"])
+def test_a_model_that_cannot_be_opened_is_refused_by_every_rank(agree, tmp_path, family):
+    folder = tiny_model(tmp_path, "qwen3" if family == "damaged" else family)
+    if family == "damaged":
+        (Path(folder) / "model.safetensors").write_bytes(b"not safetensors")
+    agree(3, "refusal", folder=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [(0, "lora"), (2, "lora bfloat16"), (2, "lora reference"), (3, "lora reference")],
+)
+def test_ranks_train_an_adapter_alone_as_one_process_does(agree, stage, what):
+    agree(stage, what)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_send_tokens_to_the_recorded_experts_as_one_process_does(agree, tmp_path, stage):
     agree(stage, "replay", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
@@ -104,7 +138,8 @@ def test_rows_that_ranks_share_have_the_losses_and_gradients_of_one_rank(
     agree, model, tmp_path, family, stage, num_ranks, size
 ):
     folder = str(build_family(tmp_path / family, family)) if family else model
-    agree(stage, "split", str(size), num_ranks=num_ranks, folder=folder)
+    replayed = ["replay"] if family == "qwen3_moe" else []
+    agree(stage, "split", str(size), *replayed, num_ranks=num_ranks, folder=folder)
 
 
 @pytest.mark.slow
@@ -132,6 +167,20 @@ def test_what_losses_want_comes_out_as_in_one_process(agree, what, stage):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "offload", "num_ranks"), [(2, "", 1), (2, "offload", 2), (3, "", 2), (3, "offload", 2)]
+)
+def test_gradients_of_many_microbatches_in_bfloat16_are_summed_in_float32(agree, stage, offload, num_ranks):
+    agree(stage, "sums", offload, num_ranks=num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "num_ranks"), [(0, 2), (2, 1), (2, 2), (3, 2)])
+def test_a_critic_of_ranks_is_that_of_one_process(agree, stage, num_ranks):
+    agree(stage, "critic", num_ranks=num_ranks)
+
+
+@pytest.mark.slow
 def test_a_state_goes_on_under_either_learner_and_another_number_of_ranks(agree, model, tmp_path):
     """torch → two ranks of ZeRO 3 → one rank of ZeRO 1 → torch, each step compared with one process."""
     config = TrainerConfig(threads=1)
@@ -143,22 +192,27 @@ def test_a_state_goes_on_under_either_learner_and_another_number_of_ranks(agree,
     agree(1, "states", str(tmp_path), num_ranks=1)
 
 
+GROUPS = ((3, 3), (2, 2), (1, 2), (0, 3), (2, 3), (3, 2), (1, 1))  # stage, ranks
+
+
 @pytest.mark.slow
-def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, model, tmp_path):
+@pytest.mark.parametrize(("what", "groups"), [("reference", GROUPS), ("critic", ((3, 2), (2, 1), (0, 3), (3, 1)))])
+def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, model, tmp_path, what, groups):
     """Each group reads the state of the one before with an equal hash, steps, and writes its own pieces for the next."""
     lanes = {"usual": LaneConfig(loss="grpo", options={"kl": 0.1}), "expert": LaneConfig(loss="sft", weight=0.1)}
-    alone = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1), device="cpu")
-    alone.step(pack(random_items(0), max_tokens=40, version=5), learning_rate=1e-4, seed=0)
+    config = CRITIC if what == "critic" else TrainerConfig(lanes=lanes, threads=1)
+    items = rewarded if what == "critic" else random_items
+    alone = TorchLearner(model, config, device="cpu")
+    alone.step(pack(items(0), max_tokens=40, version=5), learning_rate=1e-4, seed=0)
     store = DirectoryStore(tmp_path / "store")
     save(store, "r", Checkpoint(Position(step=0), alone.save(), Uses(), ()))
-    groups = ((3, 3), (2, 2), (1, 2), (0, 3), (2, 3), (3, 2), (1, 1))
     for stage, num_ranks in groups:
-        agree(stage, "shards", str(tmp_path / "store"), num_ranks=num_ranks)
+        agree(stage, "shards", str(tmp_path / "store"), what, num_ranks=num_ranks)
     for step in range(1, len(groups) + 1):
-        alone.step(pack(random_items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step)
+        alone.step(pack(items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step)
     found = load_newest(store, "r")
     assert found is not None and found.position.step == len(groups)
-    other = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1), device="cpu")
+    other = TorchLearner(model, config, device="cpu")
     other.restore(found.learner)
     assert whole_hash(other.save()) == manifests(store, "r")[-1].learner_sha256
     mine, theirs = alone.save(), other.save()
@@ -225,3 +279,5 @@ def test_what_is_the_trainers_own_is_refused(stage, json, message):
         engine_settings(TrainerConfig(), stage, False, json)
     with pytest.raises(ConfigError, match="stage: got 0 with bfloat16"):
         engine_settings(TrainerConfig(dtype="bfloat16"), 0, False, {})
+    with pytest.raises(ConfigError, match="stage: got 1 with bfloat16, expected 2 or 3"):
+        engine_settings(TrainerConfig(dtype="bfloat16"), 1, False, {})

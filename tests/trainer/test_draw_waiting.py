@@ -27,7 +27,9 @@ from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run
-from trainer.loop.waiting import QUIET_S, decide, next_draw, share_of
+from trainer.loop.supply import QUIET_S, Supply, share_of
+from trainer.loop.supply import decide as decide_draw
+from trainer.loop.waiting import next_draw
 
 USUAL = LaneConfig(weight=0.9)
 EXPERT = LaneConfig(loss="sft", weight=0.1, max_uses=9)
@@ -41,18 +43,23 @@ def run_of(*blocks: Block, version: int = 3, lanes: dict[str, LaneConfig] | None
     intake = Intake(Buffer({lane: one.max_uses for lane, one in config.lanes.items()}), buffer_next=0, progress_next=0)
     run = Run(
         floor=floor, config=config, log=log, store=store, learner=ScriptedLearner(), lease=lease,
-        publisher=WeightPublisher(log, store, lease, "main", {}), intake=intake, report=TrainerReport(Metrics("train")),
-        position=Position(step=9, version=version), seed=1,
+        publisher=WeightPublisher(log, store, lease, "main", {}), report=TrainerReport(Metrics("train")),
+        position=Position(step=9, version=version),
+        supply=Supply(config=config, pacing=floor.pacing, intake=intake, seed=1),
     )  # fmt: skip
     arrive(run, *blocks)
     return run
 
 
+def decide(run: Run, *, now_s: float) -> Draw:
+    return decide_draw(run.supply, run.position, now_s=now_s)
+
+
 def arrive(run: Run, *blocks: Block) -> None:
     for one in blocks:
-        offset = run.intake.buffer_next
-        assert run.intake.take_block(message(one, offset), one) == ""
-        run.intake.buffer_next = offset + 1
+        offset = run.supply.intake.buffer_next
+        assert run.supply.intake.take_block(message(one, offset), one) == ""
+        run.supply.intake.buffer_next = offset + 1
 
 
 def usual(sequence: int, version: int = 3, *, num_members: int = 18, ratio: bool = True) -> Block:
@@ -103,7 +110,7 @@ def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_n
     assert [one for one in sorted(taken(decide(run, now_s=0.0))) if one.startswith("l")] == ["l0.0", "l1.0", "l2.0"]
     rest = run_of(live(0), lanes=lanes, groups_per_step=3)
     for state in ("draining", "drained"):
-        rest.intake.take_report(master(state, outstanding=0))
+        rest.supply.intake.take_report(master(state, outstanding=0))
         assert taken(decide(rest, now_s=0.0)) == ["l0.0"], state
 
 
@@ -140,15 +147,15 @@ def test_a_loss_that_learns_without_advantages_trains_where_they_are_0(lane: Lan
 
 def test_a_lane_alone_makes_no_version_before_the_last_one_has_its_time() -> None:
     run = run_of(live(0), lanes={"live": LaneConfig()})
-    run.config = msgspec.structs.replace(run.config, version_every="5m")
+    run.supply.config = msgspec.structs.replace(run.supply.config, version_every="5m")
     assert taken(decide(run, now_s=50.0)) == ["l0.0"], "nothing was published yet"
-    run.published_s = 50.0
+    run.supply.published_s = 50.0
     assert decide(run, now_s=349.0).wait and taken(decide(run, now_s=350.0)) == ["l0.0"]
-    run.intake.take_report(master("draining", outstanding=0))
+    run.supply.intake.take_report(master("draining", outstanding=0))
     assert taken(decide(run, now_s=51.0)) == ["l0.0"]
     paced = run_of(usual(0), usual(1))
     paced.config = msgspec.structs.replace(paced.config, version_every="5m")
-    paced.published_s = 50.0
+    paced.supply.published_s = 50.0
     assert taken(decide(paced, now_s=51.0)) == ["u0.0", "u1.0"], "rollouts are never held up"
 
 
@@ -156,14 +163,14 @@ def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
     text = files_of("agent")["headrace.toml"].read_text()
     trainer = decode(tomllib.loads(text)["trainer"], TrainerConfig, "headrace.toml")
     run = run_of(lanes=trainer.lanes)
-    run.config = trainer
+    run.supply.config = trainer
     for number in range(8):
         arrive(run, live(number, advantage=0.5))
         assert decide(run, now_s=0.0).wait
     for number in range(8, 64):
         arrive(run, live(number, advantage=0.5))
     assert not decide(run, now_s=0.0).wait
-    run.published_s = 0.0
+    run.supply.published_s = 0.0
     assert decide(run, now_s=299.0).wait
 
 
@@ -213,15 +220,15 @@ def test_a_straggler_that_comes_is_drawn_first() -> None:
 
 def test_a_straggler_that_was_closed_is_not_waited_for() -> None:
     run = run_of(usual(1, version=1), usual(2, version=1))
-    run.intake.take_closure(Closure(group="u0.0", outcome="dropped", sequence=0))
+    run.supply.intake.take_closure(Closure(group="u0.0", outcome="dropped", sequence=0))
     assert taken(decide(run, now_s=0.0)) == ["u1.0", "u2.0"]
 
 
 def test_late_groups_hold_up_the_end_of_a_run_no_longer_than_the_quiet_after_the_newest_arrival() -> None:
     run = run_of(usual(0), expert(0))
-    run.intake.take_report(master("draining", 2))
-    assert decide(run, now_s=run.intake.arrived_s + 0.9 * QUIET_S).wait
-    assert "u0.0" in taken(decide(run, now_s=run.intake.arrived_s + QUIET_S))
+    run.supply.intake.take_report(master("draining", 2))
+    assert decide(run, now_s=run.supply.intake.arrived_s + 0.9 * QUIET_S).wait
+    assert "u0.0" in taken(decide(run, now_s=run.supply.intake.arrived_s + QUIET_S))
 
 
 @pytest.mark.parametrize(
@@ -240,14 +247,14 @@ def test_the_last_groups_of_a_run_make_a_smaller_step_once_no_more_can_come(
     state: str, outstanding: int, waits: bool
 ) -> None:
     run = run_of(usual(0), expert(0))
-    run.intake.take_report(master(state, outstanding))
+    run.supply.intake.take_report(master(state, outstanding))
     draw = decide(run, now_s=0.0)
     assert draw.wait == waits and ("u0.0" in taken(draw)) == (not waits)
 
 
 def test_a_drain_with_many_groups_left_still_takes_full_steps() -> None:
     run = run_of(*(usual(number) for number in range(5)))
-    run.intake.take_report(master("draining", 5))
+    run.supply.intake.take_report(master("draining", 5))
     assert taken(decide(run, now_s=0.0))[:2] == ["u0.0", "u1.0"]
     assert len([one for one in decide(run, now_s=0.0).taken if one.lane == "usual"]) == 2
 
@@ -266,7 +273,7 @@ def test_without_a_paced_lane_the_others_fill_the_step() -> None:
 def test_deciding_changes_nothing_and_the_same_state_decides_alike() -> None:
     run = run_of(usual(0), usual(1), *(expert(number) for number in range(9)))
     assert decide(run, now_s=0.0) == decide(run, now_s=1.0)
-    assert run.intake.buffer.num_groups("expert") == 9
+    assert run.supply.intake.buffer.num_groups("expert") == 9
 
 
 def test_dropped_groups_are_told_to_the_master_before_the_draw_goes_on() -> None:
@@ -278,7 +285,7 @@ def test_dropped_groups_are_told_to_the_master_before_the_draw_goes_on() -> None
         assert draw is not None and taken(draw) == ["u1.0", "u2.0"]
         told = [message.value async for message in run.log.read_all(topics.PROGRESS)]
         assert told == [Drawn(token=0, step=10, version=3, groups=(), dropped={"u0.0": "stale"})]
-        assert run.intake.buffer.num_groups("usual") == 2
+        assert run.supply.intake.buffer.num_groups("usual") == 2
         assert run.report.metrics.counters()["dropped{reason=stale}"] == 18.0
 
     asyncio.run(main())

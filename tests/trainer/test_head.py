@@ -107,6 +107,7 @@ print(peak_mb() - before)
 """
 
 
+@pytest.mark.slow
 def test_no_float32_copy_of_a_head_in_half_precision_is_made():
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2**17 * 512 * 4 / 2**20 / 2  # half of such a copy

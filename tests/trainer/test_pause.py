@@ -16,13 +16,13 @@ from trainer.loop.waiting import next_draw
 def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:
     async def main() -> None:
         run = run_of(usual(0), usual(1), *(expert(number) for number in range(8)))
-        run.intake.take_directive(Directive(order="pause", owner="ann"))
+        run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
         waiting = asyncio.create_task(next_draw(run, asyncio.Event()))
         await until(lambda: run.report.state == "paused")
-        run.intake.take_directive(Directive(order="lease", owner="a master that began"))
+        run.supply.intake.take_directive(Directive(order="lease", owner="a master that began"))
         await asyncio.sleep(0)
-        assert not waiting.done() and run.intake.paused
-        run.intake.take_directive(Directive(order="continue", owner="ann"))
+        assert not waiting.done() and run.supply.intake.paused
+        run.supply.intake.take_directive(Directive(order="continue", owner="ann"))
         async with asyncio.timeout(10):
             draw = await waiting
         assert draw is not None and draw.taken and run.report.state != "paused"
@@ -33,7 +33,7 @@ def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:
 def test_a_paused_trainer_stops_when_asked_without_another_step() -> None:
     async def main() -> None:
         run, stop = run_of(usual(0), usual(1), *(expert(number) for number in range(8))), asyncio.Event()
-        run.intake.take_directive(Directive(order="pause", owner="ann"))
+        run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
         waiting = asyncio.create_task(next_draw(run, stop))
         await until(lambda: run.report.state == "paused")
         stop.set()

@@ -16,7 +16,7 @@ from tests.infra.tiny_families import build_family
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.batch.routing import recorded
 from trainer.batch.split import for_ranks, split
-from trainer.config import LaneConfig, TrainerConfig
+from trainer.config import LaneConfig, LoraConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.torch import TorchLearner
 
@@ -267,3 +267,16 @@ def test_in_half_precision_a_replayed_step_is_finite_and_moves_the_routers(tmp_p
     assert found.finite and found.values["usual/routing_differs"] > 0.5
     moved = {name for name, value in saved(one).items() if before.get(name) != value}
     assert {f"model/model.layers.{layer}.mlp.gate.weight" for layer in range(4)} <= moved
+
+
+def test_the_reference_of_an_adapter_routes_by_itself(qwen):
+    items = usual(8)
+    lanes = {"usual": LaneConfig(loss="grpo", kl=0.1)}
+    config = TrainerConfig(lanes=lanes, threads=1, routing="replay", lora=LoraConfig(rank=2, targets=("q_proj",)))
+    found = []
+    for experts in (own_routing(qwen, items), random_routing(items)):
+        one = TorchLearner(qwen, config, device="cpu")
+        stats = one.step(packed(with_experts(items, experts)), learning_rate=1e-3, seed=0)
+        assert stats.values["usual/routing_replayed"] == 1.0
+        found.append(stats.values["usual/kl_reference"])
+    assert found[0] == 0.0 < found[1], "an untrained adapter is the base, which is routed otherwise"

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.batch.batch import Microbatch
+from trainer.batch.routing import laid_out
 
 
 class Paths(NamedTuple):
     """Some sequences of a microbatch, side by side. tokens_GL int64, padded on the right. node_P int64: index into B*T of
-    each of their P tokens. cell_P int64: index into G*L of the same. pixels_I3HW, places_P: see `Microbatch`, into G*L.
+    each of their P tokens. cell_P int64: index into G*L of the same. pixels_I3HW, places_P, experts: see
+    `Microbatch`, into G*L.
     """
 
     tokens_GL: np.ndarray
@@ -22,6 +24,7 @@ class Paths(NamedTuple):
     cell_P: np.ndarray
     pixels_I3HW: np.ndarray
     places_P: np.ndarray
+    experts: np.ndarray
 
 
 def unpacked(one: Microbatch) -> list[Paths]:
@@ -58,7 +61,7 @@ def _side_by_side(one: Microbatch, group: Sequence[np.ndarray]) -> Paths:
     cell_P = np.concatenate([g * width + np.arange(len(path)) for g, path in enumerate(group)])
     tokens_GL.reshape(-1)[cell_P] = one.tokens_BT.reshape(-1)[node_P]
     pixels, places = _shown(one, node_P, cell_P)
-    return Paths(tokens_GL, node_P, cell_P, pixels, places)
+    return Paths(tokens_GL, node_P, cell_P, pixels, places, laid_out(one.experts_BTLk, node_P, cell_P, tokens_GL.shape))
 
 
 def _shown(one: Microbatch, node_P: np.ndarray, cell_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

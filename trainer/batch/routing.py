@@ -53,3 +53,13 @@ def padded(experts_BTLk: np.ndarray, num_T: int) -> np.ndarray:
     found = np.full((len(experts_BTLk), num_T, *experts_BTLk.shape[2:]), ABSENT, np.int16)
     found[:, : experts_BTLk.shape[1]] = experts_BTLk
     return found
+
+
+def laid_out(experts_BTLk: np.ndarray, node_P: np.ndarray, cell_P: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The experts of nodes, indexes into B*T, in cells of other rows, [*shape, layers, k]."""
+    of_token = experts_BTLk.shape[2:]
+    if not len(experts_BTLk):
+        return experts_BTLk
+    found = np.full((*shape, *of_token), ABSENT, np.int16)
+    found.reshape(-1, *of_token)[cell_P] = experts_BTLk.reshape(-1, *of_token)[node_P]
+    return found

@@ -67,6 +67,7 @@ def widened(one: Microbatch, num_T: int) -> Microbatch:
         tokens_BT=_widened(one.tokens_BT, num_T),
         positions_BT=_widened(one.positions_BT, num_T),
         reach_BT=_widened(one.reach_BT, num_T, own=True),
+        experts_BTLk=padded(one.experts_BTLk, num_T),
         **moved,
     )
 

@@ -82,7 +82,8 @@ class Sources:
             return self._uses[place]
         module = self._module(place.module)
         assert module is not None
-        found = self._uses[place] = {}
+        found: dict[str, Definition] = {}
+        self._uses[place] = found
         for statement in module.definitions.get(place.name, ()):
             for dotted in _names(statement):
                 for target in self._targets(place.module, module, dotted):

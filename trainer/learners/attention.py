@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from torch.nn.attention import SDPBackend
 
 TREE = "headrace_tree"  # the name transformers knows this attention by
 DENSE_TOKENS = 2048  # rows up to this length keep a dense mask, and with it the bits they always had
@@ -150,9 +151,10 @@ def _attend_tree(
 
 
 class InBlocks(torch.autograd.Function):
-    """Attention of `BLOCK_TOKENS` queries after the other, each to the keys that some of them see; the backward computes
-    each block again. Results and gradients are written in place: nothing small is left between large blocks of memory,
-    which the process could not give back.
+    """Attention of `BLOCK_TOKENS` queries after the other, each to the keys that some of them see. The backward begins from
+    what the CPU's fused kernel kept of each block, and computes a block again where another one computed it: to the same
+    bits. Results and gradients are written in place: nothing small is left between large blocks of memory, which the process
+    could not give back.
     """
 
     @staticmethod
@@ -167,34 +169,107 @@ class InBlocks(torch.autograd.Function):
         settings: dict[str, Any],
     ) -> torch.Tensor:
         """[B, H, T, D of the values]. window, settings: of the layer."""
-        ctx.save_for_backward(query, key, value, sinks_H)
-        ctx.tree, ctx.window, ctx.settings = tree, window, settings
         found = query.new_empty((*query.shape[:3], value.shape[3]))
+        sums_BHT: torch.Tensor | None = None
         for start, stop in _blocks(query.shape[2]):
             seen_K, mask = _seen(tree, start, stop, window)
-            keys, values = key[:, :, seen_K], value[:, :, seen_K]
-            found[:, :, start:stop] = _attend(query[:, :, start:stop], keys, values, sinks_H, mask, settings)
+            mine = query[:, :, start:stop]
+            block = (mine, *_repeated(mine, key[:, :, seen_K], value[:, :, seen_K]))
+            if is_flash(block, sinks_H, mask, settings):
+                if sums_BHT is None:
+                    sums_BHT = query.new_empty(query.shape[:3], dtype=torch.float32)
+                made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    *block, attn_mask=_added(mask, query.dtype), scale=settings.get("scaling")
+                )
+                found[:, :, start:stop], sums_BHT[:, :, start:stop] = made
+            else:
+                found[:, :, start:stop] = _attend(*block, sinks_H, mask, settings)
+        ctx.save_for_backward(query, key, value, sinks_H, None if sums_BHT is None else found, sums_BHT)
+        ctx.tree, ctx.window, ctx.settings = tree, window, settings
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Of query, key, value and sinks."""
-        query, key, value, sinks_H = ctx.saved_tensors
+        query, key, value, sinks_H, found, sums_BHT = ctx.saved_tensors
         totals = [torch.zeros_like(one) for one in (query, key, value, sinks_H) if one is not None]
         for start, stop in _blocks(query.shape[2]):
             seen_K, mask = _seen(ctx.tree, start, stop, ctx.window)
             parts = [query[:, :, start:stop], key[:, :, seen_K], value[:, :, seen_K]]
             parts += [] if sinks_H is None else [sinks_H]
-            with torch.enable_grad():
-                parts = [one.detach().requires_grad_() for one in parts]
-                sinks = None if sinks_H is None else parts[3]
-                out = _attend(parts[0], parts[1], parts[2], sinks, mask, ctx.settings)
-            mine = torch.autograd.grad(out, parts, gradients[0][:, :, start:stop])
+            gradient = gradients[0][:, :, start:stop]
+            if sums_BHT is None:
+                mine = _again(parts, mask, ctx.settings, gradient)
+            else:
+                kept = found[:, :, start:stop], sums_BHT[:, :, start:stop]
+                mine = _flash_back(parts, mask, ctx.settings, gradient, kept)
             for total, part, place in zip(totals, mine, (slice(start, stop), seen_K, seen_K), strict=False):
                 total[:, :, place] += part
             if sinks_H is not None:
                 totals[3] += mine[3]
         return (*totals[:3], totals[3] if sinks_H is not None else None, None, None, None)
+
+
+def is_flash(
+    block: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sinks_H: torch.Tensor | None,
+    mask_B1QK: torch.Tensor,
+    settings: dict[str, Any],
+) -> bool:
+    """Whether SDPA would compute this block by the CPU's fused kernel, which keeps what its backward begins from. block: query,
+    key and value of as many heads.
+    """
+    if block[0].device.type != "cpu" or settings.get("softcap") is not None or sinks_H is not None:
+        return False
+    chosen = torch._fused_sdp_choice(*block, attn_mask=mask_B1QK, scale=settings.get("scaling"))
+    return bool(chosen == SDPBackend.FLASH_ATTENTION.value)
+
+
+def _again(
+    parts: list[torch.Tensor], mask_B1QK: torch.Tensor, settings: dict[str, Any], gradient: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of one block's query, key, value and sinks; its forward is computed again."""
+    with torch.enable_grad():
+        parts = [one.detach().requires_grad_() for one in parts]
+        sinks_H = parts[3] if len(parts) > 3 else None
+        out = _attend(parts[0], parts[1], parts[2], sinks_H, mask_B1QK, settings)
+    return torch.autograd.grad(out, parts, gradient)
+
+
+def _flash_back(
+    parts: list[torch.Tensor],
+    mask_B1QK: torch.Tensor,
+    settings: dict[str, Any],
+    gradient: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of one block's query, key and value. kept: of its forward, the output and the logsumexp of its scores."""
+    query = parts[0]
+    with torch.enable_grad():
+        narrow = [one.detach().requires_grad_() for one in parts[1:]]
+        wide = _repeated(query, *narrow)
+    to_query, *to_wide = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient,
+        query,
+        *(one.detach() for one in wide),
+        *kept,
+        0.0,
+        False,
+        attn_mask=_added(mask_B1QK, query.dtype),
+        scale=settings.get("scaling"),
+    )
+    return to_query, *torch.autograd.grad(wide, narrow, to_wide)
+
+
+def _added(mask_B1QK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as what is added to scores, as SDPA makes it."""
+    return torch.zeros(mask_B1QK.shape, dtype=dtype).masked_fill_(~mask_B1QK, -torch.inf)
+
+
+def _repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values once for each head of queries."""
+    groups = query.shape[1] // key.shape[1]
+    return (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)) if groups > 1 else (key, value)
 
 
 def _blocks(num_T: int) -> list[tuple[int, int]]:
@@ -221,8 +296,7 @@ def _attend(
     settings: dict[str, Any],
 ) -> torch.Tensor:
     """Attention of one block under its mask."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (one.repeat_interleave(groups, 1) if groups > 1 else one for one in (key, value))
+    key, value = _repeated(query, key, value)
     if settings.get("softcap") is not None or sinks_H is not None:
         return _capped(query, key, value, sinks_H, mask_B1QK, settings)
     found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(

@@ -77,18 +77,49 @@ def value_loss(value: torch.Tensor, old: torch.Tensor, target: torch.Tensor, cli
     return 0.5 * torch.maximum(plain, (near - target).square())
 
 
+def value_terms(
+    value_N: torch.Tensor, estimate: Estimate, chosen: np.ndarray, num_tokens: float, clip: float
+) -> torch.Tensor:
+    """What the chosen tokens ([N] bool) add to the sum over `num_tokens`, their number in a step of one minibatch."""
+    old, target = (torch.from_numpy(array).to(value_N.device) for array in (estimate.value, estimate.target))
+    terms = value_loss(value_N, old, target, clip)
+    return (terms * torch.from_numpy(chosen).to(value_N.device)).sum() / num_tokens
+
+
+class ValueModel:
+    """The body of a policy's model, and a scalar head that begins at 0; see `trainer.learners.forward` for the body."""
+
+    def __init__(self, packed: PackedModel) -> None:
+        self.packed = packed
+        body = packed.module
+        body.get_output_embeddings().requires_grad_(False)
+        size = int(body.config.get_text_config().hidden_size)
+        self.head = torch.nn.Linear(size, 1, device=packed.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.module = torch.nn.ModuleDict({"body": body, "head": self.head})
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What is trained and saved, by name."""
+        body = {name: value for name, value in self.packed.module.named_parameters() if value.requires_grad}
+        return body | {f"head.{name}": value for name, value in self.head.named_parameters()}
+
+    def all_values(self, one: Microbatch) -> torch.Tensor:
+        """V of every position, [B*T]."""
+        found: torch.Tensor = self.head(self.packed.states(one)).squeeze(-1)
+        return found
+
+    def find_reading(self) -> None:
+        """See `PackedModel.find_reading`."""
+        self.packed.find_reading()
+
+
 class Critic:
-    """A value model: the body of the policy's model, a copy of its own, and a scalar head that begins at 0."""
+    """A value model of one process, and its settings."""
 
     def __init__(self, folder: str, config: CriticConfig, *, device: str) -> None:
         self._config = config
-        self._packed = PackedModel(folder, dtype="float32", device=device)
-        module = self._packed.module
-        module.get_output_embeddings().requires_grad_(False)
-        size = int(module.config.get_text_config().hidden_size)
-        self._head = torch.nn.Linear(size, 1, device=device)
-        torch.nn.init.zeros_(self._head.weight)
-        torch.nn.init.zeros_(self._head.bias)
+        self._model = ValueModel(PackedModel(folder, dtype="float32", device=device))
 
     @property
     def config(self) -> CriticConfig:
@@ -97,49 +128,45 @@ class Critic:
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """What is trained and saved, by name."""
-        body = {name: value for name, value in self._packed.module.named_parameters() if value.requires_grad}
-        return body | {f"head.{name}": value for name, value in self._head.named_parameters()}
+        return self._model.named_parameters()
 
     @torch.no_grad()
     def begin_as(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take over a policy's body, by its names; the head stays."""
-        for name, value in self._packed.module.named_parameters():
+        for name, value in self._model.packed.module.named_parameters():
             value.copy_(weights[name])
 
     def values(self, one: Microbatch) -> torch.Tensor:
         """V of the state each sampled token was chosen in, [N]."""
-        return self._values(one)[torch.from_numpy(one.predecessor_N)]
+        return self._model.all_values(one)[torch.from_numpy(one.predecessor_N)]
 
     @torch.no_grad()
     def estimate(self, parts: list[Microbatch], chosen: list[np.ndarray]) -> list[Estimate]:
         """Values and advantages of the chosen tokens ([N] bool each) of a whole step; 0 elsewhere."""
         found = []
         for one, mine in zip(parts, chosen, strict=True):
-            value, advantage = advantages(one, self._values(one).double().cpu().numpy(), mine, self._config)
-            found.append((value, value + advantage, np.where(mine, advantage, 0.0)))
+            every = self._model.all_values(one).double().cpu().numpy()
+            found.append(advantages(one, every, mine, self._config))
+        spread = None
         if self._config.normalize:
-            found = [
-                (value, target, scaled)
-                for (value, target, _), scaled in zip(found, _scaled(found, chosen), strict=True)
-            ]
-        return [Estimate(*(array.astype(np.float32) for array in one)) for one in found]
+            spread = spread_of([advantage[mine] for (_, advantage), mine in zip(found, chosen, strict=True)])
+        return [estimated(*one, mine, spread) for one, mine in zip(found, chosen, strict=True)]
 
     def loss(self, one: Microbatch, estimate: Estimate, chosen: np.ndarray, num_tokens: float) -> torch.Tensor:
-        """What the chosen tokens add to the sum over `num_tokens`, their number in a step of one minibatch."""
-        value = self.values(one)
-        old, target = (torch.from_numpy(array).to(value.device) for array in (estimate.value, estimate.target))
-        terms = value_loss(value, old, target, self._config.value_clip)
-        return (terms * torch.from_numpy(chosen).to(value.device)).sum() / num_tokens
-
-    def _values(self, one: Microbatch) -> torch.Tensor:
-        found: torch.Tensor = self._head(self._packed.states(one)).squeeze(-1)
-        return found
+        """See `value_terms`."""
+        return value_terms(self.values(one), estimate, chosen, num_tokens, self._config.value_clip)
 
 
-def _scaled(found: Sequence[tuple[np.ndarray, ...]], chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Advantages of all chosen tokens to mean 0 and variance 1."""
-    of_all = np.concatenate([advantage[mine] for (_, _, advantage), mine in zip(found, chosen, strict=True)])
-    if not len(of_all):
-        return [advantage for _, _, advantage in found]
-    mean, deviation = of_all.mean(), of_all.std() + 1e-8
-    return [np.where(mine, (one[2] - mean) / deviation, 0.0) for one, mine in zip(found, chosen, strict=True)]
+def spread_of(chosen: Sequence[np.ndarray]) -> tuple[float, float] | None:
+    """Mean and deviation of the advantages of all chosen tokens; None where there are none."""
+    of_all = np.concatenate(chosen)
+    return (float(of_all.mean()), float(of_all.std() + 1e-8)) if len(of_all) else None
+
+
+def estimated(
+    value: np.ndarray, advantage: np.ndarray, mine: np.ndarray, spread: tuple[float, float] | None
+) -> Estimate:
+    """The estimate of a microbatch. spread: what brings the advantages to mean 0 and variance 1, None to leave them."""
+    scaled = advantage if spread is None else (advantage - spread[0]) / spread[1]
+    arrays = (value, value + advantage, np.where(mine, scaled, 0.0))
+    return Estimate(*(array.astype(np.float32) for array in arrays))

@@ -28,13 +28,10 @@ from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.learners.forward import PackedModel, policy_settings
-from trainer.learners.lanes import (
-    check_step,
-    of_phase,
-    reference_dtype,
-)
+from trainer.learners.engines import Engines
+from trainer.learners.lanes import check_step, of_phase
 from trainer.learners.learner import Phase, Snapshot, StepStats
+from trainer.learners.lora import compared, open_adapter
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import (
     Channel,
@@ -43,12 +40,15 @@ from trainer.learners.orders import (
     Orders,
 )
 from trainer.learners.rank_step import RankStep
+from trainer.learners.rank_values import RankCritic
 from trainer.learners.sequence_parallel import open_group, open_packed
 from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import RankSnapshot
-from trainer.learners.zero import engine_settings, reference_settings
+from trainer.learners.values import check_critic
+from trainer.learners.zero import engine_settings
 from trainer.losses.loss import open_objectives
-from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of
+from trainer.state.adapter import check_adapter, told
+from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of, pieces_of
 from trainer.state.stored import StoredState, open_state
 
 logger = logging.getLogger(__name__)
@@ -56,18 +56,6 @@ logger = logging.getLogger(__name__)
 PHASES: tuple[Phase, ...] = ("warmup", "train")
 PHASE = "phase"
 WRITE_S = 24 * 3600.0  # of one rank's upload against another's; a rank that hangs is found by its heartbeat
-
-
-class _Forward(torch.nn.Module):
-    """Every use of the model goes through one root module: ZeRO 3 gathers weights by its hooks."""
-
-    def __init__(self, packed: PackedModel) -> None:
-        super().__init__()
-        self.module = packed.module
-        self._packed = packed
-
-    def forward(self, what: str, argument: Any) -> Any:
-        return getattr(self._packed, what)(argument)
 
 
 class DeepSpeedLearner:
@@ -78,7 +66,11 @@ class DeepSpeedLearner:
 
     rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank below
     stage 3, and sharded there.
-    trainer.ranks_timeout is how long one rank waits for another.
+    trainer.ranks_timeout is how long one rank waits for another. Below stage 3 each rank loads the whole model; at stage 3
+    rank 0 reads the folder tensor by tensor and each rank keeps its shard.
+
+    Gradients are summed over microbatches in float32. Over ranks too, but at stage 2 DeepSpeed rounds each microbatch's sum
+    to trainer.dtype; json = { communication_data_type = "bf16" } halves what is sent. Stage 1 with bfloat16 is refused.
     """
 
     def __init__(
@@ -91,54 +83,50 @@ class DeepSpeedLearner:
         sequence_parallel: int = 1,
         json: Mapping[str, Any] | None = None,
     ) -> None:
-        settings = engine_settings(config, stage, offload, json or {})
+        engine_settings(config, stage, offload, json or {})  # refused before anything is opened
         self._config = config
         self._stage = stage
         self._objectives = open_objectives(config.lanes)
-        if config.critic is not None or any(one.critic for one in self._objectives.values()):
-            raise ConfigError(
-                "trainer.critic: got DeepSpeedLearner, expected TorchLearner: the critic is one process's"
-            )
-        gpu = torch.cuda.is_available()
-        if not gpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        import deepspeed
-
-        _alone_unless_told(os.environ)
-        deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
+        self.adapter = open_adapter(config, model)
+        self._told = told(self.adapter)
+        check_critic(config, self._objectives)
+        if config.critic is not None and sequence_parallel > 1:
+            where = f"trainer.learner.options.sequence_parallel: got {sequence_parallel}"
+            raise ConfigError(f"{where} with [trainer.critic], expected 1: a critic reads whole rows")
         timeout_s = duration_s(config.ranks_timeout)
-        deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+        deepspeed, device = _begin_ranks(config, timeout_s)
         self.rank: int = distributed.get_rank()
         self._world = distributed.get_world_size()
         self._channel, self._beside = Channel(timeout_s), Channel(WRITE_S)
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
         group = open_group(sequence_parallel, timeout_s)
-        self._model = open_packed(model, group, device=device, **policy_settings(config))
-        self._reference: PackedModel | None = None
-        if any(one.reference for one in self._objectives.values()):
-            self._reference = open_packed(model, group, dtype=reference_dtype(config), device=device)
-        named = list(self._model.module.named_parameters())
-        parameters = [value for _, value in named]
-        optimizer = torch.optim.AdamW(parameters, betas=config.betas, weight_decay=config.weight_decay)
-        self._engine: Any = deepspeed.initialize(model=_Forward(self._model), optimizer=optimizer, config=settings)[0]
-        compared = [] if self._reference is None else list(self._reference.module.named_parameters())
-        compare = None if self._reference is None else _comparing(deepspeed, self._reference, config, stage)
-        self._shards = Shards(deepspeed, self._engine, named, compared, stage=stage)
+        settings = partial(engine_settings, stage=stage, offload=offload, json=json or {})
+        opener = partial(open_packed, model, group, device=device)
+        engines = Engines(
+            deepspeed, self._channel, config, folder=model, settings=settings, open_packed=opener, device=device
+        )
+        with_reference = compared(self._objectives)
+        policy = engines.policy(self.adapter, with_reference=with_reference)
+        reference = engines.reference(policy) if with_reference else None
+        self._model, self._engine = policy.packed, policy.run
+        beside = [] if reference is None else reference.named
+        self._shards = Shards(deepspeed, policy.run, policy.named, beside, stage=stage)
+        self._critic: RankCritic | None = None
+        if config.critic is not None:
+            self._critic = engines.critic(config.critic)
+        self._held = [self._shards, *([] if self._critic is None else [self._critic.shards])]
         self._ranks = RankStep(
             config,
             self._objectives,
-            model=self._model,
-            compare=compare,
-            engine=self._engine,
+            policy=policy,
+            compare=None if reference is None else reference.run,
+            critic=self._critic,
             shards=self._shards,
             channel=self._channel,
             group=group,
-            stage=stage,
         )
+        self._phase: Phase = "train"
         self._begin("train")
         self._orders = Orders(self._channel)
 
@@ -211,7 +199,7 @@ class DeepSpeedLearner:
 
     def numerics(self) -> dict[str, str]:
         """Those of one process, ranks, and the stage of ZeRO."""
-        return numerics(self._model.device) | {
+        return numerics(self._model.device, adapted=self.adapter is not None) | {
             "attention": self._model.reading,
             "ranks": str(self._world),
             "zero": str(self._stage),
@@ -219,7 +207,7 @@ class DeepSpeedLearner:
 
     def layout(self) -> Layout:
         """Names, dtypes and shapes of the state as it is."""
-        return self._shards.layout() | {PHASE: Kind("U8", ())}
+        return self._layout(None)
 
     def state_hash(self) -> str:
         """The hash of the state as a checkpoint would tell it, without one."""
@@ -233,6 +221,7 @@ class DeepSpeedLearner:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `save`; to other ranks goes one tensor at a time."""
+        check_adapter(state, self.adapter)
         self._check(layout_of(state))
         self.set(state)
 
@@ -253,14 +242,19 @@ class DeepSpeedLearner:
 
     def load(self, state: StoredState, *, without: Sequence[str] = ()) -> None:
         """Continue from a stored state, each rank reading its own pieces. without: names that stay as they are here."""
+        check_adapter(state, self.adapter)
         self._check(state.layout, without)
         order = Order(name="load", folder=state.folder, index=state.key, sha256=state.sha256, names=tuple(state.layout))
         self._call(order, state)
 
     def _check(self, layout: Layout, without: Sequence[str] = ()) -> None:
-        with_moments = any(name.startswith("adam/") for name in layout)
-        expected = self._shards.layout(with_moments=with_moments) | {PHASE: Kind("U8", ())}
+        expected = self._layout(layout)
         check_same(layout, {name: kind for name, kind in expected.items() if name not in without})
+
+    def _layout(self, of: Layout | None) -> dict[str, Kind]:
+        """Of the state as it is, or as it would be with the moments of another."""
+        found = {name: kind for one in self._held for name, kind in one.layout(of).items()}
+        return found | {PHASE: Kind("U8", ())} | layout_of(self._told)
 
     def _call(self, order: Order, given: Any = None) -> Any:
         """Do an order on all ranks. given: what rank 0 alone has for it."""
@@ -297,17 +291,21 @@ class DeepSpeedLearner:
                 return self._with_state(order, given, lambda state: state.verify(self.rank, self._world))
             case "load":
                 self._with_state(order, given, lambda state: self._take(order.names, state))
-                return self._shards.use()
+                return self._use()
         raise ValueError(f"order: got {order.name!r}, which this rank does not know")
 
     def _begin(self, phase: Phase) -> None:
-        self._phase: Phase = phase
-        self._shards.forget()
+        if self._critic is not None and (self._phase, phase) == ("warmup", "train"):
+            self._critic.begin_as(self._shards)
+        self._phase = phase
+        for one in self._held:
+            one.forget()
         self._ranks.move_reference(0.0)
 
     def _pieces(self, *, copy: bool) -> list[Piece]:
-        phase = [] if self.rank else [Piece(PHASE, 0, bytes([PHASES.index(self._phase)]))]
-        return [*self._shards.pieces(copy=copy), *phase]
+        of_rank_0 = [Piece(PHASE, 0, bytes([PHASES.index(self._phase)])), *pieces_of(self._told)]
+        held = [piece for one in self._held for piece in one.pieces(copy=copy)]
+        return [*held, *(of_rank_0 if not self.rank else ())]
 
     def _save(self) -> dict[str, Tensor]:
         mine = [msgspec.structs.astuple(one) for one in self._pieces(copy=False)]
@@ -322,12 +320,21 @@ class DeepSpeedLearner:
 
         def source_of(name: str) -> Source:
             whole = bytearray(self._channel.broadcast(None if given is None else bytes(given[name].data)))
-            if name == PHASE:
-                self._phase = PHASES[whole[0]]
             return Source(lambda start, stop: memoryview(whole)[start:stop], dtypes[name])
 
-        self._shards.load(order.names, source_of)
-        self._shards.use()
+        if PHASE in dtypes:
+            self._phase = PHASES[source_of(PHASE).read(0, 1)[0]]
+        self._load(order.names, source_of)
+        self._use()
+
+    def _load(self, names: Sequence[str], source_of: Callable[[str], Source]) -> None:
+        for one in self._held:
+            mine = one.layout(names)
+            one.load([name for name in names if name in mine], source_of)
+
+    def _use(self) -> None:
+        for one in self._held:
+            one.use()
 
     def _snapshot(self, folder: str) -> RankSnapshot:
         if self._writing is not None:
@@ -343,21 +350,21 @@ class DeepSpeedLearner:
 
     def _take(self, names: Sequence[str], state: StoredState) -> None:
         self._phase = PHASES[state.read(PHASE, 0, 1)[0]]
-        self._shards.load(names, lambda name: Source(partial(state.read, name), state.layout[name].dtype))
+        self._load(names, lambda name: Source(partial(state.read, name), state.layout[name].dtype))
 
     def _with_state(self, order: Order, given: StoredState | None, use: Callable[[StoredState], None]) -> None:
         """Use a stored state on every rank; on rank 0 StoreError or ValueError naming the ranks that could not."""
-        told = ["", ""]
+        said = ["", ""]
         try:
             if given is None:
                 assert self._store is not None
                 given = open_state(self._store, order.folder, order.index, order.sha256)
             use(given)
         except (StoreError, ValueError) as error:
-            told = [type(error).__name__, f"rank {self.rank}: {error}"]
+            said = [type(error).__name__, f"rank {self.rank}: {error}"]
         found = [
             msgspec.msgpack.decode(data, type=list[str])
-            for data in self._channel.everywhere(msgspec.msgpack.encode(told))
+            for data in self._channel.everywhere(msgspec.msgpack.encode(said))
         ]
         if failed := [one for one in found if one[0]]:
             kind = StoreError if any(one[0] != ValueError.__name__ for one in failed) else ValueError
@@ -368,13 +375,19 @@ def _moved(one: Microbatch, logprob_N: np.ndarray) -> np.ndarray:
     return np.where(one.ratio_N, np.abs(logprob_N - one.behaviour_N), 0.0)
 
 
-def _comparing(deepspeed: Any, reference: PackedModel, config: TrainerConfig, stage: int) -> Any:
-    """The reference's forward; at stage 3 its weights are sharded from here on."""
-    if stage < 3:
-        return _Forward(reference)
-    engine = deepspeed.initialize(model=_Forward(reference), config=reference_settings(reference_dtype(config)))[0]
-    engine.eval()
-    return engine
+def _begin_ranks(config: TrainerConfig, timeout_s: float) -> tuple[Any, str]:
+    """Find the other ranks. The library, and this rank's device."""
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    import deepspeed
+
+    _alone_unless_told(os.environ)
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
+    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    return deepspeed, f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
 
 
 def _alone_unless_told(environment: MutableMapping[str, str]) -> None:

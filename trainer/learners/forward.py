@@ -21,7 +21,7 @@ from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
 from trainer.config import TrainerConfig
-from trainer.learners.attention import Path, Tree, chain, dense_mask, reading_path
+from trainer.learners.attention import Abilities, Path, Tree, chain, dense_mask, reading_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
 from trainer.learners.routing import Given, Replay
@@ -37,7 +37,8 @@ class PackedModel:
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
     activation_checkpointing: so do the layers. replay: tokens go to the experts they were sampled with, where these are
-    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known.
+    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known. module: the folder's
+    model, whose weights may come later (`infra.model.parts`); it is read only after `find_reading`.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class PackedModel:
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
         replay: bool = False,
+        module: Any = None,
     ) -> None:
-        module: Any = load_model(folder, dtype=dtype)
-        self.module: Any = module.to(device)
+        self.module: Any = module or _loaded(folder, dtype, device)
         self._replay = Replay(self.module, folder) if replay else None
-        self._differs_P: torch.Tensor | None = None  # of the last forward
+        self._differs_P: torch.Tensor | None = None  # of all tokens of the last forward
+        self._rerouted_N: torch.Tensor | None = None
         if activation_checkpointing:
             again = {} if self._replay is None else {"context_fn": self._replay.again}
             self.module.gradient_checkpointing_enable({"use_reentrant": False, **again})
@@ -67,8 +69,10 @@ class PackedModel:
         # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
         self._own_masks = self.module.config._attn_implementation == "sdpa"
         self._folder = folder
+        self._family = Abilities(dense=False, tree=False)
         self.adapter: Adapter | None = None
-        self.find_reading()
+        if module is None:
+            self.find_reading()
 
     def find_reading(self) -> None:
         """Find by what the model's rows are read: see `trainer.learners.opening`. Raises ConfigError."""
@@ -121,9 +125,9 @@ class PackedModel:
         """
         if self._replay is None:
             return np.full(len(one.target_N), np.nan, np.float32)
-        if self._differs_P is None:
+        if self._rerouted_N is None:
             return np.full(len(one.target_N), -1, np.float32)
-        return self._differs_P[self._tensor(one.predecessor_N)].cpu().numpy()
+        return self._rerouted_N.cpu().numpy()
 
     def states(self, one: Microbatch) -> torch.Tensor:
         """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
@@ -131,7 +135,9 @@ class PackedModel:
 
     def _read(self, read: Reader, one: Microbatch) -> torch.Tensor:
         """What the head says of the sampled tokens, [..., N]."""
-        return read(self.states(one)[self._tensor(one.predecessor_N)], *self._targets(one))
+        state_PD, at_N = self.states(one), self._tensor(one.predecessor_N)
+        self._rerouted_N = None if self._differs_P is None else self._differs_P[at_N]
+        return read(state_PD[at_N], *self._targets(one))
 
     def _targets(self, one: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tensor(one.target_N), self._tensor(one.temperature_N)
@@ -150,26 +156,19 @@ class PackedModel:
             inputs |= {"attention_mask": dense_mask(reach_BT), "position_ids": position_BT}
         elif path is not None:
             inputs |= Tree(reach_BT, position_BT, path).inputs()
-        given = self._given(one)
+        given = self._given(one.experts_BTLk)
         states = self._routed(inputs, given)
         self._differs_P = None if given is None else given.shares()
         return states
 
-    def _given(self, one: Microbatch, cells: tuple[np.ndarray, np.ndarray, int] | None = None) -> Given | None:
-        """What its tokens were recorded with. cells: nodes, the cell of each, and how many cells there are."""
-        if self._replay is None or not len(one.experts_BTLk):
-            return None
-        experts_PLk = one.experts_BTLk.reshape(-1, *one.experts_BTLk.shape[2:])
+    def _given(self, experts_BTLk: np.ndarray) -> Given | None:
+        """What tokens were recorded with, as far as this model can do the same. experts_BTLk: see `Microbatch`."""
         known = self._replay
-        if experts_PLk.shape[1:] != (known.num_layers, known.k):
+        if known is None or experts_BTLk.shape[2:] != (known.num_layers, known.k):
             return None
-        if cells is not None:
-            node_P, cell_P, num = cells
-            laid = np.full((num, *experts_PLk.shape[1:]), -1, np.int16)
-            laid[cell_P] = experts_PLk[node_P]
-            experts_PLk = laid
-        unknown_P = np.any(experts_PLk >= known.num_experts, axis=(1, 2))
-        experts_PLk = np.where(np.reshape(unknown_P, (-1, 1, 1)), -1, experts_PLk)
+        experts_PLk = experts_BTLk.reshape(-1, known.num_layers, known.k)
+        unknown_P11 = experts_PLk.max((1, 2), keepdims=True, initial=-1) >= known.num_experts
+        experts_PLk = np.where(unknown_P11, -1, experts_PLk)
         return Given(self._tensor(experts_PLk.astype(np.int64)))
 
     def _routed(self, inputs: dict[str, Any], given: Given | None) -> torch.Tensor:
@@ -185,7 +184,7 @@ class PackedModel:
         states, differs, num = [], [], 0
         for group in groups:
             again = torch.is_grad_enabled() and len(groups) > 1
-            given = self._given(one, (group.node_P, group.cell_P, group.tokens_GL.size))
+            given = self._given(group.experts)
             read = functools.partial(self._side_by_side, group, given)
             states.append(checkpoint(read, use_reentrant=False) if again else read())
             if given is not None:
@@ -202,6 +201,11 @@ class PackedModel:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _loaded(folder: str, dtype: str, device: str) -> Any:
+    module: Any = load_model(folder, dtype=dtype)
+    return module.to(device)
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:

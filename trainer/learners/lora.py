@@ -1,17 +1,21 @@
 """LoRA in a learner: the adapter that [trainer.lora] describes, and a reference that shares the policy's base."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import msgspec
 import torch
 
 from infra.model.adapter import REFERENCE, adapter_parameters, computing_with, find_adapter
 from infra.policies.adapter import Adapter
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch
+from trainer.batch.routing import no_experts
 from trainer.config import TrainerConfig
 from trainer.learners.forward import PackedModel
-from trainer.learners.lanes import reference_dtype
 from trainer.losses.loss import Objective
+
+Run = Callable[[str, Any], Any]
 
 
 def open_adapter(config: TrainerConfig, model: str) -> Adapter | None:
@@ -37,14 +41,23 @@ class ReferenceAdapter:
 
     def logprobs(self, one: Microbatch) -> torch.Tensor:
         """log π_ref of the sampled tokens, [N] float32; without gradients alone."""
-        with computing_with(self._policy.module, REFERENCE):
-            return self._policy.logprobs(one)
+        found: torch.Tensor = self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
+        return found
+
+    def through(self, run: Run) -> Run:
+        """`run` on the reference. run: name of a method of PackedModel, and a microbatch; where ranks compute together, the
+        engine of all of them.
+        """
+
+        def compare(what: str, argument: Any) -> Any:
+            # A reference sends its tokens where its own routers do.
+            own = msgspec.structs.replace(argument, experts_BTLk=no_experts())
+            with computing_with(self._policy.module, REFERENCE):
+                return run(what, own)
+
+        return compare
 
 
-def open_reference(
-    policy: PackedModel, model: str, config: TrainerConfig, *, device: str
-) -> PackedModel | ReferenceAdapter:
-    """What losses compare with: a second model of the folder, or a second adapter of the policy's."""
-    if policy.adapter is not None:
-        return ReferenceAdapter(policy)
-    return PackedModel(model, dtype=reference_dtype(config), device=device)
+def open_reference(policy: PackedModel, again: Callable[[], PackedModel]) -> PackedModel | ReferenceAdapter:
+    """What losses compare with: a second adapter of the policy's, or where it has none a second model. again: opens that."""
+    return again() if policy.adapter is None else ReferenceAdapter(policy)

@@ -20,6 +20,7 @@ from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
 from trainer.health.diagnostics import Observed, diagnose, join
+from trainer.learners.engines import Opened
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
     StepContext,
@@ -41,6 +42,7 @@ from trainer.learners.orders import (
     encode_array,
     encode_observed,
 )
+from trainer.learners.rank_values import RankCritic
 from trainer.learners.rows import Rows, deal, receive_rows, send_rows
 from trainer.learners.sequence_parallel import SequenceGroup
 from trainer.learners.shards import Shards
@@ -50,7 +52,7 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 class RankStep:
     """One rank's part. Everything it is made of is the learner's own. compare: the reference's forward, collective at stage
-    3. group: the ranks that compute the same rows. stage: of ZeRO.
+    3. critic: where a loss wants one. group: the ranks that compute the same rows.
     """
 
     def __init__(
@@ -58,23 +60,23 @@ class RankStep:
         config: TrainerConfig,
         objectives: Mapping[Lane, Objective],
         *,
-        model: PackedModel,
+        policy: Opened,
         compare: Any | None,
-        engine: Any,
+        critic: RankCritic | None,
         shards: Shards,
         channel: Channel,
         group: SequenceGroup,
-        stage: int,
     ) -> None:
         self._config = config
         self._objectives = objectives
-        self._model = model
+        self._model: PackedModel = policy.packed
         self._compare = compare
-        self._engine = engine
+        self._critic = critic
+        self._engine = policy.run
         self._shards = shards
         self._channel = channel
         self._group = group
-        self._stage = stage
+        self._stage = shards.stage
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, of the minibatches that rank 0 is given; what it did, on rank 0."""
@@ -87,7 +89,9 @@ class RankStep:
         present = [objectives[lane] for lane in batch.lane_tokens]
         ahead = [self._ahead(part) for part in parts] if any(looks_ahead(one) for one in present) else None
         bounded = self._bounds(objectives, batch, dealt, ahead) if ahead is not None else {}
-        put_back = self._shards.keep() if len(parts) > 1 else None
+        values = None if self._critic is None else self._critic.step(objectives, parts)
+        held = [self._shards, *([] if self._critic is None else [self._critic.shards])]
+        put_back = [one.keep() for one in held] if len(parts) > 1 else []
         observed: list[Observed] = []
         losses: list[float] = []
         norms: list[float] = []
@@ -95,21 +99,26 @@ class RankStep:
             decay = self._config.staleness_decay
             context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
             proximal = ahead[index] if ahead is not None and any(one.proximal for one in present) else None
-            loss, seen = self._backward(context, part, proximal)
+            advantages = None if values is None else values.advantages(index)
+            loss, seen = self._backward(context, part, proximal, advantages)
             observed += seen
-            applied, norm = self._apply(order, self._rate(order.learning_rate, seen), loss)
+            sound = values is None or values.accumulate(index)
+            applied, norm = self._apply(order, self._rate(order.learning_rate, seen), loss, sound=sound)
+            if values is not None:
+                values.finish(applied=applied)
             if not applied:
-                if put_back is not None:
-                    put_back()
+                for put in put_back:
+                    put()
                 return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
             losses.append(loss)
             norms.append(norm)
             if self._config.reference_decay < 1.0:
                 self.move_reference(self._config.reference_decay)
+        measured = {} if values is None else values.measured()
         if self._channel.rank:
             return None
         loss = sum(losses) / len(losses)
-        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)))
+        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)) | measured)
 
     def _rows(self, dealt: Sequence[Sequence[Rows]], index: int) -> Rows:
         """This rank's rows of minibatch `index`. dealt: of every minibatch, on rank 0."""
@@ -145,7 +154,11 @@ class RankStep:
         self._shards.move_reference(decay)
 
     def _backward(
-        self, context: StepContext, part: Rows, proximal: Sequence[torch.Tensor] | None
+        self,
+        context: StepContext,
+        part: Rows,
+        proximal: Sequence[torch.Tensor] | None,
+        advantages: Sequence[np.ndarray] | None,
     ) -> tuple[float, list[Observed]]:
         """Forward and backward of this rank's rows; the loss over all ranks and, on rank 0, what all of them observed."""
         total = torch.zeros(1, device=self._model.device)
@@ -162,6 +175,7 @@ class RankStep:
                 proximal_N=None if proximal is None else proximal[index] if real else logprob_N.detach(),
                 reference_N=self._of_reference(context, one),
                 entropy_N=entropy_N,
+                advantage_N=advantages[index] if real and advantages is not None else None,
                 rerouted_N=rerouted_N,
             )
             if real and self._group.counts:
@@ -198,15 +212,18 @@ class RankStep:
         told = self._channel.broadcast(None if self._channel.rank else msgspec.msgpack.encode(rate))
         return msgspec.msgpack.decode(told, type=float)
 
-    def _apply(self, order: Order, learning_rate: float, loss: float) -> tuple[bool, float]:
-        """One optimizer step, where its gradient may make one; whether it did, and the gradient's norm before clipping."""
+    def _apply(self, order: Order, learning_rate: float, loss: float, *, sound: bool) -> tuple[bool, float]:
+        """One optimizer step, where its gradient may make one; whether it did, and the gradient's norm before clipping.
+
+        sound: the critic's gradient may too.
+        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = math.nan
-        if not self._stage or order.max_grad_norm < sys.float_info.max:
+        if not sound or not self._stage or order.max_grad_norm < sys.float_info.max:
             norm = self._shards.gradient_norm()
-            if not (math.isfinite(loss) and math.isfinite(norm) and norm <= order.max_grad_norm):
-                self._refuse()
+            if not (sound and math.isfinite(loss) and math.isfinite(norm) and norm <= order.max_grad_norm):
+                self._shards.forget_gradient()
                 return False, norm
         self._engine.step()
         if self._stage:
@@ -216,19 +233,13 @@ class RankStep:
         self._shards.count_step()
         return math.isfinite(norm), norm
 
-    def _refuse(self) -> None:
-        """Forget the gradient."""
-        if not self._stage:
-            self._engine.zero_grad()
-            return
-        self._shards.spoil_gradient()
-        self._engine.step()
-
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """On rank 0 a copy of the policy; one weight at a time is whole on a rank that does not hold it."""
         found: dict[str, Tensor] = {}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
+            if self._model.adapter is not None and not published(self._model.module, {name: value}):
+                continue  # of the base, which is not gathered for nothing
             with self._shards.gathered(value):
                 if not self._channel.rank:
                     views = published(self._model.module, {name: value.detach()})

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from infra.model.model import meta_model
 from infra.model.routers import Routers
 from schemas.errors import ConfigError
 
@@ -41,7 +42,7 @@ class Replay:
     """
 
     def __init__(self, module: Any, folder: str) -> None:
-        routers = Routers(module)
+        routers = Routers(meta_model(folder))  # of weights in shards the shapes say nothing
         if not routers.num_layers or not all(_chooses_once(one) for one in routers.modules):
             raise ConfigError(
                 f'trainer.routing: got "replay" with {folder} ({module.config.model_type}), expected a mixture of experts '
@@ -49,7 +50,8 @@ class Replay:
             )
         self.num_layers, self.k, self.num_experts = routers.num_layers, routers.k, routers.num_experts
         self._given: list[Given | None] = [None]
-        for layer, one in enumerate(routers.modules):
+        for layer, name in enumerate(routers.names):
+            one = module.get_submodule(name)
             one.forward = self._watched(one.forward, layer)
 
     def given(self, given: Given | None) -> AbstractContextManager[None]:

@@ -69,8 +69,6 @@ def open_packed(folder: str, group: SequenceGroup, **settings: Any) -> PackedMod
     """The model of a folder, whose rows the ranks of a group share. settings: of `PackedModel`. Raises ConfigError."""
     if group.size == 1:
         return PackedModel(folder, **settings)
-    if settings.pop("replay", False):
-        raise ConfigError(f'{WHERE}: got {group.size} with trainer.routing = "replay", expected 1, or "own"')
     require_divisible(folder, group.size)
     return SplitModel(folder, group, **settings)
 
@@ -100,13 +98,14 @@ def require_divisible(folder: str, size: int) -> None:
 
 class Part(NamedTuple):
     """What one rank computes of a microbatch. tokens_BP, positions_BP: its stretch of every row. read_R: which sampled tokens
-    it reads; at_R: where, indexes into B*P.
+    it reads; at_R: where, indexes into B*P. experts_BPLk: see `Microbatch`.
     """
 
     tokens_BP: np.ndarray
     positions_BP: np.ndarray
     read_R: np.ndarray
     at_R: np.ndarray
+    experts_BPLk: np.ndarray
 
 
 def part_of(one: Microbatch, size: int, place: int) -> Part:
@@ -117,7 +116,7 @@ def part_of(one: Microbatch, size: int, place: int) -> Part:
     row_N, index_N = np.divmod(one.predecessor_N, num_T)
     read_R = np.flatnonzero(index_N // num_P == place)
     at_R = row_N[read_R] * num_P + index_N[read_R] - mine.start
-    return Part(one.tokens_BT[:, mine], one.positions_BT[:, mine], read_R, at_R)
+    return Part(one.tokens_BT[:, mine], one.positions_BT[:, mine], read_R, at_R, one.experts_BTLk[:, mine])
 
 
 class SplitModel(PackedModel):
@@ -158,11 +157,17 @@ class SplitModel(PackedModel):
         reach_BT, position_BT = self._tensor(one.reach_BT), self._tensor(one.positions_BT)
         inputs = Tree(reach_BT, position_BT, self._path, across=self._across).inputs()
         inputs |= {"input_ids": self._tensor(part.tokens_BP), "position_ids": self._tensor(part.positions_BP)}
-        state_PD = self._body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        given = self._given(part.experts_BPLk)
+        state_PD = self._routed(inputs, given)
         read_R = self._tensor(part.read_R)
         target_N, temperature_N = self._targets(one)
         found = read(state_PD[self._tensor(part.at_R)], target_N[read_R], temperature_N[read_R])
-        every: torch.Tensor = Told.apply(found, read_R, len(target_N), self._group.process_group)  # type: ignore[no-untyped-call]
+        differs_R = None if given is None else given.shares()[self._tensor(part.at_R)]
+        self._rerouted_N = None if differs_R is None else self._told(differs_R, read_R, len(target_N))
+        return self._told(found, read_R, len(target_N))
+
+    def _told(self, found: torch.Tensor, read_R: torch.Tensor, num_N: int) -> torch.Tensor:
+        every: torch.Tensor = Told.apply(found, read_R, num_N, self._group.process_group)  # type: ignore[no-untyped-call]
         return every
 
 

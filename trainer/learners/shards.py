@@ -6,7 +6,7 @@ rank reads and writes its own flat ranges in place; nothing is gathered but what
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -37,8 +37,8 @@ class Fragment(NamedTuple):
 
 
 class Shards:
-    """The state of one engine, by the model's own names. reference: sharded at stage 3; whole on every rank below, and saved
-    in equal shares.
+    """The state of one engine. named: its trained parameters. prefix: before the names of their weights; moments have none.
+    reference: sharded at stage 3; whole on every rank below, and saved in equal shares.
     """
 
     def __init__(
@@ -49,12 +49,14 @@ class Shards:
         reference: Sequence[tuple[str, Any]],
         *,
         stage: int,
+        prefix: str = "model/",
     ) -> None:
         self._deepspeed = deepspeed
         self._engine = engine
+        self._prefix = prefix
         self._named = list(named)
         self._reference = list(reference)
-        self._stage = stage
+        self.stage = stage
         self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
         self._num_steps = 0
         self._create_moments()
@@ -72,12 +74,14 @@ class Shards:
                     fragment.values.zero_()
         self._set_num_steps(0)
 
-    def layout(self, *, with_moments: bool | None = None) -> dict[str, Kind]:
-        """Names and kinds of a saved state. with_moments: None for what the state of now has."""
+    def layout(self, of: Collection[str] | None = None) -> dict[str, Kind]:
+        """Names and kinds of a saved state. of: names of one, whose moments count; None for the state of now."""
         found: dict[str, Kind] = {}
-        moments = self._num_steps > 0 if with_moments is None else with_moments
+        moments = self._num_steps > 0
+        if of is not None:
+            moments = any(f"adam/step/{name}" in of for name, _ in self._named)
         for name, value in self._named:
-            found[f"model/{name}"] = Kind("F32", _shape(value))
+            found[f"{self._prefix}{name}"] = Kind("F32", _shape(value))
             if moments:
                 found |= {f"adam/{key}/{name}": Kind("F32", _shape(value)) for key in MOMENTS}
                 found[f"adam/step/{name}"] = Kind("F32", ())
@@ -120,57 +124,84 @@ class Shards:
         for one in self._fragments(moments=True, whole=True):
             held.setdefault(one.name, []).append(one)
         step = 0.0
+        steps = {f"adam/step/{name}" for name, _ in self._named}
         for name in names:
             source = source_of(name)
-            if name.startswith("adam/step/") and not step:
+            if name in steps and not step:
                 step = float(torch.frombuffer(source.read(0, 4), dtype=torch.float32))
             for one in held.get(name, ()):
                 _fill(one, source)
-        if any(name.startswith("model/") for name in names):
+        if any(f"{self._prefix}{name}" in names for name, _ in self._named):
             self._set_num_steps(int(step))
             if not step:
                 self.forget()
 
     def gathered(self, value: torch.nn.Parameter) -> AbstractContextManager[Any]:
         """A context in which a weight is whole."""
-        found: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters([value], enabled=self._stage == 3)
+        found: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters([value], enabled=self.stage == 3)
         return found
 
     @torch.no_grad()
     def move_reference(self, decay: float) -> None:
         """The reference as `decay` of itself and the rest the policy; at stage 3 each rank moves its own shards."""
         for (_, reference), (_, value) in zip(self._reference, self._named, strict=bool(self._reference)):
-            there, here = (reference, value) if self._stage < 3 else (reference.ds_tensor.data, value.ds_tensor.data)
+            there, here = (reference, value) if self.stage < 3 else (reference.ds_tensor.data, value.ds_tensor.data)
             there.lerp_(here.to(there.dtype), 1.0 - decay)
         self._let_go_of_reference()
 
     def _let_go_of_reference(self) -> None:
         """Small weights stay whole on every rank once a forward has gathered them: they are gathered anew."""
-        for _, value in self._reference if self._stage == 3 else ():
+        for _, value in self._reference if self.stage == 3 else ():
             value.partition()
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Over all ranks, after the last backward of a step and before `engine.step`; not finite where the gradient is not."""
         zero = self._engine.optimizer
-        if not self._stage:
+        if not self.stage:
             norms = [value.grad.float().norm() for _, value in self._named if value.grad is not None]
             return float(torch.stack(norms).norm())
-        if self._stage < 3:
+        if self.stage < 3:
             zero._wait_for_offload_copies()
             found = [float(zero.scaled_global_norm())]
         else:
             found = [float(one) for one in zero._get_norm_groups()]
         return math.hypot(*found) if min(found) >= 0 else math.nan  # -1 stands for one that is not finite
 
+    def whole(self, name: str) -> torch.Tensor:
+        """A trained weight in float32, on every rank. Collective."""
+        value = dict(self._named)[name]
+        found = value if not self.stage else self._deepspeed.utils.safe_get_full_fp32_param(value)
+        whole: torch.Tensor = found.detach()
+        return whole
+
     @torch.no_grad()
-    def spoil_gradient(self) -> None:
+    def take(self, name: str, value: Any, whole: torch.Tensor) -> None:
+        """Take over a weight, before `use`; one that is not trained has no float32 master besides itself."""
+        fragments = self._held(name, value, None) if value.requires_grad else self._compared(name, value)
+        for one in fragments:
+            one.values.copy_(whole.reshape(-1)[one.start : one.start + len(one.values)])
+        if self.stage == 3 and not value.requires_grad:
+            value.partition()
+
+    def forget_gradient(self) -> None:
+        """After the last backward of a step: as if there had been none."""
+        if not self.stage:
+            self._engine.zero_grad()
+            return
+        self._spoil_gradient()
+        self._engine.step()
+        if self.stage == 3:  # a rank that holds nothing of a small weight would keep what no step writes over
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+
+    @torch.no_grad()
+    def _spoil_gradient(self) -> None:
         """Make the gradient not finite, which `engine.step` then refuses and clears. Of stages 1 to 3."""
         zero = self._engine.optimizer
         norms = getattr(zero, "norm_for_param_grads", {})
         for key in norms:
             norms[key] = torch.tensor(math.nan)
-        if norms and self._stage < 3:
+        if norms and self.stage < 3:
             zero.update_offload_overflow_tracker(torch.tensor(math.nan))
         for gradients in zero.averaged_gradients.values():
             for gradient in gradients or ():
@@ -179,14 +210,14 @@ class Shards:
     def _fragments(self, *, moments: bool, whole: bool = False) -> Iterator[Fragment]:
         """What this rank holds. whole: also what other ranks hold as well, and save."""
         for name, value in self._named:
-            for fragment in self._held(f"model/{name}", value, None):
-                yield from self._shared(fragment, whole=whole or self._stage > 0)
+            for fragment in self._held(f"{self._prefix}{name}", value, None):
+                yield from self._shared(fragment, whole=whole or self.stage > 0)
             for key in MOMENTS if moments else ():
                 for fragment in self._held(f"adam/{key}/{name}", value, key):
-                    yield from self._shared(fragment, whole=whole or self._stage > 0)
+                    yield from self._shared(fragment, whole=whole or self.stage > 0)
         for name, value in self._reference:
             for fragment in self._compared(f"reference/{name}", value):
-                yield from self._shared(fragment, whole=whole or self._stage == 3)
+                yield from self._shared(fragment, whole=whole or self.stage == 3)
 
     def _shared(self, one: Fragment, *, whole: bool) -> Iterator[Fragment]:
         """The fragment, or this rank's share of it; nothing where that is empty."""
@@ -201,10 +232,10 @@ class Shards:
     def _held(self, name: str, value: Any, key: str | None) -> Iterator[Fragment]:
         """What this rank has of a weight (key None) or of a moment, in float32."""
         zero = self._engine.optimizer
-        if not self._stage:
+        if not self.stage:
             whole = value.data if key is None else zero.state[value][key]
             yield Fragment(name, 0, whole.view(-1))
-        elif self._stage < 3:
+        elif self.stage < 3:
             if value._hp_mapping is not None:
                 start = value._hp_mapping.lp_fragment_address.start
                 yield Fragment(name, start, value._hp_mapping.get_hp_fragment(key))
@@ -216,7 +247,7 @@ class Shards:
 
     def _compared(self, name: str, value: Any) -> Iterator[Fragment]:
         """What this rank has of a reference's weight."""
-        if self._stage < 3:
+        if self.stage < 3:
             yield Fragment(name, 0, value.data.view(-1))
             return
         start = len(value.ds_tensor) * self._rank
@@ -226,35 +257,35 @@ class Shards:
     def use(self) -> None:
         """Compute with the float32 weights as they are now. Collective."""
         zero = self._engine.optimizer
-        if self._stage == 3:
+        if self.stage == 3:
             self._let_go_of_reference()
             zero._partition_all_parameters()
             for group in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)
             if zero.persistent_parameters:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-        elif self._stage:
+        elif self.stage:
             zero.update_lp_params()
 
     def _create_moments(self) -> None:
         """An optimizer makes them at its first step, but a restore must find them."""
         zero = self._engine.optimizer
-        if not self._stage:
+        if not self.stage:
             for _, value in self._named:
                 moments = {key: torch.zeros_like(value) for key in MOMENTS}
                 zero.state[value] = moments | {"step": torch.zeros(())}
             return
-        flats = zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
+        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         for flat in flats:
             moments = {key: torch.zeros_like(flat) for key in MOMENTS}
             zero.optimizer.state[flat] = moments | {"step": torch.zeros(())}
-        if self._stage < 3:
+        if self.stage < 3:
             zero._lazy_init_hp_params_optimizer_state()
 
     def _set_num_steps(self, num_steps: int) -> None:
         self._num_steps = num_steps
         optimizer = self._engine.optimizer
-        for state in (optimizer.optimizer if self._stage else optimizer).state.values():
+        for state in (optimizer.optimizer if self.stage else optimizer).state.values():
             if "step" in state:
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), num_steps)
 

@@ -32,6 +32,7 @@ from trainer.learners.lanes import (
     microbatch_loss,
     of_phase,
     read,
+    reference_dtype,
     step_context,
 )
 from trainer.learners.learner import Phase, StepStats
@@ -60,7 +61,8 @@ class TorchLearner:
         self._model = PackedModel(model, device=device, **policy_settings(config))
         with_reference = compared(self._objectives)
         self._model.adapt(self.adapter, with_reference=with_reference)
-        self._reference = open_reference(self._model, model, config, device=device) if with_reference else None
+        again = functools.partial(PackedModel, model, dtype=reference_dtype(config), device=device)
+        self._reference = open_reference(self._model, again) if with_reference else None
         self._critic = open_critic(model, config, self._objectives, device=device)
         self._parameters: dict[str, Any] = self._model.trained
         self._masters = {name: _master(value) for name, value in self._parameters.items()}

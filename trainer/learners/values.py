@@ -75,9 +75,16 @@ class Values:
             for estimates, masks in zip(self._estimates, self._chosen, strict=True)
             for one, chosen in zip(estimates, masks, strict=True)
         ]
-        value, target = (np.concatenate(arrays).astype(np.float64) for arrays in zip(*pairs, strict=True))
-        if not len(target) or not self._losses:
-            return {}
-        variance = float(target.var())
-        explained = 1 - float((target - value).var()) / variance if variance > 0 else 0.0
-        return {"critic/value_loss": sum(self._losses) / len(self._parts), "critic/explained_variance": explained}
+        return measured(pairs, self._losses, len(self._parts))
+
+
+def measured(
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]], losses: Sequence[float], num_parts: int
+) -> dict[str, float]:
+    """See `Values.measured`. pairs: values and targets of the chosen tokens. losses: of the minibatches that have such."""
+    value, target = (np.concatenate(arrays).astype(np.float64) for arrays in zip(*pairs, strict=True))
+    if not len(target) or not losses:
+        return {}
+    variance = float(target.var())
+    explained = 1 - float((target - value).var()) / variance if variance > 0 else 0.0
+    return {"critic/value_loss": sum(losses) / num_parts, "critic/explained_variance": explained}

@@ -16,6 +16,7 @@ OWN_KEYS = {
     "scheduler": "set trainer.schedule",
     "bf16": "set trainer.dtype",
     "fp16": "set trainer.dtype; half precision has no loss scaling here",
+    "data_types": "gradients are summed in float32, weights are of trainer.dtype",
 }
 
 
@@ -24,6 +25,12 @@ def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapp
     where = "trainer.learner.options"
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"{where}.stage: got {stage}, expected 0, 1, 2 or 3")
+    half = config.dtype == "bfloat16"
+    if stage == 1 and half:
+        raise ConfigError(
+            f"{where}.stage: got 1 with {config.dtype}, expected 2 or 3: DeepSpeed sums no gradients of microbatches in "
+            "float32 there with an optimizer whose state other numbers of ranks can read; 2 holds no more than 1"
+        )
     if stage == 0 and (offload or config.dtype != "float32"):
         got = "offload" if offload else config.dtype
         raise ConfigError(
@@ -42,7 +49,10 @@ def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapp
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.gradient_clip,
         "zero_optimization": zero,
-        "bf16": {"enabled": config.dtype == "bfloat16"},
+        "bf16": {"enabled": half},
+        # Sums over microbatches, and over ranks; in bfloat16 they would lose the small ones.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,

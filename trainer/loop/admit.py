@@ -25,7 +25,7 @@ async def readable(run: Run, draw: Draw) -> Draw:
     again."""
     if run.image_inputs is None:
         return draw
-    gone = await run.in_thread(run.image_inputs.unreadable, draw.taken, run.intake.buffer.look_at(draw.taken))
+    gone = await run.in_thread(run.image_inputs.unreadable, draw.taken, run.supply.intake.buffer.look_at(draw.taken))
     if not gone:
         return draw
     await drop(run, Draw(dropped=tuple((one, BAD_IMAGE) for one in gone)))
@@ -56,13 +56,13 @@ async def admitted(run: Run, draw: Draw) -> Draw:
 
 def still_held(run: Run, draw: Draw) -> Draw:
     """The draw without what a newer revision has replaced since; `wait` where nothing is left to train on."""
-    taken = tuple(one for one in draw.taken if run.intake.buffer.holds(one))
+    taken = tuple(one for one in draw.taken if run.supply.intake.buffer.holds(one))
     return msgspec.structs.replace(draw, taken=taken, wait=draw.wait or not taken)
 
 
 async def distances(run: Run, candidates: list[Candidate]) -> dict[int, float]:
     """Offset to mean |log w| over the group's tokens that have a ratio; 0 where none has."""
-    blocks = run.intake.buffer.look_at(candidates)
+    blocks = run.supply.intake.buffer.look_at(candidates)
     items = [
         TrainItem(experience=block.experiences[item.index], item=item)
         for one, block in zip(candidates, blocks, strict=True)

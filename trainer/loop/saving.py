@@ -36,18 +36,18 @@ class Unwritten(msgspec.Struct, frozen=True):
 
 async def write_checkpoint(run: Run, version: int) -> None:
     """Write a checkpoint of now and wait for it. version: of these weights; a resume publishes it if that is not done yet."""
-    await run.written()
+    await run.saving.finished()
     await store(run, await snapshot(run, version))
 
 
 async def snapshot(run: Run, version: int) -> Unwritten:
     """A checkpoint of now; no later step reaches it."""
-    intake = run.intake
+    intake = run.supply.intake
     run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next)
     uses, references = intake.buffer.uses.copy(), tuple(intake.buffer.references())
     position = msgspec.structs.replace(run.position, version=version)
-    if run.unread is not None:
-        journal_next, journal_token = run.unread.journal_next, run.unread.journal_token
+    if run.saving.unread is not None:
+        journal_next, journal_token = run.saving.unread.journal_next, run.saving.unread.journal_token
         position = msgspec.structs.replace(position, journal_next=journal_next, journal_token=journal_token)
     began_s = time.monotonic()
     with Stopwatch(run.report, "snapshot_seconds"):
@@ -60,7 +60,7 @@ async def snapshot(run: Run, version: int) -> Unwritten:
 async def store(run: Run, unwritten: Unwritten) -> None:
     """Write a snapshot, manifest last."""
     state = unwritten.checkpoint
-    index = await run.in_writer(unwritten.snapshot.write)
+    index = await run.saving.in_thread(unwritten.snapshot.write)
     saved = Saved(
         run=run.name,
         token=run.lease.token,
@@ -71,7 +71,7 @@ async def store(run: Run, unwritten: Unwritten) -> None:
         made_with=unwritten.made_with,
     )
     time_ms = await run.journal(saved)
-    await run.in_writer(
+    await run.saving.in_thread(
         checkpoint.save,
         run.store,
         run.name,
@@ -81,7 +81,7 @@ async def store(run: Run, unwritten: Unwritten) -> None:
         made_with=saved.made_with,
         time_ms=time_ms,
     )
-    run.saved_step = state.position.step
+    run.saving.saved_step = state.position.step
     await tidy(run)
     run.report.add("checkpoint_seconds", time.monotonic() - unwritten.began_s)
     run.report.add("checkpoints")
@@ -90,22 +90,22 @@ async def store(run: Run, unwritten: Unwritten) -> None:
 async def tidy(run: Run) -> None:
     """Remove checkpoints, buffered blocks and policies that neither resume nor replay needs any more."""
     keep_ms = int(duration_s(run.floor.keep.replay) * 1000)
-    manifests = await run.in_writer(checkpoint.manifests, run.store, run.name)
+    manifests = await run.saving.in_thread(checkpoint.manifests, run.store, run.name)
     marks = [CheckpointTime(one.place, one.time_ms) for one in manifests]
     stay = kept(marks, newest=run.config.keep_checkpoints, keep_ms=keep_ms)
     doomed = [one.place for one in manifests if one.place not in stay]
-    await run.in_writer(checkpoint.remove, run.store, run.name, doomed)
-    newest = CheckpointPlace(run.saved_step, run.lease.token)
-    if torn := await run.in_writer(checkpoint.remove_unfinished, run.store, run.name, newest):
+    await run.saving.in_thread(checkpoint.remove, run.store, run.name, doomed)
+    newest = CheckpointPlace(run.saving.saved_step, run.lease.token)
+    if torn := await run.saving.in_thread(checkpoint.remove_unfinished, run.store, run.name, newest):
         logger.info("unfinished checkpoints removed folders=%d", torn)
     below = trim_below(manifests, stay)
-    if below > run.trimmed:
+    if below > run.saving.trimmed:
         await run.log.bus.delete_records(Partition(run.log.name(topics.BUFFER), 0), below)
         logger.info("buffer trimmed below=%d", below)
-        run.trimmed = below
-    if gone := run.intake.buffer.forget_uses(uses_below(manifests, stay)):
+        run.saving.trimmed = below
+    if gone := run.supply.intake.buffer.forget_uses(uses_below(manifests, stay)):
         logger.info("uses forgotten groups=%d", gone)
-    run.report.set("uses_remembered", len(run.intake.buffer.uses))
+    run.report.set("uses_remembered", len(run.supply.intake.buffer.uses))
     # Executing journaled steps again compares what they give with what was published.
     oldest = min(one.position.version for one in manifests[-run.config.keep_checkpoints :])
-    await run.in_writer(run.publisher.prune, keep_ms, oldest)
+    await run.saving.in_thread(run.publisher.prune, keep_ms, oldest)

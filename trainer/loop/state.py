@@ -1,7 +1,6 @@
 """What one trainer process holds between steps; everything durable of it is in `position` and the checkpoint."""
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,17 +13,15 @@ from infra.log.log import Log
 from infra.policies.policy import Probe
 from infra.settings.config import Floor
 from infra.store.store import Store
-from schemas import Lane
 from schemas.journal import Entry
 from trainer.batch.image_inputs import ImageInputs
-from trainer.buffer.intake import Intake
 from trainer.config import TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.journal.journal import Lease, append
 from trainer.learners.learner import Learner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import Stopwatch, TrainerReport
-from trainer.losses.loss import Objective, open_objectives
+from trainer.loop.supply import Supply
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -72,63 +69,63 @@ class Unread(msgspec.Struct, frozen=True):
 
 
 @dataclass(kw_only=True)
+class Saving:
+    """How far checkpoints are. saved_step: of the newest own one; trimmed: offset of `buffer` below which this process has
+    removed everything. tasks: where a checkpoint is stored beside the next steps; without it steps wait.
+    """
+
+    saved_step: int = -2
+    trimmed: int = 0
+    # While journaled steps are executed again, position.journal_next is past them all already: what is appended lies
+    # there. A checkpoint of that time must still send a restart back to them.
+    unread: Unread | None = None
+    tasks: asyncio.TaskGroup | None = None
+    running: asyncio.Task[None] | None = None
+    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
+
+    async def beside(self, work: Coroutine[None, None, None]) -> None:
+        """Store a checkpoint beside the next steps, one at a time; where there is no task group, now."""
+        await self.finished()
+        if self.tasks is None:
+            await work
+        else:
+            self.running = self.tasks.create_task(work)
+
+    async def finished(self) -> None:
+        """Wait for the checkpoint that is being stored, and for the version that follows it; a failure ends the task group."""
+        if self.running is not None:
+            await asyncio.wait([self.running])
+
+    async def in_thread(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Run a blocking call of the store beside the learner."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, lambda: function(*args, **kwargs))
+
+
+@dataclass(kw_only=True)
 class Run(Learning):
-    """One trainer. position changes only after what it says is confirmed. saved_step: of the newest own checkpoint;
-    trimmed: offset of `buffer` below which this process has removed everything. published_probe: of the version this
-    process published last. chain: what a drawn batch passes. tasks: where a checkpoint is stored beside the next steps;
-    without it steps wait.
+    """One trainer. position changes only after what it says is confirmed. published_probe: of the version this process
+    published last. chain: what a drawn batch passes.
     """
 
     log: Log
     store: Store
     lease: Lease
     publisher: WeightPublisher
-    intake: Intake
-    seed: int
+    supply: Supply
+    saving: Saving = field(default_factory=Saving)
     chain: tuple[Step, ...] = ()
-    objectives: dict[Lane, Objective] = field(init=False)
-    given_up: dict[int, float] = field(default_factory=dict)
     published_probe: Probe | None = None
-    saved_step: int = -2
-    # While journaled steps are executed again, position.journal_next is past them all already: what is appended lies
-    # there. A checkpoint of that time must still send a restart back to them.
-    unread: Unread | None = None
-    trimmed: int = 0
-    published_s: float = -math.inf  # by the clock of the intake
-    tasks: asyncio.TaskGroup | None = None
-    writing: asyncio.Task[None] | None = None
-    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
-
-    def __post_init__(self) -> None:
-        self.objectives = open_objectives(self.config.lanes)
 
     @property
     def name(self) -> str:
         """The run's name: one lineage of policies."""
         return self.lease.run
 
-    async def beside(self, work: Coroutine[None, None, None]) -> None:
-        """Store a checkpoint beside the next steps, one at a time; where there is no task group, now."""
-        await self.written()
-        if self.tasks is None:
-            await work
-        else:
-            self.writing = self.tasks.create_task(work)
-
-    async def written(self) -> None:
-        """Wait for the checkpoint that is being stored, and for the version that follows it; a failure ends the task group."""
-        if self.writing is not None:
-            await asyncio.wait([self.writing])
-
-    async def in_writer(
-        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
-        """Run a blocking call of the store beside the learner."""
-        return await asyncio.get_running_loop().run_in_executor(self.writer, lambda: function(*args, **kwargs))
-
     def settle(self, sequences: list[int]) -> None:
         """Groups of these issue numbers are being trained: what was issued before them is waited for no longer."""
-        self.intake.settle(sequences)
+        self.supply.intake.settle(sequences)
         self.advance(settled=max([self.position.settled, *(number + 1 for number in sequences)]))
 
     async def journal(self, record: Entry) -> int:

@@ -61,10 +61,10 @@ async def journal_draw(run: Run, draw: Draw, *, phase: Literal["warmup", "train"
         step=step,
         version=run.position.version,
         phase=phase,
-        seed=step_seed(run.seed, step),
+        seed=step_seed(run.supply.seed, step),
         config_hash=config_hash(run.config, run.floor, run.chain),
     )
-    drawn: list[tuple[Candidate, Block]] = list(zip(draw.taken, run.intake.buffer.take(draw.taken), strict=True))
+    drawn: list[tuple[Candidate, Block]] = list(zip(draw.taken, run.supply.intake.buffer.take(draw.taken), strict=True))
     batch, items = assemble(stamp, drawn, draw.dropped)
     if phase == "train":
         paced = run.config.lanes.get(PACED)
@@ -145,7 +145,7 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
         run.report.add("steps_skipped")
         await run.journal(Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason))
     if batch.phase == "train" and run.publication_due():
-        await run.written()  # the version before is out, and its probe is what this one is compared with
+        await run.saving.finished()  # the version before is out, and its probe is what this one is compared with
         tensors = await run.in_thread(run.learner.tensors)
         if reason := await fault(run, tensors):
             await roll_back(run, batch, reason, newest=batch.step)
@@ -188,7 +188,7 @@ async def write_and_publish_due(run: Run, tensors: Mapping[str, Tensor] | None =
     """
     if not run.publication_due():
         return
-    await run.written()  # so that versions come out in order
+    await run.saving.finished()  # so that versions come out in order
     version = run.position.version + 1
     if not run.checkpoint_due():
         await publish_now(run, version, tensors)
@@ -200,7 +200,7 @@ async def write_and_publish_due(run: Run, tensors: Mapping[str, Tensor] | None =
         await store(run, unwritten)
         await publish(run, unpublished)
 
-    await run.beside(write_and_publish())
+    await run.saving.beside(write_and_publish())
 
 
 class Unpublished(msgspec.Struct, frozen=True):
@@ -235,7 +235,7 @@ async def publish(run: Run, one: Unpublished) -> None:
             one.version, one.tensors, one.probe, parent=one.parent, step=one.step, stats=one.stats
         )
     run.advance(version=got)
-    run.published_s = run.intake.clock()
+    run.supply.published_s = run.supply.intake.clock()
     run.published_probe = one.probe
     run.report.add("policy_versions")
 
@@ -244,7 +244,7 @@ async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None
     """Restore the weights of the newest checkpoint before step `newest` (of any, where there is none) as a new, higher
     version; the batches since it are quarantined.
     """
-    await run.written()
+    await run.saving.finished()
     load, take = checkpoint.load_newest, take_from(run.learner)
     before = checkpoint.CheckpointPlace(newest, 0)
     state = await run.in_thread(load, run.store, run.name, before=before, take=take)

@@ -16,7 +16,7 @@ from trainer.loop.admit import readable
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
 from trainer.loop.step import execute, journal_draw, publish_now, settle_verdict, with_pictures
-from trainer.loop.waiting import drop_lost, while_paused
+from trainer.loop.waiting import arrival, drop_lost, while_paused
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +29,15 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
         await enough_demonstrations(run, warmup, stop)
         run.report.state = "supervised warm-up"
         while not stop.is_set() and not await warm_enough(run, warmup):
-            if run.intake.paused:
+            if run.supply.intake.paused:
                 await while_paused(run, stop)
                 continue
             step = run.position.step + 1
             draw = draw_spread(
-                run.intake.buffer.candidates(warmup.lane),
+                run.supply.intake.buffer.candidates(warmup.lane),
                 num_experiences=warmup.batch,
                 max_uses=run.config.lanes[warmup.lane].max_uses,
-                seed=step_seed(run.seed, step),
+                seed=step_seed(run.supply.seed, step),
             )
             if draw.wait:
                 logger.warning("warm-up ended step=%d: no demonstration has uses left", step)
@@ -73,14 +73,9 @@ async def finish_warm_up(run: Run) -> None:
 
 async def enough_demonstrations(run: Run, warmup: WarmupConfig, stop: asyncio.Event) -> None:
     """Wait until the lane has been given `min_experiences`: after a restart some may be used up already."""
-    buffer = run.intake.buffer
+    buffer = run.supply.intake.buffer
     while not stop.is_set() and buffer.num_heard(warmup.lane) < warmup.min_experiences:
-        run.intake.changed.clear()
-        try:
-            async with asyncio.timeout(0.5):
-                await run.intake.changed.wait()
-        except TimeoutError:
-            continue
+        await arrival(run.supply.intake)
 
 
 async def warm_enough(run: Run, warmup: WarmupConfig) -> bool:
@@ -90,7 +85,7 @@ async def warm_enough(run: Run, warmup: WarmupConfig) -> bool:
         return True
     if done < max(1, warmup.min_steps) or done % warmup.every:
         return False
-    items = validation_items(run.intake.buffer.validation())
+    items = validation_items(run.supply.intake.buffer.validation())
     if not items:
         return False
     packed = pack(await with_pictures(run, items), max_tokens=run.config.max_tokens_per_microbatch)

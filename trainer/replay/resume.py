@@ -32,6 +32,7 @@ from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run, Unread
 from trainer.loop.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due
+from trainer.loop.supply import Supply
 from trainer.loop.warmup import finish_warm_up
 from trainer.replay.repeat import repeat
 
@@ -70,19 +71,18 @@ async def resume(
         learner=learner,
         lease=lease,
         publisher=publisher,
-        intake=intake,
+        supply=Supply(config=config, pacing=floor.pacing, intake=intake, seed=seed),
         report=report,
         position=position,
-        seed=seed,
         image_inputs=image_inputs,
     )
     if state is not None:
         await restore_learner(run, state, partial(first_weights, log, store, floor.policy.name))
         await restore_buffer(run, state.references)
-        run.saved_step = position.step
+        run.saving.saved_step = position.step
     elif config.warmup is not None:
         await run.in_thread(learner.begin_phase, "warmup")
-    run.unread = Unread(position.journal_next, position.journal_token)
+    run.saving.unread = Unread(position.journal_next, position.journal_token)
     run.advance(journal_next=journal.next_offset, journal_token=journal.token)
     if state is not None and not publisher.has(position.version):
         await publish_now(run, position.version)
@@ -90,7 +90,7 @@ async def resume(
     if state is not None or todo:
         logger.info("resuming step=%d version=%d journaled=%d", position.step, position.version, len(todo))
     await execute_again(run, todo)
-    run.unread = None
+    run.saving.unread = None
     return run
 
 
@@ -124,7 +124,7 @@ async def read_policies(log: Log) -> list[tuple[int, int, PolicyEvent]]:
 async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:
     """Put undrawn blocks back. Raises OffsetOutOfRange naming one that is gone."""
     for offset, one in sorted((await read_blocks(run.log, references)).items()):
-        run.intake.keep(offset, one.frame, one.block, one.digest)
+        run.supply.intake.keep(offset, one.frame, one.block, one.digest)
 
 
 async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
@@ -147,9 +147,9 @@ async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
     await tell_drawn(run, one.batch)
     sequences = [other.block.experiences[0].sequence for other in found.values()]
     run.settle([number for number in sequences if number >= 0])
-    run.intake.floor = run.position.settled
+    run.supply.intake.floor = run.position.settled
     for offset, use in {item.offset: item.use for item in used}.items():
-        run.intake.buffer.count_use(candidate_of(offset, found[offset].block, use))
+        run.supply.intake.buffer.count_use(candidate_of(offset, found[offset].block, use))
     items = items_of(one.batch, found)
     kept = [item for item in items if not item.experience.lost]
     if len(kept) < len(items):

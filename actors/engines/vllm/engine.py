@@ -14,8 +14,9 @@ import asyncio
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from actors.engines.checks import (
     ProbeGate,
@@ -30,15 +31,18 @@ from actors.engines.judge import SchemaCompiler
 from actors.engines.once_per_schema import OncePerSchema
 from actors.engines.request_images import RequestImages
 from actors.engines.token_spellings import TokenSpellings, folder_vocabulary
+from actors.engines.vllm.adapters import Adapters
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.routing import layers_that_route, routing_options
-from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, engine_arguments, environment
+from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, check_release, engine_arguments, environment
 from actors.engines.vllm.streaming import stream, whole
-from infra.model.model import folder_tensors, load_model, model_tensors
+from infra.model.adapter import adapter_shapes, find_adapter
+from infra.model.model import folder_tensors, load_model, meta_model, model_tensors
 from infra.model.vision import load_vision
+from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor
 from infra.store.images import Pixels
@@ -48,12 +52,21 @@ from schemas.errors import ConfigError, PolicyRefused
 class VllmEngine:
     """model: a folder. options: vLLM's engine arguments. group_max_tokens: longest calls that become one request. routing:
     record the experts of each token, for `trainer.routing = "replay"`; on a GPU only, and not for answers that are streamed.
+    lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them live at once.
     """
 
     def __init__(
-        self, *, model: str, seed: int = 0, group_max_tokens: int = 64, routing: bool = False, **options: object
+        self,
+        *,
+        model: str,
+        seed: int = 0,
+        group_max_tokens: int = 64,
+        routing: bool = False,
+        lora: Mapping[str, Any] | None = None,
+        **options: object,
     ) -> None:
         self._folder = Path(model)
+        self._lora = lora
         self._seed = seed
         self._group_max_tokens = group_max_tokens
         self._options = options
@@ -67,6 +80,8 @@ class VllmEngine:
         self._exchange = Exchange()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
+        self._adapter: Adapter | None = None
+        self._adapters: Adapters | None = None
         self._loads: set[asyncio.Task[LoadReport]] = set()
         self._loading = asyncio.Lock()
 
@@ -88,20 +103,26 @@ class VllmEngine:
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
         self._vision = await asyncio.to_thread(load_vision, self._folder)
-        self._held = await asyncio.to_thread(self._folder_tensors)
+        await asyncio.to_thread(self._read_folder)
         await asyncio.to_thread(self._build)
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         self._max_model_len = int(config.max_model_len)
         self._gate = ProbeGate(str(config.dtype).removeprefix("torch."))
         self._is_overlapped = bool(self._llm.scheduler_config.async_scheduling)
-        await self._llm.update_weight_version(self._attempts.begin(0, proved=True))
+        label = self._attempts.begin(0, proved=True)
+        await self._llm.update_weight_version(label)
+        if self._adapter is None:
+            await self._llm.collective_rpc("headrace_begin")
+        else:
+            self._adapters = await self._begin_adapters(label)
         self._requests = Requests(
             self._llm,
             self._attempts,
             group_max_tokens=self._group_max_tokens,
+            adapters=self._adapters,
             vision=self._vision,
-            routed_layers=layers_that_route(self._held) if self._records_routing else (),
+            routed_layers=layers_that_route(self._names) if self._records_routing else (),
         )
         await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
         seen = (self._vision.token,) * self._vision.num_places if self._vision else ()
@@ -113,6 +134,8 @@ class VllmEngine:
         if requests is not None:
             await asyncio.gather(*self._loads, return_exceptions=True)
             await requests.close()
+        if self._adapters is not None:
+            await self._adapters.close()
         self._schemas.close()
         if self._judge is not None:
             self._judge.close()
@@ -170,7 +193,9 @@ class VllmEngine:
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first; waits for a load that is under way."""
         async with self._loading:
-            scores: tuple[float, ...] = await (await self._running().submit_score(tokens))()
+            requests = self._running()
+            with nullcontext() if self._adapters is None else self._adapters.used() as one:
+                scores: tuple[float, ...] = await (await requests.submit_score(tokens, one))()
             return scores
 
     async def core_memory_mb(self) -> float:
@@ -182,20 +207,35 @@ class VllmEngine:
             raise EngineStopped("the engine is not running")
         return self._requests
 
-    def _folder_tensors(self) -> Mapping[str, Tensor]:
-        """By the names that policies have: a folder with a vision tower is saved under others."""
-        if self._vision is None:
-            return folder_tensors(self._folder)
-        return model_tensors(load_model(self._folder))
+    def _read_folder(self) -> None:
+        """What a policy will be compared with. Raises ConfigError for an adapter that does not fit the folder's model."""
+        if self._lora is not None:
+            rank, alpha, targets = (self._lora[one] for one in ("rank", "alpha", "targets"))
+            self._adapter = find_adapter(self._folder, rank=rank, alpha=alpha, targets=tuple(targets))
+            model = meta_model(self._folder)
+            self._names = tuple(model.state_dict())
+            self._shapes = adapter_shapes(model, self._adapter)
+            return
+        # One with a vision tower is saved under other names than policies have.
+        self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
+        self._names = tuple(self._held)
+
+    async def _begin_adapters(self, base: str) -> Adapters:
+        if odd := (await self._llm.collective_rpc("headrace_not_adapted", args=(sorted(self._shapes),)))[0]:
+            raise ConfigError(
+                f"trainer.lora.targets: vLLM cannot adapt {odd} of {self._folder}; leave it out, or use the torch engine"
+            )
+        return Adapters(self._llm, slots=int(self._llm.vllm_config.lora_config.max_loras), base=base)
 
     def _build(self) -> None:
         with cached_byte_code():
+            from vllm import __version__
+
+            check_release(__version__)
             from vllm.config import StructuredOutputsConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
-        if not hasattr(AsyncLLM, "update_weight_version"):
-            raise ConfigError("vllm: this release does not say which weights sampled a token; install 0.32 or later")
         on_cpu = bool(current_platform.is_cpu())
         known = frozenset(AsyncEngineArgs.__dataclass_fields__)
         routing = routing_options(self._records_routing, on_cpu=on_cpu, known=known)
@@ -206,17 +246,27 @@ class VllmEngine:
             on_cpu=on_cpu,
             known=known,
             vision=self._vision,
+            adapter=self._adapter,
         )
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**GRAMMARS)
         with environment(on_cpu=on_cpu), cached_byte_code():
             config = AsyncEngineArgs(**arguments).create_engine_config()
+            if self._adapter is not None:
+                _check_adapted(self._folder, config.model_config)
             if on_cpu:
-                _check_on_cpu(self._folder, config.model_config)
+                _check_on_cpu(self._folder, config.model_config, reloads=self._adapter is None)
             # Not returned: the thread's future would keep it alive after `close`.
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
 
     async def _load(self, policy: Policy) -> LoadReport:
         async with self._loading:
+            if policy.adapter != self._adapter:
+                got, expected = described(policy.adapter), described(self._adapter)
+                raise PolicyRefused(
+                    f"policy {policy.version}: got {got}, expected {expected}, with which vLLM was started"
+                )
+            if self._adapters is not None:
+                return await self._load_adapter(policy, self._adapters)
             names = await asyncio.to_thread(self._check, policy)
             path = await asyncio.to_thread(self._exchange.write, {name: policy.tensors[name] for name in names})
             label = self._attempts.begin(policy.version)
@@ -225,7 +275,7 @@ class VllmEngine:
                     pause_ms, scores = await self._swap(path, label, policy.probe)
                     difference = self._gate.check(policy, scores)
                 except PolicyRefused:
-                    await self._undo(names)
+                    await self._undo()
                     self._attempts.decide(label, False)
                     raise
             except PolicyRefused:
@@ -238,10 +288,38 @@ class VllmEngine:
             self._attempts.decide(label, True)
             return LoadReport(pause_ms, difference)
 
-    async def _undo(self, names: Sequence[str]) -> None:
-        """Put the served tensors back. Raises EngineStopped where that cannot be done: then nothing it would say is true."""
+    async def _load_adapter(self, policy: Policy, adapters: Adapters) -> LoadReport:
+        """Prove an adapter beside the one that serves, then let new requests begin under it."""
+        await asyncio.to_thread(self._check_adapter, policy)
+        await adapters.make_room()
+        path = await asyncio.to_thread(self._exchange.write, policy.tensors, policy.adapter)
+        label = self._attempts.begin(policy.version, proved=True)  # no request has it before the verdict
         try:
-            path = await asyncio.to_thread(self._exchange.write, {name: self._held[name] for name in names})
+            one, took_ms = await adapters.add(label, str(path))
+        finally:
+            self._exchange.discard(path)
+        try:
+            with adapters.used(one):
+                sequences = policy.probe.sequences if policy.probe else ()
+                pending = [await self._running().submit_score(tokens, one) for tokens in sequences]
+                difference = self._gate.check(policy, [await scores() for scores in pending])
+        except BaseException:
+            adapters.retire(one)
+            raise
+        adapters.serve(one)
+        self._version = policy.version
+        return LoadReport(took_ms, difference)
+
+    def _check_adapter(self, policy: Policy) -> None:
+        check_tensors(policy, self._shapes)
+        check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
+
+    async def _undo(self) -> None:
+        """Put all served tensors back: what differs need not be what was sent. Raises EngineStopped where that cannot be
+        done: then nothing it would say is true.
+        """
+        try:
+            path = await asyncio.to_thread(self._exchange.write, self._held)
             await self._swap(path, self._attempts.begin(self._version, proved=True), None)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
@@ -277,17 +355,33 @@ class VllmEngine:
                 if self._llm.errored:
                     raise result
                 raise PolicyRefused(f"policy {label}: vLLM could not load it: {result}") from result
+        _, applied, *_ = results
+        if odd := next((name for name in cast(list[str], applied) if name), ""):
+            raise PolicyRefused(f"policy {label}: after the load vLLM holds other values in {odd}")
         scores = [await requests.submit_score(tokens) for tokens in (probe.sequences if probe else ())]
         await self._llm.resume_generation()
         pause_ms = (time.perf_counter() - begin) * 1e3
         return pause_ms, [await score() for score in scores]
 
 
-def _check_on_cpu(folder: Path, config: Any) -> None:
-    """Raise ConfigError for a model that vLLM cannot serve on a CPU. config: vLLM's of the model."""
+def _check_adapted(folder: Path, config: Any) -> None:
+    """Raise ConfigError for a model of which vLLM serves no adapters. config: vLLM's of the model."""
+    from vllm.model_executor.model_loader import get_model_cls
+    from vllm.model_executor.models import supports_lora
+
+    if not supports_lora(found := get_model_cls(config)):
+        raise ConfigError(
+            f"trainer.lora: vLLM serves {folder} as {found.__name__}, which takes no adapters; use the torch engine"
+        )
+
+
+def _check_on_cpu(folder: Path, config: Any, *, reloads: bool) -> None:
+    """Raise ConfigError for a model that vLLM cannot serve on a CPU. config: vLLM's of the model. reloads: whether its own
+    weights will be loaded again.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    if config.hf_config.tie_word_embeddings:
+    if reloads and config.hf_config.tie_word_embeddings:
         raise ConfigError(
             f"model: {folder} ties its embeddings, and vLLM on a CPU keeps a stale output matrix after a "
             "reload; save it with tie_word_embeddings=false and its own lm_head.weight, or use the torch engine"

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from infra.model.adapter import write_adapter_folder
+from infra.policies.adapter import Adapter
 from infra.policies.tensors import Tensor, write_tensors
 from schemas.errors import PolicyRefused
 
@@ -33,8 +35,11 @@ class Exchange:
         self._folders: dict[Path, Path] = {}
         self._written = 0
 
-    def write(self, tensors: Mapping[str, Tensor]) -> Path:
-        """The tensors as a safetensors file where there is room for it. Blocks. Raises PolicyRefused where there is none."""
+    def write(self, tensors: Mapping[str, Tensor], adapter: Adapter | None = None) -> Path:
+        """The tensors as a safetensors file where there is room for it, or as peft's folder where they are an adapter.
+
+        Blocks. Raises PolicyRefused where there is no room.
+        """
         num_bytes = sum(tensor.num_bytes for tensor in tensors.values()) + MARGIN_BYTES
         found = {place: self._free(place) for place in self._places}
         for place in self._places:
@@ -42,7 +47,7 @@ class Exchange:
                 continue
             if place != self._places[0]:
                 _log.warning("exchange on disk folder=%s needed=%d free=%s", place, num_bytes, _told(found))
-            if (path := self._written_to(place, tensors)) is not None:
+            if (path := self._written_to(place, tensors, adapter)) is not None:
                 return path
         raise PolicyRefused(
             f"a reload needs {num_bytes:,} bytes to pass the weights to vLLM, free are {_told(found)}; give the container a "
@@ -50,8 +55,11 @@ class Exchange:
         )
 
     def discard(self, path: Path) -> None:
-        """Remove a file that was read."""
-        path.unlink(missing_ok=True)
+        """Remove what was read."""
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove what it made."""
@@ -59,17 +67,21 @@ class Exchange:
             shutil.rmtree(folder, ignore_errors=True)
         self._folders.clear()
 
-    def _written_to(self, place: Path, tensors: Mapping[str, Tensor]) -> Path | None:
-        """The file, or None where others took the room meanwhile."""
+    def _written_to(self, place: Path, tensors: Mapping[str, Tensor], adapter: Adapter | None) -> Path | None:
+        """What was written, or None where others took the room meanwhile."""
         if place not in self._folders:
             self._folders[place] = Path(tempfile.mkdtemp(prefix="headrace-", dir=place))
         self._written += 1
-        path = self._folders[place] / f"{self._written}.safetensors"
+        path = self._folders[place] / (f"{self._written}" if adapter else f"{self._written}.safetensors")
         try:
-            with path.open("wb") as file:
-                write_tensors(file, tensors)
+            if adapter is not None:
+                path.mkdir()
+                write_adapter_folder(path, adapter, tensors)
+            else:
+                with path.open("wb") as file:
+                    write_tensors(file, tensors)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            self.discard(path)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return None

@@ -6,8 +6,8 @@ less; since it answers when its last member ends, only short ones are joined. Se
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -16,12 +16,14 @@ import msgspec
 from actors.engines.engine import Completion, EngineStopped, Sampling
 from actors.engines.request_images import RequestImages
 from actors.engines.trace import spans
+from actors.engines.vllm.adapters import Adapters, Living
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.inputs import Input, probe_input, prompt_input
 from actors.engines.vllm.routing import RoutedRows
 from infra.model.vision import Vision
 
 Waiting = asyncio.Future[Completion]
+Label = tuple[str, int]  # of a load attempt, and the index of its first token
 PROBE_PRIORITY = -1  # before every other request
 NO_IMAGES = RequestImages()
 NEVER = -100.0  # the lowest logit bias there is
@@ -31,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 class Requests:
-    """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined. vision: of a model that sees.
-    routed_layers: whose experts completions have.
+    """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined. adapters: where versions are adapters.
+    vision: of a model that sees. routed_layers: whose experts completions have.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Requests:
         attempts: Attempts,
         *,
         group_max_tokens: int,
+        adapters: Adapters | None = None,
         vision: Vision | None = None,
         routed_layers: tuple[int, ...] = (),
         sampling_params: Callable[[Sampling, int], Any] | None = None,
@@ -48,6 +51,7 @@ class Requests:
     ) -> None:
         self._llm = llm
         self.attempts = attempts
+        self._adapters = adapters
         self._group_max_tokens = group_max_tokens
         self._vision = vision
         self._routed_layers = routed_layers
@@ -86,29 +90,40 @@ class Requests:
         finally:
             self.num_running -= 1
 
-    async def open(self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages) -> tuple[Any, Any]:
-        """Begin a request of its own: the queue of its outputs, and vLLM's account of it."""
-        queue = await self._submit(await self._input(prompt, pictures), self._streamed_params(sampling))
-        return queue, self._llm.output_processor.request_states.get(queue.request_id)
-
-    async def end(self, queue: Any) -> None:
-        """Let go of a request that `open` began; one that still runs is aborted."""
-        try:
-            if queue.request_id in self._llm.output_processor.request_states:
-                await self._llm.abort(queue.request_id, internal=True)
-        finally:
-            queue.close()
+    @asynccontextmanager
+    async def opened(
+        self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages
+    ) -> AsyncIterator[tuple[Any, Living | None, Any]]:
+        """A request of its own inside the `with`: the queue of its outputs, the adapter it runs under, if any, and vLLM's
+        account of it.
+        """
+        seen = await self._input(prompt, pictures)
+        with self._weights() as one:
+            queue = await self._submit(seen, self._streamed_params(sampling), one)
+            state = self._llm.output_processor.request_states.get(queue.request_id)
+            try:
+                yield queue, one, state
+            finally:
+                try:
+                    if queue.request_id in self._llm.output_processor.request_states:
+                        await self._llm.abort(queue.request_id, internal=True)
+                finally:
+                    queue.close()
+                    if one is not None:
+                        one.running.discard(queue.request_id)
 
     def failure(self, error: Exception) -> Exception:
         """What a caller gets: EngineStopped where vLLM's process is gone."""
         return EngineStopped(f"vLLM's process is gone: {error}") if self._llm.errored else error
 
-    async def submit_score(self, tokens: Sequence[int]) -> Callable[[], Any]:
-        """Send tokens to be scored before every other request; the result's call awaits the logprobs."""
-        queue = await self._submit(probe_input(tokens, self._vision), _score_params(), priority=PROBE_PRIORITY)
+    async def submit_score(self, tokens: Sequence[int], one: Living | None = None) -> Callable[[], Any]:
+        """Send tokens to be scored before every other request; the result's call awaits the logprobs. one: the adapter,
+        which stays meanwhile, None for none.
+        """
+        queue = await self._submit(probe_input(tokens, self._vision), _score_params(), one, priority=PROBE_PRIORITY)
 
         async def scores() -> tuple[float, ...]:
-            flat = (await self._answer(queue)).prompt_logprobs
+            flat = (await self._answer(queue, one)).prompt_logprobs
             if len(flat.logprobs) != len(tokens) - 1:
                 raise RuntimeError(f"vLLM scored {len(flat.logprobs)} tokens, expected {len(tokens) - 1}")
             return tuple(flat.logprobs)
@@ -149,9 +164,9 @@ class Requests:
         self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, waiting: list[Waiting]
     ) -> None:
         try:
-            outputs = await self._sample(prompt, pictures, sampling, len(waiting))
-            for one, output in zip(waiting, outputs, strict=True):
-                completion = await self._completion(prompt, pictures, sampling, output)
+            sampled = await self._sample(prompt, pictures, sampling, len(waiting))
+            for one, (output, labels) in zip(waiting, sampled, strict=True):
+                completion = await self._completion(prompt, pictures, sampling, output, labels)
                 if not one.done():
                     one.set_result(completion)
         except asyncio.CancelledError:
@@ -167,12 +182,18 @@ class Requests:
                     one.set_exception(failure)
 
     async def _completion(
-        self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, output: Any
+        self,
+        prompt: Sequence[int],
+        pictures: RequestImages,
+        sampling: Sampling,
+        output: Any,
+        labels: list[Label],
     ) -> Completion:
         """The completion, once all its tokens are a proved policy's.
 
-        Tokens of a refused one, and those after them, are cut off, and sampling goes on from there; from the beginning
-        where the answer is held to a schema, since vLLM's grammar takes what it is asked to go on from for the prompt.
+        Tokens of a refused one, and those after them, are cut off, and sampling goes on from there, as it does where an
+        adapter had to leave; from the beginning where the answer is held to a schema, since vLLM's grammar takes what it is
+        asked to go on from for the prompt.
         """
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -180,17 +201,18 @@ class Requests:
         routed = RoutedRows(self._routed_layers)
         while True:
             kept = len(output.token_ids)
-            for span in output.weight_versions:
-                if not self.attempts.is_proved(span.version) and not await self.attempts.accepted(span.version):
-                    kept = span.start
+            for label, start in labels:
+                if not self.attempts.is_proved(label) and not await self.attempts.accepted(label):
+                    kept = start
                     break
-                version = self.attempts.version_of(span.version)
+                version = self.attempts.version_of(label)
                 if not starts or starts[-1][0] != version:
-                    starts.append((version, len(tokens) + span.start))
-            if len(output.logprobs.logprobs) != len(output.token_ids):
+                    starts.append((version, len(tokens) + start))
+            found = list(output.logprobs.logprobs) if output.logprobs else []
+            if len(found) != len(output.token_ids):
                 raise RuntimeError("vLLM returned a different number of tokens and logprobs")
             tokens += output.token_ids[:kept]
-            logprobs += output.logprobs.logprobs[:kept]
+            logprobs += found[:kept]
             if kept:
                 routed.add(getattr(output, "routed_experts", None), len(prompt) + len(tokens) - 1)
             stopped = bool(tokens) and tokens[-1] in sampling.stop
@@ -206,30 +228,54 @@ class Requests:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
                 tokens, logprobs, starts, routed = [], [], [], RoutedRows(self._routed_layers)
             left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
-            output = (await self._sample((*prompt, *tokens), pictures, left, 1))[0]
+            ((output, labels),) = await self._sample((*prompt, *tokens), pictures, left, 1)
 
     def _sampling_params(self, sampling: Sampling, num: int) -> Any:
         return _sampling_params(sampling, num, self.special)
 
-    async def _sample(self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling, num: int) -> list[Any]:
+    async def _sample(
+        self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling, num: int
+    ) -> list[tuple[Any, list[Label]]]:
+        """Each output, and where the tokens of each load attempt begin in it."""
         seen = await self._input(prompt, pictures)
-        answer = await self._answer(await self._submit(seen, self._params(sampling, num)))
-        for output in answer.outputs:
-            if output.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
-        outputs: list[Any] = answer.outputs
-        return outputs
+        with self._weights() as one:
+            queue = await self._submit(seen, self._params(sampling, num), one)
+            answer = await self._answer(queue, one)
+            for output in answer.outputs:
+                check_end(output, one)
+            return [(output, labels_of(output, one)) for output in answer.outputs]
+
+    def _weights(self) -> AbstractContextManager[Living | None]:
+        """What a request runs under: an adapter, which stays meanwhile, or what vLLM says with each token."""
+        return nullcontext() if self._adapters is None else self._adapters.used()
 
     async def _input(self, prompt: Sequence[int], pictures: RequestImages) -> Input:
         if not pictures.images:
             return prompt_input(prompt, pictures, None)
         return await asyncio.to_thread(prompt_input, prompt, pictures, self._vision)
 
-    async def _submit(self, prompt: Input, params: Any, *, priority: int = 0) -> Any:
-        self._num_requests += 1
-        return await self._llm.add_request(str(self._num_requests), prompt, params, priority=priority)
+    async def _submit(self, prompt: Input, params: Any, one: Living | None, *, priority: int = 0) -> Any:
+        """Send a request. One that is cancelled meanwhile is aborted: vLLM must not have a request without its adapter."""
+        sending = asyncio.ensure_future(self._send(prompt, params, one, priority))
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            queue = await sending
+            await self._llm.abort(queue.request_id, internal=True)
+            queue.close()
+            if one is not None:
+                one.running.discard(queue.request_id)
+            raise
 
-    async def _answer(self, queue: Any) -> Any:
+    async def _send(self, prompt: Input, params: Any, one: Living | None, priority: int) -> Any:
+        self._num_requests += 1
+        named = {} if one is None else {"lora_request": one.lora}
+        queue = await self._llm.add_request(str(self._num_requests), prompt, params, priority=priority, **named)
+        if self._adapters is not None and one is not None:
+            await self._adapters.began(one, queue.request_id)
+        return queue
+
+    async def _answer(self, queue: Any, one: Living | None) -> Any:
         """The one output of a request; cancelling aborts it."""
         try:
             return await queue.get()
@@ -238,6 +284,25 @@ class Requests:
             raise
         finally:
             queue.close()
+            if one is not None:
+                one.running.discard(queue.request_id)
+
+
+def labels_of(output: Any, one: Living | None, state: Any = None) -> list[Label]:
+    """Where the tokens of each load attempt begin. one: the adapter it ran under, if any. state: vLLM's account of a request
+    that runs.
+    """
+    if one is not None:
+        return [(one.label, 0)]
+    if output.weight_versions is not None:
+        return [(span.version, span.start) for span in output.weight_versions]
+    return list(state.weight_version_starts) if state is not None else []
+
+
+def check_end(output: Any, one: Living | None) -> None:
+    """Raise RuntimeError for a request that vLLM ended before its time, unless its adapter had to leave."""
+    if output.finish_reason not in ("stop", "length") and not (one is not None and one.is_leaving):
+        raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
 
 
 def _sampling_params(sampling: Sampling, num: int, special: frozenset[int] = frozenset()) -> Any:

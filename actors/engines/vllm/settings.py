@@ -4,14 +4,20 @@ What the user sets always wins, except where another value would break the engin
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from actors.engines.vllm.adapters import MIN_SLOTS
 from infra.model.vision import Vision, probe_picture
+from infra.policies.adapter import Adapter
 from schemas.errors import ConfigError
 
+SLOTS = 4  # versions of an adapter that live at once
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's `max_lora_rank`
+TRIED = ("0.32", "0.33")  # releases of vLLM from the first up to, not with, the second: its inner workings are used
 GRAMMARS = {"backend": "xgrammar", "disable_any_whitespace": True}  # one spelling, as in the other engines
 # Without these a recorded logprob, a version or a reload would be wrong.
 REQUIRED: dict[str, object] = {
@@ -48,6 +54,15 @@ CPU_ENVIRONMENT = {
 }
 
 
+def check_release(installed: str) -> None:
+    """Raise ConfigError for a release of vLLM that was not tried."""
+    first, last = TRIED
+    if not _numbers(first) <= _numbers(installed) < _numbers(last):
+        raise ConfigError(
+            f"vllm: got {installed}, expected {first} or later, below {last}: pip install 'headrace[cuda]'"
+        )
+
+
 def engine_arguments(
     *,
     model: str,
@@ -56,9 +71,14 @@ def engine_arguments(
     on_cpu: bool,
     known: frozenset[str],
     vision: Vision | None = None,
+    adapter: Adapter | None = None,
 ) -> dict[str, object]:
-    """Keyword arguments for vLLM's engine. known: the names it takes. vision: of a model that sees. Raises ConfigError."""
+    """Keyword arguments for vLLM's engine. known: the names it takes. vision: of a model that sees. adapter: that the versions
+    will be of. Raises ConfigError.
+    """
     required = REQUIRED if vision is None else {**REQUIRED, **SEEING, "mm_processor_kwargs": _sizes(vision)}
+    if adapter is not None:
+        required = {**required, **adapting(adapter, options)}
     for name, value in options.items():
         if name in ("model", "seed") or name not in known:
             raise ConfigError(
@@ -68,6 +88,26 @@ def engine_arguments(
             raise ConfigError(f"engine.options.{name}: got {value!r}, headrace needs {required[name]!r}; leave it out")
     defaults = {**DEFAULTS, **CPU_DEFAULTS} if on_cpu else DEFAULTS
     return {**defaults, **options, **required, "model": model, "seed": seed}
+
+
+def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, object]:
+    """Engine arguments for versions that are adapters; max_loras of `options` says how many may live at once."""
+    rank = next((one for one in RANKS if one >= adapter.rank), 0)
+    if not rank:
+        raise ConfigError(f"trainer.lora.rank: got {adapter.rank}, expected at most {RANKS[-1]}, vLLM's largest")
+    slots = options.get("max_loras", SLOTS)
+    if not isinstance(slots, int) or slots < MIN_SLOTS:
+        raise ConfigError(
+            f"engine.options.max_loras: got {slots!r}, expected {MIN_SLOTS} or more: what serves, and what is being proved"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": slots,  # vLLM keeps none that no request may use
+        "max_lora_rank": rank,
+        # Not the output matrix among them: vLLM scores a prompt with the adapter of another request there.
+        "lora_target_modules": list(adapter.targets),
+    }
 
 
 @contextmanager
@@ -111,3 +151,12 @@ def _sizes(vision: Vision) -> dict[str, object]:
 def _byte_code_folder() -> str:
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return str(Path(cache) / "headrace" / "bytecode")
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Of a release, without what follows them.
+
+    >>> _numbers("0.32.1rc2+cpu")
+    (0, 32)
+    """
+    return tuple(int(one) for one in re.findall(r"\d+", release)[:2])

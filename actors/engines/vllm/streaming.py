@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling
 from actors.engines.request_images import RequestImages
 from actors.engines.trace import Trace
-from actors.engines.vllm.requests import Requests
-
-Label = tuple[str, int]  # of a load attempt, and the index of its first token
+from actors.engines.vllm.adapters import Living
+from actors.engines.vllm.requests import Label, Requests, check_end, labels_of
 
 
 async def stream(
@@ -26,17 +25,15 @@ async def stream(
     with requests.counted():
         while True:
             left = replace(sampling, max_tokens=sampling.max_tokens - len(trace.tokens))
-            queue, state = await requests.open((*prompt, *trace.tokens), left, pictures)
             try:
-                if await _follow(requests, queue, state, trace, on_chunk):
-                    return trace.completion()
+                async with requests.opened((*prompt, *trace.tokens), left, pictures) as opened:
+                    if await _follow(requests, opened, trace, on_chunk):
+                        return trace.completion()
             except Exception as error:
                 failure = requests.failure(error)
                 if failure is error:
                     raise
                 raise failure from error
-            finally:
-                await requests.end(queue)
 
 
 async def whole(
@@ -51,8 +48,9 @@ async def whole(
     return completion
 
 
-async def _follow(requests: Requests, queue: Any, state: Any, trace: Trace, on_chunk: OnChunk) -> bool:
-    """Take outputs until the request ends (True) or shows tokens of a refused policy (False)."""
+async def _follow(requests: Requests, opened: tuple[Any, Living | None, Any], trace: Trace, on_chunk: OnChunk) -> bool:
+    """Take outputs until the request ends (True), shows tokens of a refused policy or is to go on elsewhere (False)."""
+    queue, one, state = opened
     num_taken = 0
     while True:
         answer = await queue.get()
@@ -60,7 +58,7 @@ async def _follow(requests: Requests, queue: Any, state: Any, trace: Trace, on_c
         tokens, logprobs = list(output.token_ids), list(output.logprobs.logprobs) if output.logprobs else []
         if len(tokens) != len(logprobs):
             raise RuntimeError("vLLM returned a different number of tokens and logprobs")
-        runs = _runs(_labels(output, state), num_taken, num_taken + len(tokens))
+        runs = _runs(labels_of(output, one, state), num_taken, num_taken + len(tokens))
         for label, start, stop in runs:
             if not requests.attempts.is_proved(label) and not await requests.attempts.accepted(label):
                 return False
@@ -71,16 +69,8 @@ async def _follow(requests: Requests, queue: Any, state: Any, trace: Trace, on_c
             on_chunk(Chunk(tuple(tokens[cut]), tuple(logprobs[cut]), version))
         num_taken += len(tokens)
         if answer.finished:
-            if output.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
-            return True
-
-
-def _labels(output: Any, state: Any) -> list[Label]:
-    """Where each load attempt's tokens begin, as far as is known."""
-    if output.weight_versions is not None:
-        return [(span.version, span.start) for span in output.weight_versions]
-    return list(state.weight_version_starts) if state is not None else []
+            check_end(output, one)
+            return output.finish_reason in ("stop", "length")
 
 
 def _runs(labels: Sequence[Label], start: int, stop: int) -> list[tuple[str, int, int]]:

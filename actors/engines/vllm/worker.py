@@ -1,4 +1,4 @@
-"""What headrace adds to vLLM's worker, inside the core process: applying weights, and saying how it fares.
+"""What headrace adds to vLLM's worker, inside the core process: applying weights, reading them back, and saying how it fares.
 
 vLLM mixes this class into its own worker, hence the prefix of every name. It imports nothing that the worker has not.
 """
@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from actors.engines.vllm.arriving import Arriving, not_adapted
+from actors.engines.vllm.held import Held
+
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -18,16 +21,45 @@ class WeightsExtension:
     """Methods reached by `collective_rpc`."""
 
     model_runner: Any
+    headrace_held: Held
+    headrace_arriving: Arriving
 
-    def headrace_apply(self, path: str) -> int:
-        """Load the tensors of a safetensors file, all sources of every fused module among them. Returns how many."""
+    def headrace_begin(self) -> None:
+        """Note what the model holds; once, before the first load."""
+        self.headrace_held = Held(self.model_runner.get_model())
+
+    def headrace_apply(self, path: str) -> str:
+        """Load the tensors of a safetensors file, all sources of every fused module among them, and compare all that the
+        model then holds with what it should hold. Returns the first module that holds something else, "" for none.
+        """
         from safetensors.torch import load_file
 
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
         tensors = load_file(path)
-        with _experts_packed_again(self.model_runner.model):
+        with _experts_packed_again(self.model_runner.model), self.headrace_held.loading(tensors):
             self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-        return len(tensors)
+        return self.headrace_held.unlike()
+
+    def headrace_read_adapter(self, number: int, name: str, path: str) -> None:
+        """Begin to read an adapter folder, beside the steps."""
+        from vllm.lora.request import LoRARequest
+
+        runner = self.model_runner
+        self.headrace_arriving = Arriving(runner.get_model(), runner.lora_manager, LoRARequest(name, number, path))
+
+    def headrace_adapter_is_read(self) -> bool:
+        """Whether `headrace_place_adapter` has nothing to wait for."""
+        return self.headrace_arriving.is_read
+
+    def headrace_place_adapter(self) -> tuple[float, str]:
+        """Make the adapter that was read ready for requests, see `Arriving.place`."""
+        arriving = self.headrace_arriving
+        del self.headrace_arriving
+        return arriving.place()
+
+    def headrace_not_adapted(self, names: list[str]) -> str:
+        """The first of an adapter's tensors for which the model has no place, "" for none. names: as peft writes them."""
+        return not_adapted(self.model_runner.get_model(), names)
 
     def headrace_memory(self) -> dict[str, float]:
         """Process id and resident memory in MB."""

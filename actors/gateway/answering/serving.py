@@ -305,16 +305,12 @@ class Gateway:
             self.sessions.forget(in_flight.session)
             return
         content, calls = in_flight.content(0, bool(in_flight.request.prompt.tools))
+        text, tokens = in_flight.request.force + answer.text, [*in_flight.prefix, *answer.tokens]
         self.sessions.keep(
             in_flight.session,
             held(
                 [*in_flight.tokens, *answer.tokens],
-                SampledTurn(
-                    in_flight.rendered,
-                    [*in_flight.prefix, *answer.tokens],
-                    in_flight.request.force + answer.text,
-                    answer.stopped,
-                ),
+                SampledTurn(in_flight.rendered, tokens, text, answer.stopped),
                 (*in_flight.request.prompt.plain, Message(role="assistant", content=written(content, calls))),
                 in_flight.turn + 1,
             ),

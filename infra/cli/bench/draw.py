@@ -16,7 +16,7 @@ from schemas.ids import experience_id
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.draw import unfit
 from trainer.config import LaneConfig
-from trainer.loop.waiting import drawn_from
+from trainer.loop.supply import drawn_from
 
 NUM_EXPERIENCES = 100_000
 NUM_DRAWN = 1_000

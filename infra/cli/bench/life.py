@@ -16,19 +16,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from infra.cli.bench.reload import open_engine
 from infra.local.process import Watched, start_watched
 from infra.log.log import Log
 from infra.store.directory import DirectoryStore
 from schemas import Batch, Block, Fence, PolicyEvent, Rollback, Saved, Skip, Span, make_experience, topics
 from schemas.journal import Entry, effective
-
-if TYPE_CHECKING:
-    from actors.engines.engine import Engine
 
 TOML = """
 app = "{app}"
@@ -53,10 +51,10 @@ ranks = 2
 [trainer.lanes]
 usual = {{ loss = "dppo" }}
 [trainer.learner]
-use = "infra.cli.bench.told_learner:ToldLearner"
+use = "{learner}"
 options = {{ stage = {stage}, told = "{told}" }}
 """
-ENGINES = {"torch": "actors.engines.torch:TorchEngine", "vllm": "actors.engines.vllm.engine:VllmEngine"}
+LEARNER = "infra.cli.bench.told_learner:ToldLearner"
 GROUP_SIZE = 4
 LOOK_S = 0.2
 LIMIT_S = 3600.0
@@ -97,7 +95,9 @@ def run(plan: LifePlan, say: Callable[[str], object] = print) -> dict[str, float
         say(f"building a random Qwen3, hidden {plan.hidden}, {plan.layers} layers")
         build_char_model(folder / "model", seed=1, size=Size(hidden=plan.hidden, layers=plan.layers))
         told = folder / "told"
-        settings = TOML.format(**msgspec.structs.asdict(plan) | {"bootstrap": bootstrap, "told": told})
+        settings = TOML.format(
+            **msgspec.structs.asdict(plan) | {"bootstrap": bootstrap, "told": told, "learner": LEARNER}
+        )
         (folder / "headrace.toml").write_text(settings)
         life = asyncio.run(_live(plan, folder, bootstrap, say))
         journal, events = asyncio.run(_read(plan, bootstrap))
@@ -224,10 +224,8 @@ def _told(folder: Path, journal: Sequence[Entry]) -> dict[str, float]:
 async def _served(plan: LifePlan, folder: Path, event: PolicyEvent) -> dict[str, float]:
     """What an engine makes of the last version. Raises PolicyRefused where it does not agree with the trainer."""
     from infra.policies.fetch import PolicyFetcher
-    from infra.settings.plugin import load
 
-    options: dict[str, object] = {"dtype": plan.dtype, "max_model_len": 128}
-    engine: Engine = load(ENGINES[plan.engine], {"model": str(folder / "model"), **options}, "--engine")
+    engine = open_engine(plan.engine, folder / "model", {"dtype": plan.dtype, "max_model_len": 128})
     await engine.start()
     try:
         began_s = time.monotonic()

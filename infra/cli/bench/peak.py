@@ -1,6 +1,7 @@
 """The most memory that some work takes above what lay there before it, on a CPU or on a GPU."""
 
 import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,11 +25,17 @@ def peak_bytes(work: Callable[[], object], device: str) -> int:
         work()
         wait_for_card(device)
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier work let go of would be taken again unseen
+    before = held_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
-    before = _status_bytes("VmRSS")
     work()
     return _status_bytes("VmHWM") - before
+
+
+def held_bytes() -> int:
+    """What this process holds once the allocator has given back what nobody uses."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else later work would take it again unseen
+    return _status_bytes("VmRSS")
 
 
 def most_bytes() -> int:

@@ -1,6 +1,7 @@
 """Soak of an engine's hot reload: pauses, throughput and memory while versions arrive and requests run.
 
-The model is the demo's; each version changes every tensor a little, as a training step does, and carries a probe.
+The model is the demo's; each version changes every tensor a little, as a training step does, and carries a probe. With a
+lora_rank versions are adapters of it.
 """
 
 import asyncio
@@ -13,13 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from infra.cli.demo.char_model import build_char_model
+
 if TYPE_CHECKING:
     from actors.engines.engine import Engine
     from infra.policies.policy import Policy, Probe
     from infra.policies.tensors import Tensor
 
 PROMPT_TOKENS, GROUP, MAX_TOKENS = 7, 16, 5
+ENGINES = {"torch": "actors.engines.torch:TorchEngine", "vllm": "actors.engines.vllm.engine:VllmEngine"}
 VERSIONS_PER_SAMPLE = 5
+ALL_LINEAR = "all-linear"
 SETTLED = 100  # versions until caches are full; growth counts from there
 
 
@@ -29,26 +34,27 @@ def run(
     engine: str = "vllm",
     groups_in_flight: int = 64,
     seconds_per_version: float = 0.0,
+    lora_rank: int = 0,
     options: dict[str, object] | None = None,
 ) -> dict[str, float]:
     """Load `versions` policies while groups of 16 short requests run; what it cost.
 
-    engine: "vllm" or "torch". seconds_per_version: shortest time from one load to the next. *_mb_per_version:
-    least-squares slope of resident memory after the first 100 versions (or the first half, where there are fewer).
+    engine: "vllm" or "torch". seconds_per_version: shortest time from one load to the next. lora_rank: of versions that are
+    adapters of every linear module, 0 for whole models. *_mb_per_version: least-squares slope of resident memory after the
+    first 100 versions (or the first half, where there are fewer).
     """
-    with tempfile.TemporaryDirectory() as folder:
-        soak = _soak(Path(folder) / "model", versions, engine, groups_in_flight, seconds_per_version, options or {})
-        return asyncio.run(soak)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        build_char_model(folder, seed=0)
+        lora = {"lora": {"rank": lora_rank, "alpha": lora_rank, "targets": (ALL_LINEAR,)}} if lora_rank else {}
+        policies = _Adapters(folder, lora_rank) if lora_rank else _Policies(folder)
+        made = open_engine(engine, folder, {**(options or {}), **(lora if engine == "vllm" else {})})
+        return asyncio.run(_soak(made, policies, versions, groups_in_flight, seconds_per_version))
 
 
 async def _soak(
-    folder: Path, versions: int, name: str, groups: int, seconds_per_version: float, options: dict[str, object]
+    engine: "Engine", policies: "_Policies", versions: int, groups: int, seconds_per_version: float
 ) -> dict[str, float]:
-    from infra.cli.demo.char_model import build_char_model
-
-    build_char_model(folder, seed=0)
-    policies = _Policies(folder)
-    engine = _engine(name, folder, options)
     began = time.perf_counter()
     await engine.start()
     started_s = time.perf_counter() - began
@@ -123,6 +129,31 @@ class _Policies:
         return Probe((tokens,), (tuple(picked),))
 
 
+class _Adapters(_Policies):
+    """Versions of an adapter of the demo's model: A as it begins, B random and scaled a little from version to version."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        from infra.model.adapter import find_adapter, put_adapter
+        from infra.model.model import model_tensors
+        from infra.policies.tensors import from_numpy
+
+        super().__init__(folder)
+        self._adapter = find_adapter(folder, rank=rank, alpha=rank, targets=(ALL_LINEAR,))
+        put_adapter(self._model, self._adapter)
+        random = np.random.default_rng(0)
+        self._tensors = {
+            name: from_numpy(random.normal(size=tensor.shape).astype(np.float32) * np.float32(0.02))
+            if ".lora_B." in name
+            else tensor
+            for name, tensor in model_tensors(self._model).items()
+        }
+
+    def next(self, version: int) -> "Policy":
+        import msgspec
+
+        return msgspec.structs.replace(super().next(version), adapter=self._adapter)
+
+
 class _Load:
     """Groups of short requests, one after the other, on each of a number of workers."""
 
@@ -159,13 +190,13 @@ def slope(values: Sequence[float]) -> float:
     return float(np.polyfit(np.arange(len(values)), np.asarray(values), 1)[0]) if len(values) > 1 else 0.0
 
 
-def _engine(name: str, folder: Path, options: dict[str, object]) -> "Engine":
+def open_engine(name: str, folder: Path, options: dict[str, object]) -> "Engine":
+    """The engine of that name on a model folder, not started. Raises ValueError for a name that is none of `ENGINES`."""
     from infra.settings.plugin import load
 
-    use = {"vllm": "actors.engines.vllm.engine:VllmEngine", "torch": "actors.engines.torch:TorchEngine"}
-    if name not in use:
-        raise ValueError(f"engine: got {name!r}, expected one of {', '.join(use)}")
-    engine: Engine = load(use[name], {"model": str(folder), **options})
+    if name not in ENGINES:
+        raise ValueError(f"engine: got {name!r}, expected one of {', '.join(ENGINES)}")
+    engine: Engine = load(ENGINES[name], {"model": str(folder), **options})
     return engine
 
 

@@ -37,7 +37,8 @@ GIB = 2**30
 
 class StatePlan(msgspec.Struct, frozen=True):
     """What is measured. hidden, layers: of a random Qwen3 (13·hidden² parameters a layer). stage: of ZeRO. silence_s: how long
-    the second group hears nothing, timeout_s: ranks_timeout meanwhile; 0 for none. restore_on: numbers of ranks.
+    the second group hears nothing, timeout_s: ranks_timeout meanwhile; 0 for none. restore_on: numbers of ranks. bucket:
+    parameters that ZeRO reduces, and updates, at once: its buffers are not what is measured.
 
     Example: StatePlan(hidden=2048, layers=9)
     """
@@ -49,6 +50,7 @@ class StatePlan(msgspec.Struct, frozen=True):
     silence_s: float = 0.0
     timeout_s: float = 600.0
     restore_on: tuple[int, ...] = (1, 2, 3)
+    bucket: int = 20_000_000
 
 
 def run(plan: StatePlan, say: Callable[[str], None] = print) -> dict[str, float]:
@@ -82,6 +84,7 @@ def _saved(ranks: list[Said]) -> dict[str, float]:
         "orders_done_beside_the_upload": told["orders_beside"],
         "save_peak_gib_above_shards": _peak(ranks, (told["snapshot"][0], told["write"][1]), shard_bytes),
         "publish_peak_gib_of_the_others": _peak(ranks[1:], told["tensors"]),
+        "peak_gib_of_all_ranks": sum(max(size for _, size in one["memory"]) for one in ranks) / GIB,
     }
 
 
@@ -180,7 +183,8 @@ def main(top: Path, phase: str) -> None:
     )
     store = DirectoryStore(top / "store")
     with _measured(top / f"{phase}-{os.environ['RANK']}.json") as told:
-        learner = DeepSpeedLearner(str(top / "model"), config, stage=plan.stage)
+        buffers = {"zero_optimization": {"reduce_bucket_size": plan.bucket, "sub_group_size": plan.bucket}}
+        learner = DeepSpeedLearner(str(top / "model"), config, stage=plan.stage, json=buffers)
         if learner.rank:
             learner.follow(store)
         elif phase == "save":

@@ -19,7 +19,7 @@ class ToldLearner(DeepSpeedLearner):
 
     def __init__(self, model: str, config: TrainerConfig, *, told: str, stage: int = 2) -> None:
         super().__init__(model, config, stage=stage)
-        self._told = Path(told)
+        self._folder_told = Path(told)
 
     def load(self, state: StoredState, *, without: Sequence[str] = ()) -> None:
         """As a learner does it, then the hash of what all ranks hold."""
@@ -37,6 +37,6 @@ class ToldLearner(DeepSpeedLearner):
         self._tell({"peak_bytes": most_bytes()})
 
     def _tell(self, what: dict[str, object]) -> None:
-        self._told.mkdir(parents=True, exist_ok=True)
-        with (self._told / f"rank-{self.rank}.jsonl").open("a") as file:
+        self._folder_told.mkdir(parents=True, exist_ok=True)
+        with (self._folder_told / f"rank-{self.rank}.jsonl").open("a") as file:
             file.write(json.dumps(what) + "\n")

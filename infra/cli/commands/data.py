@@ -53,9 +53,9 @@ def load_experts(
 
     Example: [cyan]headrace load experts worked.jsonl[/]
     """
-    from infra.cli.load import run_load_experts
+    from infra.cli.load import run_load_answers
 
-    exit_with(lambda: run_load_experts(file, config, sets, fields=fields, split=split))
+    exit_with(lambda: run_load_answers("experts", file, config, sets, fields=fields, split=split))
 
 
 def load_pairs(
@@ -68,9 +68,9 @@ def load_pairs(
 
     Example: [cyan]headrace load pairs preferences.jsonl[/]
     """
-    from infra.cli.load import run_load_pairs
+    from infra.cli.load import run_load_answers
 
-    exit_with(lambda: run_load_pairs(file, config, sets, fields=fields))
+    exit_with(lambda: run_load_answers("pairs", file, config, sets, fields=fields))
 
 
 def forget(

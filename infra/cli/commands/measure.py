@@ -3,6 +3,7 @@
 Bodies import what they need when they run: see `infra.cli.main`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,19 +11,31 @@ import typer
 
 from infra.cli.options import JsonOption, exit_with
 
+# Those without flags of their own: each is a module of that name in infra/cli/bench.
+PLAIN = {
+    "codec": "The experience block against msgspec lists and zstd-1.",
+    "delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
+    "draw": "A draw by priority from a buffer of 100,000 experiences.",
+    "feedback": "Feedback joined to 100,000 waiting answers, and their state rebuilt from the log.",
+    "gateway": "The gateway over the engine alone: what it adds to an answer, and how many it gives a second.",
+    "held": "How long one request holds the gateway's event loop: prompts, control tokens, redaction.",
+    "lora": "What a version of a LoRA run weighs beside full weights, of a Qwen3 of 103 M parameters.",
+    "reprocess": "Verify and collect over 20,000 recorded experiences again, with and without comparing.",
+    "sandbox": "What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process.",
+    "trace": "Questions to a log of 1,000,000 experiences: the first, which builds the index, and those after it. Minutes.",
+}
 
-def bench_codec(as_json: JsonOption = False) -> None:
-    """The experience block against msgspec lists and zstd-1."""
-    from infra.cli.benches import run_bench
 
-    exit_with(lambda: run_bench("codec", as_json))
+def plain(name: str) -> Callable[[bool], None]:
+    """The command of a benchmark of PLAIN."""
 
+    def bench(as_json: JsonOption = False) -> None:
+        from infra.cli.benches import run_bench
 
-def bench_delta(as_json: JsonOption = False) -> None:
-    """The weight delta of one reinforcement step in bfloat16, against all weights."""
-    from infra.cli.benches import run_bench
+        exit_with(lambda: run_bench(name, as_json))
 
-    exit_with(lambda: run_bench("delta", as_json))
+    bench.__doc__ = PLAIN[name]
+    return bench
 
 
 def bench_families(
@@ -35,11 +48,15 @@ def bench_families(
     exit_with(lambda: run_families(only, as_json))
 
 
-def bench_reload(as_json: JsonOption = False) -> None:
+def bench_reload(
+    versions: Annotated[int, typer.Option(help="How many are loaded.", min=2)] = 300,
+    lora_rank: Annotated[int, typer.Option(help="Of versions that are adapters; 0 for whole models.", min=0)] = 0,
+    as_json: JsonOption = False,
+) -> None:
     """Hot reloads under load: pause, and memory per version."""
     from infra.cli.benches import run_bench
 
-    exit_with(lambda: run_bench("reload", as_json))
+    exit_with(lambda: run_bench("reload", as_json, versions=versions, lora_rank=lora_rank))
 
 
 def bench_offpolicy(
@@ -56,13 +73,6 @@ def bench_offpolicy(
     exit_with(lambda: run_offpolicy(out, steps, seeds, lags, losses, as_json))
 
 
-def bench_reprocess(as_json: JsonOption = False) -> None:
-    """Verify and collect over 20,000 recorded experiences again, with and without comparing."""
-    from infra.cli.benches import run_bench
-
-    exit_with(lambda: run_bench("reprocess", as_json))
-
-
 def bench_mix(
     out: Annotated[Path, typer.Option(help="Folder for mix.json and mix.png.")] = Path("bench"),
     seeds: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
@@ -75,34 +85,6 @@ def bench_mix(
     exit_with(lambda: run_mix(out, seeds, steps, as_json))
 
 
-def bench_sandbox(as_json: JsonOption = False) -> None:
-    """What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process."""
-    from infra.cli.benches import run_bench
-
-    exit_with(lambda: run_bench("sandbox", as_json))
-
-
-def bench_draw(as_json: JsonOption = False) -> None:
-    """A draw by priority from a buffer of 100,000 experiences."""
-    from infra.cli.benches import run_bench
-
-    exit_with(lambda: run_bench("draw", as_json))
-
-
-def bench_feedback(as_json: JsonOption = False) -> None:
-    """Feedback joined to 100,000 waiting answers, and their state rebuilt from the log."""
-    from infra.cli.benches import run_bench
-
-    exit_with(lambda: run_bench("feedback", as_json))
-
-
-def bench_held(as_json: JsonOption = False) -> None:
-    """How long one request holds the gateway's event loop: prompts, control tokens, redaction."""
-    from infra.cli.benches import run_bench
-
-    exit_with(lambda: run_bench("held", as_json))
-
-
 def bench_gate(
     paths: Annotated[int, typer.Option(min=1, help="Deployments simulated a row.")] = 1000,
     as_json: JsonOption = False,
@@ -111,13 +93,6 @@ def bench_gate(
     from infra.cli.benches import run_gate
 
     exit_with(lambda: run_gate(paths, as_json))
-
-
-def bench_gateway(as_json: JsonOption = False) -> None:
-    """The gateway over the engine alone: what it adds to an answer, and how many it gives a second."""
-    from infra.cli.benches import run_bench
-
-    exit_with(lambda: run_bench("gateway", as_json))
 
 
 def bench_learner(
@@ -169,6 +144,21 @@ def bench_life(
     exit_with(lambda: run_life(hidden, layers, stage, dtype, engine, as_json=as_json))
 
 
+def bench_memory(
+    hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 7,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    checkpointing: Annotated[bool, typer.Option(help="Compute activations again in the backward.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What a learner holds, beside what `headrace check --size` says that it needs."""
+    from infra.cli.bench.memory import MemoryPlan
+    from infra.cli.benches import run_memory
+
+    plan = MemoryPlan(hidden=hidden, layers=layers, dtype=dtype, checkpointing=checkpointing)
+    exit_with(lambda: run_memory(plan, as_json))
+
+
 def bench_state(
     hidden: Annotated[int, typer.Option(min=128, help="Width of the random Qwen3.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 9,
@@ -194,10 +184,3 @@ def bench_outage(
     from infra.cli.benches import run_outage
 
     exit_with(lambda: run_outage(minutes, per_s, as_json))
-
-
-def bench_trace(as_json: JsonOption = False) -> None:
-    """Questions to a log of 1,000,000 experiences: the first, which builds the index, and those after it. Minutes."""
-    from infra.cli.benches import run_bench
-
-    exit_with(lambda: run_bench("trace", as_json))

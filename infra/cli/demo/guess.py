@@ -2,21 +2,9 @@
 
 from infra.cli.demo.char_model import TURNS_TEMPLATE, Size, Vocabulary
 from infra.cli.demo.demo_task import DemoTask
+from infra.cli.demo.frame import framed
 
-SETTINGS = """\
-[pacing]
-groups_per_step = 16             # G: fresh groups in every optimizer step
-max_staleness = 2                # η: no trained token is older than so many versions
-steps_per_version = 1            # k
-straggler_s = 5.0
-reissue_s = 20.0
-
-[engine]
-{engine}
-
-[explore]
-episodes_in_flight = 1024
-linger_s = 0.2
+EXPLORE = """\
 workflow = "actors.rollout.workflows.interact:Interact"
 
 [explore.options]
@@ -32,42 +20,12 @@ higher = ">"
 lower = "<"
 invalid = "?"
 shaped = 0.9                     # a guess is worth what it rules out; the best play stays the best
-
-[master]
-num_episodes = 16
-max_tokens = 3                   # of a turn: a number and the end token
-temperature = 1.0
-first_version = 1                # rollouts begin after the supervised warm-up
-seed = {seed}
-evals = [
-    {{ suite = "all-numbers", every = 10, tasks = 16, score = "environment" }},
-]
-
-[master.stop]
-suite = "all-numbers"
-at = {stop_at}
-after = "{minutes}m"
-
+"""
+TABLES = """
 [tasks.dedupe]                   # every game asks the same; the number behind it makes the task
 by = "task"
-
-[reward]                         # what the environment gave turn by turn, added up
-blend = {{ environment = 1.0 }}
-require = ["environment"]
-
-[collect]
-deadline_s = 30.0
-{processors}
-[trainer]
-learning_rate = 1e-3
-betas = [0.9, 0.98]
-gradient_clip = 1.0
-checkpoint_every = 20
-
-[trainer.lanes]                  # the player is no example to follow: its moves are for the warm-up alone
-usual = {{ loss = "dppo", weight = {usual} }}
-expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
-
+"""
+WARMUP = """\
 [trainer.warmup]                 # a player that uses its hints and wastes two guesses of three
 lane = "expert"
 stop_at = 1.0
@@ -77,6 +35,19 @@ min_experiences = 2000
 learning_rate = 2e-3
 batch = 64
 """
+SETTINGS = framed(
+    groups=16,
+    explore=EXPLORE,
+    num_episodes=16,
+    max_tokens="3                   # of a turn: a number and the end token",
+    evals="""    {{ suite = "all-numbers", every = 10, tasks = 16, score = "environment" }},""",
+    stop_suite="all-numbers",
+    score="environment",
+    tables=TABLES,
+    learning_rate="1e-3",
+    lanes="the player is no example to follow: its moves are for the warm-up alone",
+    warmup=WARMUP,
+)
 
 GUESS = DemoTask(
     name="guess",

@@ -93,7 +93,7 @@ TRAFFIC = msgspec.structs.replace(
     ARITHMETIC,
     name="traffic",
     about="two-digit addition, learned from what users of a gateway say",
-    settings=SETTINGS + WARMUP,
+    settings=f"{SETTINGS}\n{WARMUP}",
     stop_at=1.0,
     lanes={"none": (1.0, 0.0)},
     minutes=9.0,

@@ -8,7 +8,11 @@ from importlib import import_module
 
 # What is written → the module each name lives in. The reference of docs shows the names by these kinds.
 HOMES: dict[str, dict[str, str]] = {
-    "records": dict.fromkeys(("Experience", "Feedback", "Image", "Message", "Score", "Span", "Task"), "schemas"),
+    "records": {
+        "Experience": "schemas.experience",
+        **dict.fromkeys(("Feedback", "Image", "Message", "Task"), "schemas.records"),
+        **dict.fromkeys(("Score", "Span"), "schemas.parts"),
+    },
     "processors, scores and feedback sources": {
         **dict.fromkeys(("Drop", "Memory", "Verdict", "feedback", "processor", "score"), "infra.chain.processor"),
         "synthetic_group": "schemas.ids",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,18 @@ from actors.engines.vllm.engine import VllmEngine
 from actors.engines.vllm.inputs import probe_input, prompt_input
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.settings import CPU_ENVIRONMENT, REQUIRED, SEEING, engine_arguments, environment
+from actors.engines.vllm.settings import (
+    CPU_ENVIRONMENT,
+    REQUIRED,
+    SEEING,
+    TRIED,
+    check_release,
+    engine_arguments,
+    environment,
+)
 from actors.engines.vllm.streaming import whole
 from infra.model.vision import load_vision
+from infra.policies.adapter import Adapter
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.images import decode_image
 from schemas import Span
@@ -50,7 +60,9 @@ class FakeVllm:
         self.arrived = asyncio.Event()
         self.abort_came = asyncio.Event()
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any, priority: int = 0) -> Queue:
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, priority: int = 0, lora_request: Any = None
+    ) -> Queue:
         queue = Queue(request_id)
         self.requests.append((prompt["prompt_token_ids"], params, queue))
         self.arrived.set()
@@ -255,6 +267,43 @@ def test_options_reach_vllm_and_those_that_would_break_the_contract_do_not() -> 
         arguments(max_num_sequences=9)
     with pytest.raises(ConfigError, match="logprobs_mode"):
         arguments(logprobs_mode="raw_logprobs")
+
+
+def test_versions_that_are_adapters_have_vllm_begin_with_room_for_them() -> None:
+    def arguments(rank: int, **options: object) -> dict[str, object]:
+        adapter = Adapter(rank=rank, alpha=8, targets=("q_proj", "v_proj"), base="9f")
+        known = frozenset({"max_loras", "enable_lora", "max_lora_rank", *REQUIRED})
+        return engine_arguments(model="m", seed=5, options=options, on_cpu=True, known=known, adapter=adapter)
+
+    assert "enable_lora" not in REQUIRED
+    found = arguments(9)
+    assert (found["enable_lora"], found["max_lora_rank"], found["lora_target_modules"]) == (
+        True,
+        16,
+        ["q_proj", "v_proj"],
+    )
+    assert arguments(8, max_loras=7)["max_cpu_loras"] == 7 and arguments(8)["max_loras"] == 4
+    with pytest.raises(ConfigError, match=r"trainer.lora.rank: got 513, expected at most 512"):
+        arguments(513)
+    with pytest.raises(ConfigError, match=r"engine.options.max_loras: got 1, expected 2 or more"):
+        arguments(8, max_loras=1)
+    with pytest.raises(ConfigError, match=r"engine.options.max_lora_rank: got 64, headrace needs 8"):
+        arguments(8, max_lora_rank=64)
+
+
+@pytest.mark.parametrize("installed", ["0.31.9", "0.33.0", "0.33.0rc1+cu130", "1.0"])
+def test_a_release_of_vllm_that_was_not_tried_is_refused_in_one_line(installed: str) -> None:
+    check_release("0.32.0")
+    check_release("0.32.4.dev3+cpu")
+    with pytest.raises(
+        ConfigError, match=rf"^vllm: got {re.escape(installed)}, expected 0.32 or later, below 0.33: [^\n]*$"
+    ):
+        check_release(installed)
+
+
+def test_the_tried_releases_of_vllm_are_those_that_the_package_asks_for() -> None:
+    first, last = TRIED
+    assert f'"vllm>={first},<{last}"' in Path("pyproject.toml").read_text()
 
 
 def test_a_model_that_sees_runs_the_trainers_vision_tower_and_takes_pictures_of_its_own_size(tmp_path: Path) -> None:

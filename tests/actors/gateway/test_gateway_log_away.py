@@ -1,13 +1,11 @@
 """Serving never waits on the log: a broker that is away, a full spool, kills and torn files."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -42,15 +40,6 @@ async def drained(served: Served) -> None:
     await until(lambda: not spooled(served.folder), seconds=60)
 
 
-async def listens(served: Served) -> bool:
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    except ConnectionRefusedError:
-        return False
-    writer.close()
-    return True
-
-
 def spooled(folder: Path) -> list[Path]:
     return list(folder.glob("spool/*/*.spool"))
 
@@ -71,28 +60,6 @@ class HangingBus(MemoryBus):
         await self.goes_on.wait()
         self.waiting -= 1
         return await super().send(topic, value, key=key, headers=headers, partition=partition)
-
-
-def test_a_request_that_comes_in_between_the_stop_and_the_end_of_listening_is_recorded(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("late")), drain_s=10.0) as served:
-            key = served.key()
-            await served.keys_read()
-            asked = json.dumps(ASK).encode()
-
-            async def halves() -> AsyncIterator[bytes]:
-                yield asked[:9]
-                served.stop.set()
-                while await listens(served):  # noqa: ASYNC110 (no event tells that a port is closed)
-                    await asyncio.sleep(0.005)
-                yield asked[9:]
-
-            async with served.http(key) as http:
-                answer = await http.post("/v1/chat/completions", content=halves())
-        (stored,) = await served.experiences()
-        assert answer.json()["id"] == f"hr-{stored.id}" and not spooled(tmp_path)
-
-    asyncio.run(check())
 
 
 def test_feedback_that_a_stopping_gateway_cannot_wait_for_is_asked_for_again(tmp_path: Path) -> None:

@@ -132,3 +132,17 @@ def test_late_feedback_that_retrains_into_a_lane_of_pairs_is_refused(config: Pat
     config.write_text(config.read_text() + lane)
     line = refused(config)
     assert all(word in line for word in ('feedback[0].late: got "retrain"', '"dpo" takes pairs', '"amend"')), line
+
+
+def test_experts_that_one_side_wants_and_the_other_does_not_record_are_told(config: Path) -> None:
+    wanted = ("--set", "trainer.routing=replay")
+    recorded = ("--set", "engine.options.routing=true", "--set", "engine.use=actors.engines.torch:TorchEngine")
+    notes = ["explorers of this file record no experts", "records experts that nothing reads"]
+    for arguments, expected in (
+        (wanted, [True, False]),
+        (recorded, [False, True]),
+        (wanted + recorded, [False, False]),
+    ):
+        told = check(config, *arguments)
+        assert told.exit_code == 0, told.output
+        assert [note in " ".join(told.output.split()) for note in notes] == expected

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from infra.cli.needs import LearnerPlan, learner_state
@@ -113,6 +114,10 @@ def test_every_rank_of_zero_3_holds_its_share(tmp_path: Path) -> None:
     plan = LearnerPlan(ranks=8, stage=3, dtype="bfloat16", tokens=1024, recomputes=True)
     rows = {row.what: row.num_bytes for row in learner_state(size, plan)}
     assert rows["weights"] == size.trained * 2 / 8 and rows["moments"] == size.trained * 8 / 8
+    assert rows["gradients"] == size.trained * 4 / 8
+    beside = msgspec.structs.replace(plan, reference=2, critic=True)
+    rows = {row.what: row.num_bytes for row in learner_state(size, beside)}
+    assert rows["reference"] == size.trained * 2 / 8 and rows["critic"] == size.trained * (4 + 4 + 4 + 8) / 8
 
 
 def test_ranks_that_share_rows_hold_their_part_of_a_microbatch(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from infra.settings.plugin import find
 from schemas import Message
 from schemas.errors import ConfigError
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
-from trainer.loop.waiting import share_of
+from trainer.loop.supply import share_of
 
 CONTROLS = tuple(TASKS["arithmetic"].lanes)
 EVERY = [(name, engine, control) for name, task in TASKS.items() for engine in task.engines for control in task.lanes]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.local.supervisor import Child, ChildEvent, Supervisor, describe_exit, tree_rss_bytes
+from infra.local.supervisor import Child, ChildEvent, Supervisor, tree_rss_bytes
 
 DEADLINE_S = 20.0
 
@@ -211,7 +211,3 @@ def test_memory_is_measured_over_the_process_tree(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert tree_rss_bytes({"me": os.getpid()})["me"] > 10 << 20
-
-
-def test_exits_are_named() -> None:
-    assert [describe_exit(code) for code in (None, 0, 3, -9)] == ["running", "exit 0", "exit 3", "SIGKILL"]

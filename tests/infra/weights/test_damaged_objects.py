@@ -101,9 +101,11 @@ async def serve_through_damages() -> None:
     for _ in range(DAMAGES):
         kind, altered = damaged(chosen, objects)
         version = chosen.randrange(1, NUM_VERSIONS)
-        follower = PolicyFetcher(stored(altered), "main")
+        kept = stored(altered)
+        follower = PolicyFetcher(kept, "main")
         if chosen.random() < 0.5:  # one that follows step by step holds the version before
-            follower.adopt(version - 1, weights[version - 1])
+            before = NewVersion(policy="main", token=4, version=version - 1, parent=-1, step=version - 1)
+            follower.fetch(publish(kept, before, weights[version - 1], previous=None, probe=None))
         held = follower.version
         request = asyncio.create_task(engine.generate([1, 2, 3], SAMPLING))
         await asyncio.sleep(0)

@@ -94,23 +94,11 @@ def test_touched_counts_from_what_the_engine_confirmed() -> None:
     assert follower.fetch(events[3]).touched == {NAMES[1], NAMES[2]}
 
 
-def test_adopted_weights_serve_as_the_base_of_the_next_delta() -> None:
-    store = Counting()
-    events, weights = put_run(store, 2)
-    follower = PolicyFetcher(store, "main")
-    follower.adopt(0, weights[0])
-    store.read.clear()
-    policy = follower.fetch(events[1])
-    assert dict(policy.tensors) == weights[1]
-    assert policy.touched == set(NAMES[:2])
-    assert not any("/anchors/" in key for key in store.read)
-
-
 def test_a_held_copy_of_another_lineage_is_rebuilt_from_the_anchor() -> None:
     store = MemoryStore()
     events, weights = put_run(store, 3)
     follower = PolicyFetcher(store, "main")
-    follower.adopt(1, small_step(weights[1], 99))
+    follower.fetch(put(store, 1, small_step(weights[1], 99), token=99))
     assert dict(follower.fetch(events[2]).tensors) == weights[2]
 
 
@@ -202,7 +190,7 @@ def test_every_damage_to_every_object_is_refused_by_a_joiner_and_its_copy_stays(
             with pytest.raises(PolicyRefused, match="version 2 of main"):
                 follower.fetch(events[2])
             assert follower.version == -1
-            follower.adopt(0, other_lineage)
+            follower.fetch(put(store, 0, other_lineage, token=99))
             with pytest.raises(PolicyRefused, match="version 2 of main"):
                 follower.fetch(events[2])
             assert follower.version == 0
@@ -255,7 +243,7 @@ def forged(
 def refused(store: MemoryStore, event: PolicyEvent) -> str:
     """The message with which a follower that holds version 0 refuses `event`."""
     follower = PolicyFetcher(store, "main")
-    follower.adopt(0, first_weights())
+    follower.fetch(put(store, 0, first_weights(), token=99))
     with pytest.raises(PolicyRefused) as caught:
         follower.fetch(event)
     assert follower.version == 0

@@ -15,8 +15,8 @@ from streams.collect.fold import Rules, chain_of, fold
 from streams.collect.needs import wanted
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
-from streams.processors.reward import reward
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, said, tick
+from tests.streams.processors.by_default import reward
 from trainer.buffer.buffer import Buffer
 
 WINDOW_MS = 5_000

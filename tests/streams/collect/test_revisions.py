@@ -147,6 +147,6 @@ def test_a_flood_of_feedback_about_one_answer_costs_the_same_for_each_word(rater
         work = lines_run(inbox, rules("amend"), state)
         return work, len(msgspec.msgpack.encode(state.groups["a1b2.0"]))
 
-    few, many = flood(500), flood(2000)
+    few, many = flood(250), flood(1000)
     assert many[0] < 4.2 * few[0], "four times the words, four times the work"
     assert many[1] < 1.1 * few[1], "and no more to save each time"

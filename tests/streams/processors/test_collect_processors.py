@@ -9,12 +9,12 @@ import pytest
 
 from infra.chain.processor import Drop, Memory
 from schemas import Block, Experience, Message, Score, Span, decode, encode, ids, make_experience
-from streams.processors.advantage import advantage, group_normalized, leave_one_out, less_the_mean
+from streams.processors.advantage import group_normalized, leave_one_out, less_the_mean
 from streams.processors.control import shuffle_advantages
 from streams.processors.difficulty import difficulty
 from streams.processors.prioritize import prioritize
-from streams.processors.reward import blended, reward
-from streams.processors.synthesize import synthesize
+from streams.processors.reward import blended
+from tests.streams.processors.by_default import advantage, reward, synthesize
 
 
 def answer(episode: int = 0, *, part: int = 0, group: str = "t.0", group_size: int = 4, **header: Any) -> Experience:

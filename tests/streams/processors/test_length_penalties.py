@@ -10,9 +10,10 @@ from schemas import Experience, Score, Span
 from schemas.errors import ConfigError
 from streams.config import RewardConfig, StreamsConfig
 from streams.processors.length import length
-from streams.processors.reward import blended, reward
+from streams.processors.reward import blended
 from streams.scores.overlong import Overlong
 from streams.stages.chain_builder import build_collect
+from tests.streams.processors.by_default import reward
 from tests.streams.processors.test_collect_processors import answer
 
 

@@ -9,9 +9,9 @@ import pytest
 from infra.chain.processor import Drop, Memory
 from schemas import BatchItem, Block, Experience, Score, Span, Stretch, decode, encode
 from streams.config import AdvantageConfig
-from streams.processors.advantage import advantage
 from streams.processors.difficulty import difficulty
 from streams.processors.synthesize import demonstration_of
+from tests.streams.processors.by_default import advantage
 from tests.streams.processors.test_collect_processors import answer
 from trainer.batch.batch import TrainItem, pack
 

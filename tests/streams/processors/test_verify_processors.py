@@ -8,10 +8,9 @@ import pytest
 from infra.chain.processor import Drop, Memory
 from schemas import Block, Experience, Message, Span, decode, encode, ids, make_experience
 from streams.processors.dedupe import dedupe, dedupe_key
-from streams.processors.filter import filter as filter_answers
 from streams.processors.filter import repetition
-from streams.processors.redact import redact
 from streams.processors.validate import validate
+from tests.streams.processors.by_default import filter_answers, redact
 
 
 def answer(text: str = "280", *, tokens: list[int] | None = None, episode: int = 0, **header: Any) -> Experience:

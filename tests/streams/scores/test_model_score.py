@@ -15,6 +15,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import build_classifier, model_tensors
 from infra.observe.metrics import Metrics
+from infra.policies.adapter import Adapter
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore
@@ -49,10 +50,12 @@ def versions_of(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
     return {**weights, "score.weight": from_numpy(to_numpy(weights["score.weight"]) * factor)}
 
 
-def published(store: MemoryStore, version: int, tensors: dict[str, Tensor]) -> PolicyEvent:
+def published(
+    store: MemoryStore, version: int, tensors: dict[str, Tensor], adapter: Adapter | None = None
+) -> PolicyEvent:
     return publish(
         store,
-        NewVersion(policy="reward", token=0, version=version, parent=version - 1, step=version),
+        NewVersion(policy="reward", token=0, version=version, parent=version - 1, step=version, adapter=adapter),
         tensors,
         previous=None,
         probe=None,
@@ -124,16 +127,22 @@ def test_verdicts_follow_what_is_published_and_a_corrupt_version_changes_nothing
 
 
 @pytest.mark.slow
-def test_weights_of_another_shape_are_refused(folder: Path, weights: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("wrong", ["shape", "adapter"])
+def test_weights_of_another_shape_and_adapters_are_refused(
+    folder: Path, weights: dict[str, Tensor], wrong: str
+) -> None:
     store, metrics = MemoryStore(), Metrics("test")
     score = Model(folder=str(folder), policy="reward")
-    wrong = {**weights, "score.weight": from_numpy(to_numpy(weights["score.weight"])[:, :-1].copy())}
+    adapter = Adapter(rank=1, alpha=1, targets=("q_proj",), base="") if wrong == "adapter" else None
+    tensors = dict(weights)
+    if wrong == "shape":
+        tensors["score.weight"] = from_numpy(to_numpy(weights["score.weight"])[:, :-1].copy())
 
     async def run() -> None:
         log = Log(MemoryBus(), "test", store=store)
         await log.create_topics(partitions=1, keep_ms=1000)
         async with following(score, log, metrics):
-            await log.publish(POLICIES, published(store, 1, wrong))
+            await log.publish(POLICIES, published(store, 1, tensors, adapter))
             await until(lambda: any(name.startswith("reward_models_refused") for name in metrics.counters()))
         assert score.version == -1
 

@@ -1,0 +1,107 @@
+"""An adapter on its way into vLLM: read beside the steps, put into its slot between two of them, and read back there.
+
+Compared are exact sums of the bits, see `actors.engines.vllm.held`, of every matrix that this worker has whole.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from actors.engines.vllm.held import Sums, same, sums
+
+Sent = dict[str, tuple[torch.Size, Sums]]  # what each matrix should be
+
+
+class Arriving:
+    """model: vLLM's, with its adapters. request: names the adapter and its folder. Begins to read at once."""
+
+    def __init__(self, model: Any, manager: Any, request: Any) -> None:
+        self._model = model
+        self._manager = manager
+        self._request = request
+        self._read: Future[tuple[Any, Sent]] = Future()
+        Thread(target=self._read_folder, name="adapter", daemon=True).start()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `place` has nothing to wait for."""
+        return self._read.done()
+
+    def place(self) -> tuple[float, str]:
+        """Make it ready for requests: milliseconds in which nothing else ran, and the first matrix that is not what was sent,
+        "" for none.
+        """
+        begin = time.perf_counter()
+        lora, sent = self._read.result()
+        adapters = self._model.lora_manager
+        adapters.add_adapter(lora)
+        adapters.activate_adapter(lora.id)
+        held = slot_of(self._model, lora.id, {name: shape for name, (shape, _) in sent.items()})
+        odd = next((name for name, value in held if not same(sent[name][1], sums(value))), "")
+        return (time.perf_counter() - begin) * 1e3, odd
+
+    def _read_folder(self) -> None:
+        try:
+            folder = Path(self._request.lora_path)
+            lora = self._manager._load_adapter(self._request)
+            self._read.set_result((lora, _sent(folder, self._manager.lora_config.lora_dtype)))
+        except BaseException as error:
+            self._read.set_exception(error)
+
+
+def not_adapted(model: Any, names: list[str]) -> str:
+    """The first of an adapter's matrices for which a model has no place, "" for none. names: as peft writes them."""
+    places = _places(model)
+    return next((name for name in names if _module_of(model, name)[0] not in places), "")
+
+
+def slot_of(model: Any, number: int, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model computes with for each matrix of an adapter, where it has it in one piece."""
+    places = _places(model)
+    slot = model.lora_manager.lora_index_to_id.index(number)
+    for name, shape in shapes.items():
+        module_name, is_a = _module_of(model, name)
+        module, index = places[module_name]
+        stacked = module.lora_a_stacked if is_a else module.lora_b_stacked
+        held = stacked[index][slot, 0, : shape[0], : shape[1]]
+        if held.shape == shape:
+            yield name, held
+
+
+def _sent(folder: Path, dtype: torch.dtype) -> Sent:
+    """The matrices of an adapter folder as vLLM computes with them: B has the scaling in it."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    scaling = config["lora_alpha"] / config["r"]
+    found = {}
+    for name, value in load_file(folder / "adapter_model.safetensors").items():
+        value = value.to(dtype)
+        value = value * scaling if ".lora_B." in name and scaling != 1 else value
+        found[name] = value.shape, sums(value)
+    return found
+
+
+def _places(model: Any) -> dict[str, tuple[Any, int]]:
+    """Every module that takes an adapter, and its number among those that vLLM made one of."""
+    adapters = model.lora_manager
+    return {
+        part: (module, index)
+        for whole, module in adapters.modules.items()
+        for index, part in enumerate(adapters.packed_modules.get(whole, [whole]))
+    }
+
+
+def _module_of(model: Any, name: str) -> tuple[str, bool]:
+    """The module of a matrix by vLLM's name, and whether the matrix is A."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    module, is_a = parse_fine_tuned_lora_name(name, mapper.get_rename_mapper() if mapper is not None else None)
+    return str(module), bool(is_a)

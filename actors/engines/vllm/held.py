@@ -1,0 +1,144 @@
+"""What vLLM's model holds, read back and compared with what vLLM's loaders made of the tensors that were sent.
+
+    sent ── loaders: fuse, shard ──> plain ── pack, pad, shuffle ──> ready ── copy ──> held ── kernel ──> logits
+                                       │                               └─ sums = sums ──┘        │
+                                       └─────────── some columns = output of one-hot inputs ─────┘
+
+Sums are exact: of the bits of each row and of each column, as integers, so that no value changes, moves or stays behind unseen.
+On a CPU vLLM packs a matrix into a kernel that cannot be read. There the output for a one-hot input is a column of the matrix
+to the bit, since all other products are zero; some columns are compared, others at each load. What was not sent again must be
+what it was, since the engine started.
+
+Trusted is that vLLM's loaders put a tensor where it belongs: a fault there shows in float32, where the tests of the engine
+compare every logprob.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+COLUMNS = 64  # of a packed matrix, per load
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Sums = tuple[torch.Tensor, torch.Tensor]  # [R] of each row, [C] of each column
+
+
+class Held:
+    """What the modules of a worker's model should hold. Begins with what they hold."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules: dict[str, Any] = {name: one for name, one in model.named_modules() if one._parameters}
+        self._sums = {name: _sums_of(module) for name, module in self._modules.items()}
+        self._columns = {
+            name: (at, columns(module, at))
+            for name, module in self._modules.items()
+            if is_packed(module)
+            for at in [_drawn(module)]
+        }
+
+    @contextmanager
+    def loading(self, sent: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Note what the modules should hold after the load inside the `with`. sent: by the names of vLLM's caller."""
+        plain = {name: module for name, module in self._modules.items() if not _has_method(module)}
+        before = {name: _sums_of(module) for name, module in plain.items()}
+        methods = {
+            id(module.quant_method): module.quant_method for module in self._modules.values() if _has_method(module)
+        }
+        for method in methods.values():
+            method.process_weights_after_loading = self._noting(method.process_weights_after_loading)
+        try:
+            yield
+        finally:
+            for method in methods.values():
+                del method.process_weights_after_loading
+        for name, module in plain.items():
+            after = _sums_of(module)
+            for part, found in after.items():
+                value, wanted = module._parameters[part], sent.get(f"{name}.{part}")
+                if value is not None and wanted is not None and wanted.shape == value.shape:
+                    self._sums[name][part] = sums(wanted.to(value.dtype))
+                elif not same(before[name].get(part), found):
+                    self._sums[name][part] = found
+
+    def unlike(self) -> str:
+        """The first module that holds something else, "" for none."""
+        for name, module in self._modules.items():
+            found = _sums_of(module)
+            if found.keys() != self._sums[name].keys():
+                return name
+            if not all(same(self._sums[name][part], one) for part, one in found.items()):
+                return name
+            at, wanted = self._columns.get(name, ((), None))
+            if wanted is not None and not torch.equal(_normal(wanted), _normal(columns(module, at))):
+                return name
+        return ""
+
+    def _noting(self, process: Callable[[Any], None]) -> Callable[[Any], None]:
+        """vLLM's last step of loading a module, which packs what its loaders made, with a note of both."""
+        names = {id(module): name for name, module in self._modules.items()}
+
+        def noted(module: Any) -> None:
+            name = names.get(id(module), "")
+            packed = name in self._columns
+            if packed:
+                at = _drawn(module)
+                self._columns[name] = at, module.weight.detach()[:, list(at)].clone()
+            process(module)
+            if name:
+                self._sums[name] = _sums_of(module)
+
+        return noted
+
+
+def sums(tensor: torch.Tensor) -> Sums:
+    """Of the bits of each row and of each column, modulo 2^64; all but the last dimension are rows."""
+    data = tensor.detach().contiguous()
+    bits = data.view(INTEGERS[data.element_size()]).reshape(-1, data.shape[-1] if data.dim() else 1)
+    return bits.sum(1, dtype=torch.int64).cpu(), bits.sum(0, dtype=torch.int64).cpu()
+
+
+def columns(module: Any, at: tuple[int, ...]) -> torch.Tensor:
+    """Columns of the matrix [N, K] that a module on a CPU computes with, [N, len(at)]."""
+    inputs = torch.zeros((len(at), _width(module)), dtype=module.weight.dtype)
+    inputs[torch.arange(len(at)), list(at)] = 1
+    outputs: torch.Tensor = module.cpu_linear(inputs, module.weight, None)
+    return outputs.T.contiguous()
+
+
+def is_packed(module: Any) -> bool:
+    """Whether vLLM multiplies with a kernel that has a copy of the matrix of its own."""
+    return hasattr(module, "cpu_linear") and module.weight.dim() <= 2
+
+
+def _drawn(module: Any) -> tuple[int, ...]:
+    width = _width(module)
+    return tuple(random.Random().sample(range(width), min(COLUMNS, width)))
+
+
+def _width(module: Any) -> int:
+    """Inputs of a linear module on this worker: vLLM leaves the weight empty once it is packed."""
+    if module.weight.dim() == 2:
+        return int(module.weight.shape[1])
+    return int(getattr(module, "input_size_per_partition", module.input_size))
+
+
+def _has_method(module: Any) -> bool:
+    return hasattr(getattr(module, "quant_method", None), "process_weights_after_loading")
+
+
+def _sums_of(module: torch.nn.Module) -> dict[str, Sums]:
+    return {name: sums(value) for name, value in module._parameters.items() if value is not None and value.numel()}
+
+
+def same(one: Sums | None, other: Sums | None) -> bool:
+    """Whether two sums are of the same bits; None is of nothing."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+
+
+def _normal(values: torch.Tensor) -> torch.Tensor:
+    """Without what a sum with zeros or a kernel may lose: the sign of a zero, and numbers below the normal ones."""
+    return torch.where(values.abs() < torch.finfo(values.dtype).tiny, torch.zeros_like(values), values)

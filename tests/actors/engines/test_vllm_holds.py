@@ -1,0 +1,160 @@
+"""What proves a load in vLLM: it holds what was sent, to the bit, in whatever form its kernels have it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.engines.engine import Sampling
+from actors.engines.vllm.engine import VllmEngine
+from infra.policies.policy import Policy, Probe
+from schemas.errors import PolicyRefused
+from tests.contracts.test_learner import batch, opened
+from tests.infra.tiny_families import build_family
+from trainer.config import LoraConfig
+
+pytestmark = pytest.mark.slow
+TEXT = (1, *range(20, 60))
+MATRIX = "model.layers.1.self_attn.o_proj"
+
+
+def packed_matrix_times(worker: Any) -> None:
+    """A matrix that lies packed in a kernel, × 1.01."""
+    module = worker.model_runner.model.get_submodule(MATRIX)
+    kernel = module.cpu_linear
+    module.cpu_linear = lambda x, weight, bias: kernel(x * 1.01, weight, bias)
+
+
+def stale_matrix(worker: Any) -> None:
+    """A matrix whose columns are those of another."""
+    module = worker.model_runner.model.get_submodule(MATRIX)
+    kernel = module.cpu_linear
+    module.cpu_linear = lambda x, weight, bias: kernel(x.roll(1, -1), weight, bias)
+
+
+def stale_norm(worker: Any) -> None:
+    """One value of a vector, by the last bit."""
+    worker.model_runner.model.model.norm.weight.data.view(torch.uint8)[0] ^= 1
+
+
+def swapped_experts(worker: Any) -> None:
+    """Two experts of one layer, in the form vLLM packed them."""
+    (experts,) = [
+        module
+        for name, module in worker.model_runner.model.model.layers[1].named_modules()
+        if hasattr(module, "w2_weight") and module._parameters
+    ]
+    held = experts.w2_weight.data
+    held.copy_(held[[1, 0, *range(2, len(held))]].clone())
+
+
+def adapter_times(worker: Any) -> None:
+    """A new adapter's matrix B of one module, × 1.01."""
+    altered(worker, lambda module, slot: module.lora_b_stacked[0][slot].mul_(1.01))
+
+
+def stale_adapter(worker: Any) -> None:
+    """A new adapter's matrix A of one module, its columns in another order."""
+    altered(
+        worker, lambda module, slot: module.lora_a_stacked[0][slot].copy_(module.lora_a_stacked[0][slot].roll(1, -1))
+    )
+
+
+def altered(worker: Any, fault: Callable[[Any, int], object]) -> None:
+    adapters = worker.model_runner.model.lora_manager
+    activate = type(adapters).activate_adapter
+
+    def activated(number: int) -> bool:
+        is_new: bool = activate(adapters, number)
+        if is_new:
+            fault(adapters.modules[MATRIX], adapters.lora_index_to_id.index(number))
+        return is_new
+
+    adapters.activate_adapter = activated
+
+
+def healed(worker: Any) -> None:
+    del worker.model_runner.model.lora_manager.activate_adapter
+
+
+FAULTS = (packed_matrix_times, stale_matrix, stale_norm, swapped_experts)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_vllm_that_holds_anything_else_after_a_load_is_refused_and_goes_on_with_what_it_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that a fault can be planted in vLLM's process
+    folder = str(build_family(tmp_path / "model", "qwen3_moe"))
+    learner = opened("trainer.learners.torch:TorchLearner", folder, dtype=dtype)
+    number = 0
+
+    def version() -> Policy:
+        nonlocal number
+        number += 1
+        probe: Probe = learner.probe(((1, *range(20, 40)), (1, *range(60, 30, -3))))
+        return Policy(version=number, tensors=learner.tensors(), touched=frozenset(), probe=probe)
+
+    async def refused(engine: VllmEngine, fault: Callable[[Any], None]) -> None:
+        served, before = engine.version, await engine.score_tokens(TEXT)
+        await engine._llm.collective_rpc(fault)
+        running = asyncio.create_task(engine.generate((1, 20), Sampling(max_tokens=40)))
+        with pytest.raises(PolicyRefused, match="after the load vLLM holds other values in model"):
+            await engine.load(version())  # the same weights, so that nothing of them is written again
+        assert engine.version == served and await engine.score_tokens(TEXT) == before
+        assert {span.version for span in (await running).spans} == {served}
+
+    async def main() -> None:
+        engine = VllmEngine(model=folder, dtype=dtype, max_num_seqs=8)
+        await engine.start()
+        try:
+            await engine.load(version())
+            for fault in FAULTS:
+                await refused(engine, fault)
+            for seed in range(3):
+                learner.step(batch(seed), learning_rate=1e-4, seed=seed)
+                report = await engine.load(version())
+                assert engine.version == number and report.probe_abs_max < 0.5
+        finally:
+            await engine.close()
+
+    asyncio.run(main())
+
+
+def test_in_bfloat16_an_adapter_that_vllm_holds_otherwise_than_it_was_sent_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that a fault can be planted in vLLM's process
+    folder = str(build_family(tmp_path / "model", "qwen3"))
+    lora = LoraConfig(rank=3, alpha=7)
+    learner = opened("trainer.learners.torch:TorchLearner", folder, dtype="bfloat16", lora=lora)
+
+    def version(number: int) -> Policy:
+        learner.step(batch(number), learning_rate=1e-2, seed=number)
+        probe = learner.probe(((1, *range(20, 40)), (1, *range(60, 30, -3))))
+        tensors, adapter = learner.tensors(), learner.adapter
+        return Policy(version=number, tensors=tensors, touched=frozenset(), probe=probe, adapter=adapter)
+
+    async def main() -> None:
+        told = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
+        engine = VllmEngine(model=folder, dtype="bfloat16", max_num_seqs=8, lora=told)
+        await engine.start()
+        try:
+            await engine.load(version(1))
+            before = await engine.score_tokens(TEXT)
+            for number, fault in enumerate((adapter_times, stale_adapter), 2):
+                await engine._llm.collective_rpc(fault)
+                with pytest.raises(PolicyRefused, match=f"after the load vLLM holds other values in .*{MATRIX}.lora"):
+                    await engine.load(version(number))
+                assert engine.version == 1 and await engine.score_tokens(TEXT) == pytest.approx(before, abs=1e-6)
+                await engine._llm.collective_rpc(healed)
+            for number in range(4, 10):
+                assert (await engine.load(version(number))).probe_abs_max < 0.5
+                assert engine.version == number
+        finally:
+            await engine.close()
+
+    asyncio.run(main())

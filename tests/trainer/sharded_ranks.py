@@ -1,0 +1,152 @@
+"""What each rank of test_deepspeed_learner runs to check how models are opened, gradients summed and values learnt: see
+deepspeed_ranks.py.
+"""
+
+import os
+from typing import Any
+
+import deepspeed
+import msgspec
+import numpy as np
+import torch
+from critic_samples import CRITIC, rewarded
+from deepspeed_ranks import LANES, NEEDS, furthest
+from trainer_samples import random_items
+
+from infra.model.parts import hollow_model
+from infra.policies.tensors import to_numpy
+from infra.store.memory import MemoryStore
+from schemas.errors import ConfigError
+from tests.peak import PEAK_MB
+from trainer.batch.batch import Microbatch, pack
+from trainer.config import TrainerConfig
+from trainer.learners.deepspeed import DeepSpeedLearner
+from trainer.learners.orders import Channel
+from trainer.learners.sharded import load_sharded
+from trainer.learners.torch import TorchLearner
+from trainer.learners.zero import reference_settings
+
+
+def check_opens(model: str, stage: int, dtype: str) -> None:
+    """A model is opened as one process opens it: the same bits, read in the same way; and it computes with them."""
+    config = TrainerConfig(lanes=NEEDS["reference"], threads=1, dtype=dtype)  # type: ignore[arg-type]
+    learner = DeepSpeedLearner(model, config, stage=stage)
+    if learner.rank:
+        learner.follow(MemoryStore())
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    assert learner.tensors() == alone.tensors()
+    assert learner.numerics()["attention"] == alone.numerics()["attention"]
+    saved, expected = learner.save(), alone.save()
+    assert saved.keys() == expected.keys() and furthest(saved, expected) == 0
+    batch = pack(random_items(0), max_tokens=40, version=5)
+    stats, expected_stats = (one.step(batch, learning_rate=1e-4, seed=0) for one in (learner, alone))
+    assert stats.finite
+    near = 2e-2 if dtype == "bfloat16" else 1e-4
+    assert abs(stats.loss - expected_stats.loss) < near, (stats.loss, expected_stats.loss)
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
+def check_memory(model: str, stage: int) -> None:
+    """While a model is loaded, no rank holds more than its shards and one tensor, besides a little that is always there."""
+    deepspeed.ops.__compatible_ops__ = {}  # as the learner says
+    deepspeed.init_distributed(dist_backend="gloo")
+    held: dict[str, Any] = {}
+    exec(PEAK_MB, held)
+    before_mb = held["peak_mb"]()
+    settings = reference_settings("float32")
+    module = hollow_model(model, dtype="float32")
+    load_sharded(deepspeed, Channel(60.0), module, model, device="cpu", settings=settings)
+    parameters = list(module.parameters())
+    shards_mb = sum(4 * one.ds_tensor.numel() for one in parameters) / 2**20
+    largest_mb = max(4 * one.ds_numel for one in parameters) / 2**20
+    whole_mb = sum(4 * one.ds_numel for one in parameters) / 2**20
+    peak_mb = held["peak_mb"]() - before_mb
+    print(f"peak {peak_mb:.0f} MB, shards {shards_mb:.0f}, largest {largest_mb:.0f}, whole {whole_mb:.0f}")
+    limit_mb = shards_mb + largest_mb + 100
+    assert limit_mb < whole_mb, "this model would show nothing"
+    assert peak_mb <= limit_mb, (peak_mb, limit_mb)
+    print(f"stage {stage} agrees")
+
+
+def check_sums(model: str, stage: int, offload: str) -> None:
+    """Gradients of many microbatches in bfloat16 are summed in float32: the first moment after one step is a tenth of it."""
+    config = TrainerConfig(lanes=LANES, threads=1, dtype="bfloat16", gradient_clip=1e9)
+    learner = DeepSpeedLearner(model, config, stage=stage, offload=offload == "offload")
+    if learner.rank:
+        learner.follow(MemoryStore())
+        return
+    alone = TorchLearner(model, config, device="cpu")
+    items = [one for seed in range(16) for one in random_items(seed) if one.item.lane == "usual"][:64]
+    batch = pack(items, max_tokens=1, version=5)
+
+    def gradient(one: DeepSpeedLearner | TorchLearner, microbatches: tuple[Microbatch, ...]) -> np.ndarray:
+        """Nothing moves at this learning rate."""
+        one.begin_phase("train")
+        part = msgspec.structs.replace(batch, microbatches=microbatches)
+        assert one.step(part, learning_rate=1e-30, seed=0).finite
+        state = one.save()
+        names = sorted(name for name in state if name.startswith("adam/exp_avg/"))
+        return np.concatenate([to_numpy(state[name]).ravel() for name in names])
+
+    parts = [gradient(alone, (one,)) for one in batch.microbatches]
+    exact, rounded = np.zeros(len(parts[0])), torch.zeros(len(parts[0]), dtype=torch.bfloat16)
+    for part in parts:
+        exact += part
+        rounded += torch.from_numpy(part).bfloat16()
+    norm = float(np.linalg.norm(exact))
+    far = float(np.linalg.norm(rounded.double().numpy() - exact)) / norm
+    near = float(np.linalg.norm(gradient(learner, batch.microbatches) - exact)) / norm
+    print(f"{len(parts)} microbatches: off by {near:.2g}, a sum in bfloat16 by {far:.2g}")
+    limit = 2e-3 if stage == 2 and int(os.environ["WORLD_SIZE"]) > 1 else 1e-3  # see DeepSpeedLearner
+    assert len(parts) == 64 and far > 5e-3 and near < limit
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
+def check_critic(model: str, stage: int) -> None:
+    """A critic on several ranks is that of one process: begun as the warmed-up policy, stepped, refused, restored."""
+    learner = DeepSpeedLearner(model, CRITIC, stage=stage)
+    if learner.rank:
+        learner.follow(MemoryStore())
+        return
+    alone = TorchLearner(model, CRITIC, device="cpu")
+    shown = pack([one for one in rewarded(7) if one.item.lane == "expert"], max_tokens=100)
+    for one in (learner, alone):
+        one.begin_phase("warmup")
+        assert one.step(shown, learning_rate=1e-4, seed=0).finite
+        one.begin_phase("train")
+    assert furthest(learner.save(), alone.save()) < 2e-5
+    for step, max_tokens in enumerate((30, 10_000)):
+        batch = pack(rewarded(step), max_tokens=max_tokens, version=5)
+        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
+        assert abs(stats.loss - expected.loss) < 1e-4, (stats.loss, expected.loss)
+        assert stats.values.keys() == expected.values.keys() and "critic/value_loss" in stats.values
+        assert all(
+            abs(stats.values[name] - value) < 1e-3 * max(1, abs(value)) for name, value in expected.values.items()
+        ), (stats.values, expected.values)
+    before = learner.save()
+    assert furthest(before, alone.save()) < 5e-5
+    for seed in (2, 3):  # a value loss that is not finite, and then a gradient of the policy that is too large
+        limit = {} if seed == 2 else {"max_grad_norm": 1e-9}
+        batch = pack(rewarded(seed, 3e38 if seed == 2 else None), max_tokens=30, version=5)
+        assert not learner.step(batch, learning_rate=1e-4, seed=seed, **limit).finite
+        assert furthest(learner.save(), before) == 0
+    batch = pack(rewarded(4), max_tokens=30, version=5)
+    for one in (learner, alone):
+        one.restore(before)
+        assert one.step(batch, learning_rate=1e-4, seed=4).finite
+    assert furthest(learner.save(), alone.save()) < 5e-5
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
+def check_refusal(model: str, stage: int) -> None:
+    """What cannot be opened is refused by name, on every rank."""
+    try:
+        DeepSpeedLearner(model, TrainerConfig(lanes=LANES, threads=1), stage=stage)
+    except ConfigError as error:
+        print(f"stage {stage} agrees: {error}")
+    else:
+        raise AssertionError(model)

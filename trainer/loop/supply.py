@@ -1,0 +1,179 @@
+"""What a step is drawn from, and the draw: the paced lane decides, the others follow in proportion.
+
+Nothing is taken out of the buffer or dropped here: that is up to whoever asked.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from infra.settings.config import Pacing, duration_s
+from schemas import Lane
+from trainer.batch.assemble import step_seed
+from trainer.batch.batch_chain import PACED
+from trainer.buffer.draw import Candidate, Draw, draw_in_order, unfit, worth_waiting_for
+from trainer.buffer.draw_priority import draw_by_priority
+from trainer.buffer.draw_share import ShareLimits
+from trainer.buffer.draw_spread import draw_spread
+from trainer.buffer.intake import Intake
+from trainer.config import LaneConfig, TrainerConfig
+from trainer.journal.checkpoint import Position
+from trainer.losses.loss import Objective, open_objectives
+
+NO_SIGNAL = "no advantage in the step"
+TOO_MANY = "too many waiting"
+QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of a run is late
+
+
+@dataclass(kw_only=True)
+class Supply:
+    """What waits to be trained, and what the lanes want of it. given_up: issue number to when it was first waited for.
+    published_s: when this process published last, by the clock of the intake.
+    """
+
+    config: TrainerConfig
+    pacing: Pacing
+    intake: Intake
+    seed: int
+    objectives: dict[Lane, Objective] = field(init=False)
+    given_up: dict[int, float] = field(default_factory=dict)
+    published_s: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.objectives = open_objectives(self.config.lanes)
+
+
+def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
+    """The draw from the buffer as it is now: the paced lane decides, the others follow in proportion."""
+    lanes = supply.config.lanes
+    taken: list[Candidate] = []
+    dropped: list[tuple[Candidate, str]] = []
+    held_back = 0
+    if PACED in lanes:
+        draw = paced(supply, position, now_s)
+        dropped += draw.dropped
+        if draw.wait and not lanes[PACED].optional:
+            return Draw(dropped=tuple(dropped), wait=True)
+        taken += draw.taken
+    num_paced = sum(one.num_experiences for one in taken)
+    paced_step = PACED in lanes and num_paced > 0
+    if not paced_step and is_early(supply, now_s):
+        return Draw(dropped=tuple(dropped), wait=True)
+    for lane, config in lanes.items():
+        if lane == PACED or config.weight == 0.0:
+            continue
+        wanted = round(num_paced * share_of(config, lanes[PACED])) if paced_step else supply.pacing.groups_per_step
+        if wanted == 0:
+            continue
+        candidates = supply.intake.buffer.candidates(lane)
+        crowd = max(0, len(candidates) - config.max_waiting)
+        dropped += [(one, TOO_MANY) for one in candidates[:crowd]]
+        candidates = candidates[crowd:]
+        unusable = unfit_of(supply, lane, candidates)
+        dropped += unusable
+        refused = {one.offset for one, _ in unusable}
+        usable = [one for one in candidates if one.offset not in refused] if refused else candidates
+        least = 1 if paced_step or supply.intake.draining else config.least
+        if sum(one.num_experiences for one in usable) < least:
+            usable = []
+        draw = drawn_from(
+            usable,
+            config,
+            num_experiences=wanted,
+            seed=step_seed(supply.seed, position.step + 1),
+            by_tokens=supply.objectives[lane].mean == "tokens",
+            least=least,
+        )
+        if draw.wait and not config.optional and not paced_step:
+            return Draw(dropped=tuple(dropped), wait=True)
+        taken += draw.taken
+        held_back += draw.held_back
+    if taken and not any(teaches(supply, one) for one in taken):
+        return Draw(dropped=(*dropped, *((one, NO_SIGNAL) for one in taken)), wait=True)
+    return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken, held_back=held_back)
+
+
+def is_early(supply: Supply, now_s: float) -> bool:
+    """Whether a step without the paced lane would follow the last version too soon."""
+    return not supply.intake.draining and now_s - supply.published_s < duration_s(supply.config.version_every)
+
+
+def teaches(supply: Supply, one: Candidate) -> bool:
+    """Whether a lane's loss can have a gradient from a group."""
+    objective = supply.objectives[one.lane]
+    pulls = objective.critic or objective.reference or objective.entropy > 0
+    return one.has_signal or pulls or not objective.advantage
+
+
+def drawn_from(
+    candidates: Sequence[Candidate],
+    config: LaneConfig,
+    *,
+    num_experiences: int,
+    seed: int,
+    by_tokens: bool = False,
+    least: int = 1,
+) -> Draw:
+    """The draw of a lane that is not paced, as its settings say."""
+    limits = ShareLimits(tenant=config.tenant_share, subject=config.subject_share, least=least)
+    if config.draw == "priority":
+        return draw_by_priority(
+            candidates,
+            num_experiences=num_experiences,
+            max_uses=config.max_uses,
+            seed=seed,
+            correction=config.exponent,
+            by_tokens=by_tokens,
+            limits=limits,
+        )
+    return draw_spread(candidates, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed, limits=limits)
+
+
+def unfit_of(supply: Supply, lane: Lane, candidates: Sequence[Candidate]) -> list[tuple[Candidate, str]]:
+    """What the lane's loss cannot learn from."""
+    objective = supply.objectives[lane]
+    return unfit(candidates, ratio=objective.ratio, pairs=objective.mean == "pairs")
+
+
+def share_of(config: LaneConfig, paced: LaneConfig) -> float:
+    """Sequences of a lane per sequence of the paced one: as many as its loss weighs, so that both are as noisy.
+
+    A paced lane that weighs nothing counts as what is left of 1.
+    """
+    return config.share or config.weight / (paced.weight or max(0.0, 1.0 - config.weight) or 1.0)
+
+
+def paced(supply: Supply, position: Position, now_s: float) -> Draw:
+    """The draw of the paced lane, waiting for a group about to pass the bound as long as `straggler_s` allows."""
+    pacing = supply.pacing
+    version = position.version
+    candidates = supply.intake.buffer.candidates(PACED)
+    unusable = unfit_of(supply, PACED, candidates)
+    refused = {one.offset for one, _ in unusable}
+    usable = [one for one in candidates if one.offset not in refused]
+    given_up = {number: since for number, since in supply.given_up.items() if now_s - since > pacing.straggler_s}
+    absent, hold_for = supply.intake.absent(), None
+    while (number := worth_waiting_for(
+        absent, usable, version=version, max_staleness=pacing.max_staleness, given_up=given_up
+    )) is not None:  # fmt: skip
+        hold_for = number if hold_for is None else hold_for
+        given_up[number] = supply.given_up.setdefault(number, now_s)  # all that are missing now wait at the same time
+    rest = len(usable) if is_rest(supply.intake, len(usable), now_s) else math.inf
+    draw = draw_in_order(
+        usable,
+        num_groups=int(min(pacing.groups_per_step, rest)),
+        version=version,
+        max_staleness=pacing.max_staleness,
+        hold_for=hold_for,
+    )
+    return Draw(taken=draw.taken, dropped=(*unusable, *draw.dropped), wait=draw.wait)
+
+
+def is_rest(intake: Intake, num_groups: int, now_s: float) -> bool:
+    """Whether the groups at hand make a smaller step: no more are issued, and all of them are here or the others are late.
+
+    Late ones are issued again by the master and make a step of their own when they come.
+    """
+    if not intake.draining or not num_groups:
+        return False
+    return intake.outstanding_groups <= num_groups or now_s - intake.arrived_s >= QUIET_S
