@@ -25,7 +25,7 @@ from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, say
 from tests.actors.rig import until
 from tests.http_endpoint import http_endpoint
 
-DOCS = Path(__file__).parents[2] / "infra" / "docs"
+ROOT = Path(__file__).parents[2]
 AGENTS = "tests.actors.agents_of_tests"
 TASK = Task(id="t", messages=(Message(role="user", content="Hi"),), answer="secret", split="train", meta={"level": 1})
 PROMPT = ByteTokenizer().encode_request([{"role": "user", "content": "Hi"}])
@@ -78,15 +78,17 @@ def test_every_token_of_every_turn_is_recorded_in_one_sequence_and_scored_where_
     assert (experience.end, experience.notes) == ("terminal", {"answer": "Two."})
 
 
-def test_the_agent_of_the_documentation_is_trained_as_it_stands_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", ["README.md", "infra/docs/howto/train-an-agent.md"])
+def test_the_agent_of_the_documentation_is_trained_as_it_is_written_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
 ) -> None:
-    text = (DOCS / "howto" / "train-an-agent.md").read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     (source,) = re.findall(r"^```python agent\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(source.strip().splitlines()) <= 10
-    (tmp_path / "my_agent.py").write_text(source)
+    name = f"agent_of_{page.rpartition('/')[2].partition('.')[0].lower().replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    scores, (experience,), _ = play(Program(use="my_agent:run"), "It is 42.")
+    scores, (experience,), _ = play(Program(use=f"{name}:run"), "It is 42.")
     assert scores == (Score(name="program", value=1.0),)
     assert experience.tokens.tolist() == [*PROMPT, *b"It is 42.", EOS]
 
