@@ -13,27 +13,22 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Literal
 
-import deepspeed
 import numpy as np
-import torch
 from critic_samples import CRITIC, rewarded
-from trainer_samples import long_microbatch, make_item, random_items, random_routing, with_experts
+from trainer_samples import make_item, random_items, random_routing, with_experts
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from schemas import BatchItem, Span
-from trainer.batch.batch import Microbatch, TrainItem, pack
+from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.uses import Uses
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace, Position, load_newest, save
 from trainer.journal.checkpoint import folder as folder_of
 from trainer.learners.deepspeed import DeepSpeedLearner
-from trainer.learners.forward import PackedModel
 from trainer.learners.learner import put_back, take_from
-from trainer.learners.sequence_parallel import SequenceGroup, open_group, open_packed
 from trainer.learners.torch import TorchLearner
 from trainer.state.pieces import whole_hash
 from trainer.state.stored import Index, StoredState, encode_index, index_hash, open_state
@@ -87,81 +82,6 @@ def check_unequal(model: str, stage: int) -> None:
             one.begin_phase("train")
         learner.restore(alone.save())
     learner.close()
-    print(f"stage {stage} agrees")
-
-
-def check_split(model: str, stage: int, size: int, replay: bool) -> None:
-    """Rows that `size` ranks share: losses, gradients, and what else is asked of a learner, are those of one process."""
-    routing: Literal["own", "replay"] = "replay" if replay else "own"
-    config = TrainerConfig(
-        lanes=NEEDS["reference"], threads=1, gradient_clip=1e9, activation_checkpointing=stage == 3, routing=routing
-    )
-    learner = DeepSpeedLearner(model, config, stage=stage, sequence_parallel=size)
-    if learner.rank:
-        learner.follow(MemoryStore())
-        return
-    alone = TorchLearner(model, config, device="cpu")
-    uneven = False
-    # Several rows and microbatches; then one row, of all trees.
-    for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
-        given = with_experts(items, random_routing(items)) if replay else items
-        batch = pack(given, max_tokens=(90, 301, 10_000)[step], version=5, replay=replay)
-        uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
-        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
-        assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
-        assert all(
-            abs(stats.values[name] - value) < 1e-4 * max(1, abs(value)) for name, value in expected.values.items()
-        )
-        gradients = [{n: t for n, t in one.save().items() if "/exp_avg/" in n} for one in (learner, alone)]
-        assert 10 * furthest(*gradients) < 1e-5, furthest(*gradients)
-        logprobs = [one.log_distances(batch) for one in (learner, alone)]
-        assert np.abs(logprobs[0] - logprobs[1]).max() < 1e-5 * batch.num_tokens
-        assert learner.greedy_accuracy(batch) == alone.greedy_accuracy(batch)
-        for one in (learner, alone):
-            one.begin_phase("train")
-        learner.restore(alone.save())
-    assert uneven, "rows were padded"
-    assert f"split over {size} ranks" in learner.numerics()["attention"]
-    learner.close()
-    print(f"stage {stage} agrees")
-
-
-def kept_of(packed: PackedModel, one: Microbatch) -> tuple[torch.Tensor, int]:
-    """A microbatch's logprobs, and the bytes that their backward keeps, without the weights."""
-    weights = {value.untyped_storage().data_ptr() for value in packed.module.parameters()}
-    held: dict[int, tuple[torch.Tensor, int]] = {}
-
-    def keep(value: torch.Tensor) -> torch.Tensor:
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in weights:
-            held[storage.data_ptr()] = value, storage.nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        logprob_N = packed.logprobs(one)
-    return logprob_N, sum(num_bytes for _, num_bytes in held.values())
-
-
-def check_split_memory(model: str, stage: int, num_tokens: int) -> None:
-    """What a long row's forward keeps for its backward: on a rank that has all of it, and on each of two that share it."""
-    deepspeed.ops.__compatible_ops__ = {}  # as the learner says
-    deepspeed.init_distributed(dist_backend="gloo")
-    torch.set_num_threads(1)
-    one = long_microbatch(num_tokens, sequences=3)
-    kept, found = [], []
-    for group in (SequenceGroup(), open_group(2, LIMIT_S)):
-        packed = open_packed(model, group, dtype="float32", device="cpu")
-        logprob_N, num_bytes = kept_of(packed, one)
-        (gradient,) = torch.autograd.grad(logprob_N.sum(), [packed.module.get_input_embeddings().weight])
-        torch.distributed.all_reduce(gradient if group.size > 1 else gradient.div_(2))
-        kept.append(num_bytes)
-        found.append((logprob_N.detach(), gradient))
-    assert all((here - there).abs().max() < 1e-4 for here, there in zip(*found, strict=True)), found
-    print(
-        f"a row of {num_tokens} tokens keeps {kept[0] / 2**20:.1f} MiB on one rank, {kept[1] / 2**20:.1f} on one of two"
-    )
-    assert kept[1] < 0.55 * kept[0], kept
-    torch.distributed.destroy_process_group()
     print(f"stage {stage} agrees")
 
 
@@ -385,9 +305,13 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(one) for one in folder))
         case "split":
+            from split_ranks import check_split
+
             check_split(model, stage, int(folder[0]), "replay" in folder)
         case "split memory":
-            check_split_memory(model, stage, *(int(one) for one in folder))
+            from split_ranks import check_split_memory
+
+            check_split_memory(model, stage, int(folder[0]))
         case "steps":
             main(model, stage)
         case "unequal":
