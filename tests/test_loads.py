@@ -8,6 +8,7 @@ from tests.test_architecture import PACKAGES, ROOT, text_of
 LOADS = {
     "actors/rollout/environment.py": "[explore] options: environment",
     "actors/gateway/serve.py": "[[gateway.processor]]",
+    "actors/program/workflow.py": "[explore] options: use",
     "actors/rollout/tool.py": "[explore] options: tools",
     "actors/rollout/workflow.py": "[explore] workflow, [explore.workflows]",
     "actors/rollout/workflows/interact.py": "[explore] options: environment, agent",

@@ -13,6 +13,8 @@ import msgspec
 
 from actors.config import ExploreConfig
 from actors.engines.engine import Engine, EngineStopped, Sampling
+from actors.rollout.environment import EnvironmentFailed
+from actors.rollout.failure import EpisodeFailed
 from actors.rollout.routing import with_recorded
 from actors.rollout.session import ChatTokenizer, Session
 from actors.rollout.waiting import issued_of
@@ -90,21 +92,25 @@ async def _run_episode(
 ) -> _Ended:
     session = Session(runtime.engine, runtime.tokenizer, sampling, runtime.images)
     scores: tuple[Score, ...] = ()
-    failure = ""
+    cause, failure = "", ""
     try:
         async with asyncio.timeout(runtime.config.episode_timeout_s):
             scores = tuple(await workflow(task, session))
     except EngineStopped:  # no episode can succeed any more: this process ends, the master issues its groups again
         raise
     except TimeoutError:
-        failure = f"not finished after {runtime.config.episode_timeout_s:g} s"
+        cause, failure = "timeout", f"not finished after {runtime.config.episode_timeout_s:g} s"
     except BadImage as error:
         runtime.role.metrics.counter("bad_images", reason=error.reason).inc()
-        failure = describe(error)[:_MAX_FAILURE_CHARS]
+        cause, failure = "environment", describe(error)
+    except EpisodeFailed as error:
+        cause, failure = error.cause, str(error)
     except Exception as error:  # whatever a workflow raises is this episode's failure, recorded as data
-        failure = describe(error)[:_MAX_FAILURE_CHARS]
+        cause, failure = "environment" if isinstance(error, EnvironmentFailed) else "workflow", describe(error)
+    failure = failure[:_MAX_FAILURE_CHARS]
     if failure:
         runtime.role.metrics.counter("requests_failed").inc()
+        runtime.role.metrics.counter("episodes_failed", cause=cause).inc()
         _log.warning("episode_failed group=%s episode=%d failure=%s", issued_of(task).group, episode, failure)
     if not session.num_sampled:
         return _Ended(episode, [], failure or "nothing was sampled")

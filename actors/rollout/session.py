@@ -18,21 +18,16 @@ from contextlib import nullcontext
 from threading import Lock
 from typing import Protocol, TypedDict, Unpack
 
-import msgspec
-
-from actors.engines.engine import Completion, Engine, Sampling
-from actors.rollout.continuation import MARK, SampledTurn, added_tokens, following_tokens, words
-from actors.rollout.routing import RoutedTokens, Rows
+from actors.engines.engine import Engine, Sampling
+from actors.rollout.continuation import MARK, SampledTurn, following_tokens
+from actors.rollout.parts import Conversation, Found, Part, Parts
+from actors.rollout.routing import Rows
 from infra.store.images import ImageReader, Pixels, images_of
-from schemas import End, Experience, Lane, Message, Score, Span, make_experience
+from schemas import End, Experience, Lane, Message, Score, make_experience
 from schemas.fields import Meta
 from schemas.ids import experience_id
 
-Conversation = tuple[Message, ...]
-
 LONG_CHARS = 16_384
-HISTORY_REWRITTEN = "history rewritten"
-TEMPLATE_DIFFERS = "the template does not extend earlier turns"
 _SHORT = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
 
@@ -71,34 +66,36 @@ class Session:
     def __init__(
         self, engine: Engine, tokenizer: ChatTokenizer, sampling: Sampling, images: ImageReader | None = None
     ) -> None:
-        """images: reads what messages show; without one, a message with an image is an error."""
+        """images: reads what messages show; without one, a message with an image is an error. sampling: of every turn that says
+        nothing else.
+        """
         self._images = images
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._parts: list[_Part] = []
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.parts = Parts(tokenizer)
         self._end: tuple[End, str] | None = None
         self._notes: Meta = {}
 
     @property
     def num_parts(self) -> int:
         """Token sequences so far; above 1 where a turn did not extend the earlier ones."""
-        return len(self._parts)
+        return len(self.parts.all)
 
     @property
     def num_sampled(self) -> int:
         """Tokens sampled so far."""
-        return sum(len(part.logprobs) for part in self._parts)
+        return sum(len(part.logprobs) for part in self.parts.all)
 
     @property
     def stopped(self) -> bool:
         """Whether the last turn ended by a stop token (False: by max_tokens, or there was none)."""
-        return bool(self._parts) and self._parts[-1].stopped
+        return self.parts.last is not None and self.parts.last.stopped
 
     @property
     def routing(self) -> tuple[Rows | None, ...]:
         """The experts of each part's tokens but the last, [tokens, layers, k]; None where the engine records none."""
-        return tuple(part.routed.all() for part in self._parts)
+        return tuple(part.routed.all() for part in self.parts.all)
 
     async def reply(self, messages: Sequence[Message], *, sampling: Sampling | None = None) -> Message:
         """Sample the next assistant message of the whole conversation `messages`.
@@ -110,23 +107,22 @@ class Session:
         if not conversation:
             raise ValueError("messages: got none, expected the conversation so far")
         rendered = await self._rendered(conversation)
-        tail, reason = await self._tail(conversation, rendered)
-        prompt = list(rendered) if tail is None else self._parts[-1].tokens + tail
+        part, prompt, reason = await self._place(conversation, rendered)
         images = await self._shown(conversation)
-        completion = await self._engine.generate(prompt, sampling or self._sampling, images=images)
-        content = self._tokenizer.decode(completion.tokens[:-1] if completion.stopped else completion.tokens)
+        completion = await self.engine.generate(prompt, sampling or self.sampling, images=images)
+        content = self.tokenizer.decode(completion.tokens[:-1] if completion.stopped else completion.tokens)
         reply = Message(role="assistant", content=content)
-        if tail is None:
-            self._parts.append(_Part(reason=reason))
-        known = self._parts[-1].conversation  # its answers as they were sampled
-        self._parts[-1].add(prompt, rendered, completion, (*known, *conversation[len(known) :], reply))
+        part = part or self.parts.begin(reason)
+        known = part.conversation  # its answers as they were sampled
+        part.add(prompt, rendered, completion, (*known, *conversation[len(known) :], reply))
+        self.parts.last = part
         return reply
 
     def score(self, name: str, value: float) -> None:
         """Record a verdict on the last turn, at its last token. Raises ValueError before the first turn."""
-        if not self._parts:
+        last = self.parts.last
+        if last is None:
             raise ValueError(f"score {name}: got no turn yet, expected one to judge")
-        last = self._parts[-1]
         last.scores.append(Score(name=name, value=value, at=len(last.tokens) - 1))
 
     def note(self, name: str, value: int | float | str) -> None:
@@ -147,10 +143,10 @@ class Session:
         (`scores`) go to the last part. A session that sampled nothing gives one empty experience, so that its group can
         still complete.
         """
-        own: End = "terminal" if self.stopped or not self._parts else "truncated"
+        own: End = "terminal" if self.stopped or not self.parts.all else "truncated"
         failed: tuple[End, str] | None = ("failed", "") if failure else None
         end, reason = failed or self._end or (own, "")
-        parts = self._parts or [_Part()]
+        parts = self.parts.all or [Part()]
         whole = header.get("scores", ())
         fields: SessionHeader = {"group_size": 1, **header}
         return [
@@ -178,8 +174,8 @@ class Session:
     async def _rendered(self, conversation: Conversation) -> list[int]:
         """The conversation's tokens; a long one leaves the event loop, and with it the heartbeat, to others meanwhile."""
         if is_long(conversation):
-            return await asyncio.to_thread(self._tokenizer.encode_chat, conversation)
-        return self._tokenizer.encode_chat(conversation)
+            return await asyncio.to_thread(self.tokenizer.encode_chat, conversation)
+        return self.tokenizer.encode_chat(conversation)
 
     async def _shown(self, conversation: Conversation) -> tuple[Pixels, ...]:
         """The pixels of the conversation's images, which are recorded by reference alone."""
@@ -190,42 +186,22 @@ class Session:
             raise ValueError(f"messages: got {len(images)} images, expected none: this session reads no store")
         return await asyncio.to_thread(self._images.read_all, images)
 
-    async def _tail(self, conversation: Conversation, rendered: Sequence[int]) -> tuple[list[int] | None, str]:
-        """Observation tokens that continue the last part; None where a new part begins, and why it does."""
-        if not self._parts:
-            return None, ""
-        last = self._parts[-1]
-        known = len(last.conversation)
-        if len(conversation) <= known or not _same(conversation[:known], last.conversation):
-            return None, HISTORY_REWRITTEN
-        turn = SampledTurn(last.rendered, last.turn, last.conversation[-1].content, last.stopped)
-        tail = added_tokens(rendered, turn, self._tokenizer)
-        if tail is None:
-            tail = await self._following(conversation[known:], turn)
-        return tail, TEMPLATE_DIFFERS if tail is None else ""
+    async def _place(self, conversation: Conversation, rendered: Sequence[int]) -> Found:
+        """Where the next turn goes."""
 
-    async def _following(self, new: Conversation, turn: SampledTurn) -> list[int] | None:
-        """Observation tokens where the template writes the last answer otherwise than it was sampled."""
-
-        def found() -> list[int] | None:
+        def follow(turn: SampledTurn, known: int) -> list[int] | None:
             return following_tokens(
-                self._tokenizer.encode_chat,
+                self.tokenizer.encode_chat,
                 _SHORT,
-                new,
+                conversation[known:],
                 turn,
-                stops=self._sampling.stop,
-                decode=self._tokenizer.decode,
+                stops=self.sampling.stop,
+                decode=self.tokenizer.decode,
             )
 
-        return await asyncio.to_thread(found) if is_long(new) else found()
-
-
-def _same(given: Conversation, known: Conversation) -> bool:
-    """Whether it is the same conversation: answers may come back without what was thought, and without blanks around them."""
-    return all(
-        one == other or (one.role == other.role == "assistant" and words(one.content) == words(other.content))
-        for one, other in zip(given, known, strict=True)
-    )
+        if is_long(conversation):
+            return await asyncio.to_thread(self.parts.find, conversation, rendered, follow)
+        return self.parts.find(conversation, rendered, follow)
 
 
 def is_long(messages: Sequence[Message]) -> bool:
@@ -268,38 +244,12 @@ class CachedTokenizer:
         """As the wrapped tokenizer's."""
         return self._tokenizer.decode(ids)
 
-
-class _Part(msgspec.Struct):
-    """One token sequence being grown.
-
-    rendered: the template's own tokens for the last turn's prompt. turn: what the last turn sampled. reason: why it does
-    not go on in the part before.
-    """
-
-    tokens: list[int] = []
-    rendered: Sequence[int] = ()
-    turn: tuple[int, ...] = ()
-    logprobs: list[float] = []
-    spans: list[Span] = []
-    conversation: Conversation = ()
-    stopped: bool = False
-    scores: list[Score] = []
-    reason: str = ""
-    routed: RoutedTokens = msgspec.field(default_factory=RoutedTokens)
-
-    def add(
-        self, prompt: list[int], rendered: Sequence[int], completion: Completion, conversation: Conversation
-    ) -> None:
-        start = len(prompt)
-        for span in completion.spans:
-            self.spans.append(msgspec.structs.replace(span, start=start + span.start, stop=start + span.stop))
-        self.tokens = [*prompt, *completion.tokens]
-        self.logprobs.extend(completion.logprobs)
-        self.routed.add(completion.routing)
-        self.rendered, self.turn = rendered, completion.tokens
-        self.conversation, self.stopped = conversation, completion.stopped
+    @property
+    def wrapped(self) -> ChatTokenizer:
+        """The tokenizer itself, for a workflow that needs more of it."""
+        return self._tokenizer
 
 
-def _header(fields: SessionHeader, part: _Part, *, scores: tuple[Score, ...]) -> SessionHeader:
+def _header(fields: SessionHeader, part: Part, *, scores: tuple[Score, ...]) -> SessionHeader:
     """Header fields of one part, which has verdicts of its own."""
     return {**fields, "scores": (*part.scores, *scores)}

@@ -29,7 +29,7 @@ PARTS = {
     "Feedback sources": ("streams.sources.received:rating",),
     "Workflows": (
         "actors.rollout.workflows.converse:converse", "actors.rollout.workflows.interact:Interact",
-        "actors.rollout.workflows.tools:Tools",
+        "actors.rollout.workflows.tools:Tools", "actors.program.workflow:Program",
     ),
     "Agents": ("actors.rollout.agents.chat:Chat", "actors.rollout.agents.react:React"),
     "Environments": (
@@ -43,7 +43,10 @@ PARTS = {
     "Learners": ("trainer.learners.torch:TorchLearner", "trainer.learners.deepspeed:DeepSpeedLearner"),
 }  # fmt: skip
 # Options of a class that takes them as a struct of another name.
-TAKEN_FROM = {"actors.rollout.workflows.tools:Tools": "actors.rollout.workflows.tools:ToolsOptions"}
+TAKEN_FROM = {
+    "actors.rollout.workflows.tools:Tools": "actors.rollout.workflows.tools:ToolsOptions",
+    "actors.program.workflow:Program": "actors.program.workflow:ProgramOptions",
+}
 
 
 def parts() -> Iterator[str]:

@@ -23,7 +23,10 @@ from schemas.errors import ConfigError
 # Keyword-only parameters that are no options: the chain fills them in.
 RESERVED_PARAMETERS = frozenset({"memory", "time_ms", "record_offset"})
 # Settings and archives of the first release name what ships by these: they are found where it is today.
-MOVED = {f"actors.{kind}.": f"actors.rollout.{kind}." for kind in ("agents", "environments", "tools", "workflows")}
+MOVED = {
+    "actors.workflows.program:": "actors.program.workflow:",
+    **{f"actors.{kind}.": f"actors.rollout.{kind}." for kind in ("agents", "environments", "tools", "workflows")},
+}
 # What ships is named by its folder in the repository. Where headrace is installed, that folder lies below `headrace`.
 SHIPPED = ("actors", "infra", "schemas", "streams", "trainer")
 BELOW = __name__.rpartition("infra.")[0]

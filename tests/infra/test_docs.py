@@ -29,7 +29,7 @@ from tests.actors.gateway.gateway_rig import engine, says, serving
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "infra" / "docs").rglob("*.md")))
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
-LANGUAGES = {"sh", "sh curl", "python", "python client", "toml", "text", "js"}
+LANGUAGES = {"sh", "sh curl", "python", "python client", "python agent", "toml", "text", "js"}
 # What a table of a snippet needs of the rest of the file.
 BESIDE = {
     "gate": '[[master.evals]]\nsuite = "held-out"\n[[master.evals]]\nsuite = "production"\n',
@@ -39,7 +39,7 @@ SHOWN_URL, SHOWN_KEY = "http://127.0.0.1:8000", "hr-…"
 
 
 class Fence(msgspec.Struct, frozen=True):
-    """One fenced block. kind: its language, with `client` or `curl`."""
+    """One fenced block. kind: its language, with `client`, `curl`, or `agent` (run by tests/actors/test_program.py)."""
 
     page: str
     line: int
@@ -54,7 +54,7 @@ def fences_of(page: Path) -> Iterator[Fence]:
     text = page.read_text(encoding="utf-8")
     for found in re.finditer(r"^```([^\n]+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         language, _, rest = found[1].partition(" ")
-        kind = f"{language} {rest}" if rest in ("client", "curl") else language
+        kind = f"{language} {rest}" if rest in ("client", "curl", "agent") else language
         yield Fence(page.relative_to(ROOT).as_posix(), text.count("\n", 0, found.start()) + 1, kind, found[2])
 
 

@@ -9,18 +9,16 @@ tokens, logprobs and versions, also where the client went away in the middle; wi
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
-
-import msgspec
+from collections.abc import Callable, Sequence
 
 from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaNotTried, SchemaRefused
 from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.access.users import Users
-from actors.gateway.answering.conversation import Called, read_calls, written
+from actors.gateway.answering.conversation import written
 from actors.gateway.answering.earlier import Earlier
-from actors.gateway.answering.sample import Growing, OnText, SampledAnswer, sample, sample_whole
+from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
+from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import Sessions, held
 from actors.gateway.config import GatewayConfig
 from actors.gateway.http.errors import ApiError, bad, unavailable
@@ -61,40 +59,6 @@ class Minter:
         """The next sequence number."""
         self._next += 1
         return self._next - 1
-
-
-class InFlight(msgspec.Struct, kw_only=True):
-    """One request while it is served. place: for its answers. session: "" where the client
-    named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: the user
-    whose key it is sealed under, "" for none. failed: by the engine.
-    """
-
-    place: TakenPlaces
-    request: ParsedRequest
-    key: ApiKey
-    group: str
-    session: str
-    answer_ids: list[str]
-    rendered: list[int]
-    tokens: list[int]
-    prefix: list[int]
-    turn: int
-    sampling: Sampling
-    trial: int
-    subject: str
-    growing: list[Growing | None] = []
-    answers: list[SampledAnswer] = []
-    failed: bool = False
-
-    @property
-    def num_sampled(self) -> int:
-        """Tokens of all choices."""
-        return sum(len(answer.tokens) for answer in self.answers)
-
-    def content(self, index: int, tools: bool) -> tuple[str, list[Called]]:
-        """Text and tool calls of a choice that has ended."""
-        text = self.request.force + self.answers[index].text
-        return read_calls(text) if tools else (text, [])
 
 
 class Gateway:
@@ -173,20 +137,13 @@ class Gateway:
         """Tokens of a request's prompt as the template writes it. Raises ApiError."""
         return len((await self._tokenized(request, key, ""))[0])
 
-    async def answer(self, in_flight: InFlight, watch: Callable[[int], OnText] | None = None) -> None:
+    async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
         """Sample all choices into `in_flight`. Cancelled, it keeps and records what there is. Raises ApiError.
 
         watch: gives the listener of a choice.
         """
-        request = in_flight.request
         try:
-            in_flight.growing = [self._growing(in_flight, index, watch) for index in range(request.choices)]
-            if request.choices == 1:
-                in_flight.answers = [await self._choice(in_flight, 0)]
-            else:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._choice(in_flight, index)) for index in range(request.choices)]
-                in_flight.answers = [task.result() for task in tasks]
+            await sample_choices(self.engine, self.tokenizer.decode, in_flight, watch)
         except ExceptionGroup as errors:
             raise self._failure(errors.exceptions[0], in_flight) from errors
         except Exception as error:
@@ -299,20 +256,6 @@ class Gateway:
             json_schema=request.json_schema,
         )
 
-    def _growing(self, in_flight: InFlight, index: int, watch: Callable[[int], OnText] | None) -> Growing | None:
-        if watch is None and not in_flight.request.stops:
-            return None
-        tell = watch(index) if watch is not None else _unheard
-        return Growing(self.tokenizer.decode, in_flight.sampling, in_flight.request.stops, tell)
-
-    def _choice(self, in_flight: InFlight, index: int) -> Coroutine[Any, Any, SampledAnswer]:
-        sampling, growing = in_flight.sampling, in_flight.growing[index]
-        if sampling.seed is not None:
-            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
-        if growing is None:
-            return sample_whole(self.engine, self.tokenizer.decode, in_flight.tokens, sampling)
-        return sample(self.engine, growing, in_flight.tokens, sampling)
-
     def _failure(self, error: BaseException, in_flight: InFlight) -> Exception:
         if isinstance(error, ApiError):
             return error
@@ -391,7 +334,3 @@ class Gateway:
             len(one.content) for one in served.prompt.plain
         )
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))
-
-
-def _unheard(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-    """For an answer that is not streamed."""

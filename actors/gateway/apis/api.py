@@ -7,8 +7,8 @@ import msgspec
 
 from actors.gateway.answering.conversation import Called
 from actors.gateway.answering.earlier import Conversation
+from actors.gateway.answering.in_flight import InFlight, Watch
 from actors.gateway.answering.sample import Decode
-from actors.gateway.answering.serving import InFlight
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from actors.gateway.http.requests import ParsedRequest
@@ -41,6 +41,16 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     def call_id(self, index: int, at: int) -> str:
         """The id of a tool call of a choice."""
         return f"call_{self.answer_ids[index].removeprefix('hr-')}_{at}"
+
+
+class Answerer(Protocol):
+    """Who samples what was asked."""
+
+    async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
+        """Sample all choices into `in_flight`. Raises ApiError. watch: gives the listener of a choice."""
+
+    def release(self, in_flight: InFlight) -> None:
+        """Give back its place; again is fine."""
 
 
 class EventWriter(Protocol):

@@ -7,7 +7,7 @@ for beyond its time; a client that goes away frees the engine.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -25,13 +25,15 @@ from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.access.places import Lasting, TakenPlaces
 from actors.gateway.answering.earlier import Conversation
-from actors.gateway.answering.serving import Gateway, InFlight
+from actors.gateway.answering.in_flight import InFlight
+from actors.gateway.answering.serving import Gateway
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import MESSAGES, read_count
 from actors.gateway.apis.responses import RESPONSES, after
 from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayLimits, Webhook
+from actors.gateway.http.body import presented, read_body, unless_gone
 from actors.gateway.http.errors import ApiError, bad
 from actors.gateway.http.requests import SESSION_HEADER, ParsedRequest
 from actors.gateway.http.stream import EventStream
@@ -44,7 +46,6 @@ from actors.gateway.recording.feedback_intake import (
     read_token_request,
 )
 from infra.observe.metrics import Metrics
-from infra.roles.unless import unless
 from schemas.ids import group_of
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class Site:
     async def _answer(self, request: Request, api: Api) -> Response:
         key: ApiKey = request.state.key
         self._authenticator.admit(key)
-        body = await self._body(request)
+        body = await read_body(request, self._limits)
         parsed = api.read(body, self._limits, lambda answer: self._gateway.earlier.find(answer, key.tenant))
         self._check_model(parsed)
         session = (
@@ -168,7 +169,7 @@ class Site:
         beginning = self._gateway.begin(
             parsed, key, session, place, drawn=self._canary is None or not (inside or known_here)
         )
-        in_flight = await (_unless_gone(request, beginning) if self._gateway.is_long(parsed) else beginning)
+        in_flight = await (unless_gone(request, beginning) if self._gateway.is_long(parsed) else beginning)
         reply = Reply(
             in_flight=in_flight,
             decode=self._gateway.tokenizer.decode,
@@ -178,7 +179,7 @@ class Site:
         if parsed.stream:
             return Lasting(self._streamed(reply, api, session), _releases(place))
         try:
-            await _unless_gone(request, self._gateway.answer(in_flight))
+            await unless_gone(request, self._gateway.answer(in_flight))
         finally:
             self._gateway.release(in_flight)
             self._charge(key, in_flight)
@@ -196,7 +197,7 @@ class Site:
             stream=parsed.stream,
             choices=parsed.choices,
         )
-        return await _unless_gone(request, work)
+        return await unless_gone(request, work)
 
     async def _streamed(self, reply: Reply, api: Api, session: str) -> AsyncGenerator[bytes, None]:
         stream = EventStream(self._gateway, reply, api, ended=lambda: self._keep(reply, session))
@@ -220,10 +221,10 @@ class Site:
     async def _count(self, request: Request) -> Response:
         key: ApiKey = request.state.key
         self._authenticator.admit(key)
-        parsed = read_count(await self._body(request), self._limits)
+        parsed = read_count(await read_body(request, self._limits), self._limits)
         self._check_model(parsed)
         counting = self._gateway.count(parsed, key)
-        num_tokens = await (_unless_gone(request, counting) if self._gateway.is_long(parsed) else counting)
+        num_tokens = await (unless_gone(request, counting) if self._gateway.is_long(parsed) else counting)
         return _json(msgspec.json.encode({"input_tokens": num_tokens}))
 
     def _check_model(self, parsed: ParsedRequest) -> None:
@@ -252,7 +253,7 @@ class Site:
         token = request.headers.get(TOKEN_HEADER, "")
         if not token:
             self._authenticator.admit(request.state.key)
-        feedback = read_feedback(await self._body(request))
+        feedback = read_feedback(await read_body(request, self._limits))
         answer = nth_answer(feedback.answer_id, feedback.choice)
         key: ApiKey = self._authenticator.key_of_token(token, answer) if token else request.state.key
         if token:
@@ -272,7 +273,7 @@ class Site:
     async def _issue_token(self, request: Request) -> Response:
         key: ApiKey = request.state.key
         self._authenticator.admit(key)
-        asked = read_token_request(await self._body(request))
+        asked = read_token_request(await read_body(request, self._limits))
         answer = nth_answer(asked.answer_id, asked.choice)
         self._authenticator.check_answer(key, answer)
         expires_s = self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S)
@@ -282,7 +283,7 @@ class Site:
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]
-        body = await self._body(request)
+        body = await read_body(request, self._limits)
         check_signature(webhook, request.headers, body, self._authenticator.now_s())
         if self._gateway.config.train_on == "nothing":
             self._metrics.counter("feedback_received", path=webhook.path, outcome="no consent").inc()
@@ -298,45 +299,6 @@ class Site:
 
     async def _measure(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")
-
-    async def _body(self, request: Request) -> bytes:
-        """The body, if it comes whole, in time and within its bound. Raises ApiError."""
-        limit = self._limits.body_bytes
-        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
-        announced = request.headers.get("content-length", "0")
-        if not announced.isdigit() or int(announced) > limit:
-            raise too_large
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.body_s):
-                more = True
-                while more:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnect
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise too_large
-                    more = message.get("more_body", False)
-        except TimeoutError as error:
-            raise ApiError(408, f"the body took longer than {self._limits.body_s:g} s", code="timeout") from error
-        return bytes(body)
-
-
-def presented(headers: Mapping[str, str]) -> str:
-    """The credentials of a request as an Authorization header has them; Anthropic's clients send x-api-key."""
-    key = headers.get("x-api-key", "")
-    return headers.get("authorization", "") or (f"Bearer {key}" if key else "")
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
-    return await unless(_disconnected(request), work, ClientDisconnect)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
 
 
 def _releases(place: TakenPlaces) -> Callable[[], Awaitable[None]]:

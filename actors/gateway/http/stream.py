@@ -9,17 +9,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from actors.gateway.answering.conversation import OPEN
 from actors.gateway.answering.sample import OnText
-from actors.gateway.answering.serving import Gateway
 from actors.gateway.answering.text import StopStrings
-from actors.gateway.apis.api import Api, Reply
+from actors.gateway.apis.api import Answerer, Api, Reply
 from actors.gateway.http.errors import ApiError
 
 
 class EventStream:
     """Events of one streamed response, as its API spells them. ended: called when every choice has, before it is told."""
 
-    def __init__(self, gateway: Gateway, reply: Reply, api: Api, ended: Callable[[], None]) -> None:
-        self._gateway = gateway
+    def __init__(self, answerer: Answerer, reply: Reply, api: Api, ended: Callable[[], None]) -> None:
+        self._answerer = answerer
         self._reply = reply
         self._ended = ended
         self._error_event = api.error_event
@@ -41,11 +40,11 @@ class EventStream:
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,))
-            self._gateway.release(self._reply.in_flight)
+            self._answerer.release(self._reply.in_flight)
 
     async def _sample(self) -> None:
         try:
-            await self._gateway.answer(self._reply.in_flight, watch=self._watch)
+            await self._answerer.answer(self._reply.in_flight, watch=self._watch)
             self._ended()
             for index, num_streamed in enumerate(self._num_streamed):
                 text, calls = self._reply.content(index)

@@ -13,7 +13,8 @@ import msgspec
 from actors.engines.engine import ContextFull
 from actors.rollout.agent import Agent
 from actors.rollout.environment import Environment, EnvironmentFailed, GuardedEnvironment, world_seed
-from actors.rollout.session import Conversation, Session
+from actors.rollout.parts import Conversation
+from actors.rollout.session import Session
 from infra.settings.config import Positive, Seconds, Section, Use
 from infra.settings.plugin import load
 from schemas import Message, Score, Task

@@ -1,0 +1,53 @@
+"""What comes with a request: its key, its body, and whether its client is still there."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from actors.gateway.config import GatewayLimits
+from actors.gateway.http.errors import ApiError
+from infra.roles.unless import unless
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request, limits: GatewayLimits) -> bytes:
+    """The body, if it comes whole, in time and within its bound. Raises ApiError."""
+    limit = limits.body_bytes
+    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdigit() or int(announced) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise too_large
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body took longer than {limits.body_s:g} s", code="timeout") from error
+    return bytes(body)
+
+
+def presented(headers: Mapping[str, str]) -> str:
+    """The credentials of a request as an Authorization header has them; Anthropic's clients send x-api-key."""
+    key = headers.get("x-api-key", "")
+    return headers.get("authorization", "") or (f"Bearer {key}" if key else "")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
+    return await unless(_disconnected(request), work, ClientDisconnect)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue

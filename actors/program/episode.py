@@ -1,0 +1,270 @@
+"""One episode of a program: answers its requests by the policy, and records them into the episode's token sequences.
+
+Guarantees: every token of every answer is recorded as it was sampled, with its logprob and version; an answer that the program
+did not get is not recorded, and a request that its client sends again is answered with what was sampled before; requests at
+once, sub-agents and rewritten history are sequences of their own, and each says why.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from actors.engines.engine import Completion, ContextFull, EngineStopped, Sampling
+from actors.gateway.access.keys import ApiKey
+from actors.gateway.access.places import Places
+from actors.gateway.answering.conversation import written
+from actors.gateway.answering.earlier import Earlier
+from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
+from actors.gateway.answering.sample import SampledAnswer
+from actors.gateway.http.errors import ApiError, bad, unavailable
+from actors.gateway.http.requests import ParsedRequest
+from actors.rollout.continuation import MARK, SampledTurn, following_tokens
+from actors.rollout.parts import AT_ONCE, Part
+from actors.rollout.session import LONG_CHARS, Session
+from schemas import Message, Score
+
+CONTEXT_FULL = "context is full"
+KEPT_ANSWERS = 64  # for requests that are sent again
+
+
+class RequestTokenizer(Protocol):
+    """The part of a tokenizer that a program's requests need."""
+
+    eos_ids: tuple[int, ...]
+    takes_tools: bool
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids."""
+
+    def encode_request(self, conversation: Sequence[Any], tools: Sequence[Any] = ()) -> list[int]:
+        """Ids of a conversation as the template writes it."""
+
+
+class EpisodeLimits(msgspec.Struct, frozen=True):
+    """at_once: answers being made. requests: of the whole episode."""
+
+    at_once: int = 16
+    requests: int = 512
+
+
+class Episode:
+    """The policy as one program meets it. own_sampling: temperature, top_p and seed as the program asks, not as the task
+    says.
+    """
+
+    def __init__(
+        self, session: Session, tokenizer: RequestTokenizer, limits: EpisodeLimits, *, own_sampling: bool = False
+    ) -> None:
+        self.key = f"hr-{secrets.token_urlsafe(24)}"
+        self.earlier = Earlier(limits.requests, 64 * 1024 * 1024)
+        self.stopped: EngineStopped | None = None
+        self.is_full = False
+        self.num_asked = 0
+        self._session = session
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._own_sampling = own_sampling
+        self._places = Places(limits.at_once)
+        self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
+        self._places_of: dict[str, list[Part]] = {}
+        self._scored: dict[str, tuple[Part, int]] = {}
+        self._answered: OrderedDict[str, InFlight] = OrderedDict()
+
+    @property
+    def version(self) -> int:
+        """Of the policy that samples now."""
+        return self._session.engine.version
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids."""
+        return self._tokenizer.decode(ids)
+
+    def count(self, request: ParsedRequest) -> int:
+        """Tokens of a request's prompt as the template writes it. Raises ApiError."""
+        return len(self._rendered(request))
+
+    def again(self, body: bytes) -> InFlight | None:
+        """What the same request was answered before, where it was."""
+        return self._answered.get(hashlib.sha256(body).hexdigest())
+
+    def keep(self, body: bytes, in_flight: InFlight) -> None:
+        """Remember an answer, for a client that did not get it and asks again."""
+        self._answered[hashlib.sha256(body).hexdigest()] = in_flight
+        while len(self._answered) > KEPT_ANSWERS:
+            self._answered.popitem(last=False)
+
+    async def begin(self, request: ParsedRequest) -> InFlight:
+        """Everything before the first token. Raises ApiError."""
+        if self.num_asked >= self._limits.requests:
+            raise ApiError(403, f"this episode has used its {self._limits.requests} requests", code="episode_over")
+        if request.prompt.tools and not self._tokenizer.takes_tools:
+            raise bad("tools: this model's chat template knows no tools", "tools")
+        place = self._places.take(request.choices)
+        self.num_asked += 1
+        try:
+            is_long = request.num_chars > LONG_CHARS
+            rendered = await asyncio.to_thread(self._rendered, request) if is_long else self._rendered(request)
+            plain = request.prompt.plain
+            tail = self._follow(request)
+            parts = self._session.parts
+            found = (
+                await asyncio.to_thread(parts.find, plain, rendered, tail)
+                if is_long
+                else parts.find(plain, rendered, tail)
+            )
+            forced = self._tokenizer.encode(request.force) if request.force else []
+            sampling = self._sampling(request, len(found.prompt) + len(forced))
+            mine = [found.part or parts.begin(found.reason)]
+            mine += [parts.begin(AT_ONCE) for _ in range(request.choices - 1)]
+        except BaseException:
+            place.release()
+            raise
+        for part in mine:
+            part.sampling = True
+        name = secrets.token_hex(8)
+        in_flight = InFlight(
+            place=place,
+            request=request,
+            key=self._api_key,
+            group=name,
+            session="",
+            answer_ids=[f"hr-{name}-{index}" for index in range(request.choices)],
+            rendered=rendered,
+            tokens=[*found.prompt, *forced],
+            prefix=forced,
+            turn=0,
+            sampling=sampling,
+            trial=-1,
+            subject="",
+        )
+        self._places_of[name] = mine
+        return in_flight
+
+    async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
+        """Sample all choices into `in_flight` and record them; cancelled, nothing is recorded. Raises ApiError."""
+        parts = self._places_of.pop(in_flight.group)
+        try:
+            await sample_choices(self._session.engine, self._tokenizer.decode, in_flight, watch)
+        except ExceptionGroup as errors:
+            raise self._refused(errors.exceptions[0]) from errors
+        except Exception as error:
+            raise self._refused(error) from error
+        else:
+            for index, part in enumerate(parts):
+                self._record(in_flight, index, part)
+        finally:
+            for part in parts:
+                part.sampling = False
+                if not part.tokens:  # nothing came of it
+                    self._session.parts.all.remove(part)
+            self.release(in_flight)
+
+    def release(self, in_flight: InFlight) -> None:
+        """Give back its place; again is fine."""
+        for part in self._places_of.pop(in_flight.group, ()):
+            part.sampling = False
+            if not part.tokens:
+                self._session.parts.all.remove(part)
+        in_flight.place.release()
+
+    def score(self, answer: str, name: str, value: float) -> bool:
+        """A verdict on one turn, at its last token; False where no answer has that id."""
+        if answer not in self._scored:
+            return False
+        part, at = self._scored[answer]
+        part.scores.append(Score(name=name, value=value, at=at))
+        return True
+
+    def _record(self, in_flight: InFlight, index: int, part: Part) -> None:
+        answer: SampledAnswer = in_flight.answers[index]
+        content, calls = in_flight.content(index, bool(in_flight.request.prompt.tools))
+        said = Message(role="assistant", content=written(content, calls))
+        known = part.conversation
+        completion = Completion(
+            tokens=tuple(answer.tokens),
+            logprobs=tuple(answer.logprobs),
+            spans=answer.spans(in_flight.sampling),
+            stopped=answer.stopped,
+        )
+        part.add(
+            in_flight.tokens,
+            in_flight.rendered,
+            completion,
+            (*known, *in_flight.request.prompt.plain[len(known) :], said),
+            forced=in_flight.prefix,
+            said=in_flight.request.force + answer.text,
+        )
+        part.cut = answer.cut
+        self._session.parts.last = part
+        self._scored[in_flight.answer_ids[index]] = (part, len(part.tokens) - 1)
+
+    def _rendered(self, request: ParsedRequest) -> list[int]:
+        prompt = request.prompt
+        if prompt.tokens:
+            return list(prompt.tokens)
+        if prompt.chat is None:
+            return self._tokenizer.encode(prompt.plain[0].content)
+        try:
+            return self._tokenizer.encode_request(
+                [dict(one) for one in prompt.chat], [dict(one) for one in prompt.tools]
+            )
+        except (ValueError, RecursionError) as error:
+            raise bad(f"messages: {error}", "messages") from error
+
+    def _follow(self, request: ParsedRequest) -> Any:
+        chat, tools = request.prompt.chat, request.prompt.tools
+
+        def follow(turn: SampledTurn, known: int) -> list[int] | None:
+            if chat is None or not known:
+                return None
+            return following_tokens(
+                lambda conversation: self._tokenizer.encode_request(conversation, tools),
+                ({"role": "user", "content": "?"}, {**chat[known - 1], "content": MARK}),
+                chat[known:],
+                turn,
+                stops=self._tokenizer.eos_ids,
+                decode=self._tokenizer.decode,
+            )
+
+        return follow
+
+    def _sampling(self, request: ParsedRequest, num_prompt: int) -> Sampling:
+        """As the task says, within what the program asks for and the context leaves. Raises ApiError."""
+        own = self._session.sampling
+        room = self._session.engine.max_model_len - num_prompt
+        if room < 1:
+            self.is_full = True
+            raise bad(
+                f"This model's maximum context length is {self._session.engine.max_model_len} tokens; the request has "
+                f"{num_prompt}, which leaves none for an answer",
+                "messages",
+                "context_length_exceeded",
+            )
+        drawn: dict[str, Any] = {}
+        if self._own_sampling:
+            drawn = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
+        return msgspec.structs.replace(
+            own,
+            max_tokens=min(request.max_tokens or own.max_tokens, own.max_tokens, room),
+            json_schema=request.json_schema,
+            **drawn,
+        )
+
+    def _refused(self, error: BaseException) -> Exception:
+        if isinstance(error, EngineStopped):
+            self.stopped = error
+            return unavailable("the engine has stopped")
+        if isinstance(error, ContextFull):
+            self.is_full = True
+            return bad(str(error), "messages", "context_length_exceeded")
+        if isinstance(error, ValueError):
+            return bad(str(error))
+        return error if isinstance(error, Exception) else RuntimeError(repr(error))

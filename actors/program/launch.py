@@ -1,0 +1,181 @@
+"""Runs a program for one episode: a function of this process, a command, or a service that is asked to.
+
+Guarantees: a command gets no environment but what it is given, and what it started ends with it, as far as it stays in its
+process group; what it prints is bounded; a function that blocks keeps no other episode waiting.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import threading
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from actors.rollout.failure import EpisodeFailed
+from infra.settings.plugin import describe
+
+MAX_OUTPUT_BYTES = 1024 * 1024
+LAST_WORDS = 300
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV")
+
+
+class Access(msgspec.Struct, frozen=True):
+    """What a program is told. base_url: without /v1. task: as JSON takes it."""
+
+    base_url: str
+    key: str
+    model: str
+    task: Mapping[str, Any]
+
+
+async def call(function: Callable[..., Any], access: Access) -> Any:
+    """What a function returns. It is called with those of task, base_url, key and model that it takes. Raises EpisodeFailed.
+
+    base_url: with /v1, as OpenAI's clients take it.
+    """
+    given = {"task": access.task, "base_url": f"{access.base_url}/v1", "key": access.key, "model": access.model}
+    taken = inspect.signature(function).parameters
+    every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    given = given if every else {name: value for name, value in given.items() if name in taken}
+    try:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(**given)
+        return await _in_thread_of_its_own(lambda: function(**given))
+    except (asyncio.CancelledError, EpisodeFailed):
+        raise
+    except Exception as error:
+        raise EpisodeFailed("agent", describe(error)) from error
+
+
+async def _in_thread_of_its_own(work: Callable[[], Any]) -> Any:
+    """A pool's threads would run out where many programs block, and the server needs some to answer them."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def tell(set_it: Callable[[Any], None], value: Any) -> None:
+        if not done.done():  # it was waited for no longer
+            set_it(value)
+
+    def run() -> None:
+        try:
+            told: tuple[Any, Any] = (done.set_result, work())
+        except BaseException as error:
+            told = (done.set_exception, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, *told)
+
+    threading.Thread(target=run, name="program", daemon=True).start()
+    return await done
+
+
+async def run_command(command: Sequence[str], access: Access, environment: Mapping[str, str]) -> Any:
+    """What a command printed as its last line, where that is JSON; None where it printed nothing. Raises EpisodeFailed.
+
+    The task is on its standard input. environment: besides what it is told and a few names like PATH.
+    """
+    told = {
+        "OPENAI_BASE_URL": f"{access.base_url}/v1",
+        "OPENAI_API_BASE": f"{access.base_url}/v1",
+        "OPENAI_API_KEY": access.key,
+        "ANTHROPIC_BASE_URL": access.base_url,
+        "ANTHROPIC_API_KEY": access.key,
+        "HEADRACE_MODEL": access.model,
+    }
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env={**inherited, **environment, **told},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EpisodeFailed("agent", f"cannot be started: {command[0]}: {error.strerror}") from error
+    try:
+        out, words = await _talk(process, msgspec.json.encode(access.task) + b"\n")
+        code = await process.wait()
+    finally:
+        _end(process)
+        await process.wait()
+    if code:
+        raise EpisodeFailed(
+            "agent", f"{command[0]} ended with {code}: {words[-LAST_WORDS:].decode(errors='replace').strip()}"
+        )
+    return _last_json(out)
+
+
+async def _talk(process: Process, task: bytes) -> tuple[bytes, bytes]:
+    """What it printed, and the last of what it complained. Raises EpisodeFailed where it prints too much."""
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    stdin = process.stdin
+
+    async def give() -> None:
+        with contextlib.suppress(ConnectionError):  # it need not read its task
+            stdin.write(task)
+            await stdin.drain()
+            stdin.close()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(give())
+        out = group.create_task(_read(process.stdout))
+        words = group.create_task(_read(process.stderr))
+    if len(out.result()) > MAX_OUTPUT_BYTES:
+        raise EpisodeFailed("reward", f"the program printed more than {MAX_OUTPUT_BYTES} bytes")
+    return out.result(), words.result()
+
+
+async def _read(stream: asyncio.StreamReader) -> bytes:
+    """To its end; of more than MAX_OUTPUT_BYTES the last, and some more so that it can be told."""
+    found = bytearray()
+    while piece := await stream.read(65_536):
+        found += piece
+        del found[: max(0, len(found) - MAX_OUTPUT_BYTES - 1)]
+    return bytes(found)
+
+
+def _end(process: Process) -> None:
+    """End it, and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_json(out: bytes) -> Any:
+    lines = out.decode(errors="replace").strip().splitlines()
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except (ValueError, RecursionError) as error:
+        raise EpisodeFailed("reward", f"the program's last line is no JSON: {lines[-1][:LAST_WORDS]!r}") from error
+
+
+async def ask_service(url: str, access: Access) -> Any:
+    """What a service answers to the task, the address and the key. Raises EpisodeFailed."""
+    body = {
+        "task": dict(access.task),
+        "base_url": f"{access.base_url}/v1",
+        "anthropic_base_url": access.base_url,
+        "api_key": access.key,
+        "model": access.model,
+    }
+    try:
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:  # an episode has a time of its own
+            response = await client.post(url, json=body)
+        response.raise_for_status()
+    except httpx.HTTPError as error:
+        raise EpisodeFailed("agent", f"{url}: {describe(error)}") from error
+    if len(response.content) > MAX_OUTPUT_BYTES:
+        raise EpisodeFailed("reward", f"{url} answered more than {MAX_OUTPUT_BYTES} bytes")
+    try:
+        return msgspec.json.decode(response.content) if response.content else None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise EpisodeFailed("reward", f"{url} answered no JSON: {error}") from error

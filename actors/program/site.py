@@ -1,0 +1,179 @@
+"""The address that programs ask: one server for all episodes of an explorer, each known by a key of its own.
+
+It speaks what the gateway speaks, through the same code. A key opens its episode as long as that lasts; then it opens nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from actors.gateway.access.places import Lasting
+from actors.gateway.answering.earlier import Conversation
+from actors.gateway.answering.in_flight import InFlight
+from actors.gateway.apis.api import Api, Reply
+from actors.gateway.apis.completions import CHAT
+from actors.gateway.apis.messages import MESSAGES, read_count
+from actors.gateway.apis.responses import after
+from actors.gateway.config import GatewayLimits
+from actors.gateway.http.app import APIS, COUNT_PATH
+from actors.gateway.http.body import presented, read_body, unless_gone
+from actors.gateway.http.errors import ApiError
+from actors.gateway.http.heads import bounded_heads
+from actors.gateway.http.listen import bound, make_server, serve_on
+from actors.gateway.http.stream import EventStream
+from actors.program.episode import Episode
+from infra.observe.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+MODEL = "policy"  # the name a program is given; any other will do
+RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
+# Nothing but memory bounds what a program of one's own may ask; answers are bounded by the task and the context.
+LIMITS = GatewayLimits(
+    body_bytes=64 * 1024 * 1024, prompt_tokens=2**24, messages=65_536, tools=1024, max_tokens=2**24, choices=64
+)
+
+
+class ProgramSite:
+    """listen: host:port, port 0 is any free one. Serves from `start` until the event loop ends."""
+
+    def __init__(self, listen: str) -> None:
+        self._listen = listen
+        self._episodes: dict[str, Episode] = {}
+        self._metrics = Metrics("program")
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self.port = 0
+
+    async def start(self) -> None:
+        """Begin to serve; again is fine. Raises ConfigError."""
+        async with self._starting:
+            if self._serving is not None and not self._serving.done():
+                return
+            began = asyncio.Event()
+
+            def listening(port: int) -> None:
+                self.port = port
+                began.set()
+
+            sock = bound(self._listen)
+            server = make_server(self._app(), 1.0, bounded_heads(self._metrics, LIMITS.body_s))
+            self._serving = asyncio.create_task(serve_on(server, sock, listening))
+            await began.wait()
+
+    @property
+    def address(self) -> str:
+        """Where programs on this machine find it."""
+        host = self._listen.rpartition(":")[0]
+        return f"http://{'127.0.0.1' if host in ('0.0.0.0', '') else host}:{self.port}"
+
+    def open(self, episode: Episode) -> None:
+        """Let its key in."""
+        self._episodes[episode.key] = episode
+
+    def close(self, episode: Episode) -> None:
+        """Let its key in no more."""
+        self._episodes.pop(episode.key, None)
+
+    def _app(self) -> Starlette:
+        routes = [
+            *(
+                Route(path, self._guarded(api, partial(self._answer, api=api)), methods=["POST"])
+                for path, api in APIS.items()
+            ),
+            Route(COUNT_PATH, self._guarded(MESSAGES, self._count), methods=["POST"]),
+            Route("/v1/models", self._guarded(CHAT, self._models), methods=["GET"]),
+        ]
+        return Starlette(routes=routes)
+
+    def _guarded(
+        self, api: Api, handler: Callable[[Request, Episode], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            try:
+                key = presented(request.headers).partition(" ")[2].strip()
+                if key not in self._episodes:
+                    raise ApiError(401, "no episode that runs has this key", code="invalid_api_key")
+                return await handler(request, self._episodes[key])
+            except ApiError as error:
+                return _refused(api, error)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception:
+                _log.exception("request_failed")
+                return _refused(api, ApiError(500, "the server had an error while answering", kind="server_error"))
+
+        return handle
+
+    async def _answer(self, request: Request, episode: Episode, api: Api) -> Response:
+        body = await read_body(request, LIMITS)
+        before = episode.again(body) if request.headers.get(RETRY_HEADER, "0") != "0" else None
+        if before is not None:
+            return _once_more(api, _reply(before, episode))
+        parsed = api.read(body, LIMITS, lambda answer: episode.earlier.find(answer, ""))
+        in_flight = await episode.begin(parsed)
+        reply = _reply(in_flight, episode)
+
+        def ended() -> None:
+            episode.keep(body, in_flight)
+            if parsed.said:
+                episode.earlier.keep(reply.answer_ids[0], Conversation("", "", after(reply)))
+
+        if parsed.stream:
+            return Lasting(_streamed(episode, reply, api, ended), partial(_let_go, episode, in_flight))
+        try:
+            await unless_gone(request, episode.answer(in_flight))
+        finally:
+            episode.release(in_flight)
+        ended()
+        return _json(api.whole(reply))
+
+    async def _count(self, request: Request, episode: Episode) -> Response:
+        parsed = read_count(await read_body(request, LIMITS), LIMITS)
+        return _json(msgspec.json.encode({"input_tokens": await asyncio.to_thread(episode.count, parsed)}))
+
+    async def _models(self, request: Request, episode: Episode) -> Response:
+        one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "headrace"}
+        return _json(msgspec.json.encode({"object": "list", "data": [one]}))
+
+
+def _reply(in_flight: InFlight, episode: Episode) -> Reply:
+    return Reply(in_flight=in_flight, decode=episode.decode, created=0, version=episode.version)
+
+
+def _once_more(api: Api, reply: Reply) -> Response:
+    """An answer that was given before, whole or as a stream of few events."""
+    if not reply.request.stream:
+        return _json(api.whole(reply))
+    writer = api.events(reply)
+    events = writer.begin()
+    for index in range(reply.request.choices):
+        text, calls = reply.content(index)
+        events += writer.finish(index, "" if calls else text, calls)
+    return Response(b"".join([*events, *writer.end()]), media_type="text/event-stream")
+
+
+async def _streamed(episode: Episode, reply: Reply, api: Api, ended: Callable[[], None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(EventStream(episode, reply, api, ended=ended).events()) as events:
+        async for event in events:
+            yield event
+
+
+async def _let_go(episode: Episode, in_flight: InFlight) -> None:
+    episode.release(in_flight)
+
+
+def _refused(api: Api, error: ApiError) -> Response:
+    return Response(api.error(error), error.status, dict(error.headers), media_type="application/json")
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,125 @@
+"""program: any program that knows a base URL plays the episode; what it asks the policy is what is trained.
+
+    task ─> program ─ Chat Completions, Responses, Messages ─> site ─> policy
+              └── rewards, by name, of the whole or of a turn ─> scores
+
+Ends: terminal with the last answer; truncated where it was cut off, or the context was full and the program gave up;
+failed with a cause: agent (it raised, crashed, or asked nothing), reward (its result is none), timeout.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+from actors.program.episode import Episode, EpisodeLimits, RequestTokenizer
+from actors.program.launch import Access, ask_service, call, run_command
+from actors.program.result import Result, finite, result_of
+from actors.program.site import MODEL, ProgramSite
+from actors.rollout.failure import EpisodeFailed
+from actors.rollout.session import Session
+from infra.settings.config import Positive, Section, decode
+from infra.settings.outside import checked_url
+from infra.settings.plugin import load
+from schemas import Score, Task
+from schemas.errors import ConfigError
+
+
+class ProgramOptions(Section, frozen=True):
+    """One of use, command and url. use: a function, `module:name`, sync or async, that takes any of task, base_url, key and
+    model. command: what is run for each episode, with the task as JSON on its standard input; OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and HEADRACE_MODEL are set. url: of a service that is sent task, base_url, api_key
+    and model. What it returns, prints as its last line, or answers: nothing, a number, or {"reward": 1.0, "rewards": {…},
+    "turns": [{"id": "…", "rewards": {…}}], "answer": "…", "end": "truncated"}.
+
+    options: of the function. environment: variables of the command. listen: host:port where programs reach the policy; another
+    address than loopback's is for a service that runs elsewhere: whoever reaches it and has an episode's key can ask.
+    sampling: "task" draws as the task says, "program" with the temperature, top_p and seed that the program asks for.
+    at_once, requests: of one episode; more are refused.
+
+    Example: ProgramOptions(command=("node", "agent.mjs"))
+    """
+
+    use: str = ""
+    options: dict[str, Any] = {}
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    url: str = ""
+    listen: str = "127.0.0.1:0"
+    sampling: Literal["task", "program"] = "task"
+    at_once: Positive = 16
+    requests: Positive = 512
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("use", "command", "url") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"got {' and '.join(given) or 'none'} of use, command and url, expected one of them")
+        if self.url:
+            checked_url(self.url)
+
+
+class Program:
+    """Takes the fields of ProgramOptions."""
+
+    def __init__(self, **options: object) -> None:
+        """Finds the function at the start of the role rather than in its first episode. Raises ConfigError."""
+        self._options = decode(options, ProgramOptions, "program")
+        self._function = _function(self._options)
+        self._site = ProgramSite(self._options.listen)
+
+    async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
+        """Play one episode."""
+        tokenizer = cast(RequestTokenizer, getattr(session.tokenizer, "wrapped", session.tokenizer))
+        options = self._options
+        limits = EpisodeLimits(options.at_once, options.requests)
+        episode = Episode(session, tokenizer, limits, own_sampling=options.sampling == "program")
+        await self._site.start()
+        self._site.open(episode)
+        try:
+            said = await self._run(Access(self._site.address, episode.key, MODEL, told(task)))
+            result = result_of(said)
+        except EpisodeFailed:
+            if episode.stopped is not None:
+                raise episode.stopped from None
+            if not (episode.is_full and session.num_sampled):
+                raise
+            session.finish("truncated", "context is full")
+            return ()
+        finally:
+            self._site.close(episode)
+        if episode.stopped is not None:
+            raise episode.stopped
+        if not session.num_sampled:
+            raise EpisodeFailed("agent", "it ended without an answer of the policy")
+        return _scored(result, episode, session)
+
+    async def _run(self, access: Access) -> Any:
+        if self._options.command:
+            return await run_command(self._options.command, access, self._options.environment)
+        if self._options.url:
+            return await ask_service(self._options.url, access)
+        return await call(self._function, access)
+
+
+def _function(options: ProgramOptions) -> Callable[..., Any]:
+    found = load(options.use, options.options, "program") if options.use else print
+    if not callable(found):
+        raise ConfigError(f"program.use: {options.use} is no function")
+    return cast(Callable[..., Any], found)
+
+
+def told(task: Task) -> dict[str, Any]:
+    """A task as a program gets it: without the answer, which is for those who judge."""
+    messages = [{"role": message.role, "content": message.content} for message in task.messages]
+    return {"id": task.id, "messages": messages, "meta": dict(task.meta)}
+
+
+def _scored(result: Result, episode: Episode, session: Session) -> tuple[Score, ...]:
+    scores = result.scores()
+    for turn in result.turns:
+        for name, value in turn.rewards.items():
+            if not episode.score(turn.id, name, finite(name, value)):
+                raise EpisodeFailed("reward", f"the program's result: turns: no answer has the id {turn.id!r}")
+    if result.answer is not None:
+        session.note("answer", result.answer)
+    if result.end is not None:
+        session.finish(result.end, "program" if result.end == "truncated" else "")
+    return scores

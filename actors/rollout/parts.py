@@ -1,0 +1,121 @@
+"""The token sequences of one episode, and which of them a conversation goes on.
+
+Guarantee: a turn goes on the sequence that it extends, whichever of them that is; one that extends none, or one that is being
+extended right now, begins a new sequence, and `reason` says why. Each sampled token is in one sequence, once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from actors.engines.engine import Completion
+from actors.rollout.continuation import Decoder, SampledTurn, added_tokens, words
+from actors.rollout.routing import RoutedTokens
+from schemas import Message, Score, Span
+
+Conversation = tuple[Message, ...]
+# What the template writes behind the turn of a part that has so many messages, None where that cannot be told.
+Follow = Callable[[SampledTurn, int], list[int] | None]
+
+HISTORY_REWRITTEN = "history rewritten"
+TEMPLATE_DIFFERS = "the template does not extend earlier turns"
+AT_ONCE = "asked while another turn of it was sampled"
+CUT = "a stop string cut the turn before"
+OTHER = "another conversation"
+
+
+class Part(msgspec.Struct):
+    """One token sequence being grown.
+
+    rendered: the template's own tokens for the last turn's prompt. turn: what the last turn sampled, said: its text. reason:
+    why it does not go on in a part before. sampling: a turn of it is being sampled. cut: its text is shorter than its tokens.
+    """
+
+    tokens: list[int] = []
+    rendered: Sequence[int] = ()
+    turn: tuple[int, ...] = ()
+    said: str = ""
+    logprobs: list[float] = []
+    spans: list[Span] = []
+    conversation: Conversation = ()
+    stopped: bool = False
+    scores: list[Score] = []
+    reason: str = ""
+    routed: RoutedTokens = msgspec.field(default_factory=RoutedTokens)
+    sampling: bool = False
+    cut: bool = False
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        rendered: Sequence[int],
+        completion: Completion,
+        conversation: Conversation,
+        *,
+        forced: Sequence[int] = (),
+        said: str | None = None,
+    ) -> None:
+        """Take a turn. forced: the end of the prompt, with which the answer had to begin. said: the answer's text, where the
+        conversation spells it otherwise.
+        """
+        start = len(prompt)
+        for span in completion.spans:
+            self.spans.append(msgspec.structs.replace(span, start=start + span.start, stop=start + span.stop))
+        self.tokens = [*prompt, *completion.tokens]
+        self.logprobs.extend(completion.logprobs)
+        self.routed.add(completion.routing)
+        self.rendered, self.turn = rendered, (*forced, *completion.tokens)
+        self.conversation, self.stopped = conversation, completion.stopped
+        self.said = conversation[-1].content if said is None else said
+
+
+class Found(NamedTuple):
+    """Where a turn goes. part: None for a new one. prompt: its tokens. reason: of a new part."""
+
+    part: Part | None
+    prompt: list[int]
+    reason: str
+
+
+class Parts:
+    """Of one episode. all: in the order in which they began. last: the one with the newest turn."""
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self.all: list[Part] = []
+        self.last: Part | None = None
+
+    def find(self, conversation: Conversation, rendered: Sequence[int], follow: Follow) -> Found:
+        """The part that a conversation goes on, the newest first. rendered: the conversation as the template writes it."""
+        reason = ""
+        for part in reversed(self.all):
+            known = len(part.conversation)
+            if len(conversation) <= known or not _same(conversation[:known], part.conversation):
+                continue
+            if part.sampling or part.cut:
+                reason = reason or (AT_ONCE if part.sampling else CUT)
+                continue
+            turn = SampledTurn(part.rendered, part.turn, part.said, part.stopped)
+            tail = added_tokens(rendered, turn, self._tokenizer)
+            tail = follow(turn, known) if tail is None else tail
+            if tail is not None:
+                return Found(part, part.tokens + tail, "")
+            reason = reason or TEMPLATE_DIFFERS
+        if self.all and not reason:
+            begun = any(one.conversation[:1] == conversation[:1] for one in self.all)
+            reason = HISTORY_REWRITTEN if begun else OTHER
+        return Found(None, list(rendered), reason)
+
+    def begin(self, reason: str) -> Part:
+        """A new part."""
+        self.all.append(Part(reason=reason))
+        return self.all[-1]
+
+
+def _same(given: Conversation, known: Conversation) -> bool:
+    """Whether it is the same conversation: answers may come back without what was thought, and without blanks around them."""
+    return all(
+        one == other or (one.role == other.role == "assistant" and words(one.content) == words(other.content))
+        for one, other in zip(given, known, strict=True)
+    )

@@ -1,0 +1,120 @@
+"""Programs that tests train: functions that know a base URL and a key."""
+
+import asyncio
+from typing import Any
+
+import anthropic
+import openai
+
+
+async def two_turns(task: dict[str, Any], base_url: str, key: str, model: str) -> dict[str, Any]:
+    """A chat of two turns; the first is rated on its own."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        messages = list(task["messages"])
+        first = await client.chat.completions.create(model=model, messages=messages, temperature=0.0)
+        messages += [
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "and?"},
+        ]
+        second = await client.chat.completions.create(model=model, messages=messages)
+        turns = [{"id": first.id, "rewards": {"polite": 0.5}}]
+        return {"reward": 1.0, "turns": turns, "answer": second.choices[0].message.content}
+
+
+def blocking(base_url: str, key: str) -> float:
+    """A program that knows nothing of asyncio."""
+    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+    client.responses.create(model="m", input="Hi")
+    return 0.25
+
+
+async def at_once(base_url: str, key: str) -> None:
+    """Three requests of one conversation together, and a sub-agent."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        ask = client.chat.completions.create
+        await asyncio.gather(*(ask(model="m", messages=[{"role": "user", "content": "Hi"}]) for _ in range(3)))
+        await ask(model="m", messages=[{"role": "user", "content": "You are another agent"}])
+
+
+async def messages(base_url: str, key: str) -> float:
+    """Anthropic's client, streaming."""
+    asked: Any = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
+    async with (
+        anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=0) as client,
+        client.messages.stream(**asked) as stream,
+    ):
+        return float((await stream.get_final_message()).usage.output_tokens)
+
+
+async def raises(base_url: str, key: str) -> None:
+    """Asks once and breaks."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    raise LookupError("the agent broke")
+
+
+async def asks_nothing() -> float:
+    """Ends at once."""
+    return 1.0
+
+
+async def not_a_number(base_url: str, key: str) -> float:
+    """A reward that is none."""
+    await two_turns({"messages": [{"role": "user", "content": "Hi"}]}, base_url, key, "m")
+    return float("nan")
+
+
+async def never_ends(base_url: str, key: str) -> None:
+    """Talks until its context is full."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        conversation: list[Any] = [{"role": "user", "content": "x" * 200}]
+        while True:
+            answer = await client.chat.completions.create(model="m", messages=conversation)
+            conversation += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                {"role": "user", "content": "x" * 200},
+            ]
+
+
+LEFT: list[tuple[str, str]] = []
+
+
+async def keeps_its_key(base_url: str, key: str) -> None:
+    """Remembers how it got in."""
+    LEFT.append((base_url, key))
+    await messages(base_url, key)
+
+
+async def goes_away(base_url: str, key: str) -> float:
+    """Leaves in the middle of a stream, and asks again."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+        stream = await client.chat.completions.create(**asked, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        await client.chat.completions.create(**asked)
+    return 1.0
+
+
+async def asks_again(base_url: str, key: str) -> float:
+    """Sends one request twice, as a client does that got no answer."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+        first = await client.chat.completions.create(**asked)
+        again = await client.chat.completions.create(**asked, extra_headers={"x-stainless-retry-count": "1"})
+        return float(first.id == again.id)
+
+
+async def floods(base_url: str, key: str) -> float:
+    """More requests at once than one episode may make; how many were refused."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+
+        async def ask(number: int) -> int:
+            try:
+                await client.completions.create(model="m", prompt=f"{number}")
+            except openai.RateLimitError:
+                return 1
+            return 0
+
+        return float(sum(await asyncio.gather(*(ask(number) for number in range(40)))))

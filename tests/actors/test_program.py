@@ -1,0 +1,288 @@
+"""Any program that knows a base URL plays an episode, and what it asked the policy is what is recorded."""
+
+import asyncio
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from actors.engines.engine import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.program.workflow import Program
+from actors.rollout.failure import EpisodeFailed
+from actors.rollout.parts import AT_ONCE, OTHER
+from actors.rollout.session import CachedTokenizer, Session
+from infra.settings.plugin import load
+from schemas import Experience, Message, Score, Task
+from schemas.errors import ConfigError
+from tests.actors import agents_of_tests
+from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, says
+from tests.actors.rig import until
+from tests.http_endpoint import http_endpoint
+
+ROOT = Path(__file__).parents[2]
+AGENTS = "tests.actors.agents_of_tests"
+TASK = Task(id="t", messages=(Message(role="user", content="Hi"),), answer="secret", split="train", meta={"level": 1})
+PROMPT = ByteTokenizer().encode_request([{"role": "user", "content": "Hi"}])
+
+
+class ChatBytes(ByteTokenizer):
+    """One that a session can use too."""
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        return self.encode_request([{"role": one.role, "content": one.content} for one in messages])
+
+
+def play(
+    program: Program, *texts: str, max_model_len: int = 4096, token_s: float = 0.0
+) -> tuple[tuple[Score, ...], list[Experience], Session]:
+    """Scores, and what was recorded of one episode. texts: what the policy says, in turn."""
+
+    async def run() -> tuple[tuple[Score, ...], list[Experience], Session]:
+        engine = ScriptedEngine(
+            num_vocabulary=VOCABULARY,
+            max_model_len=max_model_len,
+            script=says(*(texts or ("Hello.",))),
+            token_s=token_s,
+        )
+        await engine.start()
+        sampling = Sampling(max_tokens=64, stop=(EOS,), temperature=0.7)
+        session = Session(engine, CachedTokenizer(ChatBytes()), sampling)
+        try:
+            scores = await program(TASK, session)
+        finally:
+            found = session.experiences(group="t.0", attempt=0, episode=0)
+        await engine.close()
+        return scores, found, session
+
+    return asyncio.run(run())
+
+
+def function(name: str, **options: Any) -> Program:
+    return Program(use=f"{AGENTS}:{name}", **options)
+
+
+def test_every_token_of_every_turn_is_recorded_in_one_sequence_and_scored_where_it_was_said() -> None:
+    scores, (experience,), _ = play(function("two_turns"), "One.", "Two.")
+    assert scores == (Score(name="program", value=1.0),)
+    assert experience.scores == (Score(name="polite", value=0.5, at=len(PROMPT) + 4),)
+    follows = [*b"<user>and?", EOS, *b"<assistant>"]
+    assert experience.tokens.tolist() == [*PROMPT, *b"One.", EOS, *follows, *b"Two.", EOS]
+    assert [(span.temperature, span.ratio) for span in experience.spans] == [(0.7, True)] * 2, "as the task says"
+    assert [one.content for one in experience.messages] == ["Hi", "One.", "and?", "Two."]
+    assert (experience.end, experience.notes) == ("terminal", {"answer": "Two."})
+
+
+@pytest.mark.parametrize("page", ["README.md", "infra/docs/howto/train-an-agent.md"])
+def test_the_agent_of_the_documentation_is_trained_as_it_is_written_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python agent\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(source.strip().splitlines()) <= 10
+    name = f"agent_of_{page.rpartition('/')[2].partition('.')[0].lower().replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scores, (experience,), _ = play(Program(use=f"{name}:run"), "It is 42.")
+    assert scores == (Score(name="program", value=1.0),)
+    assert experience.tokens.tolist() == [*PROMPT, *b"It is 42.", EOS]
+
+
+def test_a_program_may_draw_as_it_asks() -> None:
+    _, (experience,), _ = play(function("two_turns", sampling="program"), "One.", "Two.")
+    assert [(span.temperature, span.ratio) for span in experience.spans] == [(0.0, False), (1.0, True)]
+
+
+@pytest.mark.parametrize(("name", "reward"), [("blocking", 0.25), ("messages", 7.0)])
+def test_functions_may_block_and_may_speak_any_of_the_apis(name: str, reward: float) -> None:
+    scores, (experience,), _ = play(function(name))
+    assert scores == (Score(name="program", value=reward),)
+    assert experience.tokens.tolist() == [*PROMPT, *b"Hello.", EOS]
+
+
+def test_requests_at_once_and_sub_agents_are_sequences_of_their_own_each_with_its_reason() -> None:
+    _, found, _ = play(function("at_once"), token_s=0.01)
+    assert [one.part_reason for one in found] == ["", AT_ONCE, AT_ONCE, OTHER]
+    assert [one.last for one in found] == [False, False, False, True]
+    assert all(one.tokens.tolist()[-7:] == [*b"Hello.", EOS] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "message"),
+    [
+        ("raises", "agent", "LookupError: the agent broke"),
+        ("asks_nothing", "agent", "it ended without an answer of the policy"),
+        ("not_a_number", "reward", "program: got nan, expected a finite number"),
+    ],
+)
+def test_a_failed_episode_says_whose_failure_it_is(name: str, cause: str, message: str) -> None:
+    with pytest.raises(EpisodeFailed, match=message) as failed:
+        play(function(name))
+    assert failed.value.cause == cause
+
+
+def test_an_episode_that_fills_its_context_is_truncated() -> None:
+    scores, (experience,), _ = play(function("never_ends"), max_model_len=1000)
+    assert scores == () and (experience.end, experience.truncated) == ("truncated", "context is full")
+    assert experience.num_sampled == 4 * 7
+
+
+def test_a_key_opens_nothing_once_its_episode_is_over() -> None:
+    async def run() -> int:
+        program = function("keeps_its_key")
+        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."))
+        await engine.start()
+        await program(TASK, Session(engine, ChatBytes(), Sampling(max_tokens=64, stop=(EOS,))))
+        url, key = agents_of_tests.LEFT.pop()
+        async with httpx.AsyncClient(trust_env=False) as client:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+            return (await client.post(f"{url}/chat/completions", json=body, headers=headers)).status_code
+
+    assert asyncio.run(run()) == 401
+
+
+@pytest.mark.parametrize("name", ["goes_away", "asks_again"])
+def test_what_a_client_did_not_get_and_what_it_asks_again_is_recorded_once(name: str) -> None:
+    scores, found, _ = play(function(name), "a" * 40, token_s=0.005)
+    assert scores == (Score(name="program", value=1.0),)
+    assert [one.num_sampled for one in found] == [41]
+
+
+def test_a_flood_of_requests_is_refused_beyond_what_an_episode_may_ask_at_once() -> None:
+    scores, found, _ = play(function("floods", at_once=4), token_s=0.02)
+    assert scores[0].value == 36 and len(found) == 4
+
+
+SCRIPT = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.read())
+body = json.dumps({"model": os.environ["HEADRACE_MODEL"], "messages": task["messages"]}).encode()
+headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = json.loads(urllib.request.urlopen(urllib.request.Request(url, body, headers)).read())
+print("some words of the program")
+"""
+
+
+def command(tmp_path: Path, ending: str, **options: Any) -> Program:
+    script = tmp_path / "agent.py"
+    script.write_text(SCRIPT + ending)
+    return Program(command=(sys.executable, "-I", str(script)), **options)
+
+
+def test_a_command_gets_its_task_without_the_answer_and_its_last_line_is_the_result(tmp_path: Path) -> None:
+    told = 'print(json.dumps({"rewards": {"said": 1.0}, "answer": json.dumps(task)}))'
+    scores, (experience,), _ = play(command(tmp_path, told))
+    assert scores == (Score(name="said", value=1.0),)
+    assert experience.tokens.tolist() == [*PROMPT, *b"Hello.", EOS]
+    task = json.loads(str(experience.notes["answer"]))
+    assert task == {"id": "t", "messages": [{"role": "user", "content": "Hi"}], "meta": {"level": 1}}
+
+
+def test_a_command_sees_no_variables_of_the_explorer_but_those_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    told = 'print(json.dumps({"answer": " ".join(sorted(os.environ))}))'
+    _, (experience,), _ = play(command(tmp_path, told, environment={"MINE": "1"}))
+    names = str(experience.notes["answer"]).split()
+    assert "MINE" in names and "ANTHROPIC_BASE_URL" in names and "AWS_SECRET_ACCESS_KEY" not in names
+
+
+@pytest.mark.parametrize(
+    ("ending", "cause", "message"),
+    [
+        ("sys.exit(3)", "agent", "ended with 3"),
+        ("raise LookupError('lost')", "agent", "LookupError: lost"),
+        ("print('done')", "reward", "last line is no JSON: 'done'"),
+        ("print(json.dumps({'rewards': 3}))", "reward", "expected nothing, a number, or an object"),
+        (
+            "print(json.dumps({'turns': [{'id': 'hr-no', 'rewards': {'x': 1}}]}))",
+            "reward",
+            "no answer has the id 'hr-no'",
+        ),
+        ("print('[' * 2_000_000)", "reward", "printed more than"),
+    ],
+)
+def test_a_command_that_crashes_or_talks_nonsense_fails_its_episode_alone(
+    tmp_path: Path, ending: str, cause: str, message: str
+) -> None:
+    with pytest.raises(EpisodeFailed, match=message) as failed:
+        play(command(tmp_path, ending))
+    assert failed.value.cause == cause
+
+
+def test_what_a_command_started_ends_with_it(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    left = (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdout=-3, stderr=-3)\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "print(1)\n"
+    )
+    scores, _, _ = play(command(tmp_path, left))
+    assert scores == (Score(name="program", value=1.0),)
+    asyncio.run(until(lambda: not is_alive(int(pid.read_text()))))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"
+
+
+def test_a_service_is_sent_the_task_the_address_and_the_key() -> None:
+    def answer(path: str, headers: Any, body: bytes) -> tuple[int, bytes]:
+        told = json.loads(body)
+        asked = {"model": told["model"], "max_tokens": 50, "messages": told["task"]["messages"]}
+        headers = {"x-api-key": told["api_key"]}
+        with httpx.Client(trust_env=False) as client:
+            said = client.post(f"{told['anthropic_base_url']}/v1/messages", json=asked, headers=headers).json()
+        return 200, json.dumps({"reward": float(said["content"][0]["text"] == "Hello.")}).encode()
+
+    with http_endpoint(answer) as url:
+        scores, (experience,), _ = play(Program(url=f"{url}/episode"))
+    assert scores == (Score(name="program", value=1.0),) and experience.num_sampled == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "got none of use, command and url, expected one"),
+        ({"use": "a:b", "url": "http://x"}, "got use and url of use, command and url"),
+        ({"use": "nowhere:run"}, 'no module "nowhere"'),
+        ({"command": ["x"], "sampling": "mine"}, "sampling"),
+    ],
+)
+def test_mistakes_are_found_when_the_role_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load("actors.workflows.program:Program", options, "explore.workflow")
+
+
+def test_a_hundred_episodes_share_one_server_and_each_is_its_own() -> None:
+    async def run() -> list[int]:
+        program = function("messages")
+        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."))
+        await engine.start()
+        gate = asyncio.Semaphore(50)
+
+        async def one() -> int:
+            async with gate:
+                session = Session(engine, ChatBytes(), Sampling(max_tokens=64, stop=(EOS,)))
+                await program(TASK, session)
+                return session.num_sampled
+
+        found = await asyncio.gather(*(one() for _ in range(100)))
+        await engine.close()
+        return list(found)
+
+    assert asyncio.run(run()) == [7] * 100
