@@ -11,7 +11,6 @@ LOADS = {
     "actors/rollout/tool.py": "[explore] options: tools",
     "actors/rollout/workflow.py": "[explore] workflow, [explore.workflows]",
     "actors/rollout/workflows/interact.py": "[explore] options: environment, agent",
-    "infra/cli/bench/life.py": "a flag",
     "infra/cli/bench/reload.py": "a flag",
     "infra/log/access.py": "[kafka] sasl_token",
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",

@@ -6,9 +6,8 @@ asked about with a reason.
 
 from collections.abc import Sequence
 
-from infra.chain import calls
 from infra.chain.calls import Failure
-from infra.chain.chain import ChainResult, Context, Dropped, Step, run_chain
+from infra.chain.chain import ChainResult, Context, Dropped, Step, call_step, run_chain
 from infra.chain.faults import accepted
 from infra.chain.processor import Drop
 from schemas import Experience
@@ -30,7 +29,7 @@ async def run_whole(steps: Sequence[Step], experiences: Sequence[Experience]) ->
 
 
 async def _whole(step: Step, members: tuple[Experience, ...]) -> ChainResult:
-    result = await _answer(step, members)
+    (result,) = await call_step(step, [members], {})
     if isinstance(result, Failure):
         return _all_dropped(step, members, f"processor {result.kind}", result.detail)
     if not isinstance(result, tuple | list) or len(result) != len(members):
@@ -48,16 +47,6 @@ async def _whole(step: Step, members: tuple[Experience, ...]) -> ChainResult:
         else:
             kept.append(after)
     return ChainResult(kept=tuple(kept), dropped=tuple(dropped))
-
-
-async def _answer(step: Step, members: tuple[Experience, ...]) -> object:
-    if step.asynchronous:
-        (result,) = await calls.as_tasks(step.function, [members], {}, step.timeout_s, step.trouble)
-    elif step.inline:
-        (result,) = calls.inline(step.function, [members], {}, step.trouble)
-    else:
-        (result,) = await calls.in_thread(step.function, [members], {}, step.timeout_s, step.trouble)
-    return result
 
 
 def _all_dropped(step: Step, members: Sequence[Experience], reason: str, detail: str) -> ChainResult:

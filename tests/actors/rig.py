@@ -14,7 +14,7 @@ from actors.engines.engine import Engine
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
 from infra.log.log import Log
-from infra.log.memory import MemoryBus
+from infra.log.memory import MemoryBus, wall_ms
 from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
 from infra.store.open import open_store
@@ -51,7 +51,10 @@ def task(name: str, split: str = "train", **fields: object) -> Task:
 
 
 async def memory_log(*, store: Store | None = None) -> Log:
-    log = Log(MemoryBus(), FLOOR.app, store=store)
+    """A log by the clock of the running loop, which may be a virtual one."""
+    loop, start_ms = asyncio.get_running_loop(), wall_ms()
+    start_s = loop.time()
+    log = Log(MemoryBus(lambda: start_ms + int(1000 * (loop.time() - start_s))), FLOOR.app, store=store)
     await log.create_topics(partitions=2, keep_ms=1)
     return log
 

@@ -3,7 +3,7 @@
 import pytest
 
 from actors.config import EvalSuite, GateConfig, GateGuardConfig, GateSuite, MasterConfig
-from actors.master.gate.gate import REMEMBERED, Gate, decision_event
+from actors.master.gate.gate import REMEMBERED, Gate, policy_event
 from schemas import Answered, Directive, EvalResult, PolicyEvent, Progress
 from tests.actors.acting import decisions
 
@@ -78,7 +78,7 @@ def test_a_restart_weighs_no_version_again_that_was_held() -> None:
     one.result(result(3, "dev", 0.4)), one.result(result(3, "safety", 1.0))
     (verdict,) = decisions(one)
     again = gate()
-    again.event(decision_event(verdict, "main", 0))
+    again.event(policy_event(verdict, "main", 0))
     assert judged(again, 3, 0.4) == [] and judged(again, 4, 0.8) == [True]
 
 
@@ -87,7 +87,7 @@ def test_a_restart_decides_nothing_twice_in_whatever_order_the_topics_are_read()
     one.result(result(3, "dev", 0.8))
     one.result(result(3, "safety", 1.0))
     (verdict,) = decisions(one)
-    event = decision_event(verdict, "main", 0)
+    event = policy_event(verdict, "main", 0)
     for events_first in (True, False):
         again = gate()
         if events_first:

@@ -8,7 +8,7 @@ import pytest
 
 from actors.config import GateConfig, GateGuardConfig, GateSuite, PeopleConfig
 from actors.master.gate.evidence import log_odds_ratio, log_share_ratio, wilson
-from actors.master.gate.gate import Gate, breach_event, decision_event
+from actors.master.gate.gate import Gate, policy_event
 from actors.master.gate.guard import RESTLESS, GuardEvidence, Hour, before_of, breach, compared, odds_of, unrest
 from actors.master.gate.ratings import Tally
 from schemas import Answered, Client, Closure, EvalResult, PolicyEvent, Progress
@@ -112,7 +112,7 @@ def passed(one: Gate, version: int, at_ms: int = PROMOTED_MS) -> PolicyEvent:
     one.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
     (verdict,) = decisions(one)
     assert verdict.passed
-    return decision_event(verdict, "main", 0)
+    return policy_event(verdict, "main", 0)
 
 
 def heard(one: Gate, said: Iterable[Closure], at_ms: int = LATER_MS) -> list[Closure]:
@@ -142,7 +142,7 @@ def test_customers_go_back_to_the_version_before_with_the_numbers_in_the_event()
     assert breaches(one) == [], "their time is not over"
     heard(one, ())
     (found,) = breaches(one)
-    event = breach_event(found, "main", 0)
+    event = policy_event(found, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("rolled_back", 3, "stable", "guard")
     assert one.stable.version == 3
     assert event.reason == "rated down by 30 of 30 people, 5 of 100 before"
@@ -157,7 +157,7 @@ def test_customers_go_back_to_the_version_before_with_the_numbers_in_the_event()
 def test_a_restart_takes_back_nothing_twice_in_whatever_order_the_topics_are_read() -> None:
     one, events, said = promoted()
     said += heard(one, complaints())
-    events += [breach_event(found, "main", 0) for found in breaches(one)]
+    events += [policy_event(found, "main", 0) for found in breaches(one)]
     assert [event.event for event in events] == ["promoted", "promoted", "rolled_back"]
     for closures_first in (True, False):
         again = gate()

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GateReplies, GateSuite, MasterConfig
-from actors.master.gate.gate import Gate, decision_event
+from actors.master.gate.gate import Gate, policy_event
 from actors.master.gate.replies import Replies, jaccard, word_pairs
 from schemas import EvalResult, Experience, Message, PolicyEvent
 from schemas.fields import End
@@ -111,7 +111,7 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
         one.reply(reply)
     one.result(result(3, "production")), one.result(result(3, "dev"))
     (verdict,) = decisions(one)
-    event = decision_event(verdict, "main", 0)
+    event = policy_event(verdict, "main", 0)
     for events_first in (True, False):
         again = gate()
         if events_first:

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from actors.config import CanaryConfig, GateConfig, GateGuardConfig, GateSuite, PeopleConfig
-from actors.master.gate.gate import Gate, GateDecision, decision_event
+from actors.master.gate.gate import Gate, GateDecision, policy_event
 from actors.master.gate.guard import Breach
 from actors.master.gate.ratings import Tally
 from actors.master.gate.trial import PeopleBlock, decided, evidence_of, merged, outcome, weighed
@@ -118,7 +118,7 @@ def test_what_passes_the_suites_is_tried_first_and_then_served_with_the_numbers_
     say(one, 100, 5, stable_down=20)
     assert passes(one, 3_600_000) == [], "their time is not over"
     (passed,) = passes(one)
-    event = decision_event(passed, "main", 0)
+    event = policy_event(passed, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("promoted", TRIAL, "stable", "canary")
     assert event.reason == "rated down by 5 of 100 people, the stable version by 20 of 100"
     assert event.stats["trial/favour"] < math.log(CONFIG.beta)
@@ -130,7 +130,7 @@ def test_a_canary_people_like_less_is_taken_back_and_not_tried_again() -> None:
     one = begun()
     say(one, 60, 40)
     (held,) = passes(one)
-    event = decision_event(held, "main", 0)
+    event = policy_event(held, "main", 0)
     assert (event.event, event.version, event.channel, event.owner) == ("held", TRIAL, "stable", "canary")
     assert event.reason == "rated down by 40 of 60 people, the stable version by 0 of 60"
     assert event.stats["trial/against"] > math.log(3 / CONFIG.alpha)
@@ -220,7 +220,7 @@ def test_a_version_the_canary_cannot_load_is_not_waited_for() -> None:
 
 def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read() -> None:
     one = gate()
-    events = [decision_event(verdict, "main", 0) for version in (STABLE, TRIAL) for verdict in weighed_by(one, version)]
+    events = [policy_event(verdict, "main", 0) for version in (STABLE, TRIAL) for verdict in weighed_by(one, version)]
     said = say(one, 30, 6, stable_down=4)
     assert passes(one) == []
     for closures_first in (True, False):

@@ -311,7 +311,7 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "split memory":
             from split_ranks import check_split_memory
 
-            check_split_memory(model, stage, int(folder[0]))
+            check_split_memory(model, stage, *(int(one) for one in folder))
         case "steps":
             main(model, stage)
         case "unequal":

@@ -131,9 +131,7 @@ class Gate:
 
     def record(self, decision: GateDecision | Breach) -> PolicyEvent:
         """A decision as this master publishes it, under its lease."""
-        if isinstance(decision, Breach):
-            return breach_event(decision, self._policy, self._token)
-        return decision_event(decision, self._policy, self._token)
+        return policy_event(decision, self._policy, self._token)
 
     def _tried(self, version: int) -> GateDecision | None:
         """What came of a trial, None while it goes on; one begun by hand is ended by hand where nothing says by what."""
@@ -195,29 +193,14 @@ class Gate:
             )
 
 
-def decision_event(decision: GateDecision, policy: str, token: int) -> PolicyEvent:
-    """The decision as a record of `policies`. token: of the master's lease."""
+def policy_event(decision: GateDecision | Breach, policy: str, token: int) -> PolicyEvent:
+    """A decision, or a rollback by the guard, as a record of `policies`. token: of the master's lease."""
+    if isinstance(decision, Breach):
+        return PolicyEvent(
+            event="rolled_back", policy=policy, token=token, version=decision.before, channel="stable",
+            reason=decision.reason, owner="guard", stats=decision.numbers,
+        )  # fmt: skip
     return PolicyEvent(
-        event="promoted" if decision.passed else "held",
-        policy=policy,
-        token=token,
-        version=decision.version,
-        channel=decision.channel,
-        reason=decision.reason,
-        owner=decision.owner,
-        stats=decision.numbers,
-    )
-
-
-def breach_event(breach: Breach, policy: str, token: int) -> PolicyEvent:
-    """A rollback by the guard as a record of `policies`. token: of the master's lease."""
-    return PolicyEvent(
-        event="rolled_back",
-        policy=policy,
-        token=token,
-        version=breach.before,
-        channel="stable",
-        reason=breach.reason,
-        owner="guard",
-        stats=breach.numbers,
-    )
+        event="promoted" if decision.passed else "held", policy=policy, token=token, version=decision.version,
+        channel=decision.channel, reason=decision.reason, owner=decision.owner, stats=decision.numbers,
+    )  # fmt: skip
