@@ -1,7 +1,7 @@
 """What an engine asks of a version that is an adapter, before it loads anything of it."""
 
 from actors.engines.checks import check_tensors
-from infra.model.adapter import adapter_shapes, base_hash
+from infra.model.adapter import adapter_shapes, base_hash, prepare
 from infra.model.model import meta_model
 from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Policy
@@ -37,5 +37,6 @@ class AdapterGate:
                 f"{self._base[:12]}; expected the policy.model that the trainer has"
             )
         if self._shapes is None or self._shapes[0] != adapter:
+            prepare()
             self._shapes = (adapter, adapter_shapes(meta_model(self._folder), adapter))
         check_tensors(policy, self._shapes[1])

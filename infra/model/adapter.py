@@ -116,6 +116,11 @@ def computing_with(module: "torch.nn.Module", name: str) -> Iterator[None]:
         take(ACTIVE)
 
 
+def prepare() -> None:
+    """Import peft, which takes seconds, before a pause in which it would be waited for."""
+    import peft  # noqa: F401
+
+
 def remove_adapter(module: Any) -> None:
     """Give a model back without adapters, its base as it was."""
     from peft.tuners.tuners_utils import BaseTunerLayer
