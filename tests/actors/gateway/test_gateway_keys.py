@@ -27,6 +27,9 @@ OWN = f"hr-{session_name('acme', 's')}.7-0.0-0-0"
 ROUTES: list[tuple[str, str, Any, str]] = [
     ("POST", "/v1/chat/completions", CHAT, "serve"),
     ("POST", "/v1/completions", {"model": "m", "prompt": "Hi"}, "serve"),
+    ("POST", "/v1/responses", {"model": "m", "input": "Hi"}, "serve"),
+    ("POST", "/v1/messages", {**CHAT, "max_tokens": 5}, "serve"),
+    ("POST", "/v1/messages/count_tokens", CHAT, "serve"),
     ("GET", "/v1/models", None, "serve"),
     ("GET", "/v1/models/main", None, "serve"),
     ("POST", "/v1/feedback", {"answer_id": OWN, "value": 1}, "feedback"),
@@ -70,7 +73,8 @@ def test_every_route_with_every_kind_of_key(tmp_path: Path) -> None:
                         continue
                     assert answer.status_code == expected, (path, case, answer.text)
                     error = answer.json()["error"]
-                    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+                    fields = {"message", "type"} if "messages" in path else {"message", "type", "param", "code"}
+                    assert set(error) == fields and error["message"]
                     if case not in ("missing", "other scope", "other tenant"):
                         assert error["message"] == "Incorrect API key provided.", "a client learns no more than that"
             assert await served.received() and len(await served.recorded(1)) >= 1

@@ -108,7 +108,7 @@ def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
 
 def bad(name: str) -> dict[str, Any]:
     return {
-        "too long": {"max_tokens": 1000, "messages": [{"role": "user", "content": "x" * 4000}]},
+        "too long": {"messages": [{"role": "user", "content": "x" * 5000}]},
         "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
         "empty": {"messages": []},
     }[name]
