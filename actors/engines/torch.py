@@ -34,6 +34,7 @@ from actors.engines.request_images import RequestImages
 from actors.engines.slots import RunningBatch, RunningSequence
 from actors.engines.token_spellings import folder_vocabulary
 from actors.engines.trace import Trace
+from actors.engines.uncached import UncachedBatch, remembers_otherwise
 from infra.model.adapter import put_adapter, remove_adapter
 from infra.model.model import load_into, load_model, model_tensors, unlike
 from infra.model.routers import Routers
@@ -112,7 +113,13 @@ class TorchEngine:
         longest = int(self._model.config.get_text_config().max_position_embeddings)
         self._max_model_len = min(self._max_model_len or longest, longest)
         routers = self._routers() if self._records_routing else None
-        self._batch = RunningBatch(self._model, torch.Generator().manual_seed(self._seed), self._vision, routers)
+        kind = UncachedBatch if remembers_otherwise(self._model) else RunningBatch
+        if kind is UncachedBatch and routers is not None:
+            raise ConfigError(
+                f"engine.options.routing: got true with {self._folder}, expected false: its sequences are read anew at every "
+                "step, and routing is recorded once"
+            )
+        self._batch = kind(self._model, torch.Generator().manual_seed(self._seed), self._vision, routers)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
