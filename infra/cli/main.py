@@ -6,11 +6,13 @@ Bodies import what they need when they run, so that `--help` stays fast and `mas
 import os
 import signal
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, start, weights
 from infra.cli.options import umask_of
+from infra.observe.release import commit, release
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
 app = typer.Typer(
@@ -27,6 +29,24 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command line, 130 stopped with Ctrl-C.\n\n"
     f"Documentation: {DOCS}",
 )
+
+
+def show_version(wanted: bool) -> None:
+    """Print it and end."""
+    if wanted:
+        print(f"headrace {release()}" + (f" ({commit()})" if commit() else ""))
+        raise typer.Exit
+
+
+@app.callback()
+def every(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print release and commit, and end.")
+    ] = False,
+) -> None:
+    """What every command takes."""
+
+
 load_app = typer.Typer(
     no_args_is_help=True,
     help="Put tasks or demonstrations into the log, from JSONL files. Rows whose id is there already are left out, so a "

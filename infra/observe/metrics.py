@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from infra.observe.release import release
 from schemas.errors import ConfigError
 
 PREFIX = "headrace_"
@@ -29,6 +30,9 @@ class Metrics:
     def __init__(self, role: str) -> None:
         self.role = role
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, CPU, descriptors, under Prometheus' own names
+        build = Gauge(f"{PREFIX}build_info", "1; which headrace runs", ["role", "release"], registry=self.registry)
+        build.labels(role, release()).set(1)
         self._lock = threading.Lock()
         self._families: dict[str, Counter | Gauge | Histogram] = {}
         self._checks: dict[str, Callable[[], str]] = {}
@@ -121,7 +125,7 @@ class Metrics:
     def _values(self, kind: str) -> dict[str, float]:
         values: dict[str, float] = {}
         for family in self.registry.collect():
-            if family.type != kind:
+            if family.type != kind or not family.name.startswith(PREFIX) or family.name == f"{PREFIX}build_info":
                 continue
             for sample in family.samples:
                 if sample.name.endswith("_created"):

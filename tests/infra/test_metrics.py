@@ -6,6 +6,7 @@ import urllib.request
 import pytest
 
 from infra.observe.metrics import Metrics
+from infra.observe.release import release
 from schemas.errors import ConfigError
 
 
@@ -76,3 +77,12 @@ def test_an_address_that_is_taken_is_one_line_with_the_setting() -> None:
             second.serve(port)
     finally:
         first.close()
+
+
+def test_a_scrape_tells_the_process_and_the_release_and_progress_records_do_not() -> None:
+    metrics = Metrics("train")
+    shown = metrics.exposition().decode()
+    for name in ("process_resident_memory_bytes ", "process_open_fds ", "process_cpu_seconds_total "):
+        assert f"\n{name}" in shown
+    assert f'headrace_build_info{{release="{release()}",role="train"}} 1.0' in shown
+    assert metrics.snapshot() == {}
