@@ -21,10 +21,12 @@ from actors.gateway.answering.conversation import written
 from actors.gateway.answering.earlier import Earlier
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.sample import SampledAnswer
-from actors.gateway.http.errors import ApiError, bad, unavailable
+from actors.gateway.answering.sessions import SessionTokenizer, behind_answer
+from actors.gateway.http.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.http.requests import ParsedRequest
-from actors.rollout.continuation import MARK, SampledTurn, following_tokens
-from actors.rollout.parts import AT_ONCE, Part
+from actors.gateway.recording.record import render
+from actors.rollout.continuation import SampledTurn
+from actors.rollout.parts import AT_ONCE, Follow, Part
 from actors.rollout.session import LONG_CHARS, Session
 from schemas import Message, Score
 
@@ -32,20 +34,15 @@ CONTEXT_FULL = "context is full"
 KEPT_ANSWERS = 64  # for requests that are sent again
 
 
-class RequestTokenizer(Protocol):
+class RequestTokenizer(SessionTokenizer, Protocol):
     """The part of a tokenizer that a program's requests need."""
 
-    eos_ids: tuple[int, ...]
-    takes_tools: bool
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template says anything about tools."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids."""
-
-    def encode_request(self, conversation: Sequence[Any], tools: Sequence[Any] = ()) -> list[int]:
-        """Ids of a conversation as the template writes it."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True):
@@ -150,7 +147,7 @@ class Episode:
 
     async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
         """Sample all choices into `in_flight` and record them; cancelled, nothing is recorded. Raises ApiError."""
-        parts = self._places_of.pop(in_flight.group)
+        parts = self._places_of[in_flight.group]
         try:
             await sample_choices(self._session.engine, self._tokenizer.decode, in_flight, watch)
         except ExceptionGroup as errors:
@@ -161,17 +158,13 @@ class Episode:
             for index, part in enumerate(parts):
                 self._record(in_flight, index, part)
         finally:
-            for part in parts:
-                part.sampling = False
-                if not part.tokens:  # nothing came of it
-                    self._session.parts.all.remove(part)
             self.release(in_flight)
 
     def release(self, in_flight: InFlight) -> None:
         """Give back its place; again is fine."""
         for part in self._places_of.pop(in_flight.group, ()):
             part.sampling = False
-            if not part.tokens:
+            if not part.tokens:  # nothing came of it
                 self._session.parts.all.remove(part)
         in_flight.place.release()
 
@@ -207,32 +200,16 @@ class Episode:
         self._scored[in_flight.answer_ids[index]] = (part, len(part.tokens) - 1)
 
     def _rendered(self, request: ParsedRequest) -> list[int]:
-        prompt = request.prompt
-        if prompt.tokens:
-            return list(prompt.tokens)
-        if prompt.chat is None:
-            return self._tokenizer.encode(prompt.plain[0].content)
         try:
-            return self._tokenizer.encode_request(
-                [dict(one) for one in prompt.chat], [dict(one) for one in prompt.tools]
-            )
+            return render(request.prompt, self._tokenizer)
         except (ValueError, RecursionError) as error:
             raise bad(f"messages: {error}", "messages") from error
 
-    def _follow(self, request: ParsedRequest) -> Any:
+    def _follow(self, request: ParsedRequest) -> Follow:
         chat, tools = request.prompt.chat, request.prompt.tools
 
         def follow(turn: SampledTurn, known: int) -> list[int] | None:
-            if chat is None or not known:
-                return None
-            return following_tokens(
-                lambda conversation: self._tokenizer.encode_request(conversation, tools),
-                ({"role": "user", "content": "?"}, {**chat[known - 1], "content": MARK}),
-                chat[known:],
-                turn,
-                stops=self._tokenizer.eos_ids,
-                decode=self._tokenizer.decode,
-            )
+            return behind_answer(chat, tools, turn, known, self._tokenizer) if chat is not None and known else None
 
         return follow
 
@@ -242,12 +219,7 @@ class Episode:
         room = self._session.engine.max_model_len - num_prompt
         if room < 1:
             self.is_full = True
-            raise bad(
-                f"This model's maximum context length is {self._session.engine.max_model_len} tokens; the request has "
-                f"{num_prompt}, which leaves none for an answer",
-                "messages",
-                "context_length_exceeded",
-            )
+            raise no_room(self._session.engine.max_model_len, num_prompt)
         drawn: dict[str, Any] = {}
         if self._own_sampling:
             drawn = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}

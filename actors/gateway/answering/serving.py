@@ -21,7 +21,7 @@ from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import Sessions, held
 from actors.gateway.config import GatewayConfig
-from actors.gateway.http.errors import ApiError, bad, unavailable
+from actors.gateway.http.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.http.requests import ParsedRequest
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.recent import Recent
@@ -241,12 +241,7 @@ class Gateway:
     def _sampling(self, request: ParsedRequest, tokens: Sequence[int]) -> Sampling:
         room = self.engine.max_model_len - len(tokens)
         if room < 1:
-            raise bad(
-                f"This model's maximum context length is {self.engine.max_model_len} tokens; the request has {len(tokens)}, "
-                "which leaves none for an answer",
-                "messages",
-                "context_length_exceeded",
-            )
+            raise no_room(self.engine.max_model_len, len(tokens))
         return Sampling(
             max_tokens=min(request.max_tokens or self.config.limits.max_tokens, room),
             temperature=request.temperature,

@@ -79,7 +79,7 @@ class Sessions:
         if held is not None and len(plain) > held.known and _digest(plain[: held.known]) == held.digest:
             added = added_tokens(rendered, held.turn, tokenizer)
             if added is None and prompt.chat is not None:
-                added = _following(prompt.chat, prompt.tools, held, tokenizer)
+                added = behind_answer(prompt.chat, prompt.tools, held.turn, held.known, tokenizer)
             if added is not None:
                 return [*held.tokens, *added], held.number
         return list(rendered), 0
@@ -98,19 +98,22 @@ class Sessions:
         self.num_bytes -= gone.num_bytes if gone is not None else 0
 
 
-def _following(
+def behind_answer(
     chat: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
-    held: HeldSession,
+    turn: SampledTurn,
+    known: int,
     tokenizer: SessionTokenizer,
 ) -> list[int] | None:
-    """What the template writes behind the last answer, where it writes the answer otherwise than it was sampled."""
-    answer = {**chat[held.known - 1], "content": MARK}
+    """What the template writes behind the last answer, where it writes the answer otherwise than it was sampled. known: so many
+    messages, the answer `turn` last, were there before.
+    """
+    answer = {**chat[known - 1], "content": MARK}
     return following_tokens(
         lambda conversation: tokenizer.encode_request(conversation, tools),
         ({"role": "user", "content": "?"}, answer),
-        chat[held.known :],
-        held.turn,
+        chat[known:],
+        turn,
         stops=tokenizer.eos_ids,
         decode=tokenizer.decode,
     )

@@ -109,6 +109,13 @@ class ThoughtSplitter:
         return (held, "") if self.thinks else ("", held)
 
 
+def split_thought(text: str) -> tuple[str, str]:
+    """What an answer thinks, and what it says; see ThoughtSplitter."""
+    splitter = ThoughtSplitter()
+    (thought, said), (more_thought, more_said) = splitter.add(text), splitter.flush()
+    return thought + more_thought, said + more_said
+
+
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that begin `stop`.
 

@@ -82,3 +82,8 @@ class Api(msgspec.Struct, frozen=True, kw_only=True):
     error: Callable[[ApiError], bytes]
     error_event: Callable[[ApiError], bytes]
     openings: Callable[[int], int]
+
+
+def named_event(kind: str, **fields: object) -> bytes:
+    """One event of a stream whose events say their kind."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from actors.gateway.answering.conversation import Called
-from actors.gateway.answering.text import ThoughtSplitter
-from actors.gateway.apis.api import Api, Reply
+from actors.gateway.answering.text import ThoughtSplitter, split_thought
+from actors.gateway.apis.api import Api, Reply, named_event
 from actors.gateway.apis.messages_request import MessagesRequest, chat_request
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError, bad
@@ -43,10 +43,7 @@ def read_count(body: bytes, limits: GatewayLimits) -> ParsedRequest:
 def whole(reply: Reply) -> bytes:
     """A message."""
     text, calls = reply.content(0)
-    thought, said = "", text
-    if reply.request.apart:
-        splitter = ThoughtSplitter()
-        thought, said = (first + last for first, last in zip(splitter.add(text), splitter.flush(), strict=True))
+    thought, said = split_thought(text) if reply.request.apart else ("", text)
     blocks: list[Object] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
     blocks += [{"type": "text", "text": said}] if said else []
     blocks += [_use(reply, at, call) | {"input": _input(call)} for at, call in enumerate(calls)]
@@ -68,7 +65,7 @@ class MessageEvents:
         """The message, with nothing in it."""
         used = {"input_tokens": len(self._reply.in_flight.tokens), "output_tokens": 0}
         empty: Object = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": used}
-        return [event("message_start", message={**_message(self._reply), **empty})]
+        return [named_event("message_start", message={**_message(self._reply), **empty})]
 
     def text(self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
         """What is thought and what is said."""
@@ -89,7 +86,7 @@ class MessageEvents:
 
     def end(self) -> list[bytes]:
         """Why it ended, and the usage."""
-        return [event("message_delta", delta=self._ended, usage=_usage(self._reply)), event("message_stop")]
+        return [named_event("message_delta", delta=self._ended, usage=_usage(self._reply)), named_event("message_stop")]
 
     def _parts(self, thought: str, said: str) -> list[bytes]:
         events: list[bytes] = []
@@ -107,21 +104,16 @@ class MessageEvents:
 
     def _start(self, block: Object) -> bytes:
         self._open = block["type"]
-        return event("content_block_start", index=self._block, content_block=block)
+        return named_event("content_block_start", index=self._block, content_block=block)
 
     def _delta(self, kind: str, **more: str) -> bytes:
-        return event("content_block_delta", index=self._block, delta={"type": kind, **more})
+        return named_event("content_block_delta", index=self._block, delta={"type": kind, **more})
 
     def _close(self) -> list[bytes]:
         if not self._open:
             return []
         self._open, self._block = "", self._block + 1
-        return [event("content_block_stop", index=self._block - 1)]
-
-
-def event(kind: str, **fields: object) -> bytes:
-    """One event of a stream."""
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
+        return [named_event("content_block_stop", index=self._block - 1)]
 
 
 def error_body(error: ApiError) -> bytes:
@@ -131,7 +123,7 @@ def error_body(error: ApiError) -> bytes:
 
 def error_event(error: ApiError) -> bytes:
     """How a stream says that it breaks off."""
-    return event("error", error=_error(error))
+    return named_event("error", error=_error(error))
 
 
 MESSAGES = Api(

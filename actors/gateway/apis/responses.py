@@ -7,8 +7,8 @@ import msgspec
 
 from actors.gateway.answering.conversation import Called, ChatMessage, ToolCall
 from actors.gateway.answering.earlier import Conversation
-from actors.gateway.answering.text import ThoughtSplitter
-from actors.gateway.apis.api import Api, Recall, Reply
+from actors.gateway.answering.text import ThoughtSplitter, split_thought
+from actors.gateway.apis.api import Api, Recall, Reply, named_event
 from actors.gateway.apis.responses_request import ResponsesRequest, chat_request
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
@@ -48,7 +48,7 @@ def after(reply: Reply) -> tuple[ChatMessage, ...]:
 def whole(reply: Reply) -> bytes:
     """A response."""
     text, calls = reply.content(0)
-    thought, said = _parts(reply, text)
+    thought, said = split_thought(text) if reply.request.apart else ("", text)
     output = [_reasoning(reply, thought)] if thought else []
     output += [_message(reply, said)] if said or not (calls or thought) else []
     return msgspec.json.encode(_ended(reply, [*output, *(_call(reply, at, call) for at, call in enumerate(calls))]))
@@ -104,7 +104,7 @@ class ResponseEvents:
 
     def _event(self, kind: str, **fields: object) -> bytes:
         self._number += 1
-        return _event(kind, sequence_number=self._number - 1, **fields)
+        return named_event(kind, sequence_number=self._number - 1, **fields)
 
     def _more(self, kind: str, text: str) -> list[bytes]:
         """More text of an item of that kind, which is opened where another one is, or none."""
@@ -149,7 +149,7 @@ class ResponseEvents:
 
 def error_event(error: ApiError) -> bytes:
     """How a stream says that it breaks off."""
-    return _event("error", sequence_number=0, code=error.code or error.kind, message=str(error), param=error.param)
+    return named_event("error", sequence_number=0, code=error.code or error.kind, message=str(error), param=error.param)
 
 
 RESPONSES = Api(
@@ -162,19 +162,6 @@ RESPONSES = Api(
 )
 
 _responses = msgspec.json.Decoder(ResponsesRequest)
-
-
-def _event(kind: str, **fields: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
-
-
-def _parts(reply: Reply, text: str) -> tuple[str, str]:
-    """What is thought and what is said."""
-    if not reply.request.apart:
-        return "", text
-    splitter = ThoughtSplitter()
-    (thought, said), (more_thought, more_said) = splitter.add(text), splitter.flush()
-    return thought + more_thought, said + more_said
 
 
 def _name(reply: Reply, kind: str) -> str:

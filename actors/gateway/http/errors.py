@@ -54,3 +54,9 @@ def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
 def unavailable(message: str, retry_after_s: float = 2.0) -> ApiError:
     """Nothing wrong with the request; it cannot be served now."""
     return ApiError(503, message, kind="server_error", code="unavailable", retry_after_s=retry_after_s)
+
+
+def no_room(max_tokens: int, num_tokens: int) -> ApiError:
+    """A prompt that fills the model's context."""
+    message = f"This model's maximum context length is {max_tokens} tokens; the request has {num_tokens}, "
+    return bad(message + "which leaves none for an answer", "messages", "context_length_exceeded")

@@ -7,7 +7,8 @@ sealed under their key when it leaves here, so before queue, spool and log. Noth
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -52,7 +53,19 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     trial: int = -1
 
 
-def render(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+class PromptTokenizer(Protocol):
+    """The part of a tokenizer that spells prompts."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone."""
+
+    def encode_request(
+        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of a conversation as the template writes it."""
+
+
+def render(prompt: Prompt, tokenizer: PromptTokenizer) -> list[int]:
     """Tokens of a prompt. Raises ValueError where the template refuses it."""
     if prompt.tokens:
         return list(prompt.tokens)
