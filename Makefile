@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 LOCK   := infra/requirements/all.lock
 CUDA   := infra/requirements/cuda.lock
+AGENTS := infra/requirements/agents.lock
 LINUX  := --python-platform x86_64-manylinux_2_28
 EXTRAS := --extra streams --extra actors --extra trainer --extra dev
 
@@ -14,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST   := -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast sandbox-told test-gpu mutants check lint types docs lock extras-check clean
+.PHONY: help install agents demo test test-fast sandbox-told test-gpu mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,6 +30,15 @@ install:         ## create .venv and install the hash-locked packages
 	  && $(BIN)/uv pip sync --python $(BIN)/python --require-hashes $(LOCK) \
 	  && $(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable . \
 	  && echo "$$sum" > $(VENV)/.installed; \
+	fi
+
+# Packages of other projects want other versions of what we use: they live beside our environment and meet us over HTTP.
+agents: install  ## create .venv/agents with the agent frameworks that the tests train
+	@sum=$$(sha256sum $(AGENTS) | cut -d' ' -f1); \
+	if [ "$$(cat $(VENV)/agents/.installed 2>/dev/null)" != "$$sum" ]; then \
+	  { [ -x $(VENV)/agents/bin/python ] || $(PYTHON) -m venv --without-pip $(VENV)/agents; } \
+	  && $(BIN)/uv pip sync --python $(VENV)/agents/bin/python --require-hashes $(AGENTS) \
+	  && echo "$$sum" > $(VENV)/agents/.installed; \
 	fi
 
 demo: install    ## train a small model through Kafka, Faust and vLLM (four to six minutes)
@@ -66,15 +76,16 @@ types: install
 docs: install    ## write the reference pages of infra/docs from the code
 	@$(BIN)/python -m infra.cli.docs
 
-lock:            ## compile both locks anew from pyproject.toml and infra/requirements
+lock:            ## compile the locks anew from pyproject.toml and infra/requirements
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/all.in $(EXTRAS) --python-version 3.11 --generate-hashes --no-header --quiet \
 	  --overrides infra/requirements/overrides.txt --output-file $(LOCK)
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/cuda.in $(EXTRAS) --extra cuda --python-version 3.11 --generate-hashes --no-header --quiet \
 	  $(LINUX) --overrides infra/requirements/cuda-overrides.txt --output-file $(CUDA)
+	@$(BIN)/uv pip compile infra/requirements/agents.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(AGENTS)
 
 extras-check: install ## each extra of the wheel resolves alone, and every package of the CUDA lock is there by its hash
 	@$(BIN)/uv pip sync --dry-run --quiet --require-hashes --python-version 3.11 $(LINUX) --target $(VENV)/cuda-lock $(CUDA)
-	@for extra in streams actors trainer tasks cuda local dev; do \
+	@for extra in streams actors trainer console mcp tasks traces cuda local dev; do \
 	  $(BIN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --quiet --no-header > $(VENV)/extra-$$extra.txt \
 	    && echo "extra $$extra: $$(grep -c == $(VENV)/extra-$$extra.txt) packages" || exit 1; done
 	@! grep -qE '^(torch|vllm)==' $(VENV)/extra-streams.txt || { echo "the streams extra pulls torch or vLLM"; exit 1; }
