@@ -8,7 +8,7 @@ from actors.engines.engine import ContextFull, Sampling
 from infra.model.vision import Vision
 from infra.policies.agreement import Agreement, agreement, disagreement, joined
 from infra.policies.policy import Policy, Probe
-from infra.policies.tensors import Tensor, is_finite
+from infra.policies.tensors import Tensor, bits, chunks, first_not_finite
 from infra.store.images import Pixels
 from schemas.errors import PolicyRefused
 
@@ -48,8 +48,8 @@ def check_tensors(policy: Policy, shapes: Mapping[str, tuple[int, ...]]) -> None
     for name, tensor in policy.tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise PolicyRefused(f"{who}: tensor {name}: got shape {list(tensor.shape)}, expected {list(shapes[name])}")
-        if not is_finite(tensor):
-            raise PolicyRefused(f"{who}: tensor {name} holds NaN or infinity")
+    if wrong := first_not_finite(policy.tensors):
+        raise PolicyRefused(f"{who}: tensor {wrong} holds NaN or infinity")
 
 
 def changed_names(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> frozenset[str]:
@@ -98,5 +98,6 @@ def check_images(vision: Vision | None, prompt: Sequence[int], images: Sequence[
 def _equal(held: Tensor, wanted: Tensor) -> bool:
     if held is wanted:
         return True
-    same_kind = held.dtype == wanted.dtype and held.shape == wanted.shape
-    return same_kind and np.array_equal(np.frombuffer(held.data, np.uint8), np.frombuffer(wanted.data, np.uint8))
+    if (held.dtype, held.shape) != (wanted.dtype, wanted.shape):
+        return False
+    return all(np.array_equal(old, new) for old, new in zip(chunks(bits(held)), chunks(bits(wanted)), strict=True))

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from infra.policies.tensors import ITEM_BYTES, Tensor, bits
+from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, bits, chunks
 
 LEVEL = 1
 ESCAPE = 255
@@ -44,17 +44,14 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"delta: got {new.dtype}{new.shape}, expected {old.dtype}{old.shape}")
     before, after = bits(old), bits(new)
-    positions = np.flatnonzero(before != after)
+    positions = changed_positions(before, after)
     size = before.size
     if size > MAX_VALUES:
         return Encoded("raw", bytes(new.data), int(positions.size))
     candidates: list[tuple[str, bytes]] = []
     if before.itemsize == 2:
-        if positions.size <= size // 2:
-            candidates.append(("k1", _pack([*_gaps(positions), *_ulps(before[positions], after[positions])])))
-        if positions.size > size // 32:
-            mask = np.packbits(before != after)
-            candidates.append(("bitmap", _pack([mask.data, *_ulps(before[positions], after[positions])])))
+        ulps = _ordered(after[positions]).astype(np.int32) - _ordered(before[positions])
+        candidates = _by_ulps(positions, ulps, size)
     else:
         candidates.append(("xor", _pack(_planes(before ^ after))))
     if positions.size > size // 2:
@@ -63,6 +60,47 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
     if len(payload) >= new.num_bytes:
         return Encoded("raw", bytes(new.data), int(positions.size))
     return Encoded(encoder, payload, int(positions.size))
+
+
+def changed_positions(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Where two flat arrays of one size differ: [K] int64, ascending."""
+    starts = range(0, before.size, CHUNK_VALUES)
+    pairs = zip(starts, chunks(before), chunks(after), strict=True)
+    found = [np.flatnonzero(old != new) + start for start, old, new in pairs]
+    return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def _by_ulps(positions: np.ndarray, ulps: np.ndarray, size: int) -> list[tuple[str, bytes]]:
+    """What there is to choose from for 16-bit values. ulps: [K] int32, how far each moved."""
+    candidates: list[tuple[str, bytes]] = []
+    if positions.size <= size // 2:
+        candidates.append(("k1", _pack([*_gaps(positions), *_ulp_streams(ulps)])))
+    if positions.size > size // 32:
+        mask = np.zeros(size, bool)
+        mask[positions] = True
+        candidates.append(("bitmap", _pack([np.packbits(mask).data, *_ulp_streams(ulps)])))
+    return candidates
+
+
+def compose(payloads: Sequence[tuple[str, bytes | memoryview]], dtype: str, shape: tuple[int, ...]) -> Encoded | None:
+    """One change for several of the same tensor, each from where the one before it leads; None where that takes the values.
+
+    payloads: (encoder, payload), oldest first. What moved by ulps moved by their sum. Byte planes and raw values replace
+    what was there, so they need it. The result is what `encode_tensor` gives for the ends, where that is smaller than the
+    tensor. ValueError for a payload that does not fit.
+    """
+    size = math.prod(shape)
+    if ITEM_BYTES[dtype] != 2 or any(encoder not in ("k1", "bitmap") for encoder, _ in payloads):
+        return None
+    sums = np.zeros(size, np.int32)
+    for encoder, payload in payloads:
+        positions, ulps = _moves(encoder, payload, size)
+        sums[positions] += ulps
+    positions = changed_positions(sums, np.broadcast_to(np.int32(0), size))
+    candidates = _by_ulps(positions, sums[positions], size)
+    encoder, payload = min(candidates, key=lambda candidate: len(candidate[1]))
+    smaller = positions.size <= size // 2 and len(payload) < 2 * size
+    return Encoded(encoder, payload, int(positions.size)) if smaller else None
 
 
 def decode_tensor(encoder: str, payload: bytes | memoryview, old: Tensor) -> Tensor:
@@ -75,6 +113,18 @@ def decode_tensor(encoder: str, payload: bytes | memoryview, old: Tensor) -> Ten
         return _tensor(old, values ^ bits(old) if encoder == "xor" else values)
     if encoder not in ("k1", "bitmap") or width != 2:
         raise ValueError(f"delta: got encoder {encoder!r} for {old.dtype}, expected k1, bitmap, xor, planes or raw")
+    positions, ulps = _moves(encoder, payload, size)
+    before = bits(old)
+    after = before.copy()
+    moved = _ordered(before[positions]).astype(np.int32) + ulps
+    if moved.size and (moved.min() < 0 or moved.max() > 0xFFFF):
+        raise ValueError("delta: a value moves beyond the range of its dtype")
+    after[positions] = _from_ordered(moved.astype(np.uint16))
+    return _tensor(old, after)
+
+
+def _moves(encoder: str, payload: bytes | memoryview, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where 16-bit values moved and by how many ulps: [K] int64 and [K] int32."""
     by_value = [-(-size // 8), -(-size // 8), size, 2 * size]
     if encoder == "k1":
         streams = _unpack(payload, [size, 4 * size, *by_value])
@@ -85,13 +135,7 @@ def decode_tensor(encoder: str, payload: bytes | memoryview, old: Tensor) -> Ten
         if mask.size != -(-size // 8):
             raise ValueError(f"delta: bitmap of {mask.size} bytes for {size} values")
         positions = np.flatnonzero(np.unpackbits(mask, count=size))
-    before = bits(old)
-    after = before.copy()
-    moved = _ordered(before[positions]).astype(np.int32) + _from_ulps(streams[-4:], positions.size)
-    if moved.size and (moved.min() < 0 or moved.max() > 0xFFFF):
-        raise ValueError("delta: a value moves beyond the range of its dtype")
-    after[positions] = _from_ordered(moved.astype(np.uint16))
-    return _tensor(old, after)
+    return positions, _from_ulps(streams[-4:], positions.size)
 
 
 def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
@@ -110,9 +154,8 @@ def _from_ordered(ordered: np.ndarray) -> np.ndarray:
     return patterns
 
 
-def _ulps(before: np.ndarray, after: np.ndarray) -> list[memoryview]:
+def _ulp_streams(delta: np.ndarray) -> list[memoryview]:
     """Streams of the differences of changed values: signs, whether over one ulp, |ulps| - 2 of those, their escapes."""
-    delta = _ordered(after).astype(np.int32) - _ordered(before)
     magnitude = np.abs(delta)
     large = magnitude > 1
     rest = magnitude[large] - 2

@@ -27,7 +27,8 @@ from infra.policies.manifest import (
     sha256_hex,
 )
 from infra.policies.policy import Policy
-from infra.policies.tensors import Tensor, is_finite, load_tensors
+from infra.policies.tensors import Tensor, first_not_finite, load_tensors
+from infra.policies.threads import in_threads
 from infra.store.store import Store
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
@@ -124,9 +125,9 @@ def read_anchor(store: Store, manifest: PolicyManifest) -> dict[str, Tensor]:
     if source is None:
         raise PolicyRefused(f"version {manifest.version} has no anchor")
     tensors: dict[str, Tensor] = {}
-    for shard in source.shards:
+    for shard, data in zip(source.shards, read_shards(store, manifest, source), strict=True):
         try:
-            tensors |= load_tensors(_read_shard(store, manifest, shard))
+            tensors |= load_tensors(data)
         except ValueError as error:
             raise PolicyRefused(f"{shard.key}: {error}") from error
     return verified(manifest, tensors)
@@ -160,9 +161,8 @@ def verified(manifest: PolicyManifest, tensors: dict[str, Tensor]) -> dict[str, 
     """The tensors, if they are exactly the manifest's and finite. Raises PolicyRefused naming the first that is not."""
     if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
         raise PolicyRefused(difference)
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            raise PolicyRefused(f"{name} holds values that are not finite")
+    if wrong := first_not_finite(tensors):
+        raise PolicyRefused(f"{wrong} holds values that are not finite")
     return tensors
 
 
@@ -181,23 +181,34 @@ def _apply(
     store: Store, manifest: PolicyManifest, source: WeightSource, old: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """One step of the chain, its changed tensors verified."""
-    shards = [memoryview(_read_shard(store, manifest, shard)) for shard in source.shards]
+    shards = read_shards(store, manifest, source)
     expected = {entry.name: entry for entry in manifest.tensors}
-    tensors = dict(old)
-    for part in source.parts:
-        if part.tensor not in tensors or part.tensor not in expected:
+
+    def moved(part: DeltaPart) -> Tensor:
+        if part.tensor not in old or part.tensor not in expected:
             raise PolicyRefused(f"{part.tensor} changes in version {manifest.version}, which does not have it")
         try:
-            tensor = decode_tensor(part.encoder, _slice(shards, part), tensors[part.tensor])
+            tensor = decode_tensor(part.encoder, slice_of(shards, part), old[part.tensor])
         except ValueError as error:
             raise PolicyRefused(f"{part.tensor} in version {manifest.version}: {error}") from error
         if hash_tensor(tensor) != expected[part.tensor].xxh3:
             raise PolicyRefused(f"{part.tensor} has another hash than version {manifest.version} says")
-        tensors[part.tensor] = tensor
-    return tensors
+        return tensor
+
+    if len(names := {part.tensor for part in source.parts}) != len(source.parts):
+        raise PolicyRefused(
+            f"version {manifest.version}: a tensor changes twice ({len(source.parts)} parts, {len(names)} names)"
+        )
+    return dict(old) | dict(zip((part.tensor for part in source.parts), in_threads(moved, source.parts), strict=True))
 
 
-def _slice(shards: list[memoryview], part: DeltaPart) -> memoryview:
+def read_shards(store: Store, manifest: PolicyManifest, source: WeightSource) -> list[memoryview]:
+    """The objects of one source, verified. Raises PolicyRefused, NotInStore, StoreError."""
+    return [memoryview(one) for one in in_threads(lambda shard: _read_shard(store, manifest, shard), source.shards)]
+
+
+def slice_of(shards: list[memoryview], part: DeltaPart) -> memoryview:
+    """The payload of one tensor. ValueError where the objects do not hold it."""
     if not 0 <= part.shard < len(shards) or min(part.offset, part.num_bytes) < 0:
         raise ValueError(f"shard {part.shard} of {len(shards)}")
     payload = shards[part.shard][part.offset : part.offset + part.num_bytes]

@@ -18,6 +18,7 @@ import xxhash
 from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
+from infra.policies.threads import in_threads
 
 FORMAT = 1
 ADAPTER_FORMAT = 2  # releases that would take an adapter for the whole model refuse it in one line
@@ -153,8 +154,11 @@ def hash_tensor(tensor: Tensor) -> str:
 
 def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     """The manifest's list of tensors, by name."""
+    ordered = sorted(tensors.items())
+    hashes = in_threads(hash_tensor, (tensor for _, tensor in ordered))
     return tuple(
-        TensorEntry(name, tensor.dtype, tensor.shape, hash_tensor(tensor)) for name, tensor in sorted(tensors.items())
+        TensorEntry(name, tensor.dtype, tensor.shape, xxh3)
+        for (name, tensor), xxh3 in zip(ordered, hashes, strict=True)
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter
+from infra.policies.consolidate import check_there, consolidated, differs
 from infra.policies.delta import Encoded, encode_tensor
 from infra.policies.fetch import read_anchor, read_manifest
 from infra.policies.manifest import (
@@ -33,7 +34,8 @@ from infra.policies.manifest import (
     sha256_hex,
 )
 from infra.policies.policy import Probe
-from infra.policies.tensors import ITEM_BYTES, Tensor, bits, is_finite, save_tensors
+from infra.policies.tensors import ITEM_BYTES, Tensor, bits, first_not_finite, save_tensors
+from infra.policies.threads import in_threads
 from infra.store.store import Store, check_key
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
@@ -89,9 +91,8 @@ def publish(
     check_key(folder_of(policy, token))
     if "/" in policy or not tensors:
         raise ValueError(f"publish: got policy {policy!r} with {len(tensors)} tensors, expected a name without '/'")
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            raise PolicyRefused(f"version {version} of {policy}: {name} holds values that are not finite")
+    if wrong := first_not_finite(tensors):
+        raise PolicyRefused(f"version {version} of {policy}: {wrong} holds values that are not finite")
     entries = entries_of(tensors)
     if (existing := _existing(store, new, entries)) is not None:
         return existing
@@ -174,7 +175,7 @@ def _encode(
     names = [entry.name for entry in entries if entry.xxh3 != hashes[entry.name]]
     if _dense(old, new, names):
         return None
-    return {name: encode_tensor(old[name], new[name]) for name in names}
+    return dict(zip(names, in_threads(lambda name: encode_tensor(old[name], new[name]), names), strict=True))
 
 
 def _dense(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: list[str]) -> bool:
@@ -210,22 +211,32 @@ def _store_sources(
         return (delta, _store_anchor(target, tensors))
     if age % CONSOLIDATE_EVERY or base.manifest.version == base.manifest.anchor:
         return (delta,)
-    return (delta, _consolidate(target, tensors, entries, base.manifest.anchor))
+    return (delta, _consolidate(target, tensors, entries, base.manifest, encoded))
 
 
 def _consolidate(
-    target: _Target, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], anchor: int
+    target: _Target,
+    tensors: Mapping[str, Tensor],
+    entries: tuple[TensorEntry, ...],
+    parent: PolicyManifest,
+    newest: Mapping[str, Encoded],
 ) -> WeightSource:
-    """A delta straight from the last anchor, for late joiners to walk a short chain; an anchor if it is damaged."""
-    key = f"{target.folder}/manifests/{anchor}.json"
+    """A delta straight from the last anchor, for late joiners to walk a short chain; an anchor if that is damaged."""
+    key = f"{target.folder}/manifests/{parent.anchor}.json"
     try:
-        manifest, digest = read_manifest(target.store, key)
-        old = read_anchor(target.store, manifest)
+        anchor, digest = read_manifest(target.store, key)
+        check_there(target.store, anchor)
+        encoded = consolidated(target.store, parent, newest, anchor)
+        if encoded is None:
+            encoded = _encode(read_anchor(target.store, anchor), anchor.tensors, tensors, entries)
     except (PolicyRefused, NotInStore) as error:
         log.warning("anchor not readable, publishing a new one: %s", error)
         return _store_anchor(target, tensors)
-    encoded = _encode(old, manifest.tensors, tensors, entries)
-    return _store_anchor(target, tensors) if encoded is None else _store_delta(target, encoded, anchor, key, digest)
+    if encoded is None:
+        return _store_anchor(target, tensors)
+    wanted = differs(anchor, entries)
+    encoded = {name: one for name, one in sorted(encoded.items()) if name in wanted}
+    return _store_delta(target, encoded, parent.anchor, key, digest)
 
 
 def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> WeightSource:

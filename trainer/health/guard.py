@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor, is_finite
+from infra.policies.tensors import Tensor, first_not_finite
 from trainer.config import TrainerGuardConfig
 from trainer.health.diagnostics import Alarm
 
@@ -117,9 +117,8 @@ def unhealthy(
 
     before, now: of the same sequences, under the version published last and under these weights.
     """
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            return f"{name} holds values that are not finite"
+    if wrong := first_not_finite(tensors):
+        return f"{wrong} holds values that are not finite"
     if not config.probe_shift or before is None or now is None:
         return ""
     moved = [

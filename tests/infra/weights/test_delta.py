@@ -1,5 +1,6 @@
 """The delta codec: exact for every bit pattern, small where little changes, bounded whatever it is given."""
 
+import itertools
 import struct
 
 import numpy as np
@@ -8,7 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.delta import decode_tensor, encode_tensor
+from infra.policies.delta import compose, decode_tensor, encode_tensor
 from infra.policies.tensors import ITEM_BYTES, Tensor, bits, from_numpy
 
 WIDTHS = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "F64"}
@@ -179,3 +180,35 @@ def test_a_stream_that_would_unpack_to_more_than_the_tensor_is_refused_unread() 
     payload = b"".join(struct.pack("<II", size, len(body)) for size, body in lying) + bomb
     with pytest.raises(ValueError, match="declares another size"):
         decode_tensor("k1", payload, old)
+
+
+@settings(deadline=None)
+@given(seeds=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5), share=st.sampled_from([0.001, 0.03, 0.2]))
+def test_deltas_compose_to_the_delta_of_their_ends(seeds: list[int], share: float) -> None:
+    states = [changed_tensor(3_000, 0.0, 1)[0]]
+    for seed in seeds:
+        generator = np.random.default_rng(seed)
+        patterns = bits(states[-1]).copy()
+        at = generator.choice(3_000, int(3_000 * share), replace=False)
+        patterns[at] += generator.choice(np.array([1, 0xFFFF, 300], np.uint16), at.size)
+        patterns[:2] = bits(states[0])[:2] if seed % 2 else patterns[:2]  # what comes back to where it was
+        states.append(of_bits(patterns))
+    steps = [encode_tensor(old, new) for old, new in itertools.pairwise(states)]
+    whole = encode_tensor(states[0], states[-1])
+    composed = compose([(one.encoder, one.payload) for one in steps], "BF16", (3_000,))
+    replaced = any(one.encoder not in ("k1", "bitmap") for one in (*steps, whole))
+    assert composed == (None if replaced or whole.changed > 1_500 else whole)
+
+
+def test_deltas_that_replace_values_do_not_compose_without_them() -> None:
+    old, new = changed_tensor(3_000, 1.0, 40)
+    far = encode_tensor(old, new)
+    assert far.encoder == "planes"
+    assert compose([(far.encoder, far.payload)], "BF16", (3_000,)) is None
+    assert compose([("xor", b"")], "F32", (3_000,)) is None
+
+
+def test_a_damaged_payload_does_not_compose() -> None:
+    one = encode_tensor(*changed_tensor(3_000, 0.05, 1))
+    with pytest.raises(ValueError, match="delta:"):
+        compose([(one.encoder, one.payload[:-3])], "BF16", (3_000,))

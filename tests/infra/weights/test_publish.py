@@ -235,3 +235,28 @@ def test_a_damaged_parent_or_anchor_leads_to_a_new_anchor() -> None:
         event = put(store, 5, small_step(weights[4], 5), weights[4])
         assert event.stats["anchor"]
         assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == small_step(weights[4], 5)
+
+
+class WithoutAnchors(MemoryStore):
+    """A store whose anchors can be asked for their size alone."""
+
+    def get(self, key: str) -> bytes:
+        if "/anchors/" in key:
+            raise StoreError(f"get {key!r}: not in this test")
+        return super().get(key)
+
+
+def test_a_delta_from_the_anchor_is_made_without_reading_the_anchor() -> None:
+    store, plain = WithoutAnchors(), MemoryStore()
+    _, weights = put_run(store, 11)
+    put_run(plain, 11)
+    for version in (5, 10):
+        manifest, _ = read_manifest(store, f"policies/main/17/manifests/{version}.json")
+        assert [(source.kind, source.base) for source in manifest.sources] == [("delta", version - 1), ("delta", 0)]
+    late = PolicyFetcher(plain, "main")
+    assert dict(late.fetch(put(plain, 11, small_step(weights[10], 10), weights[10])).tensors) == small_step(
+        weights[10], 10
+    )
+    assert {key: store.size(key) for key in store.keys("policies/")} == {
+        key: plain.size(key) for key in plain.keys("policies/") if "/manifests/11" not in key and "10-11" not in key
+    }

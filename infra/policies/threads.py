@@ -1,0 +1,27 @@
+"""One function over many tensors, in as many threads as there are cores.
+
+numpy, zstd and the hashes let go of the interpreter while they work, so threads share the cores and others run on.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MAX_THREADS = 16  # more share the memory's bandwidth, not the work
+
+
+def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """`work` of each item, in order. Raises what the first item that failed raised; what has not begun then is left out."""
+    listed = list(items)
+    threads = min(len(listed), MAX_THREADS, len(os.sched_getaffinity(0)))
+    if threads < 2:
+        return [work(item) for item in listed]
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="tensors")
+    try:
+        return list(pool.map(work, listed))
+    finally:
+        pool.shutdown(cancel_futures=True)
