@@ -42,7 +42,7 @@ from schemas.records import PolicyEvent
 
 log = logging.getLogger(__name__)
 
-SHARD_BYTES = 512 * 1024 * 1024
+SHARD_BYTES = 128 * 1024 * 1024  # joined or copied while no other thread runs: a few hundredths of a second
 CONSOLIDATE_EVERY = 5  # a late joiner applies at most four single deltas and one consolidated one
 DENSE_SHARE = 0.6  # of 32-bit values changed: such a delta weighs more than half an anchor however it is encoded
 SAMPLE_VALUES = 1024

@@ -13,7 +13,10 @@ Secrets appear in no error and no repr.
 
 import io
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,7 +28,9 @@ from schemas.errors import ConfigError, NotInStore, StoreError
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
 NUM_RETRIES = 3
-PART_BYTES = 64 * 1024 * 1024
+PART_BYTES = 64 * 1024 * 1024  # of an upload
+RANGE_BYTES = 16 * 1024 * 1024  # of a download
+CONNECTIONS = 16  # at once, for the parts of one object
 
 # The same call can never succeed until a setting is changed.
 _FINAL_CODES = frozenset({
@@ -59,6 +64,16 @@ def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.enviro
         or ("us-east-1" if endpoint else None),
         ca_file=environment.get("AWS_CA_BUNDLE") or environment.get("SSL_CERT_FILE") or None,
     )
+
+
+@contextmanager
+def closing_response(response: Any) -> Iterator[Any]:
+    """The response, closed and its connection given back whatever happens."""
+    try:
+        yield response
+    finally:
+        response.close()
+        response.release_conn()
 
 
 class S3Credentials(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +111,11 @@ class S3Store:
         self._bucket = bucket
         self._prefix = f"{check_key(prefix)}/" if prefix else ""
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
+        self._num_retries = num_retries
+        self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._secrets = tuple(one for one in (credentials.secret_key, credentials.session_token) if one)
         pool = urllib3.PoolManager(
+            maxsize=CONNECTIONS,
             timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
             retries=urllib3.Retry(total=num_retries, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
             cert_reqs="CERT_REQUIRED",
@@ -129,9 +147,9 @@ class S3Store:
         )
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises NotInStore, StoreError."""
+        """The whole object, a large one by ranges over several connections. Raises NotInStore, StoreError."""
         name = self._name(key)
-        return self._call("get", key, lambda: self._read(name))
+        return self._call("get", key, lambda: self._read_whole(name))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
@@ -170,23 +188,46 @@ class S3Store:
         return self._prefix + check_key(key)
 
     def _read_part(self, name: str, start: int, length: int) -> bytes:
+        return self._range(name, start, length)[0] if length else b""
+
+    def _read_whole(self, name: str) -> bytes:
+        """The first range says how large the object is; the others are read beside each other, of the same object."""
+        first, num_bytes, tag = self._range(name, 0, RANGE_BYTES)
+        starts = range(len(first), num_bytes, RANGE_BYTES)
+        if not starts:
+            return first
+        with ThreadPoolExecutor(min(CONNECTIONS, len(starts)), thread_name_prefix="ranges") as pool:
+            rest = list(pool.map(lambda start: self._range(name, start, RANGE_BYTES, tag)[0], starts))
+        data = b"".join([first, *rest])
+        if len(data) != num_bytes:
+            raise ValueError(f"got {len(data)} bytes, expected {num_bytes}")
+        return data
+
+    def _range(self, name: str, start: int, length: int, tag: str = "") -> tuple[bytes, int, str]:
+        """Some bytes of an object, its size and its tag. tag: of the object they must be of. A connection that breaks in
+        the middle is opened again.
+        """
         from minio.error import S3Error
+        from urllib3.exceptions import ProtocolError, ReadTimeoutError
 
-        try:
-            return self._read(name, offset=start, length=length) if length else b""
-        except S3Error as error:
-            if error.code == "InvalidRange":  # it begins at or after the end
-                return b""
-            raise
-
-    def _read(self, name: str, **part: int) -> bytes:
-        response = self._client.get_object(self._bucket, name, **part)
-        try:
-            data: bytes = response.read()
-            return data
-        finally:
-            response.close()
-            response.release_conn()
+        headers = {"If-Match": tag} if tag else None
+        for tries_left in range(self._num_retries, -1, -1):
+            try:
+                with (
+                    self._slots,
+                    closing_response(self._client.get_object(self._bucket, name, start, length, headers)) as answer,
+                ):
+                    data: bytes = answer.read()
+                    said = answer.headers.get("Content-Range", "").rpartition("/")[2]
+                    return data, int(said) if said.isdigit() else len(data), answer.headers.get("ETag", "")
+            except S3Error as error:
+                if error.code == "InvalidRange":  # it begins at or after the end
+                    return b"", 0, ""
+                raise
+            except (ProtocolError, ReadTimeoutError):
+                if not tries_left:
+                    raise
+        raise AssertionError("unreachable: the last try returns or raises")
 
     def _call(self, verb: str, key: str, action: Callable[[], T]) -> T:
         """Run one request. The errors it raises carry no cause: a library's own could quote a header."""

@@ -1,6 +1,11 @@
 """The S3 store beyond the contract: its settings, its errors, and what it keeps to itself."""
 
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -61,3 +66,65 @@ def test_a_server_that_is_not_there_is_retriable_and_tells_no_secret() -> None:
     assert "some/key" in str(caught.value)
     assert SECRET not in str(caught.value) + repr(caught.value) + repr(store)
     assert caught.value.__cause__ is None
+
+
+LARGE = bytes(range(256)) * (150 * 1024)  # 37.5 MiB: three ranges
+
+
+class Unreliable(BaseHTTPRequestHandler):
+    """One object by ranges. The first answer of each range breaks in its middle."""
+
+    asked: ClassVar[list[str]] = []
+    tag: ClassVar[str] = '"one"'
+
+    def do_GET(self) -> None:
+        wanted = self.headers["Range"]
+        first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+        body = LARGE[first : last + 1]
+        if self.headers.get("If-Match", self.tag) != self.tag:
+            self.send_error(412)
+            return
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{len(LARGE)}")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", self.tag)
+        self.end_headers()
+        again = wanted in self.asked
+        self.asked.append(wanted)
+        self.wfile.write(body if again else body[: len(body) // 2])
+        self.close_connection = not again
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(handler: type[Unreliable]) -> Iterator[S3Store]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield open_s3(
+                "bucket", "", {**CREDENTIALS, "HEADRACE_S3_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+            )
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_large_object_is_read_by_ranges_and_each_that_breaks_is_read_again() -> None:
+    Unreliable.asked.clear()
+    with serving(Unreliable) as store:
+        assert store.get("weights/1") == LARGE
+    assert len(Unreliable.asked) == 6
+    assert len(set(Unreliable.asked)) == 3
+
+
+def test_parts_of_an_object_that_was_replaced_meanwhile_are_never_joined() -> None:
+    class Replaced(Unreliable):
+        def do_GET(self) -> None:
+            type(self).tag = '"two"' if self.headers.get("If-Match") else '"one"'
+            super().do_GET()
+
+    with serving(Replaced) as store, pytest.raises(StoreError, match="get 'weights/1'"):
+        store.get("weights/1")
