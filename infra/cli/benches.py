@@ -71,6 +71,15 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         **{f"ranks_{num_ranks}_load_peak_gib": (float("-inf"), 1.0) for num_ranks in (1, 2, 3)},
         "publish_peak_gib_of_the_others": (float("-inf"), 1.0),
     },
+    "weights": {
+        "trainer_cpu_s_per_gb": (0.0, 1.0),
+        "publish_fifth_cpu_s_per_gb": (0.0, 1.0),
+        "explorer_cpu_s_per_gb": (0.0, 1.5),
+        "trainer_wall_over_cpu": (0.0, 0.6),
+        "explorer_wall_over_cpu": (0.0, 0.6),
+        "trainer_stall_ms": (0.0, 50.0),
+        "explorer_stall_ms": (0.0, 50.0),
+    },
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }
@@ -115,6 +124,13 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
 
     figures = run(minutes, per_s=per_s)
     return show("outage", figures, as_json)
+
+
+def run_weights(gb: float, share: float, as_json: bool) -> int:
+    """Run `infra/cli/bench/weights.py` as asked."""
+    from infra.cli.bench.weights import WeightsPlan, run
+
+    return show("weights", run(WeightsPlan(gb=gb, share=share), Screen(stderr=True).print), as_json)
 
 
 def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s: float, *, as_json: bool) -> int:

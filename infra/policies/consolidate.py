@@ -55,7 +55,7 @@ def differs(anchor: PolicyManifest, entries: tuple[TensorEntry, ...]) -> frozens
 
 def _walk(store: Store, parent: PolicyManifest, anchor: int) -> list[dict[str, Payload]]:
     """The deltas from `parent` back to the anchor, newest first, by the longest steps."""
-    steps = []
+    steps: list[dict[str, Payload]] = []
     current = parent
     while current.version > anchor:
         sources = [source for source in current.sources if source.kind == "delta" and source.base >= anchor]

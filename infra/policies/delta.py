@@ -92,15 +92,29 @@ def compose(payloads: Sequence[tuple[str, bytes | memoryview]], dtype: str, shap
     size = math.prod(shape)
     if ITEM_BYTES[dtype] != 2 or any(encoder not in ("k1", "bitmap") for encoder, _ in payloads):
         return None
-    sums = np.zeros(size, np.int32)
-    for encoder, payload in payloads:
-        positions, ulps = _moves(encoder, payload, size)
-        sums[positions] += ulps
-    positions = changed_positions(sums, np.broadcast_to(np.int32(0), size))
-    candidates = _by_ulps(positions, sums[positions], size)
+    positions, ulps = _summed([_moves(encoder, payload, size) for encoder, payload in payloads], size)
+    candidates = _by_ulps(positions, ulps, size)
     encoder, payload = min(candidates, key=lambda candidate: len(candidate[1]))
     smaller = positions.size <= size // 2 and len(payload) < 2 * size
     return Encoded(encoder, payload, int(positions.size)) if smaller else None
+
+
+def _summed(moves: Sequence[tuple[np.ndarray, np.ndarray]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and ulps of several moves made one after the other, without those that come back to where they were."""
+    starts = np.arange(0, size, CHUNK_VALUES)
+    cuts = [np.append(np.searchsorted(positions, starts), positions.size) for positions, _ in moves]
+    sums = np.empty(CHUNK_VALUES, np.int32)
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for chunk, start in enumerate(starts.tolist()):
+        sums.fill(0)
+        for (positions, ulps), cut in zip(moves, cuts, strict=True):
+            part = slice(cut[chunk], cut[chunk + 1])
+            sums[positions[part] - start] += ulps[part]
+        moved = np.flatnonzero(sums != 0)
+        found.append((moved + start, sums[moved]))
+    if not found:
+        return np.empty(0, np.int64), np.empty(0, np.int32)
+    return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
 
 def decode_tensor(encoder: str, payload: bytes | memoryview, old: Tensor) -> Tensor:

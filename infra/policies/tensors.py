@@ -130,10 +130,12 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
     name = str(tensor.dtype)
     if name not in _FROM_TORCH:
         raise ValueError(f"tensor: got {name}, expected one of {', '.join(_FROM_TORCH)}")
-    # torch copies without holding the interpreter, which `tobytes` does not: no other thread stands still.
-    flat = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1)
-    data = flat.view(torch.uint8).numpy().data.toreadonly() if flat.numel() else b""
-    return Tensor(_FROM_TORCH[name], tuple(tensor.shape), data)
+    # torch copies without holding the interpreter, which `tobytes` does not; numpy asks for large pages, which torch does not.
+    copy = np.empty(tensor.nbytes, np.uint8)
+    if copy.size:
+        torch.from_numpy(copy).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    copy.flags.writeable = False
+    return Tensor(_FROM_TORCH[name], tuple(tensor.shape), copy.data if copy.size else b"")
 
 
 def to_torch(tensor: Tensor) -> "torch.Tensor":

@@ -38,6 +38,19 @@ def plain(name: str) -> Callable[[bool], None]:
     return bench
 
 
+def bench_weights(
+    gb: Annotated[
+        float, typer.Option(help="Weights in bfloat16, in 10⁹ bytes; about five times as much memory.")
+    ] = 0.5,
+    share: Annotated[float, typer.Option(help="Of the values that a version moves.", min=0, max=1)] = 0.014,
+    as_json: JsonOption = False,
+) -> None:
+    """The way of weights, from the trainer's copy to the file for an engine's workers, beside safetensors and xor."""
+    from infra.cli.benches import run_weights
+
+    exit_with(lambda: run_weights(gb, share, as_json))
+
+
 def bench_families(
     only: Annotated[str, typer.Option(help="Families, by commas; all where left out.")] = "",
     as_json: JsonOption = False,

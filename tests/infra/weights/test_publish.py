@@ -245,6 +245,9 @@ class WithoutAnchors(MemoryStore):
             raise StoreError(f"get {key!r}: not in this test")
         return super().get(key)
 
+    def size(self, key: str) -> int:
+        return len(MemoryStore.get(self, key))
+
 
 def test_a_delta_from_the_anchor_is_made_without_reading_the_anchor() -> None:
     store, plain = WithoutAnchors(), MemoryStore()
