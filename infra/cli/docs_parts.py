@@ -35,6 +35,7 @@ PARTS = {
     "Environments": (
         "actors.rollout.environments.guess:Guess", "actors.rollout.environments.grid:Grid",
         "actors.rollout.environments.reasoning_gym:ReasoningGym", "actors.rollout.environments.http:HttpEnvironment",
+        "actors.rollout.environments.gymnasium:Gymnasium",
     ),
     "Tools": ("actors.rollout.tools.python:Python",),
     "Tasksets": ("actors.tasksets.files:tasks", "actors.tasksets.reasoning_gym:reasoning_gym"),
