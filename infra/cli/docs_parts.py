@@ -38,6 +38,7 @@ PARTS = {
         "actors.rollout.environments.gymnasium:Gymnasium",
     ),
     "Tools": ("actors.rollout.tools.python:Python",),
+    "Servers of tools": ("actors.rollout.tools.mcp:McpServer",),
     "Tasksets": ("actors.tasksets.files:tasks", "actors.tasksets.reasoning_gym:reasoning_gym"),
     "Losses": tuple(f"trainer.losses.{name}:{name}" for name in BUILT_IN),
     "Engines": ("actors.engines.torch:TorchEngine", "actors.engines.scripted:ScriptedEngine"),
