@@ -26,7 +26,7 @@ PARTS = {
         "trainer.processors.equal_sequences:equal_sequences",
         "trainer.processors.normalize_advantages:normalize_advantages",
     ),
-    "Feedback sources": ("streams.sources.received:rating",),
+    "Feedback sources": ("streams.sources.received:rating", "streams.sources.langfuse:langfuse_score"),
     "Workflows": (
         "actors.rollout.workflows.converse:converse", "actors.rollout.workflows.interact:Interact",
         "actors.rollout.workflows.tools:Tools", "actors.program.workflow:Program",
