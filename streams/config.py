@@ -18,6 +18,30 @@ Options = dict[str, Any]
 FEEDBACK_PATH = "/v1/feedback"
 
 
+class LangfuseConfig(Section, frozen=True):
+    """[feedback.from.langfuse]: scores of Langfuse as feedback. They are asked for from version 3 of its API (self-hosted: from
+    release 3.179 on).
+
+    url: of Langfuse. score: name of the scores. public_key_env, secret_key_env: environment variables of the stream workers
+    with the keys of the project. every: how often it is asked. since: how far back the first question goes. overlap: how
+    much later than its own time a score may be seen, or be changed, and still count.
+
+    Example: LangfuseConfig(score="user-feedback")
+    """
+
+    score: Annotated[str, msgspec.Meta(min_length=1, description="the name of a score")]
+    url: str = "https://cloud.langfuse.com"
+    public_key_env: str = "LANGFUSE_PUBLIC_KEY"
+    secret_key_env: str = "LANGFUSE_SECRET_KEY"
+    every: Duration = "30s"
+    since: Duration = "24h"
+    overlap: Duration = "1h"
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f'got url = "{self.url}", expected http://… or https://…')
+
+
 class From(Section, frozen=True):
     """Where a feedback source listens: exactly one of them.
 
@@ -27,7 +51,7 @@ class From(Section, frozen=True):
     signature_header: the header with the signature. timestamp_header: signed in front of the body, "" for none; each sender has
     its own name for it. Without it, who has seen a signed body can send it again: gateway and stream worker take it for the
     record it is while they remember it (the newest 65,536). tenant: of API keys; the webhook may speak of the answers given to
-    that one alone, "" for those of all.
+    that one alone, "" for those of all. langfuse: where its scores are read from.
 
     Example: From(topic="zendesk.closed")
     """
@@ -39,10 +63,12 @@ class From(Section, frozen=True):
     signature_header: str = "x-signature"
     timestamp_header: str = ""
     tenant: str = ""
+    langfuse: LangfuseConfig | None = None
 
     def __post_init__(self) -> None:
-        if (given := sum(map(bool, (self.topic, self.file, self.webhook)))) != 1:
-            raise ValueError(f'got {given} of topic = "…", file = "…" and webhook = "/…", expected one of them')
+        if (given := sum(map(bool, (self.topic, self.file, self.webhook, self.langfuse)))) != 1:
+            kinds = 'topic = "…", file = "…", webhook = "/…" and langfuse = {…}'
+            raise ValueError(f"got {given} of {kinds}, expected one of them")
         if self.webhook and not self.webhook.startswith("/"):
             raise ValueError(f'got webhook = "{self.webhook}", expected a path such as "/zendesk"')
         own = self.webhook == FEEDBACK_PATH

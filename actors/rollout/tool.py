@@ -12,7 +12,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jsonschema
 import msgspec
@@ -53,10 +53,20 @@ class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """What a call came to. failed: the text says what was wrong."""
+    """What a call came to. failed: the text says what was wrong. broken: why there is no tool any more, which is nothing that
+    the policy should read: its episode fails, of the cause `tool`.
+    """
 
     text: str
     failed: bool = False
+    broken: str = ""
+
+
+class ToolServer(Protocol):
+    """Offers several tools. It is asked before every episode."""
+
+    async def tools(self) -> tuple[Tool, ...]:
+        """What may be called. Raises EpisodeFailed."""
 
 
 def load_tool(use: str, options: Mapping[str, object]) -> Tool:
@@ -66,17 +76,30 @@ def load_tool(use: str, options: Mapping[str, object]) -> Tool:
         raise ConfigError(f"tool: {use} is of type {type(function).__name__}, expected a function")
     bare = getattr(function, "func", function)
     name = str(getattr(function, "name", getattr(bare, "__name__", type(bare).__name__)))
-    if not _NAME.match(name):
-        raise ConfigError(f"tool: {use}: got the name {name!r}, expected letters, digits, - and _")
     parameters = getattr(function, "parameters", None)
     if parameters is None:
         parameters = schema_of(function, use)
+    description = inspect.getdoc(bare if inspect.isroutine(bare) else type(bare)) or ""
+    return sound_tool(use, Tool(name=name, description=description, parameters=parameters, function=function))
+
+
+def sound_tool(use: str, tool: Tool) -> Tool:
+    """The tool itself. Raises ConfigError for a name that cannot be called, or parameters that are no schema."""
+    if not _NAME.match(tool.name):
+        raise ConfigError(f"tool: {use}: got the name {tool.name!r}, expected letters, digits, - and _")
     try:
-        jsonschema.Draft202012Validator.check_schema(dict(parameters))
+        jsonschema.Draft202012Validator.check_schema(dict(tool.parameters))
     except jsonschema.SchemaError as error:
         raise ConfigError(f"tool: {use}: its parameters are no JSON schema: {error.message}") from error
-    description = inspect.getdoc(bare if inspect.isroutine(bare) else type(bare)) or ""
-    return Tool(name=name, description=description, parameters=parameters, function=function)
+    return tool
+
+
+def load_server(use: str, options: Mapping[str, object]) -> ToolServer:
+    """The server `use` names; raises ConfigError."""
+    server = load(use, options, "server")
+    if not inspect.iscoroutinefunction(getattr(server, "tools", None)):
+        raise ConfigError(f"server: {use} has no async tools; expected a ToolServer")
+    return typing.cast(ToolServer, server)
 
 
 def schema_of(function: Callable[..., Any], use: str) -> dict[str, Any]:
@@ -142,6 +165,8 @@ async def answer(call: ParsedCall, tools: Sequence[Tool], *, timeout_s: float) -
         (result,) = await in_thread(run, [call.arguments], {}, timeout_s, tool.trouble)
     if isinstance(result, Failure):
         return ToolResult(f"error: {tool.name} {result.kind}: {result.detail}", failed=True)
+    if isinstance(result, ToolResult):
+        return msgspec.structs.replace(result, text=_text(result.text))
     return ToolResult(_text(result))
 
 

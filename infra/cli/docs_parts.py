@@ -26,7 +26,7 @@ PARTS = {
         "trainer.processors.equal_sequences:equal_sequences",
         "trainer.processors.normalize_advantages:normalize_advantages",
     ),
-    "Feedback sources": ("streams.sources.received:rating",),
+    "Feedback sources": ("streams.sources.received:rating", "streams.sources.langfuse:langfuse_score"),
     "Workflows": (
         "actors.rollout.workflows.converse:converse", "actors.rollout.workflows.interact:Interact",
         "actors.rollout.workflows.tools:Tools", "actors.program.workflow:Program",
@@ -35,8 +35,10 @@ PARTS = {
     "Environments": (
         "actors.rollout.environments.guess:Guess", "actors.rollout.environments.grid:Grid",
         "actors.rollout.environments.reasoning_gym:ReasoningGym", "actors.rollout.environments.http:HttpEnvironment",
+        "actors.rollout.environments.gymnasium:Gymnasium",
     ),
     "Tools": ("actors.rollout.tools.python:Python",),
+    "Servers of tools": ("actors.rollout.tools.mcp:McpServer",),
     "Tasksets": ("actors.tasksets.files:tasks", "actors.tasksets.reasoning_gym:reasoning_gym"),
     "Losses": tuple(f"trainer.losses.{name}:{name}" for name in BUILT_IN),
     "Engines": ("actors.engines.torch:TorchEngine", "actors.engines.scripted:ScriptedEngine"),

@@ -25,6 +25,7 @@ from schemas.errors import BadFrame, Sealed
 from schemas.names import pseudonym
 from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, VERIFIED
+from streams.config import LangfuseConfig
 from streams.stages.stage import confirmed
 
 TIMEOUT_S = 10.0
@@ -33,8 +34,8 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 
 class EventSource(msgspec.Struct, kw_only=True):
-    """One configured source. topic, file or webhook says where it listens. trouble: what hangs, and which errors were logged.
-    redactor: masks personal data in texts.
+    """One configured source. topic, file, webhook or langfuse says where it listens. trouble: what hangs, and which errors were
+    logged. redactor: masks personal data in texts.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
@@ -44,6 +45,7 @@ class EventSource(msgspec.Struct, kw_only=True):
     topic: str = ""
     file: Path | None = None
     webhook: str = ""
+    langfuse: LangfuseConfig | None = None
     timeout_s: float = TIMEOUT_S
     trouble: calls.Trouble = msgspec.field(default_factory=calls.Trouble)
     redactor: Redactor = msgspec.field(default_factory=Redactor)

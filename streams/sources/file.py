@@ -38,16 +38,21 @@ async def run_file(source: EventSource, log: Log, metrics: Metrics, state: Path)
     """Follow the source's file until cancelled; `state` names the files of position and lock."""
     state.parent.mkdir(parents=True, exist_ok=True)
     with state.with_suffix(".lock").open("a") as lock:
-        while True:
-            if _locked(lock):
-                break
-            await asyncio.sleep(LOCK_POLL_S)
+        await take_lock(lock)
         position = load_position(state.with_suffix(".json"))
         while True:
             moved = await take_once(source, position, log, metrics, state)
             if moved == position:
                 await asyncio.sleep(POLL_S)
             position = moved
+
+
+async def take_lock(lock: IO[str]) -> None:
+    """Wait until no other process holds the lock of a file; it is held until that is closed."""
+    while True:
+        if _locked(lock):
+            return
+        await asyncio.sleep(LOCK_POLL_S)
 
 
 async def take_once(
@@ -105,9 +110,14 @@ def load_position(path: Path) -> FilePosition:
 
 def save_position(path: Path, position: FilePosition) -> None:
     """Replace the saved position at once."""
+    replace_file(path, msgspec.json.encode(position))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put a new file in the place of an old one, or leave the old one. Raises OSError."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
-        file.write(msgspec.json.encode(position))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

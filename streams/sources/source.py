@@ -17,6 +17,7 @@ from schemas.errors import ConfigError
 from streams.config import FeedbackConfig, RedactConfig
 from streams.sources.event import EventSource
 from streams.sources.file import run_file
+from streams.sources.langfuse import run_langfuse
 from streams.sources.received import run_received
 from streams.sources.topic import run_topic
 
@@ -45,7 +46,8 @@ def build_sources(
             raise ConfigError(f'{where}.from.webhook: a source listens to "{webhook}" already')
         file = folder / config.from_.file if config.from_.file else None
         source = EventSource(name=config.name, function=function, file=file, webhook=webhook, redactor=redactor)
-        sources.append(msgspec.structs.replace(source, topic=config.from_.topic, trouble=calls.Trouble(config.name)))
+        listens = {"topic": config.from_.topic, "langfuse": config.from_.langfuse}
+        sources.append(msgspec.structs.replace(source, trouble=calls.Trouble(config.name), **listens))
     return tuple(sources)
 
 
@@ -56,7 +58,9 @@ async def run_sources(sources: Sequence[EventSource], log: Log, metrics: Metrics
         for source in sources:
             if source.webhook:
                 continue
-            if source.file is None:
+            if source.langfuse is not None:
+                tasks.create_task(run_langfuse(source, log, metrics, folder / f"feedback-{source.name}"))
+            elif source.file is None:
                 tasks.create_task(run_topic(source, log, metrics))
             else:
                 tasks.create_task(run_file(source, log, metrics, folder / f"feedback-{source.name}"))

@@ -15,8 +15,9 @@ import re
 from collections.abc import Sequence
 
 from actors.engines.engine import ContextFull
+from actors.rollout.failure import EpisodeFailed
 from actors.rollout.session import Session
-from actors.rollout.tool import Tool, ToolResult, answer, load_tool, read_call
+from actors.rollout.tool import Tool, ToolResult, answer, load_server, load_tool, read_call
 from infra.settings.config import Positive, Seconds, Section, Use, decode
 from schemas import Message, Score, Task
 from schemas.errors import ConfigError
@@ -37,14 +38,17 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ToolsOptions(Section, frozen=True):
-    """tools: what may be called. max_rounds: turns with calls. max_calls: in one turn; more are refused.
+    """tools: what may be called. servers: what offers more of them, as `actors.rollout.tools.mcp:McpServer`.
+
+    max_rounds: turns with calls. max_calls: in one turn; more are refused.
 
     timeout_s: of one call. system: {tools} becomes the signatures. answers: role of the messages with the responses.
 
     Example: ToolsOptions(tools=(Use(use="support:lookup"),), max_rounds=4)
     """
 
-    tools: tuple[Use, ...]
+    tools: tuple[Use, ...] = ()
+    servers: tuple[Use, ...] = ()
     max_rounds: Positive = 8
     max_calls: Positive = 16
     timeout_s: Seconds = 30.0
@@ -58,14 +62,17 @@ class Tools:
     def __init__(self, **options: object) -> None:
         self._options = decode(options, ToolsOptions, "tools")
         self._tools = [load_tool(tool.use, tool.options) for tool in self._options.tools]
-        names = [tool.name for tool in self._tools]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"tools: got the names {', '.join(names)}, expected each once")
-        self._system = Message(role="system", content=self._options.system.replace("{tools}", described(self._tools)))
+        self._servers = [load_server(server.use, server.options) for server in self._options.servers]
+        if not self._tools and not self._servers:
+            raise ConfigError("tools: got none, expected tools or servers")
+        if fault := names_fault(self._tools):
+            raise ConfigError(fault)
 
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
-        """Run one episode."""
-        conversation = (self._system, *task.messages)
+        """Run one episode. Raises EpisodeFailed where a tool is out of order."""
+        tools = await self._offered()
+        system = self._options.system.replace("{tools}", described(tools))
+        conversation = (Message(role="system", content=system), *task.messages)
         made = failed = 0
         for turn in range(self._options.max_rounds + 1):
             try:
@@ -81,7 +88,9 @@ class Tools:
             if turn == self._options.max_rounds:
                 session.finish("truncated", "max_rounds")
                 break
-            answers = await self._answers(calls)
+            answers = await self._answers(calls, tools)
+            if broken := next((one.broken for one in answers if one.broken), ""):
+                raise EpisodeFailed("tool", broken)
             made += len(answers)
             failed += sum(one.failed for one in answers)
             text = "\n".join(f"<tool_response>\n{one.text}\n</tool_response>" for one in answers)
@@ -90,13 +99,28 @@ class Tools:
         session.note("tool_errors", failed)
         return ()
 
-    async def _answers(self, calls: Sequence[str]) -> list[ToolResult]:
+    async def _offered(self) -> list[Tool]:
+        """Our own tools, and those of the servers. Raises EpisodeFailed."""
+        tools = list(self._tools)
+        for server in self._servers:
+            tools += await server.tools()
+        if fault := names_fault(tools):
+            raise EpisodeFailed("tool", fault)
+        return tools
+
+    async def _answers(self, calls: Sequence[str], tools: Sequence[Tool]) -> list[ToolResult]:
         """Of all calls of one turn, run at once."""
         most, timeout_s = self._options.max_calls, self._options.timeout_s
-        asked = [answer(read_call(text), self._tools, timeout_s=timeout_s) for text in calls[:most]]
+        asked = [answer(read_call(text), tools, timeout_s=timeout_s) for text in calls[:most]]
         answers = list(await asyncio.gather(*asked))
         refused = ToolResult(f"error: not called: at most {most} calls in one turn", failed=True)
         return answers + [refused] * (len(calls) - len(asked))
+
+
+def names_fault(tools: Sequence[Tool]) -> str:
+    """What is wrong with the names of tools, "" for nothing."""
+    names = [tool.name for tool in tools]
+    return f"tools: got the names {', '.join(names)}, expected each once" if len(set(names)) < len(names) else ""
 
 
 def described(tools: Sequence[Tool]) -> str:

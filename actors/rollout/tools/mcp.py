@@ -1,0 +1,326 @@
+"""An MCP server as tools: those it lists, called where a policy calls them.
+
+    first call ─> start or connect ─> list ─┬─> call ─> its text, or its error, for the policy
+                        ^                   └─> call ─> the server is gone: the episode fails, its cause is `tool`
+                        └── the next call, RESTART_S after the last start at the earliest
+
+One server is there for all episodes of a process; it lives on a loop and thread of its own, so that what it floods keeps no
+episode waiting. It may ask for nothing: no sampling, no files, no questions to people.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx2
+import mcp
+import mcp_types
+from mcp.client.streamable_http import streamable_http_client
+
+from actors.rollout.failure import EpisodeFailed
+from actors.rollout.tool import Tool, ToolResult, sound_tool
+from actors.rollout.tools.mcp_stdio import StdioServer
+from infra.settings.plugin import describe
+from schemas.errors import ConfigError
+
+MAX_TOOLS = 256
+MAX_PAGES = 32
+MAX_DESCRIPTION_CHARS = 4_000
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+RESTART_S = 1.0
+MAX_SILENT = 3  # calls in a row that a server may leave unanswered
+END_S = 5.0
+OF_THE_CALL = (mcp_types.INVALID_PARAMS, mcp_types.METHOD_NOT_FOUND)
+T = TypeVar("T")
+LOST = (
+    mcp_types.CONNECTION_CLOSED,
+    mcp_types.INVALID_REQUEST,
+)  # INVALID_REQUEST: a session that the server knows no more
+
+
+class McpServer:
+    """command: starts a server that speaks over standard input and output. url: of one that speaks streamable HTTP.
+
+    environment: variables of the command, besides a few like PATH. token_env: variable that holds a bearer token for the url;
+    it is sent, and never logged. only: names of the tools that may be called, empty for all. timeout_s: of one call.
+    start_s: until it has listed its tools.
+
+    Example: McpServer(command=["npx", "-y", "@modelcontextprotocol/server-filesystem", "/data"], only=["read_text_file"])
+    """
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] = (),
+        url: str = "",
+        environment: Mapping[str, str] | None = None,
+        token_env: str = "",
+        only: Sequence[str] = (),
+        timeout_s: float = 20.0,
+        start_s: float = 30.0,
+    ) -> None:
+        if bool(command) == bool(url):
+            raise ConfigError(f"got command {list(command)} and url {url!r}, expected one of them")
+        if url and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
+        if token_env and token_env not in os.environ:
+            raise ConfigError(f"token_env: the environment has no {token_env}, which should hold the token")
+        self._name = url or command[0]
+        self._command, self._url, self._environment = command, url, dict(environment or {})
+        self._headers = {"Authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
+        self._only, self._timeout_s, self._start_s = tuple(only), timeout_s, start_s
+        self._home: _Home | None = None
+        self._open: _Open | None = None
+        self._silent = 0
+        self._started_s = -RESTART_S
+        self._tools: tuple[Tool, ...] = ()
+
+    async def tools(self) -> tuple[Tool, ...]:
+        """What it offers, as it was when it was first asked. Raises EpisodeFailed where it cannot be reached or asked."""
+        if not self._tools:
+            listed = (await self._at_home(self._connected())).listed
+            self._tools = tuple(self._tool(one) for one in listed if not self._only or one.name in self._only)
+            if missing := set(self._only) - {one.name for one in self._tools}:
+                names = ", ".join(one.name for one in listed)
+                raise EpisodeFailed("tool", f"{self._name} has no {', '.join(sorted(missing))}; it offers {names}")
+        return self._tools
+
+    def close(self) -> None:
+        """End the server, or leave it. A later call starts it again."""
+        home, self._home = self._home, None
+        if home is not None:
+            home.end(self._left())
+
+    def _tool(self, listed: mcp_types.Tool) -> Tool:
+        async def call(**arguments: Any) -> ToolResult:
+            return await self._at_home(self._call(listed.name, arguments))
+
+        try:
+            return sound_tool(
+                f"{self._name}: {listed.name}",
+                Tool(
+                    name=listed.name,
+                    description=(listed.description or "")[:MAX_DESCRIPTION_CHARS],
+                    parameters=listed.input_schema,
+                    function=call,
+                ),
+            )
+        except ConfigError as error:
+            raise EpisodeFailed("tool", str(error)) from error
+
+    async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._home is None:
+            self._home = _Home(self._name, self._left)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home.loop))
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """What a tool answers; a `broken` result where the server is to blame."""
+        try:
+            opened = await self._connected()
+        except EpisodeFailed as error:
+            return ToolResult("", failed=True, broken=str(error))
+        try:
+            result = await opened.client.call_tool(name, arguments, self._timeout_s)
+        except mcp.MCPError as error:
+            return self._failed(opened, error)
+        except Exception as error:  # pydantic's, for an answer that is none; a stream's, where it closes
+            return ToolResult("", failed=True, broken=f"{self._name}: {name}: {describe(error)}")
+        self._silent = 0
+        return ToolResult(text_of(result), failed=result.is_error)
+
+    def _failed(self, opened: "_Open", error: mcp.MCPError) -> ToolResult:
+        if error.code in OF_THE_CALL:
+            return ToolResult(f"error: {error.message}", failed=True)
+        if error.code == mcp_types.REQUEST_TIMEOUT:
+            self._silent += 1
+            if self._silent >= MAX_SILENT:
+                opened.leave.set()
+            return ToolResult(f"error: no answer within {self._timeout_s:g} s", failed=True)
+        if error.code in LOST:
+            opened.leave.set()
+        return ToolResult("", failed=True, broken=f"{self._name}: {opened.fault() or error.message}")
+
+    async def _connected(self) -> "_Open":
+        """The open connection, or a new one; those who wait for it wait for the same. Raises EpisodeFailed."""
+        if self._open is None or self._open.over():
+            self._open = _Open(self._name)
+            self._open.task = asyncio.create_task(self._hold(self._open))
+        opened = self._open
+        try:
+            await asyncio.shield(opened.ready)
+        except Exception as error:
+            raise EpisodeFailed("tool", f"{self._name}: {opened.fault() or describe(error)}") from error
+        return opened
+
+    async def _hold(self, opened: "_Open") -> None:
+        """A connection from its beginning to its end, in one task, as its library wants it."""
+        now_s = asyncio.get_running_loop().time
+        await asyncio.sleep(max(0.0, self._started_s + RESTART_S - now_s()))
+        self._started_s = now_s()
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(self._start_s):
+                    client = mcp.Client(self._transport(opened), read_timeout_seconds=self._timeout_s)
+                    opened.client = await stack.enter_async_context(client)
+                    opened.listed = await _listed(opened.client)
+                self._silent = 0
+                opened.ready.set_result(None)
+                await opened.leave.wait()
+        except Exception as error:
+            if not opened.ready.done():
+                opened.ready.set_exception(_first(error))
+        finally:
+            opened.leave.set()
+            opened.ready.cancel()
+
+    @asynccontextmanager
+    async def _transport(self, opened: "_Open") -> AsyncIterator[tuple[Any, Any]]:
+        if self._command:
+            opened.server = StdioServer(self._command, self._environment)
+            async with opened.server.streams() as streams:
+                watch = asyncio.create_task(_leave_at_end(opened, opened.server))
+                try:
+                    yield streams
+                finally:
+                    watch.cancel()
+        else:
+            limits = httpx2.Timeout(self._start_s, read=None)
+            bounded = _Bounded(httpx2.AsyncHTTPTransport())
+            async with (
+                httpx2.AsyncClient(transport=bounded, headers=self._headers, timeout=limits) as client,
+                streamable_http_client(self._url, http_client=client) as streams,
+            ):
+                yield streams
+
+    async def _left(self) -> None:
+        if self._open is not None and self._open.task is not None:
+            self._open.leave.set()
+            self._open.task.cancel()
+            await asyncio.gather(self._open.task, return_exceptions=True)
+
+
+class _Open:
+    """One connection. ready: done once its tools are listed. leave: it is to end, or has."""
+
+    def __init__(self, name: str) -> None:
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.leave = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.server: StdioServer | None = None
+        self.client: mcp.Client
+        self.listed: list[mcp_types.Tool] = []
+
+    def over(self) -> bool:
+        """It cannot be used any more."""
+        return self.leave.is_set()
+
+    def fault(self) -> str:
+        """Why its process has ended, "" where it has not."""
+        return self.server.fault if self.server is not None and self.server.ended.is_set() else ""
+
+
+class _Home:
+    """A loop in a thread of its own; `at_exit` runs there when the process ends."""
+
+    def __init__(self, name: str, at_exit: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._at_exit = at_exit
+        self._thread = threading.Thread(target=self.loop.run_forever, name=f"mcp {name}", daemon=True)
+        self._thread.start()
+        atexit.register(self._exit)
+
+    def _exit(self) -> None:
+        self.end(self._at_exit())
+
+    def end(self, last: Coroutine[Any, Any, None]) -> None:
+        """Run a last thing, and stop."""
+        atexit.unregister(self._exit)
+        with contextlib.suppress(Exception):
+            asyncio.run_coroutine_threadsafe(last, self.loop).result(END_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(END_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+class _Bounded(httpx2.AsyncBaseTransport):
+    """No JSON body is longer than MAX_ANSWER_BYTES. (Of a stream of events each is bounded by its reader.)"""
+
+    def __init__(self, below: httpx2.AsyncBaseTransport) -> None:
+        self._below = below
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """As the transport below, without redirects to elsewhere."""
+        response = await self._below.handle_async_request(request)
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            response.stream = _BoundedStream(response.stream)
+        return response
+
+    async def aclose(self) -> None:
+        """Close the transport below."""
+        await self._below.aclose()
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, below: Any) -> None:
+        self._below = below
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = 0
+        async for piece in self._below:
+            read += len(piece)
+            if read > MAX_ANSWER_BYTES:
+                raise httpx2.ReadError(f"an answer over {MAX_ANSWER_BYTES} bytes")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._below.aclose()
+
+
+def text_of(result: mcp_types.CallToolResult) -> str:
+    """What a tool answered, as a policy reads it; of what is no text it reads what it is."""
+    parts = []
+    for block in result.content:
+        if isinstance(block, mcp_types.TextContent):
+            parts.append(block.text)
+        elif isinstance(block, mcp_types.EmbeddedResource) and isinstance(
+            block.resource, mcp_types.TextResourceContents
+        ):
+            parts.append(block.resource.text)
+        else:
+            parts.append(f"[{block.type}]")
+    if not parts and result.structured_content is not None:
+        return mcp_types.CallToolResult(content=[], structured_content=result.structured_content).model_dump_json(
+            include={"structured_content"}
+        )
+    return "\n".join(parts)
+
+
+async def _listed(client: mcp.Client) -> list[mcp_types.Tool]:
+    """All tools, page by page. Raises ValueError for too many."""
+    tools: list[mcp_types.Tool] = []
+    cursor = None
+    for _ in range(MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None and len(tools) <= MAX_TOOLS:
+            return tools
+    raise ValueError(f"it lists over {MAX_TOOLS} tools, or over {MAX_PAGES} pages of them")
+
+
+async def _leave_at_end(opened: _Open, server: StdioServer) -> None:
+    await server.ended.wait()
+    opened.leave.set()
+
+
+def _first(error: Exception) -> Exception:
+    """What went wrong first, of a group of errors."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,236 @@
+"""Feedback from the scores of Langfuse, asked for again and again: GET /api/public/v3/scores, newest first, page by page.
+
+    [read to − overlap, now) ─> the pages ─> new ones, oldest first ─> publish (confirmed) ─> state saved ─> wait
+
+Delivery: at least once; what was read is in a file, saved after it is published, and a score is read again for as long as it is
+younger than `overlap`, since Langfuse shows some late. A score that was changed meanwhile has another id and is said again.
+Order: by the scores' own time. While Langfuse is away it is asked again, later and later; nothing is passed over. One process
+per source and machine; of several machines each reads all, and ids absorb it.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from infra.chain.processor import feedback
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.settings.config import duration_s
+from infra.settings.plugin import describe
+from schemas import Feedback
+from schemas.errors import ConfigError
+from schemas.ids import ANSWER_PREFIX
+from streams.config import LangfuseConfig
+from streams.sources.event import Event, EventSource, publish_events
+from streams.sources.file import replace_file, take_lock
+
+PAGE = 100  # the most that Langfuse gives
+MAX_PAGES = 100  # in one round: of more, an older part of the time is read first
+MAX_PAGE_BYTES = 16 * 1024 * 1024
+MAX_SEEN = 100_000
+SHORTEST_MS = 1000
+LONGEST_WAIT_S = 300.0
+TIMEOUT_S = 30.0
+ANSWER_NAMES = ("answer_id", "gen_ai.response.id")
+logger = logging.getLogger(__name__)
+
+
+class LangfuseState(msgspec.Struct, frozen=True):
+    """What was read: all scores before `read_to_ms`. seen: those younger than the overlap, with their time in ms.
+
+    Example: LangfuseState(read_to_ms=1772000000000, seen={"9f1c@2026-02-25T06:13:20.000Z": 1772000000000})
+    """
+
+    read_to_ms: int = 0
+    seen: dict[str, int] = {}
+
+
+class LangfuseAway(Exception):
+    """It cannot be read now. wait_s: how long it asks us to wait, 0 where it does not say."""
+
+    def __init__(self, message: str, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.reason, self.wait_s = reason, wait_s
+
+
+@feedback(version=1)
+def langfuse_score(
+    score: dict[str, Any], *, lowest: float = 0.0, highest: float = 1.0, categories: dict[str, float] | None = None
+) -> Feedback | None:
+    """A score of Langfuse that names an answer: in its metadata (`answer_id` or `gen_ai.response.id`), or because it is of a
+    session or an observation with the answer's id.
+
+    lowest, highest: what a numeric score is measured on; it becomes 0 to 1. categories: values of those of a categorical one;
+    one that is not there is a label. A score that names no answer is ignored.
+    """
+    answer = answer_of(score)
+    if answer is None:
+        return None
+    kind, value = score.get("dataType"), score["value"]
+    said: dict[str, Any]
+    if kind in ("CORRECTION", "TEXT"):
+        said = {"type": "correction", "text": value} if kind == "CORRECTION" and value else {}
+    elif kind == "CATEGORICAL" and value not in (categories or {}):
+        said = {"type": "label", "text": value}
+    elif kind == "CATEGORICAL":
+        said = {"value": (categories or {})[value]}
+    else:
+        said = {"value": (float(value) - lowest) / (highest - lowest)}
+    return Feedback(ref=answer, id=name_of(score), rater=score.get("authorUserId") or "", **said) if said else None
+
+
+def answer_of(score: Mapping[str, Any]) -> str | None:
+    """The id of the answer that a score speaks of, None where it names none."""
+    metadata = score.get("metadata")
+    found = [metadata.get(name) for name in ANSWER_NAMES] if isinstance(metadata, dict) else []
+    subject = score.get("subject")
+    if isinstance(subject, dict):
+        found.append(subject.get("id"))
+    return next((one for one in found if isinstance(one, str) and one.startswith(ANSWER_PREFIX)), None)
+
+
+def name_of(score: Mapping[str, Any]) -> str:
+    """The id of a score as it is now: another one once it was changed."""
+    return f"{score['id']}@{score.get('updatedAt') or score.get('timestamp') or ''}"
+
+
+async def run_langfuse(source: EventSource, log: Log, metrics: Metrics, state: Path) -> None:
+    """Ask until cancelled; `state` names the files of state and lock. Raises ConfigError where there are no keys."""
+    assert source.langfuse is not None
+    config = source.langfuse
+    auth = httpx.BasicAuth(_key(source, config.public_key_env), _key(source, config.secret_key_env))
+    state.parent.mkdir(parents=True, exist_ok=True)
+    with state.with_suffix(".lock").open("a") as lock:
+        await take_lock(lock)
+        known = load_state(state.with_suffix(".json"))
+        every_s = wait_s = duration_s(config.every)
+        async with httpx.AsyncClient(auth=auth, timeout=TIMEOUT_S) as client:
+            while True:
+                try:
+                    known = await take_round(source, client, known, log, metrics, state)
+                    wait_s = every_s
+                except LangfuseAway as error:
+                    metrics.counter("feedback_polls_failed", source=source.name, reason=error.reason).inc()
+                    logger.warning("langfuse_away source=%s reason=%s %s", source.name, error.reason, error)
+                    wait_s = min(max(2 * wait_s, error.wait_s), LONGEST_WAIT_S)
+                await asyncio.sleep(wait_s)
+
+
+async def take_round(
+    source: EventSource, client: httpx.AsyncClient, known: LangfuseState, log: Log, metrics: Metrics, state: Path
+) -> LangfuseState:
+    """Publish what is new and save what was read; it is returned. Raises LangfuseAway."""
+    assert source.langfuse is not None
+    overlap_ms = int(1000 * duration_s(source.langfuse.overlap))
+    now_ms = int(datetime.now(UTC).timestamp() * 1000)
+    since_ms = now_ms - int(1000 * duration_s(source.langfuse.since))
+    from_ms = known.read_to_ms - overlap_ms if known.read_to_ms else since_ms
+    to_ms = max(now_ms, from_ms + SHORTEST_MS)
+    while (scores := await _scores(client, source.langfuse, from_ms, to_ms)) is None:
+        to_ms = from_ms + max(SHORTEST_MS, (to_ms - from_ms) // 2)
+    new: list[tuple[int, str, dict[str, Any]]] = []
+    for score in scores:
+        named, at_ms = name_of(score), _ms(score, to_ms)
+        if named not in known.seen:
+            new.append((at_ms, named, score))
+    new.sort(key=lambda one: (one[0], one[1]))
+    events = [Event(msgspec.json.encode(score), f"langfuse:{source.name}", 0, at_ms) for at_ms, _, score in new]
+    if events:
+        await publish_events(source, events, log, metrics)
+    metrics.gauge("feedback_read_to_s", source=source.name).set(to_ms / 1000)
+    young = {named: at_ms for named, at_ms in known.seen.items() if at_ms >= to_ms - overlap_ms}
+    young |= {named: at_ms for at_ms, named, _ in new}
+    read = LangfuseState(read_to_ms=to_ms, seen=dict(list(young.items())[-MAX_SEEN:]))
+    try:
+        await asyncio.to_thread(replace_file, state.with_suffix(".json"), msgspec.json.encode(read))
+    except OSError as error:
+        metrics.counter("feedback_position_not_saved", source=source.name).inc()
+        logger.warning("feedback_position_not_saved source=%s error=%s", source.name, error.strerror)
+    return read
+
+
+def load_state(path: Path) -> LangfuseState:
+    """The saved state; an empty one where none was saved. Raises msgspec.DecodeError for a damaged file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LangfuseState)
+    except FileNotFoundError:
+        return LangfuseState()
+
+
+async def _scores(
+    client: httpx.AsyncClient, config: LangfuseConfig, from_ms: int, to_ms: int
+) -> list[dict[str, Any]] | None:
+    """All scores of a time; None for more than MAX_PAGES where the time can still be cut. Raises LangfuseAway."""
+    asked = {
+        "name": config.score, "fields": "details,subject,annotation", "limit": str(PAGE),
+        "fromTimestamp": _iso(from_ms), "toTimestamp": _iso(to_ms),
+    }  # fmt: skip
+    scores: list[dict[str, Any]] = []
+    pages = 0
+    while pages < MAX_PAGES or to_ms - from_ms <= SHORTEST_MS:
+        page, cursor = await _page(client, f"{config.url.rstrip('/')}/api/public/v3/scores", asked)
+        scores += page
+        pages += 1
+        if not cursor:
+            return scores
+        asked = {**asked, "cursor": cursor}
+    return None
+
+
+async def _page(client: httpx.AsyncClient, url: str, asked: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """One page, and the cursor of the next one, "" for none. Raises LangfuseAway."""
+    content = bytearray()
+    try:
+        async with client.stream("GET", url, params=dict(asked)) as response:
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > MAX_PAGE_BYTES:
+                    raise LangfuseAway(f"{url}: a page of over {MAX_PAGE_BYTES} bytes", "too long")
+    except httpx.HTTPError as error:
+        raise LangfuseAway(f"{url}: {describe(error)}", "unreachable") from error
+    if response.status_code != 200:
+        after = response.headers.get("retry-after", "")
+        reason = {401: "keys refused", 403: "keys refused", 429: "too often"}.get(response.status_code, "refused")
+        wait_s = float(after) if after.isdecimal() else 0.0
+        raise LangfuseAway(f"{url}: answered {response.status_code}, expected 200", reason, wait_s)
+    try:
+        body = msgspec.json.decode(content, type=_Page)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise LangfuseAway(f"{url}: {error}; expected scores of version 3 as JSON", "no scores") from error
+    return body.data, body.meta.cursor or ""
+
+
+class _Meta(msgspec.Struct):
+    cursor: str | None = None
+
+
+class _Page(msgspec.Struct):
+    data: list[dict[str, Any]]
+    meta: _Meta
+
+
+def _ms(score: Mapping[str, Any], otherwise_ms: int) -> int:
+    try:
+        return int(datetime.fromisoformat(score["timestamp"]).timestamp() * 1000)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return otherwise_ms
+
+
+def _iso(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _key(source: EventSource, name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise ConfigError(
+            f'feedback "{source.name}": the environment has no {name}, which should hold a key of Langfuse'
+        )
+    return value

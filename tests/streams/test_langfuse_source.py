@@ -1,0 +1,254 @@
+"""Scores of Langfuse as feedback: each counts once, changed ones anew, and whatever Langfuse does costs nothing but time."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.settings.config import decode
+from infra.settings.plugin import load
+from schemas import Feedback
+from schemas.errors import ConfigError
+from streams.config import LangfuseConfig, StreamsConfig
+from streams.sources import langfuse
+from streams.sources.event import EventSource
+from streams.sources.langfuse import LangfuseAway, LangfuseState, langfuse_score, load_state, run_langfuse, take_round
+from streams.sources.source import build_sources
+from tests.fake_langfuse import PUBLIC, SECRET, FakeLangfuse, ago, fake_langfuse
+from tests.streams.test_source import opened, stored, until
+
+REF = "hr-a1b2.0-3-0"
+NAMED: dict[str, Any] = {"metadata": {"answer_id": REF}}
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeLangfuse]:
+    with fake_langfuse() as running:
+        yield running
+
+
+def source(fake: FakeLangfuse, **fields: Any) -> EventSource:
+    config = LangfuseConfig(score="user-feedback", url=fake.url, every="10ms", **fields)
+    return EventSource(name="csat", function=langfuse_score, langfuse=config)
+
+
+class Reader:
+    """Rounds of one source, as a process that may be started again."""
+
+    def __init__(self, mine: EventSource, log: Log, folder: Path) -> None:
+        self.source, self.log, self.metrics = mine, log, Metrics("process")
+        self.state = folder / "feedback-csat"
+        self.known = load_state(self.state.with_suffix(".json"))
+
+    async def round(self) -> None:
+        async with httpx.AsyncClient(auth=(PUBLIC, SECRET)) as client:
+            self.known = await take_round(self.source, client, self.known, self.log, self.metrics, self.state)
+
+    async def said(self) -> list[tuple[str, float | None]]:
+        return [(one.id.partition("@")[0], one.value) for one in (await stored(self.log))[0]]
+
+
+def read(score: dict[str, Any], **options: Any) -> Feedback | None:
+    found = load("streams.sources.langfuse:langfuse_score", options, "test")({"id": "s", "updatedAt": "t", **score})
+    assert found is None or isinstance(found, Feedback)
+    return found
+
+
+def test_a_score_becomes_feedback_of_its_kind_on_the_answer_that_it_names() -> None:
+    def said(value: object, kind: str, **options: Any) -> tuple[object, ...] | None:
+        one = read({"value": value, "dataType": kind, **NAMED}, **options)
+        return None if one is None else (one.ref, one.type, one.value, one.text)
+
+    assert said(0.25, "NUMERIC") == (REF, "value", 0.25, None)
+    assert said(4, "NUMERIC", lowest=1.0, highest=5.0) == (REF, "value", 0.75, None)
+    assert said(True, "BOOLEAN") == (REF, "value", 1.0, None)
+    assert said("good", "CATEGORICAL", categories={"good": 1.0}) == (REF, "value", 1.0, None)
+    assert said("odd", "CATEGORICAL", categories={"good": 1.0}) == (REF, "label", None, "odd")
+    assert said("better", "CORRECTION") == (REF, "correction", None, "better")
+    assert said("", "CORRECTION") is None and said("a note", "TEXT") is None
+
+
+def test_an_answer_is_named_in_the_metadata_or_by_what_the_score_is_of() -> None:
+    value = {"value": 1, "dataType": "NUMERIC"}
+    for named in (
+        NAMED,
+        {"metadata": {"gen_ai.response.id": REF}},
+        {"subject": {"kind": "session", "id": REF}},
+        {"metadata": {"answer_id": 7}, "subject": {"kind": "observation", "id": REF, "traceId": "0af7"}},
+    ):
+        one = read({**value, **named, "authorUserId": "ann"})
+        assert one is not None and (one.ref, one.rater, one.id) == (REF, "ann", "s@t")
+    for unnamed in (
+        {},
+        {"metadata": None, "subject": None},
+        {"subject": {"kind": "trace", "id": "0af7"}},
+        {"metadata": []},
+    ):
+        assert read({**value, **unnamed}) is None
+
+
+def test_each_score_counts_once_across_rounds_and_restarts_and_a_changed_one_anew(
+    fake: FakeLangfuse, tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        log = await opened()
+        reader = Reader(source(fake), log, tmp_path)
+        fake.score("s1", 1.0, seconds_ago=20, **NAMED)
+        fake.score("s2", 0.5, **NAMED)
+        fake.score("other", 0.5, name="latency", **NAMED)
+        fake.score("unnamed", 0.5)
+        await reader.round()
+        await reader.round()
+        assert await reader.said() == [("s1", 1.0), ("s2", 0.5)]
+        assert reader.metrics.counters()["feedback_events{outcome=ignored,source=csat}"] == 1
+        again = Reader(source(fake), log, tmp_path)
+        fake.score("s1", 0.0, seconds_ago=20, updatedAt=ago(-1), **NAMED)
+        fake.score("late", 0.25, seconds_ago=1800, **NAMED)  # of a time that was read before
+        await again.round()
+        assert await again.said() == [("s1", 1.0), ("s2", 0.5), ("late", 0.25), ("s1", 0.0)]
+
+    asyncio.run(scene())
+
+
+def test_what_was_not_saved_is_published_again_with_the_same_id(fake: FakeLangfuse, tmp_path: Path) -> None:
+    async def scene() -> None:
+        log = await opened()
+        fake.score("s1", 1.0, **NAMED)
+        (tmp_path / "lost").mkdir()
+        await Reader(source(fake), log, tmp_path / "lost").round()
+        await Reader(source(fake), log, tmp_path).round()
+        first, second = (await stored(log))[0]
+        assert first == second
+
+    asyncio.run(scene())
+
+
+def test_more_than_a_page_is_read_whole_and_in_order(fake: FakeLangfuse, tmp_path: Path) -> None:
+    async def scene() -> None:
+        reader = Reader(source(fake), await opened(), tmp_path)
+        for number in range(250):
+            fake.score(f"s{number:03}", number / 250, seconds_ago=300 - number // 2, **NAMED)
+        await reader.round()
+        assert [name for name, _ in await reader.said()] == [f"s{number:03}" for number in range(250)]
+        assert len(fake.asked) == 3
+
+    asyncio.run(scene())
+
+
+def test_more_than_a_round_takes_is_read_from_its_oldest_on(fake: FakeLangfuse, tmp_path: Path) -> None:
+    """Of 20 hours, more pages than a round takes: the first reads a part of the time, those behind it the rest."""
+
+    async def scene() -> None:
+        reader = Reader(source(fake), await opened(), tmp_path)
+        fake.most = 4
+        for number in range(langfuse.MAX_PAGES * fake.most + 20):
+            fake.score(f"s{number:05}", 1.0, seconds_ago=72_000 - 150 * number)
+        seen = []
+        while not seen or seen[-1] < len(fake.scores):
+            await reader.round()
+            seen.append(int(reader.metrics.counters()["feedback_events{outcome=ignored,source=csat}"]))
+        assert 0 < seen[0] < len(fake.scores) and seen == sorted(set(seen))
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (503, b"", "refused"),
+        (429, b"", "too often"),
+        (401, b"", "keys refused"),
+        (410, b"", "refused"),
+        (302, b"", "refused"),
+        (200, b"<html>", "no scores"),
+        (200, b'{"data": {}}', "no scores"),
+        (200, b"[" * 100_000, "no scores"),
+        (200, b" " * (langfuse.MAX_PAGE_BYTES + 1), "too long"),
+    ],
+)
+def test_while_langfuse_is_away_nothing_is_passed_over(
+    fake: FakeLangfuse, tmp_path: Path, status: int, body: bytes, reason: str
+) -> None:
+    async def scene() -> None:
+        reader = Reader(source(fake), await opened(), tmp_path)
+        fake.score("s1", 1.0, **NAMED)
+        fake.broken = [(status, body)]
+        with pytest.raises(LangfuseAway) as away:
+            await reader.round()
+        assert away.value.reason == reason and reader.known == LangfuseState()
+        await reader.round()
+        assert await reader.said() == [("s1", 1.0)]
+
+    asyncio.run(scene())
+
+
+def test_a_score_that_makes_no_sense_is_a_dead_letter_and_the_next_goes_on(fake: FakeLangfuse, tmp_path: Path) -> None:
+    async def scene() -> None:
+        reader = Reader(source(fake), await opened(), tmp_path)
+        fake.score("bad", 7.0, seconds_ago=20, **NAMED)
+        fake.score("worse", None, seconds_ago=15, timestamp=ago(15), **NAMED)
+        fake.score("good", 1.0, **NAMED)
+        await reader.round()
+        said, dead = await stored(reader.log)
+        assert [one.id.partition("@")[0] for one in said] == ["good"]
+        assert [(one.topic, one.reason) for one in dead] == [
+            ("langfuse:csat", "event invalid"), ("langfuse:csat", "event failed"),
+        ]  # fmt: skip
+        assert "from 0 to 1" in dead[0].error and b"bad" in dead[0].value
+
+    asyncio.run(scene())
+
+
+def test_a_source_runs_until_it_is_ended_and_counts_what_failed(fake: FakeLangfuse, tmp_path: Path) -> None:
+    async def scene() -> None:
+        log, metrics = await opened(), Metrics("process")
+        fake.broken = [(503, b"")]
+        fake.score("s1", 1.0, updatedAt="t", **NAMED)
+        running = asyncio.create_task(run_langfuse(source(fake), log, metrics, tmp_path / "s" / "feedback-csat"))
+        await until(log, ["s1@t"])
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert metrics.counters()["feedback_polls_failed{reason=refused,source=csat}"] == 1
+
+    os.environ |= {"LANGFUSE_PUBLIC_KEY": PUBLIC, "LANGFUSE_SECRET_KEY": SECRET}
+    try:
+        asyncio.run(scene())
+    finally:
+        del os.environ["LANGFUSE_PUBLIC_KEY"], os.environ["LANGFUSE_SECRET_KEY"]
+
+
+def test_it_is_built_from_settings_and_says_what_is_missing(fake: FakeLangfuse, tmp_path: Path) -> None:
+    table = {
+        "name": "csat",
+        "use": "streams.sources.langfuse:langfuse_score",
+        "options": {"highest": 5.0},
+        "from": {"langfuse": {"score": "stars", "url": fake.url, "secret_key_env": "HEADRACE_NO_SUCH"}},
+    }
+    (built,) = build_sources(decode({"feedback": [table]}, StreamsConfig, "bot.toml").feedback, tmp_path)
+    assert built.langfuse == LangfuseConfig(score="stars", url=fake.url, secret_key_env="HEADRACE_NO_SUCH")
+
+    async def run() -> None:
+        await run_langfuse(built, await opened(), Metrics("process"), tmp_path / "feedback-csat")
+
+    os.environ["LANGFUSE_PUBLIC_KEY"] = PUBLIC
+    try:
+        with pytest.raises(ConfigError, match="has no HEADRACE_NO_SUCH"):
+            asyncio.run(run())
+    finally:
+        del os.environ["LANGFUSE_PUBLIC_KEY"]
+    both = {**table, "from": {"topic": "t", "langfuse": {"score": "stars"}}}
+    with pytest.raises(ConfigError, match="got 2 of topic"):
+        decode({"feedback": [both]}, StreamsConfig, "bot.toml")
+
+
+def test_a_damaged_state_stops_the_source(tmp_path: Path) -> None:
+    (tmp_path / "feedback-csat.json").write_text("{")
+    with pytest.raises(msgspec.DecodeError):
+        load_state(tmp_path / "feedback-csat.json")
