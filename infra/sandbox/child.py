@@ -26,7 +26,7 @@ Fault = Literal["", "wall time", "output limit", "memory"]
 
 
 class SandboxChild:
-    """Use as a context manager; not safe for concurrent use. fault: why it was stopped, "" while it was not."""
+    """Use as a context manager; not safe for concurrent use, `expire` apart. fault: why it was stopped, "" while it was not."""
 
     def __init__(
         self, command: list[str], descriptors: tuple[int, ...], status: tuple[int, int], limits: SandboxLimits
@@ -39,6 +39,7 @@ class SandboxChild:
         self.stderr = bytearray()
         self._limits = limits
         self._pending = b""
+        self._words = b""
         self._status, written = status
         self._inner = -1  # a descriptor of the first process of the namespace
         self._first_pid = 0
@@ -89,6 +90,10 @@ class SandboxChild:
             return None
         return self._exit_code()
 
+    def expire(self) -> None:
+        """Its time is over: whoever waits for it stops it at the next look."""
+        self.deadline_s = 0.0
+
     def close(self) -> None:
         """End it and everything it started."""
         if self._outer < 0:
@@ -105,7 +110,7 @@ class SandboxChild:
         for stream in (self._in, self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
-        self._words = _read_all(self._status)
+        self._words += _read_all(self._status)
         os.close(self._status)
         os.close(self._outer)
         self._outer = self._inner = -1
@@ -171,10 +176,9 @@ class SandboxChild:
         if select.select([self._status, self._outer], [], [], START_S)[0] == []:
             self.close()
             raise SandboxUnavailable(f"bubblewrap did not start within {START_S:g} s")
-        words = b""
-        while b"\n" not in words and (chunk := os.read(self._status, CHUNK_BYTES)):
-            words += chunk
-        for line in words.splitlines():
+        while b"\n" not in self._words and (chunk := os.read(self._status, CHUNK_BYTES)):
+            self._words += chunk  # a program that is over by now has its exit code among them
+        for line in self._words.splitlines():
             pid = json.loads(line).get("child-pid")
             if pid is not None:
                 try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.sandbox.child import SandboxChild
 from infra.sandbox.command import SandboxLimits, is_machine_root
 from infra.sandbox.sandbox import Sandbox, SandboxResult
 from schemas.errors import SandboxUnavailable
@@ -279,3 +280,10 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_program_that_is_over_before_it_is_looked_at_has_its_exit_code() -> None:
+    status = os.pipe()
+    told = f"""printf '{{"child-pid": %s}}\\n{{"exit-code": 7}}\\n' $$ > /dev/fd/{status[1]}"""
+    with SandboxChild(["/bin/sh", "-c", told], (), status, SandboxLimits()) as child:
+        assert child.finish() == 7
