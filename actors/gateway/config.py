@@ -83,16 +83,15 @@ class GatewayConfig(Section, frozen=True):
     """[gateway]: an OpenAI-compatible server in front of an engine.
 
     listen: host:port. train_on: whose answers are written to the log: nothing, those of keys made with `--train yes`, or
-    all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while nothing
-    was ever promoted), canary is what is on trial, and the stable version without a trial, candidate is every version.
-    engine: in the place of [engine]. models: names a request may use, any where empty. tools: how the model writes tool
-    calls; none passes them as text. processor: custom redaction, run before the first write. queue_records, queue_mb:
-    answers that wait for the broker in memory. spool: folder of what waits on disk while it is away. spool_mb: at most;
-    beyond it answers are shed and counted. send_s: a broker that takes longer is away. sessions: conversations
-    remembered, to go on with their very tokens; as many that clients go on with by the id of an answer. sessions_mb: of
-    memory, for all of either. cors_origins: pages that may send feedback. canary: who answers a share
-    of the sessions. refusals: regular expressions of what an answer begins with that refuses; such answers are counted
-    for the gate. keys_reload_s: how soon a revoked key stops working. drain_s: at a stop, for running requests.
+    all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while nothing was
+    ever promoted), canary is what is on trial, and the stable version without a trial, candidate is every version. engine:
+    in the place of [engine]. models: names a request may use, any where empty. processor: custom redaction, run before the
+    first write. queue_records, queue_mb: answers that wait for the broker in memory. spool: folder of what waits on disk
+    while it is away. spool_mb: at most; beyond it answers are shed and counted. send_s: a broker that takes longer is away.
+    sessions: conversations remembered, to go on with their very tokens; as many that clients go on with by the id of an
+    answer. sessions_mb: of memory, for all of either. cors_origins: pages that may send feedback. canary: who answers a
+    share of the sessions. refusals: regular expressions of what an answer begins with that refuses; such answers are
+    counted for the gate. keys_reload_s: how soon a revoked key stops working. drain_s: at a stop, for running requests.
 
     Example: GatewayConfig(listen="0.0.0.0:8000", train_on="consented")
     """
@@ -102,7 +101,6 @@ class GatewayConfig(Section, frozen=True):
     channel: Channel = "stable"
     engine: Use | None = None
     models: tuple[str, ...] = ()
-    tools: Literal["hermes", "none"] = "hermes"
     limits: GatewayLimits = GatewayLimits()
     redact: RedactRules = RedactRules()
     processor: tuple[Use, ...] = ()

@@ -17,9 +17,9 @@ import msgspec
 from actors.engines.engine import Completion, ContextFull, EngineStopped, Sampling
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.access.places import Places
-from actors.gateway.answering.conversation import written
 from actors.gateway.answering.earlier import Earlier
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
+from actors.gateway.answering.parsing import AnswerParser, WritingTokenizer, ready
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import SessionTokenizer, behind_answer
 from actors.gateway.http.errors import ApiError, bad, no_room, unavailable
@@ -28,13 +28,13 @@ from actors.gateway.recording.record import render
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import AT_ONCE, Follow, Part
 from actors.rollout.session import LONG_CHARS, Session
-from schemas import Message, Score
+from schemas import Score
 
 CONTEXT_FULL = "context is full"
 KEPT_ANSWERS = 64  # for requests that are sent again
 
 
-class RequestTokenizer(SessionTokenizer, Protocol):
+class RequestTokenizer(SessionTokenizer, WritingTokenizer, Protocol):
     """The part of a tokenizer that a program's requests need."""
 
     @property
@@ -58,7 +58,13 @@ class Episode:
     """
 
     def __init__(
-        self, session: Session, tokenizer: RequestTokenizer, limits: EpisodeLimits, *, own_sampling: bool = False
+        self,
+        session: Session,
+        tokenizer: RequestTokenizer,
+        parser: AnswerParser,
+        limits: EpisodeLimits,
+        *,
+        own_sampling: bool = False,
     ) -> None:
         self.key = f"hr-{secrets.token_urlsafe(24)}"
         self.earlier = Earlier(limits.requests, 64 * 1024 * 1024)
@@ -69,6 +75,8 @@ class Episode:
         self._tokenizer = tokenizer
         self._limits = limits
         self._own_sampling = own_sampling
+        self._parser = parser
+        self._num_unread = 0
         self._places = Places(limits.at_once)
         self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
         self._places_of: dict[str, list[Part]] = {}
@@ -102,8 +110,7 @@ class Episode:
         """Everything before the first token. Raises ApiError."""
         if self.num_asked >= self._limits.requests:
             raise ApiError(403, f"this episode has used its {self._limits.requests} requests", code="episode_over")
-        if request.prompt.tools and not self._tokenizer.takes_tools:
-            raise bad("tools: this model's chat template knows no tools", "tools")
+        request = ready(request, self._parser, takes_tools=self._tokenizer.takes_tools)
         place = self._places.take(request.choices)
         self.num_asked += 1
         try:
@@ -141,6 +148,7 @@ class Episode:
             sampling=sampling,
             trial=-1,
             subject="",
+            parser=self._parser,
         )
         self._places_of[name] = mine
         return in_flight
@@ -178,8 +186,9 @@ class Episode:
 
     def _record(self, in_flight: InFlight, index: int, part: Part) -> None:
         answer: SampledAnswer = in_flight.answers[index]
-        content, calls = in_flight.content(index, bool(in_flight.request.prompt.tools))
-        said = Message(role="assistant", content=written(content, calls))
+        if in_flight.parsed(index).unread:
+            self._num_unread += 1
+            self._session.note("calls_unread", self._num_unread)
         known = part.conversation
         completion = Completion(
             tokens=tuple(answer.tokens),
@@ -191,7 +200,7 @@ class Episode:
             in_flight.tokens,
             in_flight.rendered,
             completion,
-            (*known, *in_flight.request.prompt.plain[len(known) :], said),
+            (*known, *in_flight.request.prompt.plain[len(known) :], in_flight.said(index)),
             forced=in_flight.prefix,
             said=in_flight.request.force + answer.text,
         )

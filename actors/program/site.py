@@ -156,8 +156,7 @@ def _once_more(api: Api, reply: Reply) -> Response:
     writer = api.events(reply)
     events = writer.begin()
     for index in range(reply.request.choices):
-        text, calls = reply.content(index)
-        events += writer.finish(index, "" if calls else text, calls)
+        events += writer.finish(index, reply.parsed(index))
     return Response(b"".join([*events, *writer.end()]), media_type="text/event-stream")
 
 

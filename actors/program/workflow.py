@@ -7,9 +7,12 @@ Ends: terminal with the last answer; truncated where it was cut off, or the cont
 failed with a cause: agent (it raised, crashed, or asked nothing), reward (its result is none), timeout.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+from actors.gateway.answering.parsers import answer_parser
+from actors.gateway.answering.parsing import AnswerParser
 from actors.program.episode import Episode, EpisodeLimits, RequestTokenizer
 from actors.program.launch import Access, ask_service, call, run_command
 from actors.program.result import Result, finite, result_of
@@ -64,13 +67,16 @@ class Program:
         self._options = decode(options, ProgramOptions, "program")
         self._function = _function(self._options)
         self._site = ProgramSite(self._options.listen)
+        self._parser: AnswerParser | None = None
+        self._preparing = asyncio.Lock()
 
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""
         tokenizer = cast(RequestTokenizer, getattr(session.tokenizer, "wrapped", session.tokenizer))
         options = self._options
         limits = EpisodeLimits(options.at_once, options.requests)
-        episode = Episode(session, tokenizer, limits, own_sampling=options.sampling == "program")
+        parser = await self._prepared(tokenizer)
+        episode = Episode(session, tokenizer, parser, limits, own_sampling=options.sampling == "program")
         await self._site.start()
         self._site.open(episode)
         try:
@@ -90,6 +96,15 @@ class Program:
         if not session.num_sampled:
             raise EpisodeFailed("agent", "it ended without an answer of the policy")
         return _scored(result, episode, session)
+
+    async def _prepared(self, tokenizer: RequestTokenizer) -> AnswerParser:
+        """What reads the policy's answers. Raises ConfigError."""
+        async with self._preparing:
+            if self._parser is None:
+                parser = answer_parser(tokenizer)
+                await asyncio.to_thread(parser.prepare)
+                self._parser = parser
+        return self._parser
 
     async def _run(self, access: Access) -> Any:
         if self._options.command:

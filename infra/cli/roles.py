@@ -133,7 +133,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
     async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
         await require_fit(log, store_of(settings), settings)
-        tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template)
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
         use = settings.engine
         engine: Engine = load(use.use, {"model": folder, **adapting(settings, use), **use.options}, "engine")
         role = role_of("explore", settings, log, metrics, stop)
@@ -156,7 +156,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
     bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
     log = Log(bus, settings.app, store=store_of(settings))
-    tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template)
+    tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
     await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
     engine: Engine = load(use.use, {"model": folder, **adapting(settings, use), **use.options}, "gateway.engine")

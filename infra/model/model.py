@@ -15,6 +15,7 @@ import numpy as np
 from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
 from infra.model.vision import Vision, load_vision, takes_pictures
+from infra.model.writing import as_template_takes, writing_of
 from infra.policies.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
@@ -35,9 +36,13 @@ class Tokenizer:
         eos_ids: tuple[int, ...],
         vision: Vision | None = None,
         template: Mapping[str, Any] = MappingProxyType({}),
+        parsers: tuple[str, str] = ("", ""),
     ) -> None:
-        """template: what the chat template is told besides the conversation, such as enable_thinking."""
+        """template: what the chat template is told besides the conversation, such as enable_thinking. parsers: of tool calls
+        and of reasoning, "" for those of the template.
+        """
         self._template = dict(template)
+        self.writing = writing_of(str(tokenizer.chat_template), *parsers)
         self._tokenizer = tokenizer
         # Asked itself: what transformers puts around it takes longer than it does, and alters it, so that threads clash.
         self._backend = tokenizer.backend_tokenizer
@@ -87,6 +92,12 @@ class Tokenizer:
             text = self._backend.decode(known, skip_special_tokens=True)
         return text
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens by their names."""
+        num_tokens = len(self._tokenizer)
+        text: str = self._backend.decode([one for one in ids if 0 <= one < num_tokens], skip_special_tokens=False)
+        return text
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the conversation up to where the assistant's next answer begins, each image as all of its places.
 
@@ -120,7 +131,7 @@ class Tokenizer:
 
         try:
             return self._controls.encode_rendered(
-                [[dict(one) for one in conversation], [dict(one) for one in tools]], render
+                [[as_template_takes(one, self.writing) for one in conversation], [dict(one) for one in tools]], render
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
@@ -133,10 +144,12 @@ class Tokenizer:
         return text
 
 
-def load_tokenizer(folder: str | Path, template: Mapping[str, Any] = MappingProxyType({})) -> Tokenizer:
+def load_tokenizer(
+    folder: str | Path, template: Mapping[str, Any] = MappingProxyType({}), parsers: tuple[str, str] = ("", "")
+) -> Tokenizer:
     """The tokenizer of a model folder (or of a model already in the local Hugging Face cache). Raises ConfigError.
 
-    template: see `Tokenizer`.
+    template, parsers: see `Tokenizer`.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -148,7 +161,7 @@ def load_tokenizer(folder: str | Path, template: Mapping[str, Any] = MappingProx
         raise ConfigError(f"tokenizer: {folder}: got a {type(tokenizer).__name__}, expected one with a tokenizer.json")
     if tokenizer.chat_template is None:
         raise ConfigError(f"tokenizer: {folder} has no chat template; put a chat_template.jinja into the folder")
-    return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder), template)
+    return Tokenizer(tokenizer, _eos_ids(str(folder), tokenizer.eos_token_id), load_vision(folder), template, parsers)
 
 
 def save_settings(model: str, folder: Path) -> None:

@@ -170,6 +170,10 @@ def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
 class PolicyConfig(Section, frozen=True):
     """[policy]. model: a folder (relative to the TOML) or a Hugging Face name. name: of the policy in topics and store.
     template: what the model's chat template is told besides the conversation; which names it knows says the template.
+    tool_parser, reasoning_parser: what reads the model's tool calls, and what it thinks, out of its answers, for clients and
+    programs; what was sampled is recorded as it is. "" goes by the chat template, and `headrace check` says what that gives.
+    "hermes" and "think" are headrace's own, "none" leaves text as it is, other names are those of vLLM's parsers
+    (`--tool-call-parser` and `--reasoning-parser` there), which need vLLM, whatever engine samples.
 
     Example: PolicyConfig(model="Qwen/Qwen3-0.6B", template={"enable_thinking": False})
     """
@@ -177,10 +181,17 @@ class PolicyConfig(Section, frozen=True):
     model: str = ""
     name: Name = "main"
     template: Table = {}
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
     def __post_init__(self) -> None:
         if taken := sorted(OF_TEMPLATES & self.template.keys()):
             raise ValueError(f"template.{taken[0]}: got a value, expected names that headrace does not set by itself")
+
+    @property
+    def parsers(self) -> tuple[str, str]:
+        """Of tool calls and of reasoning."""
+        return self.tool_parser, self.reasoning_parser
 
 
 class Pacing(Section, frozen=True):

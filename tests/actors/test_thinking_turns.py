@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from actors.engines.engine import Completion, Sampling
 from actors.rollout.session import Session
@@ -88,7 +89,23 @@ class ForgetfulBytes(ByteTokenizer):
         return super().encode_request(said, tools)
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+def apart(answer: ChatCompletionMessage) -> dict[str, Any]:
+    return answer.model_dump(exclude_none=True)
+
+
+CLIENTS: dict[str, Callable[[ChatCompletionMessage], dict[str, Any]]] = {
+    "as it came": apart,
+    "by the older name": lambda one: {**apart(one), "reasoning": None, "reasoning_content": apart(one)["reasoning"]},
+    "in the content": lambda one: {
+        "role": "assistant",
+        "content": f"<think>{apart(one)['reasoning']}</think>{one.content}",
+    },
+    "without blanks around": lambda one: {**apart(one), "content": (one.content or "").strip()},
+    "without the thought": lambda one: {"role": "assistant", "content": one.content},
+}
+
+
+@pytest.mark.parametrize("agent", CLIENTS)
 def test_through_the_gateway_too_the_turns_of_a_session_go_on_from_what_was_sampled(tmp_path: Path, agent: str) -> None:
     async def check() -> None:
         texts = [thought(number) for number in range(4)]
@@ -99,11 +116,9 @@ def test_through_the_gateway_too_the_turns_of_a_session_go_on_from_what_was_samp
             conversation: list[Any] = [{"role": "user", "content": "begin"}]
             for text in texts:
                 answer = await client.chat.completions.create(model="m", messages=conversation)
-                assert answer.choices[0].message.content == text
-                conversation += [
-                    {"role": "assistant", "content": AGENTS[agent](text)},
-                    {"role": "user", "content": "and?"},
-                ]
+                message = answer.choices[0].message
+                assert f"<think>{apart(message)['reasoning']}</think>{message.content}" == text
+                conversation += [CLIENTS[agent](message), {"role": "user", "content": "and?"}]
             turns = await served.recorded(4)
             assert [one.carried for one in turns] == [0, 1, 2, 3]
             behind = b"<user>and?"

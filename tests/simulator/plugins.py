@@ -9,6 +9,7 @@ import numpy as np
 from actors.engines.engine import LoadReport
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from infra.chain.processor import Drop, feedback, processor, score
+from infra.model.writing import Writing
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor, from_numpy
 from schemas import Experience, Feedback, Message
@@ -50,6 +51,7 @@ class SmallTokenizer:
 
     eos_ids = (EOS,)
     takes_tools = False
+    writing = Writing()
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(character) % (VOCABULARY - 1) for character in text]

@@ -1,7 +1,7 @@
 """Conversations as clients send them: what the chat template is given, and the plain text that is compared and kept.
 
-A tool call is text to the model, in its own format. Here that is Hermes' (Qwen and many others): a JSON object between
-`<tool_call>` and `</tool_call>`. Pure.
+A tool call is text to the model, in a format of its own (`infra.model.writing`). What is compared and kept has Hermes': a JSON
+object between `<tool_call>` and `</tool_call>`. Pure.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from actors.gateway.answering.text import THINK, THOUGHT
 from actors.gateway.http.errors import bad
 from schemas import Message
 
@@ -43,13 +44,17 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a request; what a client got from us, it may send back as it is."""
+    """One message of a request; what a client got from us, it may send back as it is. reasoning: what an assistant thought;
+    reasoning_content is an older name of it.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Short | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -84,8 +89,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 def chat_prompt(
     messages: Sequence[ChatMessage], tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None
-) -> tuple[Prompt, str]:
-    """The prompt, and the text its answer must begin with because of `tool_choice`. Raises ApiError."""
+) -> tuple[Prompt, str | None]:
+    """The prompt, and the tool its answer must call because of `tool_choice`: "" for any, None for no must. Raises ApiError."""
     forced = _forced(tools, choice)
     for index, tool in enumerate(tools):
         if is_deep(tool.function.parameters):
@@ -138,25 +143,30 @@ def is_deep(value: Any) -> bool:
     return True
 
 
+def spelled(thought: str, said: str) -> str:
+    """An answer as text, with what was thought before it: one spelling of what models write in many."""
+    return f"{THINK}{thought}{THOUGHT}{said}" if thought else said
+
+
 def written(content: str, calls: Sequence[Called]) -> str:
     """A message with tool calls as plain text: one spelling of what can be sent in many."""
-    spelled = [f"{OPEN}\n{json.dumps(_spelled(call), sort_keys=True)}\n{CLOSE}" for call in calls]
-    return "\n".join([*([content] if content else []), *spelled])
+    told = [f"{OPEN}\n{json.dumps(_called_as(call), sort_keys=True)}\n{CLOSE}" for call in calls]
+    return "\n".join([*([content] if content else []), *told])
 
 
-def _spelled(call: Called) -> dict[str, Any]:
+def _called_as(call: Called) -> dict[str, Any]:
     return {"name": call.name, "arguments": _arguments(call.arguments)}
 
 
 def _checked(call: Called, where: str) -> dict[str, Any]:
     """A call that a client sends back, as templates take it. Raises ApiError for content that is not text."""
-    spelled = _spelled(call)
+    found = _called_as(call)
     try:
-        msgspec.json.encode(spelled)
+        msgspec.json.encode(found)
     except UnicodeEncodeError as error:
         where += ".function.arguments"
         raise bad(f"{where}: got half a character (a lone surrogate), expected text", where) from error
-    return spelled
+    return found
 
 
 def _arguments(text: str) -> Any:
@@ -181,6 +191,11 @@ def _called(text: str) -> Called | None:
 
 def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": _text(message.content, index)}
+    thought = message.reasoning or message.reasoning_content
+    if thought:
+        if message.role != "assistant":
+            raise bad(f"messages[{index}].reasoning: only an assistant thinks", f"messages[{index}].reasoning")
+        found |= {"content": spelled(thought, found["content"]), "reasoning": thought}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
@@ -196,7 +211,7 @@ def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
             }
             for at, call in enumerate(message.tool_calls)
         ]
-    elif message.content is None:
+    elif message.content is None and not thought:
         raise bad(f"messages[{index}].content: missing, expected text", f"messages[{index}].content")
     return found
 
@@ -219,17 +234,17 @@ def _plain(message: Mapping[str, Any]) -> str:
     return written(message["content"], calls) if calls else str(message["content"])
 
 
-def _forced(tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None) -> str:
-    """What an answer with a forced tool call begins with: the name is given, the arguments are the model's."""
+def _forced(tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None) -> str | None:
+    """The tool that must be called: its name is given, the arguments are the model's."""
     if choice in (None, "none", "auto"):
-        return ""
+        return None
     if not tools:
         raise bad("tool_choice: needs tools", "tool_choice")
     if choice == "required":
-        return f'{OPEN}\n{{"name": "'
+        return ""
     assert isinstance(choice, Mapping)
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if choice.get("type") != "function" or name not in [tool.function.name for tool in tools]:
         raise bad("tool_choice: expected the name of one of the tools", "tool_choice")
-    return f'{OPEN}\n{{"name": "{name}", "arguments": '
+    return str(name)

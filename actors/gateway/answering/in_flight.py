@@ -9,9 +9,11 @@ import msgspec
 from actors.engines.engine import Engine, Sampling
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.access.places import TakenPlaces
-from actors.gateway.answering.conversation import Called, read_calls
+from actors.gateway.answering.conversation import spelled, written
+from actors.gateway.answering.parsing import AnswerParser, OwnPieces, Parsed, ParsedPieces, Written
 from actors.gateway.answering.sample import Decode, Growing, OnText, SampledAnswer, sample, sample_whole
 from actors.gateway.http.requests import ParsedRequest
+from schemas import Message
 
 Watch = Callable[[int], OnText]  # gives the listener of a choice
 
@@ -19,7 +21,7 @@ Watch = Callable[[int], OnText]  # gives the listener of a choice
 class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served. place: for its answers. session: "" where the client
     named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: the user
-    whose key it is sealed under, "" for none. failed: by the engine.
+    whose key it is sealed under, "" for none. failed: by the engine. read: what choices say, once it was asked for.
     """
 
     place: TakenPlaces
@@ -35,19 +37,50 @@ class InFlight(msgspec.Struct, kw_only=True):
     sampling: Sampling
     trial: int
     subject: str
+    parser: AnswerParser
     growing: list[Growing | None] = []
     answers: list[SampledAnswer] = []
     failed: bool = False
+    read: dict[int, Parsed] = {}
 
     @property
     def num_sampled(self) -> int:
         """Tokens of all choices."""
         return sum(len(answer.tokens) for answer in self.answers)
 
-    def content(self, index: int, tools: bool) -> tuple[str, list[Called]]:
-        """Text and tool calls of a choice that has ended."""
-        text = self.request.force + self.answers[index].text
-        return read_calls(text) if tools else (text, [])
+    def parsed(self, index: int) -> Parsed:
+        """What a choice that has ended says."""
+        if index not in self.read:
+            answer = self.answers[index]
+            seen = len(answer.tokens) - answer.stopped
+            written = self._written(answer.text, answer.tokens[:seen])
+            self.read[index] = self.parser.parse(written) if self._is_parsed else Parsed(said=written.text)
+        return self.read[index]
+
+    def said(self, index: int) -> Message:
+        """The same as a message of the conversation: spelled as every model's answer is there, so that it can be compared."""
+        parsed = self.parsed(index)
+        return Message(role="assistant", content=written(spelled(parsed.thought, parsed.said), parsed.calls))
+
+    def pieces(self) -> ParsedPieces:
+        """What reads a choice while it is sampled."""
+        return self.parser.pieces(self._written("", ())) if self._is_parsed else OwnPieces(None, ())
+
+    @property
+    def _is_parsed(self) -> bool:
+        """A bare text that goes on, and JSON that is held to a schema, are neither thought nor call."""
+        return self.request.prompt.chat is not None and not self.request.json_schema
+
+    def _written(self, text: str, tokens: Sequence[int]) -> Written:
+        request = self.request
+        return Written(
+            prompt=self.rendered,
+            tokens=tokens,
+            text=request.force + text,
+            stops=request.stops,
+            tools=request.prompt.tools,
+            force=request.force,
+        )
 
 
 async def sample_choices(engine: Engine, decode: Decode, in_flight: InFlight, watch: Watch | None) -> None:

@@ -15,9 +15,10 @@ from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaNotTrie
 from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
 from actors.gateway.access.users import Users
-from actors.gateway.answering.conversation import written
 from actors.gateway.answering.earlier import Earlier
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
+from actors.gateway.answering.parsers import answer_parser
+from actors.gateway.answering.parsing import ready
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import Sessions, held
 from actors.gateway.config import GatewayConfig
@@ -29,7 +30,6 @@ from actors.gateway.recording.record import Recorder, Served, render
 from actors.gateway.recording.tallies import Asker, Tallies
 from actors.rollout.continuation import SampledTurn
 from infra.observe.metrics import Metrics
-from schemas import Message
 from schemas.ids import answer_id, experience_id, request_group
 from schemas.names import keyed_session, keyed_subject
 from schemas.topics import EXPERIENCES
@@ -81,6 +81,7 @@ class Gateway:
         self.engine = engine
         self.tokenizer = recorder.tokenizer
         self.recorder = recorder
+        self.parser = answer_parser(recorder.tokenizer)
         self.outbox = outbox
         self.metrics = metrics
         self.places = Places(config.limits.concurrency)
@@ -108,8 +109,7 @@ class Gateway:
 
         drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
         """
-        if request.prompt.tools and (self.config.tools == "none" or not self.tokenizer.takes_tools):
-            raise bad("tools: this model's chat template knows no tools", "tools")
+        request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
         name = self.name_of(request, key, session)
         rendered, tokens, turn, prefix = await self._tokenized(request, key, name if session else "")
         group = request_group(name, self._minter.epoch, self._minter.take())
@@ -131,6 +131,7 @@ class Gateway:
             sampling=sampling,
             trial=self._trial() if drawn else -1,
             subject=self._subject(request, key, name if session else ""),
+            parser=self.parser,
         )
 
     async def count(self, request: ParsedRequest, key: ApiKey) -> int:
@@ -276,6 +277,9 @@ class Gateway:
         metrics = self.metrics
         metrics.counter("answers", end="whole" if whole else "broken off").inc(len(in_flight.answers))
         metrics.counter("tokens").inc(in_flight.num_sampled)
+        if whole and in_flight.request.prompt.tools:
+            unread = sum(in_flight.parsed(index).unread for index in range(len(in_flight.answers)))
+            metrics.counter("calls_unread", parser=self.parser.writing.tools).inc(unread)
         self._tally(in_flight, whole)
         if in_flight.session:
             self._remember(in_flight, whole)
@@ -299,14 +303,13 @@ class Gateway:
         if not whole or answer.cut or len(in_flight.answers) > 1:
             self.sessions.forget(in_flight.session)
             return
-        content, calls = in_flight.content(0, bool(in_flight.request.prompt.tools))
         text, tokens = in_flight.request.force + answer.text, [*in_flight.prefix, *answer.tokens]
         self.sessions.keep(
             in_flight.session,
             held(
                 [*in_flight.tokens, *answer.tokens],
                 SampledTurn(in_flight.rendered, tokens, text, answer.stopped),
-                (*in_flight.request.prompt.plain, Message(role="assistant", content=written(content, calls))),
+                (*in_flight.request.prompt.plain, in_flight.said(0)),
                 in_flight.turn + 1,
             ),
         )

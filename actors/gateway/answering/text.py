@@ -77,12 +77,13 @@ class StopStrings:
 class ThoughtSplitter:
     """Tells what a model thinks, between THINK and THOUGHT at the very beginning of its answer, from what it says.
 
-    The parts joined, with THINK before and THOUGHT behind what is thought, are the answer.
+    The parts joined, with THINK before and THOUGHT behind what is thought, are the answer. thinks: True where the prompt has
+    opened the thought, None for not known yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thinks: bool | None = None) -> None:
         self._held = ""
-        self.thinks: bool | None = None  # None: not known yet
+        self.thinks = thinks
 
     def add(self, piece: str) -> tuple[str, str]:
         """What more is thought, and what more is said, as far as that is decided."""
@@ -109,9 +110,8 @@ class ThoughtSplitter:
         return (held, "") if self.thinks else ("", held)
 
 
-def split_thought(text: str) -> tuple[str, str]:
-    """What an answer thinks, and what it says; see ThoughtSplitter."""
-    splitter = ThoughtSplitter()
+def split_thought(text: str, splitter: ThoughtSplitter) -> tuple[str, str]:
+    """What a whole answer thinks, and what it says."""
     (thought, said), (more_thought, more_said) = splitter.add(text), splitter.flush()
     return thought + more_thought, said + more_said
 

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import msgspec
 
-from actors.gateway.answering.conversation import Called
 from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.in_flight import InFlight, Watch
+from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.sample import Decode
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
@@ -34,9 +34,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         """The id of each choice, which feedback names."""
         return self.in_flight.answer_ids
 
-    def content(self, index: int) -> tuple[str, list[Called]]:
-        """Text and tool calls of a choice that has ended."""
-        return self.in_flight.content(index, bool(self.request.prompt.tools))
+    def parsed(self, index: int) -> Parsed:
+        """What a choice that has ended says, as far as the client is told."""
+        parsed = self.in_flight.parsed(index)
+        return parsed if self.request.shows_thoughts else msgspec.structs.replace(parsed, thought="")
 
     def call_id(self, index: int, at: int) -> str:
         """The id of a tool call of a choice."""
@@ -59,11 +60,11 @@ class EventWriter(Protocol):
     def begin(self) -> list[bytes]:
         """Before anything was sampled."""
 
-    def text(self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
-        """The next text of a choice, and the tokens it was decoded from."""
+    def text(self, index: int, more: Parsed, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
+        """What more a choice thinks and says, and the tokens it was decoded from."""
 
-    def finish(self, index: int, rest: str, calls: Sequence[Called]) -> list[bytes]:
-        """A choice has ended. rest: its text that was held back."""
+    def finish(self, index: int, rest: Parsed) -> list[bytes]:
+        """A choice has ended. rest: what of it was held back, and its calls."""
 
     def end(self) -> list[bytes]:
         """Every choice has ended."""

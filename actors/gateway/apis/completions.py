@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from actors.gateway.answering.conversation import Called
+from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.sample import Decode
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.http.errors import ApiError
@@ -27,19 +28,21 @@ class CompletionEvents:
         choices = range(self._reply.request.choices) if self._chat else ()
         return [self._event([_delta(index, {"role": "assistant", "content": ""})]) for index in choices]
 
-    def text(self, index: int, text: str, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
+    def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
         """A piece, with its logprobs where they were asked for."""
         request, decode = self._reply.request, self._reply.decode
         if self._chat:
             found = _chat_logprobs(request, decode, tokens, logprobs)
-            return [self._event([_delta(index, {"content": text}, logprobs=found)])]
+            thought = {"reasoning": more.thought} if more.thought else {}
+            said = {"content": more.said} if more.said or not thought else {}
+            return [self._event([_delta(index, thought | said, logprobs=found)])]
         found = _text_logprobs(request, decode, tokens, logprobs)
-        return [self._event([_text_choice(self._reply, index, text, None, found)])]
+        return [self._event([_text_choice(self._reply, index, more.said, None, found)])]
 
-    def finish(self, index: int, rest: str, calls: Sequence[Called]) -> list[bytes]:
+    def finish(self, index: int, rest: Parsed) -> list[bytes]:
         """What was held back, the calls, and why it ended."""
-        finish = self._reply.in_flight.answers[index].finish
-        events = self.text(index, rest) if rest else []
+        finish, calls = self._reply.in_flight.answers[index].finish, rest.calls
+        events = self.text(index, rest) if rest.thought or rest.said else []
         if not self._chat:
             return [*events, self._event([_text_choice(self._reply, index, "", finish, None)])]
         if calls:
@@ -118,8 +121,11 @@ def _usage(reply: Reply) -> Object:
 
 
 def _chat_choice(reply: Reply, index: int) -> Object:
-    content, calls = reply.content(index)
-    message: Object = {"role": "assistant", "content": content if content or not calls else None}
+    parsed = reply.parsed(index)
+    calls = parsed.calls
+    message: Object = {"role": "assistant", "content": parsed.said if parsed.said or not calls else None}
+    if parsed.thought:
+        message["reasoning"] = parsed.thought
     if calls:
         message["tool_calls"] = [_call(reply, index, at, call) for at, call in enumerate(calls)]
     return {

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from actors.gateway.answering.conversation import Called
-from actors.gateway.answering.text import ThoughtSplitter, split_thought
+from actors.gateway.answering.parsing import Parsed
 from actors.gateway.apis.api import Api, Reply, named_event
 from actors.gateway.apis.messages_request import MessagesRequest, chat_request
 from actors.gateway.config import GatewayLimits
@@ -42,12 +42,13 @@ def read_count(body: bytes, limits: GatewayLimits) -> ParsedRequest:
 
 def whole(reply: Reply) -> bytes:
     """A message."""
-    text, calls = reply.content(0)
-    thought, said = split_thought(text) if reply.request.apart else ("", text)
-    blocks: list[Object] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
-    blocks += [{"type": "text", "text": said}] if said else []
-    blocks += [_use(reply, at, call) | {"input": _input(call)} for at, call in enumerate(calls)]
-    ended = _ended(reply, calls)
+    parsed = reply.parsed(0)
+    blocks: list[Object] = []
+    if parsed.thought:
+        blocks.append({"type": "thinking", "thinking": parsed.thought, "signature": ""})
+    blocks += [{"type": "text", "text": parsed.said}] if parsed.said else []
+    blocks += [_use(reply, at, call) | {"input": _input(call)} for at, call in enumerate(parsed.calls)]
+    ended = _ended(reply, parsed.calls)
     return msgspec.json.encode({**_message(reply), "content": blocks, **ended, "usage": _usage(reply)})
 
 
@@ -56,7 +57,6 @@ class MessageEvents:
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self._splitter = ThoughtSplitter() if reply.request.apart else None
         self._block = 0  # its index
         self._open = ""  # its kind, "" where none is open
         self._ended: Object = {}
@@ -67,36 +67,29 @@ class MessageEvents:
         empty: Object = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": used}
         return [named_event("message_start", message={**_message(self._reply), **empty})]
 
-    def text(self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
+    def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
         """What is thought and what is said."""
-        thought, said = self._splitter.add(text) if self._splitter is not None else ("", text)
-        return self._parts(thought, said)
+        events: list[bytes] = []
+        if more.thought:
+            events += self._within("thinking", thinking="", signature="")
+            events.append(self._delta("thinking_delta", thinking=more.thought))
+        if more.said:
+            events += self._within("text", text="")
+            events.append(self._delta("text_delta", text=more.said))
+        return events
 
-    def finish(self, index: int, rest: str, calls: Sequence[Called]) -> list[bytes]:
+    def finish(self, index: int, rest: Parsed) -> list[bytes]:
         """What was held back, the calls, and why it ended."""
-        events = self.text(index, rest, (), ()) if rest else []
-        if self._splitter is not None:
-            events += self._parts(*self._splitter.flush())
-        events += self._close()
-        for at, call in enumerate(calls):
+        events = [*self.text(index, rest), *self._close()]
+        for at, call in enumerate(rest.calls):
             events.append(self._start({**_use(self._reply, at, call), "input": {}}))
             events += [self._delta("input_json_delta", partial_json=json.dumps(_input(call))), *self._close()]
-        self._ended = _ended(self._reply, calls)
+        self._ended = _ended(self._reply, rest.calls)
         return events
 
     def end(self) -> list[bytes]:
         """Why it ended, and the usage."""
         return [named_event("message_delta", delta=self._ended, usage=_usage(self._reply)), named_event("message_stop")]
-
-    def _parts(self, thought: str, said: str) -> list[bytes]:
-        events: list[bytes] = []
-        if thought:
-            events += self._within("thinking", thinking="", signature="")
-            events.append(self._delta("thinking_delta", thinking=thought))
-        if said:
-            events += self._within("text", text="")
-            events.append(self._delta("text_delta", text=said))
-        return events
 
     def _within(self, kind: str, **empty: str) -> list[bytes]:
         """So that a block of that kind is open."""
@@ -140,8 +133,8 @@ _messages = msgspec.json.Decoder(MessagesRequest)
 
 
 def _parsed(request: MessagesRequest, limits: GatewayLimits) -> ParsedRequest:
-    apart = request.thinking is not None and request.thinking.type != "disabled"
-    return parsed_chat(chat_request(request), limits, apart=apart)
+    shows_thoughts = request.thinking is None or request.thinking.type != "disabled"
+    return parsed_chat(chat_request(request), limits, shows_thoughts=shows_thoughts)
 
 
 def _message(reply: Reply) -> Object:

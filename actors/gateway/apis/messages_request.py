@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 
 from actors.gateway.answering.conversation import Called, ChatMessage, Function, Name, RequestTool, Short, ToolCall
-from actors.gateway.answering.text import THINK, THOUGHT
 from actors.gateway.http.errors import bad
 from actors.gateway.http.requests import ChatRequest, Temperature, TopP
 
@@ -90,8 +89,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ThinkingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """thinking of the Messages API. Whether a model thinks is its own matter: "enabled" and "adaptive" give what it thinks as a
-    block of its own. budget_tokens is not kept to; max_tokens is.
+    """thinking of the Messages API. Whether a model thinks is its own matter: what it thinks is a block of its own, which
+    "disabled" leaves out. budget_tokens is not kept to; max_tokens is.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -181,14 +180,15 @@ def _assistant(content: list[Any], where: str) -> list[ChatMessage]:
     calls: list[ToolCall] = []
     for at, block in enumerate(content):
         if isinstance(block, ThinkingBlock) and not (texts or calls):
-            thoughts += f"{THINK}{block.thinking}{THOUGHT}"
+            thoughts += block.thinking
         elif isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ToolUseBlock):
             calls.append(ToolCall(Called(block.name, json.dumps(block.input)), block.id))
         else:
             raise bad(f"{where}[{at}]: got a block that an assistant does not send there", f"{where}[{at}]")
-    return [ChatMessage(role="assistant", content=thoughts + "\n".join(texts), tool_calls=calls or None)]
+    said = "\n".join(texts)
+    return [ChatMessage(role="assistant", content=said, reasoning=thoughts or None, tool_calls=calls or None)]
 
 
 def _joined(content: str | list[TextBlock]) -> str:

@@ -7,7 +7,7 @@ import msgspec
 
 from actors.gateway.answering.conversation import Called, ChatMessage, ToolCall
 from actors.gateway.answering.earlier import Conversation
-from actors.gateway.answering.text import ThoughtSplitter, split_thought
+from actors.gateway.answering.parsing import Parsed
 from actors.gateway.apis.api import Api, Recall, Reply, named_event
 from actors.gateway.apis.responses_request import ResponsesRequest, chat_request
 from actors.gateway.config import GatewayLimits
@@ -28,7 +28,7 @@ def read_responses(body: bytes, limits: GatewayLimits, recall: Recall) -> Parsed
             message = f"{where}: not known here: send the whole conversation as input"
             raise ApiError(404, message, param=where, code="previous_response_not_found")
     chat = chat_request(request, before.messages if before is not None else ())
-    parsed = parsed_chat(chat, limits, apart=request.reasoning is not None)
+    parsed = parsed_chat(chat, limits)
     said = tuple(chat.messages[1:] if request.instructions else chat.messages)
     return msgspec.structs.replace(
         parsed,
@@ -40,15 +40,18 @@ def read_responses(body: bytes, limits: GatewayLimits, recall: Recall) -> Parsed
 
 def after(reply: Reply) -> tuple[ChatMessage, ...]:
     """The conversation with the answer, for a request that goes on from it."""
-    text, calls = reply.content(0)
-    made = [ToolCall(call, reply.call_id(0, at)) for at, call in enumerate(calls)]
-    return (*reply.request.said, ChatMessage(role="assistant", content=text, tool_calls=made or None))
+    parsed = reply.parsed(0)
+    made = [ToolCall(call, reply.call_id(0, at)) for at, call in enumerate(parsed.calls)]
+    answer = ChatMessage(
+        role="assistant", content=parsed.said, reasoning=parsed.thought or None, tool_calls=made or None
+    )
+    return (*reply.request.said, answer)
 
 
 def whole(reply: Reply) -> bytes:
     """A response."""
-    text, calls = reply.content(0)
-    thought, said = split_thought(text) if reply.request.apart else ("", text)
+    parsed = reply.parsed(0)
+    thought, said, calls = parsed.thought, parsed.said, parsed.calls
     output = [_reasoning(reply, thought)] if thought else []
     output += [_message(reply, said)] if said or not (calls or thought) else []
     return msgspec.json.encode(_ended(reply, [*output, *(_call(reply, at, call) for at, call in enumerate(calls))]))
@@ -59,7 +62,6 @@ class ResponseEvents:
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self._splitter = ThoughtSplitter() if reply.request.apart else None
         self._number = 0
         self._output: list[Object] = []
         self._open = ""  # kind of the item that is open, "" for none
@@ -70,19 +72,14 @@ class ResponseEvents:
         empty = _response(self._reply, "in_progress", [])
         return [self._event("response.created", response=empty), self._event("response.in_progress", response=empty)]
 
-    def text(self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
+    def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
         """What is thought and what is said."""
-        thought, said = self._splitter.add(text) if self._splitter is not None else ("", text)
-        return [*self._more("reasoning", thought), *self._more("message", said)]
+        return [*self._more("reasoning", more.thought), *self._more("message", more.said)]
 
-    def finish(self, index: int, rest: str, calls: Sequence[Called]) -> list[bytes]:
+    def finish(self, index: int, rest: Parsed) -> list[bytes]:
         """What was held back, and the calls."""
-        events = self.text(index, rest, (), ()) if rest else []
-        if self._splitter is not None:
-            thought, said = self._splitter.flush()
-            events += [*self._more("reasoning", thought), *self._more("message", said)]
-        events += self._close()
-        for at, call in enumerate(calls):
+        events = [*self.text(index, rest), *self._close()]
+        for at, call in enumerate(rest.calls):
             item, place = _call(self._reply, at, call), {"output_index": len(self._output)}
             arguments = {"item_id": item["id"], **place}
             begun = item | {"arguments": "", "status": "in_progress"}

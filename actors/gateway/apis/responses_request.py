@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 
 from actors.gateway.answering.conversation import Called, ChatMessage, Function, Name, RequestTool, Short, ToolCall
-from actors.gateway.answering.text import THINK, THOUGHT
 from actors.gateway.http.errors import bad
 from actors.gateway.http.requests import (
     ChatRequest,
@@ -119,8 +118,8 @@ class TextSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """reasoning of the Responses API. Where it is given, what the model thinks is an item of its own; how much it thinks is
-    its own matter, so effort changes nothing, and there are no summaries.
+    """reasoning of the Responses API. What the model thinks is an item of its own, whether this is given or not; how much it
+    thinks is its own matter, so effort changes nothing, and there are no summaries.
     """
 
     effort: Text | None = None
@@ -204,7 +203,7 @@ def _messages(items: Sequence[Items]) -> list[ChatMessage]:
     for item in items:
         match item:
             case ReasoningItem(content=content):
-                thought += "".join(f"{THINK}{part.text}{THOUGHT}" for part in content or ())
+                thought += "".join(part.text for part in content or ())
             case MessageItem(role="assistant", content=content):
                 said.append(_joined(content))
             case CallItem(name=name, arguments=arguments, call_id=call_id):
@@ -219,7 +218,8 @@ def _messages(items: Sequence[Items]) -> list[ChatMessage]:
 def _assistant(thought: str, said: Sequence[str], calls: Sequence[ToolCall]) -> list[ChatMessage]:
     if not (thought or said or calls):
         return []
-    return [ChatMessage(role="assistant", content=thought + "\n".join(said), tool_calls=list(calls) or None)]
+    text = "\n".join(said)
+    return [ChatMessage(role="assistant", content=text, reasoning=thought or None, tool_calls=list(calls) or None)]
 
 
 def _other(item: Items) -> ChatMessage:

@@ -109,8 +109,9 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the gateway serves it. max_tokens: None where the client named none. logprobs: wanted in the answer.
 
     num_chars: of the prompt, tools included.
-    force: text the answer must begin with (a forced tool call). user: who is behind it, as the client calls them.
-    json_schema: what the answer is held to, "" for nothing. apart: what the model thinks is told apart from what it says.
+    must_call: the tool that the answer must call, "" for any, None for no must; force: the text it then begins with. user: who
+    is behind it, as the client calls them. json_schema: what the answer is held to, "" for nothing. shows_thoughts: what the
+    model thinks is told, apart from what it says.
     said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the session of what it goes on
     from. echo: what the response says again.
     """
@@ -130,10 +131,10 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     store: bool
     user: str
     num_chars: int
+    must_call: str | None = None
     force: str = ""
-    tools: bool = False
     json_schema: str = ""
-    apart: bool = False
+    shows_thoughts: bool = True
     said: tuple[ChatMessage, ...] = ()
     goes_on: str = ""
     echo: Mapping[str, Any] = {}
@@ -144,8 +145,10 @@ def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     return parsed_chat(decoded(body, _chat), limits)
 
 
-def parsed_chat(request: ChatRequest, limits: GatewayLimits, *, apart: bool = False) -> ParsedRequest:
-    """The request as the gateway serves it. apart: what the model thinks is told apart from what it says. Raises ApiError."""
+def parsed_chat(request: ChatRequest, limits: GatewayLimits, *, shows_thoughts: bool = True) -> ParsedRequest:
+    """The request as the gateway serves it. shows_thoughts: what the model thinks is told, apart from what it says. Raises
+    ApiError.
+    """
     _refuse_unserved(request)
     if not request.messages:
         raise bad("messages: got none, expected at least one", "messages")
@@ -155,7 +158,7 @@ def parsed_chat(request: ChatRequest, limits: GatewayLimits, *, apart: bool = Fa
         raise bad(f"tools: got {len(request.tools or ())}, expected at most {limits.tools}", "tools")
     if request.top_logprobs and not request.logprobs:
         raise bad("top_logprobs: needs logprobs = true", "top_logprobs")
-    prompt, force = chat_prompt(request.messages, request.tools or [], request.tool_choice)
+    prompt, must_call = chat_prompt(request.messages, request.tools or [], request.tool_choice)
     limit = request.max_completion_tokens or request.max_tokens
     return _ask(
         request,
@@ -164,10 +167,9 @@ def parsed_chat(request: ChatRequest, limits: GatewayLimits, *, apart: bool = Fa
         max_tokens=limit,
         logprobs=bool(request.logprobs),
         top_logprobs=request.top_logprobs or 0,
-        force=force,
-        tools=bool(prompt.tools),
+        must_call=must_call,
         json_schema=_json_schema(request, bool(prompt.tools)),
-        apart=apart,
+        shows_thoughts=shows_thoughts,
     )
 
 

@@ -1,15 +1,15 @@
 """A response in pieces: the events of a stream while its choices are sampled.
 
-Guarantees: every piece a client gets was sampled; the last events say why each choice ended; an engine that fails in the
-middle ends the stream with an error event. A tool call is sent once it is whole.
+Guarantees: every piece a client gets was sampled; what is thought is told apart from what is said; the last events say why
+each choice ended; an engine that fails in the middle ends the stream with an error event. A tool call is sent once it is
+whole.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from actors.gateway.answering.conversation import OPEN
+from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.sample import OnText
-from actors.gateway.answering.text import StopStrings
 from actors.gateway.apis.api import Answerer, Api, Reply
 from actors.gateway.http.errors import ApiError
 
@@ -24,9 +24,8 @@ class EventStream:
         self._error_event = api.error_event
         self._writer = api.events(reply)
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        stops = (OPEN,) if reply.request.prompt.tools else ()
-        self._guards = [StopStrings(stops) for _ in range(reply.request.choices)]
-        self._num_streamed = [0] * reply.request.choices  # characters
+        self._pieces = [reply.in_flight.pieces() for _ in range(reply.request.choices)]
+        self._told = [Parsed() for _ in range(reply.request.choices)]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Until the end; closing it ends the sampling."""
@@ -46,9 +45,8 @@ class EventStream:
         try:
             await self._answerer.answer(self._reply.in_flight, watch=self._watch)
             self._ended()
-            for index, num_streamed in enumerate(self._num_streamed):
-                text, calls = self._reply.content(index)
-                self._send(self._writer.finish(index, "" if calls else text[num_streamed:], calls))
+            for index, told in enumerate(self._told):
+                self._send(self._writer.finish(index, _rest(self._reply.parsed(index), told)))
             self._send(self._writer.end())
         except ApiError as error:
             self._send([self._error_event(error)])
@@ -65,13 +63,22 @@ class EventStream:
         def tell(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
             if request.force:
                 return  # the answer is a tool call, sent when it is whole
-            text = self._guards[index].add(piece)
-            if text or (tokens and request.logprobs):
-                self._num_streamed[index] += len(text)
-                self._send(self._writer.text(index, text, tokens, logprobs))
+            thought, said = self._pieces[index].add(piece, tokens)
+            more = Parsed(thought if request.shows_thoughts else "", said)
+            if more.thought or said or (tokens and request.logprobs):
+                told = self._told[index]
+                self._told[index] = Parsed(told.thought + more.thought, told.said + said)
+                self._send(self._writer.text(index, more, tokens, logprobs))
 
         return tell
 
     def _send(self, events: Sequence[bytes]) -> None:
         for event in events:
             self._events.put_nowait(event)
+
+
+def _rest(whole: Parsed, told: Parsed) -> Parsed:
+    """What is still to be told. A parser may put blanks elsewhere in the end than it did on the way: what was told stays."""
+    thought = whole.thought.removeprefix(told.thought) if whole.thought.startswith(told.thought) else ""
+    said = whole.said.removeprefix(told.said) if whole.said.startswith(told.said) else ""
+    return Parsed(thought, said, whole.calls)

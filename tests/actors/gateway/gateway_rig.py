@@ -18,6 +18,7 @@ from actors.gateway.serve import run_gateway
 from infra.log.bus import Headers, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
+from infra.model.writing import Writing
 from infra.observe.metrics import Metrics
 from infra.settings.config import Floor
 from infra.store.memory import MemoryStore
@@ -41,6 +42,7 @@ class ByteTokenizer:
 
     eos_ids = (EOS,)
     takes_tools = True
+    writing = Writing()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

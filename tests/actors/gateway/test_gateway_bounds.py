@@ -87,7 +87,7 @@ def test_json_as_deep_as_allowed_is_taken_and_an_answers_deeper_call_is_text() -
     taken = read_chat(
         json.dumps({"model": "m", "messages": MESSAGES, "tools": [tool(deep(60))]}).encode(), GatewayLimits()
     )
-    assert taken.tools
+    assert taken.prompt.tools
     read_chat(json.dumps({"model": "m", "messages": calling(json.dumps(deep(900)))}).encode(), GatewayLimits())
     text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep(900))}}}</tool_call>'
     assert read_calls(text) == (text, [])

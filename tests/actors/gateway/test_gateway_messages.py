@@ -146,12 +146,24 @@ def test_what_the_model_thinks_is_a_block_that_can_be_sent_back(tmp_path: Path, 
     asyncio.run(check())
 
 
-def test_without_thinking_the_text_is_as_the_model_wrote_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_left_out_where_thinking_is_disabled_and_recorded_all_the_same(
+    tmp_path: Path, stream: bool
+) -> None:
     async def check() -> None:
-        async with serving(tmp_path, engine(says("<think>x</think>y"))) as served:
-            client = await opened(served)
-            message = await client.messages.create(model="m", max_tokens=200, messages=ASK)
-            assert [block.text for block in message.content if block.type == "text"] == ["<think>x</think>y"]
+        async with serving(tmp_path, engine(says("<think>x</think>y", "Bye."))) as served:
+            client = (await opened(served)).with_options(default_headers={"x-session-id": "s"})
+            asked: Any = {"messages": ASK, "thinking": {"type": "disabled"}}
+            if stream:
+                _, message = await streamed(client, **asked)
+            else:
+                message = await client.messages.create(model="m", max_tokens=200, **asked)
+            assert [(block.type, block.text) for block in message.content] == [("text", "y")]
+            more = [*ASK, {"role": "assistant", "content": "y"}, *ASK]
+            await client.messages.create(model="m", max_tokens=200, messages=more)
+            first, second = await served.recorded(2)
+            assert first.messages[-1].content == "<think>x</think>y"
+            assert second.tokens.tolist()[: len(first.tokens)] == first.tokens.tolist()
 
     asyncio.run(check())
 

@@ -1,0 +1,145 @@
+"""Which parser reads the answers of a model; and those whose calls, or thoughts, vLLM's parsers read."""
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+
+from actors.engines.vllm.answers import VllmAnswers, VllmPieces
+from actors.gateway.answering.parsing import (
+    AnswerParser,
+    OwnParser,
+    Parsed,
+    ParsedPieces,
+    WritingTokenizer,
+    Written,
+    checked_call,
+)
+from actors.gateway.answering.text import Detokenizer, StopStrings, ThoughtSplitter
+from infra.model.writing import CALL_MARKS, NONE, OWN_REASONING, OWN_TOOLS, Writing
+from schemas.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def answer_parser(tokenizer: WritingTokenizer) -> AnswerParser:
+    """What reads the answers of a tokenizer's model. Raises ConfigError where the settings name a parser that needs vLLM, and
+    that is not installed.
+    """
+    writing = tokenizer.writing
+    if writing.is_own:
+        return OwnParser(tokenizer)
+    if importlib.util.find_spec("vllm") is None:
+        if writing.chosen:
+            raise ConfigError(f"policy: {_missing(writing)}")
+        own = Writing(NONE, NONE if writing.reasoning not in OWN_REASONING else writing.reasoning)
+        return OwnParser(tokenizer, own, refusal=_missing(writing) if writing.tools not in OWN_TOOLS else "")
+    return ForeignParser(tokenizer)
+
+
+class ForeignParser:
+    """See AnswerParser. Thoughts between headrace's own marks are told apart here, all else by vLLM."""
+
+    refusal = ""
+
+    def __init__(self, tokenizer: WritingTokenizer) -> None:
+        self.writing = tokenizer.writing
+        self._tokenizer = tokenizer
+        self._own = OwnParser(tokenizer)
+        by_vllm = Writing(self.writing.tools, NONE) if self._own_thoughts else self.writing
+        self._answers = VllmAnswers(tokenizer.wrapped, by_vllm)
+
+    def prepare(self) -> None:
+        """See AnswerParser."""
+        self._answers.prepare()
+
+    def parse(self, written: Written) -> Parsed:
+        """See AnswerParser."""
+        self.prepare()
+        text = self._spelled(written)
+        try:
+            thought, said, calls = self._read(written, text, tools=bool(written.tools))
+            checked = [checked_call(name, arguments) for name, arguments in calls]
+            if None not in checked and (checked or not self._begins_call(written, text)):
+                return Parsed(thought, said, tuple(call for call in checked if call is not None))
+        except Exception as error:  # foreign code on what a model sampled: whatever it raises, the text is still there
+            _log.warning("answer_not_parsed parser=%s error=%r", self.writing.tools, error)
+        return self._as_text(written, text)
+
+    def pieces(self, written: Written) -> ParsedPieces:
+        """See AnswerParser."""
+        self.prepare()
+        pieces = self._answers.pieces(written.prompt, written.tools)
+        splitter = self._own.splitter(written) if self._own_thoughts else None
+        spell = self._tokenizer.spell if self._answers.spells else None
+        return ForeignPieces(pieces, splitter, Detokenizer(spell) if spell is not None else None, written.stops)
+
+    @property
+    def _own_thoughts(self) -> bool:
+        return self.writing.reasoning in OWN_REASONING
+
+    def _read(self, written: Written, text: str, *, tools: bool) -> tuple[str, str, list[tuple[str, str]]]:
+        thought, tokens = "", written.tokens
+        if self._own_thoughts:
+            thought, text = self._own.thought(Written(prompt=written.prompt, text=text, force=written.force))
+            tokens = () if thought else tokens
+        more, said, calls = self._answers.parse(text, tokens, written.prompt, written.tools if tools else ())
+        return thought + more, said, calls
+
+    def _as_text(self, written: Written, text: str) -> Parsed:
+        """Where a call cannot be read: all that is not thought is said."""
+        try:
+            thought, said, _ = self._read(written, text, tools=False)
+        except Exception as error:
+            _log.warning("answer_not_parsed parser=%s error=%r", self.writing.reasoning, error)
+            thought, said = "", written.text
+        return Parsed(thought, said, unread=True)
+
+    def _begins_call(self, written: Written, text: str) -> bool:
+        marks = CALL_MARKS.get(self.writing.tools, ()) if written.tools else ()
+        said = self._own.thought(Written(prompt=written.prompt, text=text))[1] if self._own_thoughts else text
+        return any(mark in said for mark in marks)
+
+    def _spelled(self, written: Written) -> str:
+        """The answer as vLLM is told it: with the names of control tokens where its parser wants them."""
+        if not self._answers.spells:
+            return written.text
+        text = written.force + self._tokenizer.spell(written.tokens)
+        stops = StopStrings(written.stops)
+        return stops.add(text) + stops.flush()
+
+
+class ForeignPieces:
+    """See ParsedPieces. spelled: makes the text that vLLM is told, None where it is the answer's own."""
+
+    def __init__(
+        self, pieces: VllmPieces, splitter: ThoughtSplitter | None, spelled: Detokenizer | None, stops: Sequence[str]
+    ) -> None:
+        self._pieces = pieces
+        self._splitter = splitter
+        self._spelled = spelled
+        self._stops = StopStrings(stops if spelled is not None else ())
+        self._broken = False
+
+    def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
+        """See ParsedPieces. A parser that fails says no more: the rest is told when the answer is whole."""
+        text = piece if self._spelled is None else self._stops.add(self._spelled.add(tokens))
+        thought = ""
+        if self._splitter is not None:
+            thought, said = self._splitter.add(text)
+            tokens, text = (tokens if said == text else ()), said
+        if self._broken or not (text or tokens):
+            return thought, ""
+        try:
+            more, said = self._pieces.add(text, tokens)
+        except Exception as error:
+            _log.warning("stream_not_parsed error=%r", error)
+            self._broken = True
+            return thought, ""
+        return thought + more, said
+
+
+def _missing(writing: Writing) -> str:
+    return (
+        f"this model writes {writing.shown}, which vLLM's parsers read, and vLLM is not installed: "
+        'pip install \'headrace[cuda]\', or set tool_parser and reasoning_parser to "hermes", "think" or "none"'
+    )

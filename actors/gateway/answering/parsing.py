@@ -1,0 +1,159 @@
+"""What an answer says: what was thought before it, its words, and its calls of tools.
+
+Guarantees: what was sampled is recorded as it is, whatever is made of it here; a call that cannot be read stays text, and is
+counted; the pieces of a stream are the beginning of what is read in the end.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from actors.gateway.answering.conversation import Called, is_deep, read_calls
+from actors.gateway.answering.text import THINK, StopStrings, ThoughtSplitter, split_thought
+from actors.gateway.http.errors import bad
+from actors.gateway.http.requests import ParsedRequest
+from infra.model.writing import CALL_MARKS, FORCED, HERMES, NONE, Writing
+
+_TAIL = 16  # tokens of a prompt that are looked at
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer as it was sampled. prompt: what the template wrote. tokens: without the stop token. text: of the tokens, up to
+    a stop string, with what the answer was made to begin with. tools: it may call.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int] = ()
+    text: str = ""
+    stops: Sequence[str] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    force: str = ""
+
+
+class Parsed(msgspec.Struct, frozen=True):
+    """What an answer says. unread: it holds the beginning of a call that could not be read, and stayed text."""
+
+    thought: str = ""
+    said: str = ""
+    calls: tuple[Called, ...] = ()
+    unread: bool = False
+
+
+class ParsedPieces(Protocol):
+    """One answer that is streamed."""
+
+    def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
+        """What more is thought, and what more is said, as far as that is decided; calls are neither."""
+
+
+class AnswerParser(Protocol):
+    """Reads answers. Safe in several threads once it is prepared."""
+
+    writing: Writing
+    refusal: str  # why no tools can be called, "" where they can
+
+    def prepare(self) -> None:
+        """Load what it needs; blocks, for a minute where vLLM is to be imported. Again is fine. Raises ConfigError."""
+
+    def parse(self, written: Written) -> Parsed:
+        """A whole answer. Never raises."""
+
+    def pieces(self, written: Written) -> ParsedPieces:
+        """An answer that is about to be sampled."""
+
+
+class WritingTokenizer(Protocol):
+    """The part of a tokenizer that a parser needs."""
+
+    @property
+    def writing(self) -> Writing:
+        """How its model writes."""
+
+    @property
+    def wrapped(self) -> Any:
+        """What transformers made of the folder."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids."""
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of the ids, control tokens by their names."""
+
+
+class OwnParser:
+    """See AnswerParser. Hermes' calls, and thoughts between THINK and THOUGHT, also where the template opens them."""
+
+    def __init__(self, tokenizer: WritingTokenizer, writing: Writing | None = None, refusal: str = "") -> None:
+        self.writing = writing or tokenizer.writing
+        self.refusal = refusal
+        self._decode = tokenizer.decode
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def parse(self, written: Written) -> Parsed:
+        """See AnswerParser."""
+        thought, said = self.thought(written)
+        if not written.tools or self.writing.tools == NONE:
+            return Parsed(thought, said)
+        words, calls = read_calls(said)
+        return Parsed(thought, words, tuple(calls), unread=CALL_MARKS[HERMES][0] in words)
+
+    def pieces(self, written: Written) -> ParsedPieces:
+        """See AnswerParser."""
+        marks = CALL_MARKS[self.writing.tools] if written.tools and self.writing.tools != NONE else ()
+        return OwnPieces(self.splitter(written), marks)
+
+    def thought(self, written: Written) -> tuple[str, str]:
+        """What is thought, and the rest."""
+        splitter = self.splitter(written)
+        return split_thought(written.text, splitter) if splitter is not None else ("", written.text)
+
+    def splitter(self, written: Written) -> ThoughtSplitter | None:
+        """What tells thoughts from words, None where nothing does."""
+        if self.writing.reasoning == NONE or written.force:
+            return None
+        opened = self._decode(list(written.prompt[-_TAIL:])).rstrip().endswith(THINK)
+        return ThoughtSplitter(thinks=True if opened else None)
+
+
+class OwnPieces:
+    """See ParsedPieces. marks: what is said ends where one of them may begin a call."""
+
+    def __init__(self, splitter: ThoughtSplitter | None, marks: Sequence[str]) -> None:
+        self._splitter = splitter
+        self._guard = StopStrings(marks)
+
+    def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
+        """See ParsedPieces."""
+        thought, said = self._splitter.add(piece) if self._splitter is not None else ("", piece)
+        return thought, self._guard.add(said)
+
+
+def ready(request: ParsedRequest, parser: AnswerParser, *, takes_tools: bool) -> ParsedRequest:
+    """The request with the text its answer must begin with, where it must call a tool. takes_tools: the chat template does.
+    Raises ApiError where calls of this model cannot be asked for, or not read.
+    """
+    if request.prompt.tools and not takes_tools:
+        raise bad("tools: this model's chat template knows no tools", "tools")
+    if request.prompt.tools and (parser.refusal or parser.writing.tools == NONE):
+        raise bad(f"tools: {parser.refusal or 'the policy is served with tool_parser = none'}", "tools")
+    if request.must_call is None:
+        return request
+    if parser.writing.tools not in FORCED:
+        known = f"how a call as {parser.writing.tools} begins is not known here"
+        raise bad(f'tool_choice: got one that forces a call, expected "auto" or "none": {known}', "tool_choice")
+    opening = FORCED[parser.writing.tools][bool(request.must_call)]
+    return msgspec.structs.replace(request, force=opening.format(name=request.must_call))
+
+
+def checked_call(name: str, arguments: str) -> Called | None:
+    """A call as a parser read it, None for one that no client could be told."""
+    try:
+        call = msgspec.convert({"name": name, "arguments": arguments}, Called)
+        value = json.loads(call.arguments)
+    except (ValueError, RecursionError, msgspec.ValidationError):
+        return None
+    return call if isinstance(value, dict) and not is_deep(value) else None
