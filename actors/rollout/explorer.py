@@ -4,13 +4,14 @@
              (commits)    ^ ended, reloaded          │ generate
     policies ──> PolicyFollower ───── load ──────> engine
 
-Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt, and
-what dies with this process is issued again by the master, as another attempt. Nothing is started whose commit was
-refused.
+Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt. What it
+holds it reports; what dies with this process is reported no more, and the master issues it again, as another attempt.
+Nothing is started whose commit was refused.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 
 from actors.config import ExploreConfig
@@ -27,6 +28,7 @@ from infra.roles.role import Role, run_until
 from infra.store.images import ImageReader
 from schemas import Progress, Task
 from schemas.fields import VERSION_PASSED, Life
+from schemas.reports import MAX_HELD
 from schemas.topics import PROGRESS, TASKS
 
 _log = logging.getLogger(__name__)
@@ -158,8 +160,12 @@ async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt
 
 
 async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower) -> None:
-    """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group."""
-    metrics = runtime.role.metrics
+    """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group.
+
+    What it holds it tells often enough for one report to be lost before the master issues any of it again.
+    """
+    metrics, clock = runtime.role.metrics, asyncio.get_running_loop().time
+    tell_every_s, told_s = runtime.role.floor.pacing.reissue_s / 3, -math.inf
     while True:
         if busy_s := scheduler.busy_s():
             metrics.gauge("tokens_per_s").set(metrics.counters().get("tokens", 0.0) / busy_s)
@@ -169,11 +175,13 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         for name, value in follower.times.gauges().items():
             metrics.gauge(name).set(value)
         metrics.gauge("policy_version").set(runtime.engine.version)
-        await runtime.role.log.publish(PROGRESS, _progress(runtime, "serving", "working"))
+        holds = scheduler.holds(MAX_HELD) if clock() - told_s >= tell_every_s else None
+        told_s = told_s if holds is None else clock()
+        await runtime.role.log.publish(PROGRESS, _progress(runtime, "serving", "working", holds))
         await asyncio.sleep(runtime.config.report_s)
 
 
-def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
+def _progress(runtime: RolloutRuntime, state: str, life: Life, holds: dict[str, int] | None = None) -> Progress:
     """All that was counted so far."""
     return Progress(
         role="explore",
@@ -183,4 +191,5 @@ def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
         gauges=runtime.role.metrics.gauges(),
         state=state,
         life=life,
+        holds=holds,
     )

@@ -24,6 +24,7 @@ class Scheduler:
         self.closed = False
         self.num_episodes = 0
         self.num_groups = 0
+        self._running: set[tuple[str, int]] = set()
         self._max_episodes = max_episodes
         self._evals: dict[int, int] = {}
         self._ended = asyncio.Event()
@@ -49,6 +50,7 @@ class Scheduler:
     def end(self, task: Task) -> None:
         """A task that was taken has ended."""
         issued = issued_of(task)
+        self._running.discard((issued.group, issued.attempt))
         self.num_groups -= 1
         self.num_episodes -= issued.num_episodes
         if issued.suite:
@@ -105,6 +107,14 @@ class Scheduler:
             self._reloading = False
             self.changed.set()
 
+    def holds(self, limit: int) -> dict[str, int]:
+        """Groups and eval tasks that run or wait, to their newest attempt; those that run first, at most `limit`."""
+        held: dict[str, int] = {}
+        for group, attempt in (*sorted(self._running), *((one.group, one.attempt) for one in self.waiting.held())):
+            if group in held or len(held) < limit:
+                held[group] = max(attempt, held.get(group, 0))
+        return held
+
     def idle_share(self) -> float:
         """Share of the time since the first group during which nothing ran."""
         elapsed_s, busy_s = self._spent()
@@ -127,6 +137,7 @@ class Scheduler:
     def _begin(self, task: Task) -> None:
         issued = issued_of(task)
         self._started.set()
+        self._running.add((issued.group, issued.attempt))
         self.num_groups += 1
         self.num_episodes += issued.num_episodes
         if issued.suite:

@@ -5,6 +5,7 @@ same attempt never starts twice, and of two attempts of one group that both wait
 """
 
 from collections import deque
+from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from schemas import Issued, Task
@@ -73,6 +74,13 @@ class Waiting:
         tasks = [task for known in old for task in self._evals.pop(known)]
         self._num_evals -= len(tasks)
         return tasks
+
+    def held(self) -> Iterator[Issued]:
+        """Of each task that waits, how it is to be run."""
+        for *_, task in self._rollouts:
+            yield issued_of(task)
+        for tasks in self._evals.values():
+            yield from map(issued_of, tasks)
 
     def versions(self) -> frozenset[int]:
         """Versions that evals wait for."""
