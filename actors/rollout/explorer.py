@@ -3,6 +3,7 @@
     tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, drop markers, closures
              (commits)    ^ ended, reloaded          │ generate
     policies ──> PolicyFollower ───── load ──────> engine
+    progress ──> groups that are over: what runs of them is stopped
 
 Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt. What it
 holds it reports; what dies with this process is reported no more, and the master issues it again, as another attempt.
@@ -13,13 +14,15 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import aclosing
 
 from actors.config import ExploreConfig
 from actors.engines.engine import Engine
 from actors.engines.reload import PolicyFollower
-from actors.rollout.rollout import RolloutRuntime, pass_over, run_group
+from actors.rollout.rollout import RolloutRuntime, give_up, pass_over, run_group
 from actors.rollout.scheduler import Scheduler
 from actors.rollout.session import CachedTokenizer, ChatTokenizer
+from actors.rollout.stop import groups_over
 from actors.rollout.workflow import Workflows
 from infra.log.bus import CommitRefused, Partition, Reader
 from infra.log.log import LogMessage
@@ -27,7 +30,7 @@ from infra.observe.failpoint import reach
 from infra.roles.role import Role, run_until
 from infra.store.images import ImageReader
 from schemas import Progress, Task
-from schemas.fields import VERSION_PASSED, Life
+from schemas.fields import GROUP_OVER, VERSION_PASSED, Life
 from schemas.reports import MAX_HELD
 from schemas.topics import PROGRESS, TASKS
 
@@ -64,6 +67,7 @@ async def run_explorer(
             _take_tasks(reader, runtime, scheduler),
             _dispatch(runtime, scheduler),
             follower.read(),
+            _hear(runtime, scheduler),
             follower.load(),
             _report(runtime, scheduler, follower),
             _drain(scheduler, config.drain_s, role.stop, halt),
@@ -141,9 +145,19 @@ async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
 
 async def _run(task: Task, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
     try:
-        await run_group(task, runtime)
+        await run_group(task, runtime, scheduler.stop_of(task))
     finally:
         scheduler.end(task)
+
+
+async def _hear(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
+    """Stop what is over: closed without what still runs here, since another attempt was first or time was up, or given up."""
+    log = runtime.role.log
+    async with aclosing(log.tail(PROGRESS, "end")) as messages:
+        async for message in messages:
+            for group in groups_over(message.value):
+                for task in scheduler.over(group, GROUP_OVER):
+                    await give_up(task, GROUP_OVER, runtime)
 
 
 async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt: asyncio.Event) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from actors.rollout.stop import Stop
 from actors.rollout.waiting import Waiting, issued_of
 from schemas import Task
 
@@ -24,7 +25,7 @@ class Scheduler:
         self.closed = False
         self.num_episodes = 0
         self.num_groups = 0
-        self._running: set[tuple[str, int]] = set()
+        self._running: dict[tuple[str, int], Stop] = {}
         self._max_episodes = max_episodes
         self._evals: dict[int, int] = {}
         self._ended = asyncio.Event()
@@ -50,7 +51,7 @@ class Scheduler:
     def end(self, task: Task) -> None:
         """A task that was taken has ended."""
         issued = issued_of(task)
-        self._running.discard((issued.group, issued.attempt))
+        self._running.pop((issued.group, issued.attempt), None)
         self.num_groups -= 1
         self.num_episodes -= issued.num_episodes
         if issued.suite:
@@ -61,6 +62,21 @@ class Scheduler:
             self._idle_since = time.monotonic()
         self._ended.set()
         self.changed.set()
+
+    def stop_of(self, task: Task) -> Stop:
+        """What stops a task that was taken."""
+        issued = issued_of(task)
+        return self._running[issued.group, issued.attempt]
+
+    def over(self, group: str, reason: str) -> list[Task]:
+        """A group of episodes is over: what runs of it is stopped, and what waited of it is returned and waits no longer."""
+        for (name, _), stop in self._running.items():
+            if name == group:
+                stop.now(reason)
+        waited = self.waiting.remove(group)
+        if waited:
+            self._started.set()
+        return waited
 
     async def next_start(self) -> None:
         """Until a task is taken or passed over. For one waiter."""
@@ -137,7 +153,7 @@ class Scheduler:
     def _begin(self, task: Task) -> None:
         issued = issued_of(task)
         self._started.set()
-        self._running.add((issued.group, issued.attempt))
+        self._running[issued.group, issued.attempt] = Stop()
         self.num_groups += 1
         self.num_episodes += issued.num_episodes
         if issued.suite:
