@@ -217,7 +217,8 @@ class MasterConfig(Section, frozen=True):
     curriculum: how tasks are drawn. uniform: all alike; easy_to_hard: from the easiest on; success: those that fail more
     often; variance: those that succeed half of the time. seed: of the draws of tasks, and of the trainer's. split: of the
     tasks that are issued. temperature: at which episodes are sampled. first_version: no group is issued before this
-    policy version is published (the end of a warm-up). num_episodes: of a group. max_tokens: of a turn. ramp_groups:
+    policy version is published (the end of a warm-up). num_episodes: of a group. enough: a group ends when so many of its
+    episodes have ended without failing, and the others are stopped; 0 waits for all. max_tokens: of a turn. ramp_groups:
     after so many groups `easy_to_hard` draws from all tasks. floor, cap: least and largest weight of a task under
     `success` and `variance`, before its own priority. eval_lead: evals are requested so many versions ahead, since an
     engine cannot go back. gate: what a version must show before customers are served it. drain: the longest wait after
@@ -230,6 +231,7 @@ class MasterConfig(Section, frozen=True):
     seed: int = 0
     split: str = "train"
     num_episodes: Positive = 8
+    enough: NonNegative = 0
     max_tokens: Positive = 512
     temperature: Temperature = 1.0
     first_version: NonNegative = 0
@@ -249,6 +251,10 @@ class MasterConfig(Section, frozen=True):
         if unknown := sorted(asked - set(known)):
             raise ValueError(
                 f"gate: got suite {unknown[0]}, expected one of evals: {', '.join(known) or 'there are none'}"
+            )
+        if self.enough > self.num_episodes:
+            raise ValueError(
+                f"got enough = {self.enough}, expected at most num_episodes = {self.num_episodes}, or 0 for all"
             )
         if not self.floor <= self.cap or not self.cap:
             raise ValueError(f"got floor = {self.floor} and cap = {self.cap}, expected floor <= cap, and cap above 0")

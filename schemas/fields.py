@@ -32,6 +32,10 @@ MasterPhase = Literal["warming up", "issuing", "draining", "drained", "evaluatin
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
 CANARY_MISSING = "canary_missing_s"  # gauge of Progress: for how long no canary was heard of, 0 where that is no alarm
 VERSION_PASSED = "version passed"  # reason of a closure: no engine can answer this eval any more
+# Reasons of drop markers: so many other episodes of the group have ended that it waits for no more, or the group is over.
+ENOUGH = "enough others"
+GROUP_OVER = "group over"
+CANCELLED = frozenset({ENOUGH, GROUP_OVER})
 Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
 
 

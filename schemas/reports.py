@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta as Bounds
 
-from schemas.fields import Count, Life, MasterPhase, Number, Numbers, Struct
+from schemas.fields import Count, Id, Life, MasterPhase, Number, Numbers, Struct
 
 
 class Client(Struct, frozen=True):
@@ -62,15 +62,19 @@ class MasterState(Struct, frozen=True):
         return self.state in ("drained", "done")
 
 
+MAX_HELD = 16_384
+
+
 class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     """A role's report of itself, every few seconds; what `status` and the demo screen show.
 
     For people alone: counters, which only grow within one `instance`; gauges, which are of now; both by the names of the
     Prometheus metrics; and state. What others decide from has a field of its own, where None, in logs written before it,
-    says nothing: life; is_canary, of a gateway; master.
+    says nothing: life; is_canary, of a gateway; master; holds.
     chains: of a stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds.
-    answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended. alarms: what an operator
-    should look at, a sentence each.
+    holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some reports only, and at
+    most MAX_HELD of them. answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended.
+    alarms: what an operator should look at, a sentence each.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """
@@ -89,3 +93,4 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     is_canary: bool | None = None
     master: MasterState | None = None
     alarms: Annotated[tuple[str, ...], Bounds(max_length=64)] = ()
+    holds: Annotated[dict[Id, Count], Bounds(max_length=MAX_HELD)] | None = None

@@ -33,11 +33,13 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutstandingGroup(msgspec.Struct):
-    """An outstanding group. attempt: the newest issued. issued_at: in the caller's units."""
+    """An outstanding group. attempt: the newest issued. held_at: when it was issued, or when an explorer last said that it
+    holds it, in the caller's units.
+    """
 
     sequence: int
     attempt: int
-    issued_at: float
+    held_at: float
     buffered: bool = False
 
 
@@ -81,7 +83,7 @@ class Admission:
         if group is None:
             self.outstanding[issued.group] = OutstandingGroup(issued.sequence, issued.attempt, at)
         elif issued.attempt > group.attempt:
-            group.attempt, group.issued_at = issued.attempt, at
+            group.attempt, group.held_at = issued.attempt, at
 
     def closed(self, closure: Closure) -> bool:
         """Collect closed an attempt; True if that ended the group.
@@ -114,16 +116,24 @@ class Admission:
             self.version = drawn.version
         return sum(self.outstanding.pop(group, None) is not None for group in (*drawn.groups, *drawn.dropped))
 
+    def held(self, group: str, attempt: int, at: float) -> None:
+        """An explorer says that it runs this attempt, or waits with it; an older attempt than the newest counts for nothing."""
+        known = self.outstanding.get(group)
+        if known is not None and attempt >= known.attempt:
+            known.held_at = max(known.held_at, at)
+
     def wait_anew(self, at: float) -> None:
         """Count the waiting of all outstanding groups from now."""
         for group in self.outstanding.values():
-            group.issued_at = at
+            group.held_at = at
 
     def overdue(self, now: float, limit: float) -> list[str]:
-        """Groups that were not finished within `limit` of their newest issue, in issue order."""
+        """Groups that are not finished, and that nobody has said to hold for `limit` since their newest issue, in issue
+        order.
+        """
         late = [
             (group.sequence, name)
             for name, group in self.outstanding.items()
-            if not group.buffered and now - group.issued_at >= limit
+            if not group.buffered and now - group.held_at >= limit
         ]
         return [name for _, name in sorted(late)]

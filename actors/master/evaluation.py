@@ -97,6 +97,12 @@ class EvalBook:
         request.issued_at = max(request.issued_at, at)
         request.attempts[index] = max(request.attempts.get(index, 0), issued.attempt)
 
+    def held(self, group: str, at: float) -> None:
+        """An explorer says that it holds a task of a request: none of the request is issued again meanwhile."""
+        suite, version, _ = parse_eval_group(group) or ("", -1, -1)
+        if (request := self._open.get((suite, version))) is not None:
+            request.issued_at = max(request.issued_at, at)
+
     def wait_anew(self, at: float) -> None:
         """Count the waiting of all open requests from now."""
         for request in self._open.values():

@@ -18,6 +18,7 @@ def rollout(task: Task, config: MasterConfig, *, round: int, attempt: int, seque
         sequence=sequence,
         min_version=min_version,
         temperature=config.temperature,
+        enough=config.enough,
     )
     return replace(task, issued=issued)
 

@@ -16,8 +16,9 @@ import logging
 import time
 
 from actors.config import MasterConfig
+from actors.master.decisions import NOTHING, Decisions
 from actors.master.gate.guard import Breach
-from actors.master.plan import NOTHING, Decisions, Plan
+from actors.master.plan import Plan
 from infra.log.blob_prune import prune_frames
 from infra.log.blobs import day_of
 from infra.log.log import Log, LogMessage

@@ -11,14 +11,12 @@ import hashlib
 import logging
 from collections.abc import Container, Sequence
 
-import msgspec
-
 from actors.config import MasterConfig
 from actors.master.admission import Admission, AdmissionLimits
 from actors.master.curriculum import choose
+from actors.master.decisions import Decisions, EvalRequest
 from actors.master.evaluation import EvalBook, parse_eval_group
-from actors.master.gate.gate import Gate, GateDecision
-from actors.master.gate.guard import Breach
+from actors.master.gate.gate import Gate
 from actors.master.issue import evaluation, rollout, round_of
 from actors.master.taskbook import Pool, TaskBook
 from infra.policies.policy_feed import PolicyFeed
@@ -39,42 +37,6 @@ _STUCK_MS = 10_000
 
 # Attempts of one group under one lease; far more than there is time for, so that no two masters ever number one alike.
 ATTEMPTS_PER_LEASE = 1000
-
-
-class EvalRequest(msgspec.Struct, frozen=True):
-    """A suite at a version, to be asked for now.
-
-    missing: tasks to issue. num_tasks, digest: of the whole suite; 0 and "" while its tasks are still being loaded.
-    """
-
-    suite: str
-    version: int
-    missing: tuple[Task, ...] = ()
-    num_tasks: int = 0
-    digest: str = ""
-
-
-class Decisions(msgspec.Struct, frozen=True):
-    """What to publish now, each kind in order.
-
-    results: of evals. channels: which version a channel serves. rollouts: new groups. reissues: groups and eval tasks that
-    were not finished in time. evals: requests to issue as a whole.
-    """
-
-    results: tuple[EvalResult, ...] = ()
-    channels: tuple[GateDecision | Breach, ...] = ()
-    rollouts: tuple[Task, ...] = ()
-    reissues: tuple[Task, ...] = ()
-    evals: tuple[EvalRequest, ...] = ()
-
-    @property
-    def tasks(self) -> dict[str, tuple[Task, ...]]:
-        """What to issue, by kind."""
-        evals = tuple(task for request in self.evals for task in request.missing)
-        return {"rollout": self.rollouts, "reissue": self.reissues, "eval": evals}
-
-
-NOTHING = Decisions()
 
 
 class Plan:
@@ -172,6 +134,11 @@ class Plan:
         if self._explorer_ms is not None:
             self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
         self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
+        for group, attempt in (progress.holds or {}).items():
+            if parse_eval_group(group) is not None:
+                self.evals.held(group, self.active_s)
+            else:
+                self.admission.held(group, attempt, self.active_s)
 
     def policy(self, event: PolicyEvent, offset: int, timestamp_ms: int | None = None) -> None:
         """A record of `policies`."""

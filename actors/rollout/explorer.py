@@ -3,22 +3,26 @@
     tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, drop markers, closures
              (commits)    ^ ended, reloaded          │ generate
     policies ──> PolicyFollower ───── load ──────> engine
+    progress ──> groups that are over: what runs of them is stopped
 
-Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt, and
-what dies with this process is issued again by the master, as another attempt. Nothing is started whose commit was
-refused.
+Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt. What it
+holds it reports; what dies with this process is reported no more, and the master issues it again, as another attempt.
+Nothing is started whose commit was refused.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
+from contextlib import aclosing
 
 from actors.config import ExploreConfig
 from actors.engines.engine import Engine
 from actors.engines.reload import PolicyFollower
-from actors.rollout.rollout import RolloutRuntime, pass_over, run_group
+from actors.rollout.rollout import RolloutRuntime, give_up, pass_over, run_group
 from actors.rollout.scheduler import Scheduler
 from actors.rollout.session import CachedTokenizer, ChatTokenizer
+from actors.rollout.stop import groups_over
 from actors.rollout.workflow import Workflows
 from infra.log.bus import CommitRefused, Partition, Reader
 from infra.log.log import LogMessage
@@ -26,7 +30,8 @@ from infra.observe.failpoint import reach
 from infra.roles.role import Role, run_until
 from infra.store.images import ImageReader
 from schemas import Progress, Task
-from schemas.fields import VERSION_PASSED, Life
+from schemas.fields import GROUP_OVER, VERSION_PASSED, Life
+from schemas.reports import MAX_HELD
 from schemas.topics import PROGRESS, TASKS
 
 _log = logging.getLogger(__name__)
@@ -62,6 +67,7 @@ async def run_explorer(
             _take_tasks(reader, runtime, scheduler),
             _dispatch(runtime, scheduler),
             follower.read(),
+            _hear(runtime, scheduler),
             follower.load(),
             _report(runtime, scheduler, follower),
             _drain(scheduler, config.drain_s, role.stop, halt),
@@ -139,9 +145,19 @@ async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
 
 async def _run(task: Task, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
     try:
-        await run_group(task, runtime)
+        await run_group(task, runtime, scheduler.stop_of(task))
     finally:
         scheduler.end(task)
+
+
+async def _hear(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
+    """Stop what is over: closed without what still runs here, since another attempt was first or time was up, or given up."""
+    log = runtime.role.log
+    async with aclosing(log.tail(PROGRESS, "end")) as messages:
+        async for message in messages:
+            for group in groups_over(message.value):
+                for task in scheduler.over(group, GROUP_OVER):
+                    await give_up(task, GROUP_OVER, runtime)
 
 
 async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt: asyncio.Event) -> None:
@@ -158,8 +174,12 @@ async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt
 
 
 async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower) -> None:
-    """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group."""
-    metrics = runtime.role.metrics
+    """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group.
+
+    What it holds it tells often enough for one report to be lost before the master issues any of it again.
+    """
+    metrics, clock = runtime.role.metrics, asyncio.get_running_loop().time
+    tell_every_s, told_s = runtime.role.floor.pacing.reissue_s / 3, -math.inf
     while True:
         if busy_s := scheduler.busy_s():
             metrics.gauge("tokens_per_s").set(metrics.counters().get("tokens", 0.0) / busy_s)
@@ -169,11 +189,13 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         for name, value in follower.times.gauges().items():
             metrics.gauge(name).set(value)
         metrics.gauge("policy_version").set(runtime.engine.version)
-        await runtime.role.log.publish(PROGRESS, _progress(runtime, "serving", "working"))
+        holds = scheduler.holds(MAX_HELD) if clock() - told_s >= tell_every_s else None
+        told_s = told_s if holds is None else clock()
+        await runtime.role.log.publish(PROGRESS, _progress(runtime, "serving", "working", holds))
         await asyncio.sleep(runtime.config.report_s)
 
 
-def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
+def _progress(runtime: RolloutRuntime, state: str, life: Life, holds: dict[str, int] | None = None) -> Progress:
     """All that was counted so far."""
     return Progress(
         role="explore",
@@ -183,4 +205,5 @@ def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
         gauges=runtime.role.metrics.gauges(),
         state=state,
         life=life,
+        holds=holds,
     )

@@ -2,7 +2,8 @@
 
 Guarantees: every episode ends as an experience, or, where nothing was sampled, as a drop marker that lets its group complete
 (for an eval, a closure), and so does a task whose workflow no setting names; one episode's failure is its own; a
-straggler holds back finished ones for at most `linger_s`.
+straggler holds back finished ones for at most `linger_s`; what is stopped because it can no longer be of use ends as a
+drop marker with the reason, and its tokens are counted.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from actors.rollout.environment import EnvironmentFailed
 from actors.rollout.failure import EpisodeFailed
 from actors.rollout.routing import with_recorded
 from actors.rollout.session import ChatTokenizer, Session
+from actors.rollout.stop import Stop
 from actors.rollout.waiting import issued_of
 from actors.rollout.workflow import Workflow, Workflows
 from infra.log.log import Log
@@ -25,6 +27,7 @@ from infra.settings.plugin import describe
 from infra.store.images import ImageReader
 from schemas import Closure, DropMarker, Experience, Issued, Score, Task
 from schemas.errors import BadImage, ConfigError
+from schemas.fields import ENOUGH
 from schemas.ids import experience_id
 from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
 from schemas.wire.block import blocks_of
@@ -50,16 +53,17 @@ class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """One episode: what it recorded, or why there is nothing."""
+    """One episode: what it recorded, or why there is nothing. stopped: why it was not let to its end."""
 
     episode: int
     experiences: list[Experience]
     failure: str = ""
+    stopped: str = ""
 
 
-async def run_group(task: Task, runtime: RolloutRuntime) -> None:
-    """Run all episodes of the task and publish them; raises only what the log raises."""
-    issued = issued_of(task)
+async def run_group(task: Task, runtime: RolloutRuntime, stop: Stop | None = None) -> None:
+    """Run all episodes of the task and publish them; raises only what the log raises. stop: who else may stop them."""
+    issued, stop = issued_of(task), stop or Stop()
     try:
         workflow = runtime.workflows.get(task.workflow)
     except ConfigError as error:
@@ -70,15 +74,39 @@ async def run_group(task: Task, runtime: RolloutRuntime) -> None:
         return
     sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=runtime.stop_tokens)
     async with asyncio.TaskGroup() as group:
-        pending = {
-            group.create_task(_run_episode(task, episode, workflow, sampling, runtime))
-            for episode in range(issued.num_episodes)
-        }
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=runtime.config.linger_s)
-            if done:
-                await _publish([ended.result() for ended in done], issued, runtime)
+        running: dict[asyncio.Task[_Ended], tuple[int, Session]] = {}
+        for episode in range(issued.num_episodes):
+            session = Session(runtime.engine, runtime.tokenizer, sampling, runtime.images)
+            one = group.create_task(_run_episode(task, episode, workflow, session, runtime))
+            running[one] = episode, session
+            stop.watch(one)
+        num_whole = 0
+        while running:
+            done, _ = await asyncio.wait(running, timeout=runtime.config.linger_s)
+            ended = [_ended(one, *running.pop(one), stop, runtime) for one in done]
+            num_whole += sum(bool(one.experiences) and not one.failure for one in ended)
+            if 0 < issued.enough <= num_whole:
+                stop.now(ENOUGH)
+            if ended:
+                await _publish(ended, issued, runtime)
     runtime.role.metrics.counter("groups").inc()
+
+
+async def give_up(task: Task, reason: str, runtime: RolloutRuntime) -> None:
+    """Let a group that was never started end without an answer."""
+    issued = issued_of(task)
+    episodes = range(issued.num_episodes)
+    runtime.role.metrics.counter("episodes_cancelled", reason=reason).inc(len(episodes))
+    await _publish([_Ended(episode, [], stopped=reason) for episode in episodes], issued, runtime)
+
+
+def _ended(one: asyncio.Task[_Ended], episode: int, session: Session, stop: Stop, runtime: RolloutRuntime) -> _Ended:
+    """How an episode ended; what was sampled of one that was stopped goes no further, and is counted."""
+    if not one.cancelled():
+        return one.result()
+    runtime.role.metrics.counter("episodes_cancelled", reason=stop.reason).inc()
+    runtime.role.metrics.counter("tokens_cancelled", reason=stop.reason).inc(session.num_sampled)
+    return _Ended(episode, [], stopped=stop.reason)
 
 
 async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
@@ -88,9 +116,8 @@ async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
 
 
 async def _run_episode(
-    task: Task, episode: int, workflow: Workflow, sampling: Sampling, runtime: RolloutRuntime
+    task: Task, episode: int, workflow: Workflow, session: Session, runtime: RolloutRuntime
 ) -> _Ended:
-    session = Session(runtime.engine, runtime.tokenizer, sampling, runtime.images)
     scores: tuple[Score, ...] = ()
     cause, failure = "", ""
     try:
@@ -163,7 +190,8 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
     if empty and issued.suite:
         await runtime.role.log.publish(PROGRESS, _closure(issued, reason))
     elif empty:
-        await runtime.role.log.publish_all(VERIFIED, [_marker(episode.episode, issued, reason) for episode in empty])
+        markers = [_marker(episode.episode, issued, episode.stopped or reason) for episode in empty]
+        await runtime.role.log.publish_all(VERIFIED, markers)
     metrics = runtime.role.metrics
     metrics.counter("episodes").inc(len(ended))
     metrics.counter("experiences").inc(len(experiences))
@@ -173,8 +201,8 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
         if experience.part_reason:
             metrics.counter("episodes_split", reason=experience.part_reason).inc()
     metrics.counter("tokens").inc(sum(experience.num_sampled for experience in experiences))
-    if empty:
-        metrics.counter("stubs", reason=reason).inc(len(empty))
+    for episode in empty:
+        metrics.counter("stubs", reason=episode.stopped or reason).inc()
 
 
 def _marker(episode: int, issued: Issued, reason: str) -> DropMarker:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from actors.rollout.stop import Stop
 from actors.rollout.waiting import Waiting, issued_of
 from schemas import Task
 
@@ -24,6 +25,7 @@ class Scheduler:
         self.closed = False
         self.num_episodes = 0
         self.num_groups = 0
+        self._running: dict[tuple[str, int], Stop] = {}
         self._max_episodes = max_episodes
         self._evals: dict[int, int] = {}
         self._ended = asyncio.Event()
@@ -49,6 +51,7 @@ class Scheduler:
     def end(self, task: Task) -> None:
         """A task that was taken has ended."""
         issued = issued_of(task)
+        self._running.pop((issued.group, issued.attempt), None)
         self.num_groups -= 1
         self.num_episodes -= issued.num_episodes
         if issued.suite:
@@ -59,6 +62,21 @@ class Scheduler:
             self._idle_since = time.monotonic()
         self._ended.set()
         self.changed.set()
+
+    def stop_of(self, task: Task) -> Stop:
+        """What stops a task that was taken."""
+        issued = issued_of(task)
+        return self._running[issued.group, issued.attempt]
+
+    def over(self, group: str, reason: str) -> list[Task]:
+        """A group of episodes is over: what runs of it is stopped, and what waited of it is returned and waits no longer."""
+        for (name, _), stop in self._running.items():
+            if name == group:
+                stop.now(reason)
+        waited = self.waiting.remove(group)
+        if waited:
+            self._started.set()
+        return waited
 
     async def next_start(self) -> None:
         """Until a task is taken or passed over. For one waiter."""
@@ -105,6 +123,14 @@ class Scheduler:
             self._reloading = False
             self.changed.set()
 
+    def holds(self, limit: int) -> dict[str, int]:
+        """Groups and eval tasks that run or wait, to their newest attempt; those that run first, at most `limit`."""
+        held: dict[str, int] = {}
+        for group, attempt in (*sorted(self._running), *((one.group, one.attempt) for one in self.waiting.held())):
+            if group in held or len(held) < limit:
+                held[group] = max(attempt, held.get(group, 0))
+        return held
+
     def idle_share(self) -> float:
         """Share of the time since the first group during which nothing ran."""
         elapsed_s, busy_s = self._spent()
@@ -127,6 +153,7 @@ class Scheduler:
     def _begin(self, task: Task) -> None:
         issued = issued_of(task)
         self._started.set()
+        self._running[issued.group, issued.attempt] = Stop()
         self.num_groups += 1
         self.num_episodes += issued.num_episodes
         if issued.suite:

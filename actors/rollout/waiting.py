@@ -5,7 +5,8 @@ same attempt never starts twice, and of two attempts of one group that both wait
 """
 
 from collections import deque
-from heapq import heappop, heappush
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 
 from schemas import Issued, Task
 
@@ -73,6 +74,21 @@ class Waiting:
         tasks = [task for known in old for task in self._evals.pop(known)]
         self._num_evals -= len(tasks)
         return tasks
+
+    def remove(self, group: str) -> list[Task]:
+        """Rollouts of a group, which no longer wait."""
+        gone = [one for one in self._rollouts if issued_of(one[3]).group == group]
+        if gone:
+            self._rollouts = [one for one in self._rollouts if one not in gone]
+            heapify(self._rollouts)
+        return [one[3] for one in gone]
+
+    def held(self) -> Iterator[Issued]:
+        """Of each task that waits, how it is to be run."""
+        for *_, task in self._rollouts:
+            yield issued_of(task)
+        for tasks in self._evals.values():
+            yield from map(issued_of, tasks)
 
     def versions(self) -> frozenset[int]:
         """Versions that evals wait for."""

@@ -89,6 +89,8 @@ def table(account: Account) -> Table:
     rows.add_row("pending", f"{account.pending:,}")
     for lane, count in account.waiting.items():
         rows.add_row(f"of which waiting to be drawn in lane {lane}", f"{count:,}", style="dim")
+    for reason, count in account.cancelled.items():
+        rows.add_row(f"episodes stopped, nothing published: {reason}", f"{count:,}", style="dim")
     if account.repeated:
         rows.add_row("delivered more than once, counted once", f"{account.repeated:,}", style="dim")
     for lane, uses in account.uses.items():

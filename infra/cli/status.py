@@ -68,7 +68,11 @@ async def read_status(
         "rollbacks": await rollbacks(log),
         "chains": chains([one[-1][0] for name, one in reports.items() if name in {role["instance"] for role in roles}]),
         "lags": {topic.name: await lag(log, topic, group) for group, read in READS.items() for topic in read},
-        "dropped": dropped([one[-1][0] for one in reports.values()]),
+        "dropped": by_reason([one[-1][0] for one in reports.values()], "dropped"),
+        "cancelled": {
+            what: by_reason([one[-1][0] for one in reports.values()], f"{what}_cancelled")
+            for what in ("episodes", "tokens")
+        },
         "accuracy": {
             message.value.suite: {
                 "version": message.value.version,
@@ -144,13 +148,13 @@ def chains(reports: Sequence[Progress]) -> dict[str, dict[str, str]]:
     return {stage: dict(sorted(held.items(), key=lambda one: int(one[0]))) for stage, held in found.items()}
 
 
-def dropped(reports: Sequence[Progress]) -> dict[str, int]:
-    """Experiences dropped by the processes at hand: reason → count."""
+def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
+    """A counter of the processes at hand that has a reason: reason → count."""
     found: dict[str, int] = {}
     for report in reports:
         for name, value in report.counters.items():
-            if name.startswith("dropped{reason="):
-                reason = name.removeprefix("dropped{reason=").removesuffix("}")
+            if name.startswith(f"{counter}{{reason="):
+                reason = name.removeprefix(f"{counter}{{reason=").removesuffix("}")
                 found[reason] = found.get(reason, 0) + int(value)
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
@@ -292,6 +296,11 @@ def show(console: Console, state: State) -> None:
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
     console.print(f"dropped    {drops or 'nothing'}", markup=False)
+    for reason, count in state["cancelled"]["episodes"].items():
+        tokens = state["cancelled"]["tokens"].get(reason, 0)
+        console.print(
+            f"stopped    {count:,} episodes: {reason} ({tokens:,} sampled tokens went no further)", markup=False
+        )
     for role in state["roles"]:
         if held := role["gauges"].get("held_back", 0.0):
             why = "tenants or users had their share of the last step (tenant_share, subject_share)"

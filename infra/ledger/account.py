@@ -13,6 +13,7 @@ import msgspec
 from infra.log.log import LogMessage
 from schemas import Batch, BatchItem, Block, Closure, DeadLetter, Drawn, DropMarker, Rollback, Skip, decode
 from schemas.errors import BadFrame, UnknownMajor
+from schemas.fields import CANCELLED
 from schemas.journal import Entry, JournalRecord, effective
 
 Fate = Literal["trained", "dropped", "pending"]
@@ -24,7 +25,7 @@ class Account(msgspec.Struct, frozen=True):
     (revision, use) the journal lists more than once; always empty unless a promise is broken. unknown: trained ids that
     were neither published nor are in the buffer, where processors put what they make. waiting: lane → of the pending, those
     in the buffer that are drawn without order (demonstrations): a drain does not use them up. repeated: deliveries of what was
-    delivered before, which count once.
+    delivered before, which count once. cancelled: reason → episodes that were stopped, of which nothing was published.
     """
 
     published: int
@@ -37,6 +38,7 @@ class Account(msgspec.Struct, frozen=True):
     pending_ids: tuple[str, ...]
     waiting: dict[str, int] = {}
     repeated: int = 0
+    cancelled: dict[str, int] = {}
 
     @property
     def on_the_way(self) -> int:
@@ -61,6 +63,7 @@ class Ledger:
         self._published: dict[str, tuple[str, int]] = {}  # id → (group, attempt)
         self._repeated = 0
         self._stubs: dict[str, str] = {}  # id → reason, as are the next two
+        self._cancelled: dict[str, str] = {}
         self._letters: dict[str, str] = {}
         self._kept_apart: dict[str, str] = {}
         self._closures: dict[tuple[str, int], Closure] = {}
@@ -83,6 +86,8 @@ class Ledger:
         """A record of `verified`: drop markers name what was dropped and why."""
         if isinstance(message.value, DropMarker):
             self._stubs.setdefault(message.value.id, message.value.reason)
+            if message.value.reason in CANCELLED:
+                self._cancelled[message.value.id] = message.value.reason
 
     def buffered(self, message: LogMessage) -> None:
         """A record of `buffer`."""
@@ -155,6 +160,7 @@ class Ledger:
             pending_ids=tuple(sorted(pending)),
             waiting=dict(sorted(Counter(lane for name in pending if (lane := self._drawn_at_will(name))).items())),
             repeated=self._repeated,
+            cancelled=dict(Counter(self._cancelled.values()).most_common()),
         )
 
     def _drawn_at_will(self, name: str) -> str:
@@ -178,6 +184,7 @@ class Ledger:
                 left_out = sorted(name for name in names if name not in self._buffered and name not in own)
                 # Those with a drop marker have their reason already, and the closure counts it too.
                 others = Counter(closure.drops) - Counter(own[name] for name in names if name in own)
+                others = Counter({reason: count for reason, count in others.items() if reason not in CANCELLED})
                 found |= dict(zip(left_out, spread(others, len(left_out)), strict=True))
             else:
                 found |= dict.fromkeys(names, closure.reason or closure.outcome)

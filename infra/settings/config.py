@@ -198,8 +198,8 @@ class Pacing(Section, frozen=True):
     """[pacing]: how far sampling may run ahead of learning; read by the master and by the trainer.
 
     groups_per_step: G, fresh usual groups per optimizer step. max_staleness: η, in versions, of a trained usual token.
-    steps_per_version: k. straggler_s: how long the trainer waits for a group about to pass η. reissue_s: after how long
-    the master issues an unfinished group again.
+    steps_per_version: k. straggler_s: how long the trainer waits for a group about to pass η. reissue_s: an unfinished
+    group that no explorer has reported to hold for so long is issued again; how long it runs is of no account.
 
     Example: Pacing(groups_per_step=32, max_staleness=2)
     """

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
+from actors.master.decisions import Decisions
 from actors.master.gate.gate import Gate, GateDecision
 from actors.master.gate.guard import Breach
-from actors.master.plan import Decisions, Plan
+from actors.master.plan import Plan
 from schemas import Task
 
 

@@ -87,10 +87,16 @@ async def running(*loops: asyncio.Task[None]) -> AsyncIterator[None]:
 
 
 def explorer(
-    log: Log, store: Store, engine: Engine, config: ExploreConfig = EXPLORE, *, stop: asyncio.Event | None = None
+    log: Log,
+    store: Store,
+    engine: Engine,
+    config: ExploreConfig = EXPLORE,
+    *,
+    stop: asyncio.Event | None = None,
+    floor: Floor = FLOOR,
 ) -> asyncio.Task[None]:
     return asyncio.create_task(
-        run_explorer(role_of("explore", FLOOR, log, store, stop=stop), config, engine, CharTokenizer(), (EOS,))
+        run_explorer(role_of("explore", floor, log, store, stop=stop), config, engine, CharTokenizer(), (EOS,))
     )
 
 

@@ -134,7 +134,7 @@ def test_overdue_groups_come_in_issue_order_and_leave_out_the_buffered() -> None
 
 def test_limits_and_groups_start_at_nothing() -> None:
     assert AdmissionLimits(groups_per_step=1, max_staleness=1, steps_per_version=1).first_version == 0
-    assert OutstandingGroup(sequence=0, attempt=0, issued_at=0.0).buffered is False
+    assert OutstandingGroup(sequence=0, attempt=0, held_at=0.0).buffered is False
 
 
 def test_there_is_never_less_than_no_room() -> None:

@@ -189,6 +189,13 @@ def test_the_screen_shows_roles_policies_drops_and_alarms() -> None:
     assert has("lag", "no consumer has committed yet")
 
 
+def test_what_was_stopped_is_shown_with_the_reason_and_what_it_had_sampled() -> None:
+    counters = {"episodes_cancelled{reason=enough others}": 12.0, "tokens_cancelled{reason=enough others}": 3400.0}
+    state = state_of((0, progress("explore", **counters)), (1, progress("explore", **counters)), now_s=1)
+    assert state["cancelled"] == {"episodes": {"enough others": 12}, "tokens": {"enough others": 3400}}
+    assert "stopped    12 episodes: enough others (3,400 sampled tokens went no further)" in shown(state)
+
+
 def test_what_waits_for_the_share_of_a_tenant_is_shown() -> None:
     report = Progress(role="train", instance="train/1", state="learning", gauges={"held_back": 1234.0})
     assert "held back  1,234 experiences wait" in shown(state_of((0, report), now_s=1))

@@ -5,7 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import Block, Control, Drawn, DropMarker, Feedback, Fence, Rollback, Skip
+from schemas import Block, Closure, Control, Drawn, DropMarker, Feedback, Fence, Rollback, Skip
+from schemas.fields import ENOUGH, GROUP_OVER
 from tests.infra.ledger.ledger_records import RUN, account, batch, block, closure, dead_letter, stub
 
 
@@ -174,3 +175,16 @@ def test_the_account_adds_up_and_the_order_between_topics_does_not_matter(
     assert account({topic: topics[topic] for topic in order}) == found
     stubbed = {one.id for one in topics["verified"] if isinstance(one, DropMarker)}
     assert not stubbed & set(found.pending_ids)
+
+
+def test_episodes_that_were_stopped_are_told_apart_and_lend_their_reason_to_nobody() -> None:
+    found = account(
+        {
+            "experiences": [block("a.0", [0, 1])],
+            "verified": [stub("a.0", 2, ENOUGH), stub("a.0", 3, ENOUGH), stub("b.0", 0, GROUP_OVER)],
+            "progress": [Closure(group="a.0", outcome="buffered", drops={ENOUGH: 2, "odd": 1}, experiences=1)],
+            "buffer": [block("a.0", [0])],
+        }
+    )
+    assert found.cancelled == {ENOUGH: 2, GROUP_OVER: 1}
+    assert (found.published, found.dropped, found.pending) == (2, {"odd": 1}, 1)
