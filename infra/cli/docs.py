@@ -15,7 +15,8 @@ import msgspec
 
 from infra.cli.docs_parts import parts
 from infra.cli.docs_text import anchor, cell, labelled, toml
-from infra.settings.config import Section, words_of
+from infra.settings.config import Section
+from infra.settings.words import words_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs"
 BY = "*Written by `python -m infra.cli.docs` from the code; change the docstrings there.*\n\n"

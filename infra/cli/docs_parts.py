@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from infra.cli.docs_text import cell, labelled, toml
-from infra.settings.config import words_of
 from infra.settings.plugin import RESERVED_PARAMETERS, find
+from infra.settings.words import words_of
 from trainer.config import BUILT_IN
 
 OWN = {"model", "seed", "config", *RESERVED_PARAMETERS}  # what the role gives, and the settings do not

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
+from infra.settings.words import join, mismatch, words_of
 from schemas.errors import ConfigError
 
 Decoded = TypeVar("Decoded")
@@ -325,11 +326,11 @@ def _check(value: object, expected: Any, path: str, where: str) -> None:
     base = _chosen(value, expected)
     if isinstance(base, type) and issubclass(base, msgspec.Struct):
         if not isinstance(value, Mapping):
-            raise ConfigError(_mismatch(value, "a table", path, where))
+            raise ConfigError(mismatch(value, "a table", path, where))
         _check_keys(value, base, path, where)
     elif get_origin(base) is dict and isinstance(value, Mapping):
         for key, item in value.items():
-            _check(item, get_args(base)[1], _join(path, key), where)
+            _check(item, get_args(base)[1], join(path, key), where)
     elif get_origin(base) in (tuple, list) and isinstance(value, list):
         for index, item in enumerate(value):
             _check(item, get_args(base)[0], f"{path}[{index}]", where)
@@ -342,11 +343,11 @@ def _check_keys(value: Mapping[str, object], struct: type[msgspec.Struct], path:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(fields)}"
-            raise ConfigError(f"{where}: {_join(path, key)}: unknown key, {hint}")
-        _check(item, fields[key].type, _join(path, key), where)
+            raise ConfigError(f"{where}: {join(path, key)}: unknown key, {hint}")
+        _check(item, fields[key].type, join(path, key), where)
     for key, field in fields.items():
         if field.required and key not in value:
-            raise ConfigError(f"{where}: {_join(path, key)}: missing, expected {words_of(field.type)}")
+            raise ConfigError(f"{where}: {join(path, key)}: missing, expected {words_of(field.type)}")
 
 
 def _convert(value: object, expected: Any, path: str, where: str) -> Any:
@@ -356,7 +357,7 @@ def _convert(value: object, expected: Any, path: str, where: str) -> Any:
         cause = error.__cause__
         if isinstance(cause, ValueError):  # raised by a struct's own __post_init__
             raise ConfigError(f"{where}: {path + ': ' if path else ''}{cause}") from error
-        raise ConfigError(_mismatch(value, words_of(expected), path, where)) from error
+        raise ConfigError(mismatch(value, words_of(expected), path, where)) from error
 
 
 def _convert_path(expected: type, value: object) -> object:
@@ -378,34 +379,3 @@ def _chosen(value: object, expected: Any) -> Any:
         if (isinstance(value, Mapping) and is_table) or (isinstance(value, list) and is_list):
             return base
     return object
-
-
-def words_of(expected: Any) -> str:
-    """A type as a person says it."""
-    if get_origin(expected) is Annotated:
-        for note in get_args(expected)[1:]:
-            if isinstance(note, msgspec.Meta) and note.description:
-                return note.description
-        return words_of(get_args(expected)[0])
-    origin = get_origin(expected)
-    if origin in (Union, types.UnionType):
-        return " or ".join(words_of(option) for option in get_args(expected) if option is not type(None))
-    if origin is not None and getattr(origin, "__name__", "") == "Literal":
-        return "one of " + ", ".join(f'"{option}"' for option in get_args(expected))
-    if origin in (tuple, list):
-        return f"a list of {words_of(get_args(expected)[0])}"
-    if origin is dict or (isinstance(expected, type) and issubclass(expected, msgspec.Struct)):
-        return "a table"
-    names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
-    return names.get(expected, getattr(expected, "__name__", str(expected)))
-
-
-def _mismatch(value: object, expected: str, path: str, where: str) -> str:
-    kinds = {str: "string", int: "whole number", float: "number", bool: "boolean", list: "list", dict: "table"}
-    shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
-    kind = kinds.get(type(value), type(value).__name__)
-    return f"{where}: {path + ': ' if path else ''}got {shown} ({kind}), expected {expected}"
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

@@ -61,8 +61,8 @@ class VllmAnswers:
 
     def pieces(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> "VllmPieces":
         """An answer that is about to be sampled."""
-        made = self._made(tools)
-        return VllmPieces(*(made or (None, None)), list(prompt))
+        parser, request = self._made(tools) or (None, None)
+        return VllmPieces(parser, request, list(prompt))
 
     def _class(self, with_tools: bool) -> Any:
         from vllm.parser import ParserManager
