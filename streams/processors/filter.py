@@ -48,8 +48,10 @@ def repetition(tokens: npt.NDArray[np.uint32]) -> float:
     """Share of 16-token windows that occurred before in `tokens`; 0 for fewer than 17 tokens."""
     if len(tokens) <= WINDOW:
         return 0.0
-    windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), WINDOW)
     # A polynomial hash modulo 2**64: equal windows are equal, and 65,536 of them collide once in 10**10 such answers.
-    powers = np.cumprod(np.full(WINDOW, 0x9E3779B97F4A7C15, dtype=np.uint64))
-    hashes = (windows * powers).sum(axis=1, dtype=np.uint64)
+    hashes = tokens.astype(np.uint64)
+    width = 1
+    while width < WINDOW:  # a window is two of half its width
+        hashes = hashes[:-width] + np.uint64(pow(0x9E3779B97F4A7C15, width, 2**64)) * hashes[width:]
+        width *= 2
     return 1.0 - len(np.unique(hashes)) / len(hashes)
