@@ -1,6 +1,7 @@
 """One request while it is served, and the sampling of its choices."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ Watch = Callable[[int], OnText]  # gives the listener of a choice
 class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served. place: for its answers. session: "" where the client
     named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: the user
-    whose key it is sealed under, "" for none. failed: by the engine.
+    whose key it is sealed under, "" for none. failed: by the engine. began_ns: by this machine's clock.
     """
 
     place: TakenPlaces
@@ -38,6 +39,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     growing: list[Growing | None] = []
     answers: list[SampledAnswer] = []
     failed: bool = False
+    began_ns: int = msgspec.field(default_factory=time.time_ns)
 
     @property
     def num_sampled(self) -> int:

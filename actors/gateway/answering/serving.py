@@ -27,6 +27,7 @@ from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.recent import Recent
 from actors.gateway.recording.record import Recorder, Served, render
 from actors.gateway.recording.tallies import Asker, Tallies
+from actors.gateway.recording.traces import open_spans
 from actors.rollout.continuation import SampledTurn
 from infra.observe.metrics import Metrics
 from schemas import Message
@@ -92,6 +93,7 @@ class Gateway:
         self._trial = trial
         self._secret = secret
         self._users = Users()
+        self.spans = open_spans(config.traces, metrics)
         self.served = Recent()  # groups of the newest requests
         self._minter = minter
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
@@ -277,6 +279,8 @@ class Gateway:
         metrics.counter("answers", end="whole" if whole else "broken off").inc(len(in_flight.answers))
         metrics.counter("tokens").inc(in_flight.num_sampled)
         self._tally(in_flight, whole)
+        if self.spans is not None:
+            self.spans.tell(in_flight)
         if in_flight.session:
             self._remember(in_flight, whole)
         if not (self.may_record(in_flight.key.train) and in_flight.request.store):
