@@ -42,8 +42,10 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     if importlib.util.find_spec("torch") is not None:
         notes += check_state(settings)
     notes += open_to_others(settings)
+    parsers, missing = check_parsers(settings)
+    notes += missing
     console = Screen()
-    console.print(summary(settings))
+    console.print(summary(settings, parsers))
     for stage, steps in chains.items():
         console.print(chain_table(stage, steps))
     if sources:
@@ -129,8 +131,26 @@ def check_gateway(settings: Settings) -> list[str]:
     return found
 
 
-def summary(settings: Settings) -> Table:
-    """The decisions that matter most, as resolved."""
+def check_parsers(settings: Settings) -> tuple[str, list[str]]:
+    """How the policy's model writes calls and thoughts, "" where no tokenizer is to be seen here; and what a person should know
+    of it. Raises ConfigError for parsers that are not there.
+    """
+    folder = settings.folder / settings.policy.model
+    if not (folder / "tokenizer.json").is_file() or importlib.util.find_spec("transformers") is None:
+        return "", []
+    from actors.gateway.answering.parsers import answer_parser
+    from infra.model.model import load_tokenizer
+
+    tokenizer = load_tokenizer(folder, settings.policy.template, settings.policy.parsers)
+    parser = answer_parser(tokenizer)
+    if tokenizer.writing.chosen:
+        parser.prepare()
+    why = "by [policy]" if tokenizer.writing.chosen else "by the chat template"
+    return f"{tokenizer.writing.shown}, {why}", [f"policy: {parser.refusal}"] if parser.refusal else []
+
+
+def summary(settings: Settings, parsers: str = "") -> Table:
+    """The decisions that matter most, as resolved. parsers: how the model writes calls and thoughts."""
     pacing = settings.pacing
     table = Table(title=settings.app, show_header=False)
     lanes = ", ".join(f"{lane}: {one.loss} × {one.weight:g}" for lane, one in settings.trainer.lanes.items())
@@ -139,6 +159,7 @@ def summary(settings: Settings) -> Table:
         "store": settings.store.shown,
         "keep": settings.keep.replay,
         "policy": f"{settings.policy.name}, from {settings.policy.model or 'nothing yet'}",
+        **({"answers": parsers} if parsers else {}),
         "engine": settings.engine.use,
         "learner": settings.trainer.learner.use + adapter_words(settings),
         "pacing": f"{pacing.groups_per_step} groups per step, {pacing.steps_per_version} steps per version, "

@@ -127,6 +127,7 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)
     from actors.engines.engine import Engine
+    from actors.gateway.answering.parsers import answer_parser
     from actors.rollout.explorer import run_explorer
     from infra.model.model import load_tokenizer
     from infra.settings.plugin import load
@@ -134,6 +135,8 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
         await require_fit(log, store_of(settings), settings)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
+        if tokenizer.writing.chosen:
+            await asyncio.to_thread(answer_parser(tokenizer).prepare)  # a mistake shows now, and not in an episode
         use = settings.engine
         engine: Engine = load(use.use, {"model": folder, **adapting(settings, use), **use.options}, "engine")
         role = role_of("explore", settings, log, metrics, stop)

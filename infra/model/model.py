@@ -41,7 +41,7 @@ class Tokenizer:
         """template: what the chat template is told besides the conversation, such as enable_thinking. parsers: of tool calls
         and of reasoning, "" for those of the template.
         """
-        self._template = dict(template)
+        self.template = dict(template)
         self.writing = writing_of(str(tokenizer.chat_template), *parsers)
         self._tokenizer = tokenizer
         # Asked itself: what transformers puts around it takes longer than it does, and alters it, so that threads clash.
@@ -139,7 +139,7 @@ class Tokenizer:
     def _applied(self, conversation: Any, tools: Any = None) -> str:
         """The conversation as the chat template writes it."""
         text: str = self._tokenizer.apply_chat_template(
-            conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self._template
+            conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self.template
         )
         return text
 

@@ -45,6 +45,13 @@ CALL_MARKS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>", '{"name"', '{"type"'),
     "phi4_mini_json": ("functools",),
 }
+# What a call ends with, of parsers that take one that breaks off for a whole one.
+CALL_ENDS: Mapping[str, str] = {
+    "functiongemma": "<end_function_call>",
+    "gemma4": "<tool_call|>",
+    "qwen3_coder": "</function>",
+    "qwen3_xml": "</function>",
+}
 # What an answer begins with that must call a tool, any or the one called {name}; of other parsers none is known.
 FORCED: Mapping[str, tuple[str, str]] = {
     HERMES: ('<tool_call>\n{{"name": "', '<tool_call>\n{{"name": "{name}", "arguments": '),

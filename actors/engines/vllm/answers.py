@@ -18,11 +18,14 @@ Answer = tuple[str, str, list[tuple[str, str]]]  # what is thought, what is said
 
 
 class VllmAnswers:
-    """Reads answers as vLLM's server does. tokenizer: what transformers made of the model's folder."""
+    """Reads answers as vLLM's server does. tokenizer: what transformers made of the model's folder. template: what the chat
+    template is told besides the conversation.
+    """
 
-    def __init__(self, tokenizer: Any, writing: Writing) -> None:
+    def __init__(self, tokenizer: Any, writing: Writing, template: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._writing = writing
+        self._told = {"chat_template_kwargs": dict(template)}
         self._lock = Lock()
         self._classes: dict[bool, Any] = {}
         self._request: Any = None
@@ -87,7 +90,7 @@ class VllmAnswers:
         if kind is None:
             return None
         request = self._asked(tools)
-        return kind(self._tokenizer, request.tools), request
+        return kind(self._tokenizer, request.tools, **self._told), request
 
     def _asked(self, tools: Sequence[Mapping[str, Any]]) -> Any:
         """The request that a parser is told."""
@@ -99,7 +102,7 @@ class VllmAnswers:
         if kind is None:
             return False
         request = self._asked([_TOOL])
-        return not kind(self._tokenizer, request.tools).adjust_request(request).skip_special_tokens
+        return not kind(self._tokenizer, request.tools, **self._told).adjust_request(request).skip_special_tokens
 
 
 class VllmPieces:

@@ -15,20 +15,20 @@ from actors.gateway.answering.parsing import (
     checked_call,
 )
 from actors.gateway.answering.text import Detokenizer, StopStrings, ThoughtSplitter
-from infra.model.writing import CALL_MARKS, NONE, OWN_REASONING, OWN_TOOLS, Writing
+from infra.model.writing import CALL_ENDS, CALL_MARKS, NONE, OWN_REASONING, OWN_TOOLS, Writing
 from schemas.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 
-def answer_parser(tokenizer: WritingTokenizer) -> AnswerParser:
-    """What reads the answers of a tokenizer's model. Raises ConfigError where the settings name a parser that needs vLLM, and
-    that is not installed.
+def answer_parser(tokenizer: WritingTokenizer, *, has_vllm: bool | None = None) -> AnswerParser:
+    """What reads the answers of a tokenizer's model. has_vllm: whether vLLM is installed, None to look. Raises ConfigError
+    where the settings name a parser of vLLM's, and it is not.
     """
     writing = tokenizer.writing
     if writing.is_own:
         return OwnParser(tokenizer)
-    if importlib.util.find_spec("vllm") is None:
+    if not (importlib.util.find_spec("vllm") is not None if has_vllm is None else has_vllm):
         if writing.chosen:
             raise ConfigError(f"policy: {_missing(writing)}")
         own = Writing(NONE, NONE if writing.reasoning not in OWN_REASONING else writing.reasoning)
@@ -46,7 +46,7 @@ class ForeignParser:
         self._tokenizer = tokenizer
         self._own = OwnParser(tokenizer)
         by_vllm = Writing(self.writing.tools, NONE) if self._own_thoughts else self.writing
-        self._answers = VllmAnswers(tokenizer.wrapped, by_vllm)
+        self._answers = VllmAnswers(tokenizer.wrapped, by_vllm, tokenizer.template)
 
     def prepare(self) -> None:
         """See AnswerParser."""
@@ -56,11 +56,12 @@ class ForeignParser:
         """See AnswerParser."""
         self.prepare()
         text = self._spelled(written)
+        whole, half = self._cut(text) if written.tools else (text, "")
         try:
-            thought, said, calls = self._read(written, text, tools=bool(written.tools))
-            checked = [checked_call(name, arguments) for name, arguments in calls]
-            if None not in checked and (checked or not self._begins_call(written, text)):
-                return Parsed(thought, said, tuple(call for call in checked if call is not None))
+            thought, said, calls = self._read(written, whole, tools=bool(written.tools))
+            checked = tuple(call for one in calls if (call := checked_call(*one)) is not None)
+            if len(checked) == len(calls) and (checked or not self._begins_call(written, text)):
+                return Parsed(thought, said + half, checked, unread=bool(half))
         except Exception as error:  # foreign code on what a model sampled: whatever it raises, the text is still there
             _log.warning("answer_not_parsed parser=%s error=%r", self.writing.tools, error)
         return self._as_text(written, text)
@@ -92,12 +93,24 @@ class ForeignParser:
         except Exception as error:
             _log.warning("answer_not_parsed parser=%s error=%r", self.writing.reasoning, error)
             thought, said = "", written.text
+        if not any(mark in said for mark in self._marks):  # the parser has taken it away
+            begins = min((at for mark in self._marks if (at := text.find(mark)) >= 0), default=len(text))
+            said += text[begins:]
         return Parsed(thought, said, unread=True)
 
+    def _cut(self, text: str) -> tuple[str, str]:
+        """What is whole of an answer, and a call at its end that breaks off: such a call must not be made."""
+        end = CALL_ENDS.get(self.writing.tools, "")
+        begins = min((at for mark in self._marks if (at := text.find(mark, text.rfind(end) + 1)) >= 0), default=-1)
+        return (text[:begins], text[begins:]) if end and begins >= 0 else (text, "")
+
+    @property
+    def _marks(self) -> Sequence[str]:
+        return CALL_MARKS.get(self.writing.tools, ())
+
     def _begins_call(self, written: Written, text: str) -> bool:
-        marks = CALL_MARKS.get(self.writing.tools, ()) if written.tools else ()
         said = self._own.thought(Written(prompt=written.prompt, text=text))[1] if self._own_thoughts else text
-        return any(mark in said for mark in marks)
+        return bool(written.tools) and any(mark in said for mark in self._marks)
 
     def _spelled(self, written: Written) -> str:
         """The answer as vLLM is told it: with the names of control tokens where its parser wants them."""

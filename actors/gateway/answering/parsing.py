@@ -65,11 +65,15 @@ class AnswerParser(Protocol):
 
 
 class WritingTokenizer(Protocol):
-    """The part of a tokenizer that a parser needs."""
+    """The part of a tokenizer that a parser needs. Only vLLM's ask for template, wrapped and spell."""
 
     @property
     def writing(self) -> Writing:
         """How its model writes."""
+
+    @property
+    def template(self) -> Mapping[str, Any]:
+        """What the chat template is told besides the conversation."""
 
     @property
     def wrapped(self) -> Any:

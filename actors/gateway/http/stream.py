@@ -78,7 +78,17 @@ class EventStream:
 
 
 def _rest(whole: Parsed, told: Parsed) -> Parsed:
-    """What is still to be told. A parser may put blanks elsewhere in the end than it did on the way: what was told stays."""
-    thought = whole.thought.removeprefix(told.thought) if whole.thought.startswith(told.thought) else ""
-    said = whole.said.removeprefix(told.said) if whole.said.startswith(told.said) else ""
-    return Parsed(thought, said, whole.calls)
+    """What is still to be told."""
+    return Parsed(_left(whole.thought, told.thought), _left(whole.said, told.said), whole.calls)
+
+
+def _left(whole: str, told: str) -> str:
+    """Parsers may leave out blanks in the end that they told on the way.
+
+    >>> _left("Look, a bird", "\\nLook, ")
+    ' a bird'
+    """
+    if whole.startswith(told):
+        return whole[len(told) :]
+    bare, core = whole.lstrip(), told.strip()
+    return bare[len(core) :] if bare.startswith(core) else ""

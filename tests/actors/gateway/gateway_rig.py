@@ -43,12 +43,17 @@ class ByteTokenizer:
     eos_ids = (EOS,)
     takes_tools = True
     writing = Writing()
+    template: Mapping[str, Any] = {}
+    wrapped = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+
+    def spell(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
 
     def encode_request(
         self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
