@@ -235,6 +235,8 @@ def test_roles_load_only_what_they_need() -> None:
         ("streams.worker", "torch vllm faust"),
         ("actors.master.master", "torch vllm faust transformers"),
         ("trainer.train", "vllm faust"),
+        ("actors.program.workflow", "vllm"),
+        ("actors.gateway.serve", "vllm"),
     ]
     script = """
 import importlib, sys

@@ -18,10 +18,10 @@ class GatewayLimits(Section, frozen=True):
     """[gateway.limits]: what one request may ask for; more is refused with 400, 413 or 429.
 
     body_bytes: of a request. prompt_tokens, messages: of a conversation; one with more than 16 characters for each of its
-    tokens is refused before they are counted. tools: functions a request may name. max_tokens: of an answer, and what a
-    request that names none gets (less where the engine's sequences are shorter). choices: n. stops: stop strings.
-    concurrency: answers made at once, those that a canary makes too; more are refused with 429. body_s: a client may take
-    so long to send a body, and the head before it.
+    tokens is refused before they are counted. images: pictures of a conversation. pixels: of all its pictures. tools:
+    functions a request may name. max_tokens: of an answer, and what a request that names none gets (less where the engine's
+    sequences are shorter). choices: n. stops: stop strings. concurrency: answers made at once, those that a canary makes
+    too; more are refused with 429. body_s: a client may take so long to send a body, and the head before it.
 
     Example: GatewayLimits(max_tokens=2048, concurrency=512)
     """
@@ -29,6 +29,8 @@ class GatewayLimits(Section, frozen=True):
     body_bytes: Positive = 1024 * 1024
     prompt_tokens: Positive = 32_768
     messages: Positive = 1024
+    images: Positive = 8
+    pixels: Positive = 4_194_304
     tools: Positive = 128
     max_tokens: Positive = 1024
     choices: Positive = 8
@@ -41,7 +43,9 @@ class RedactRules(Section, frozen=True):
     """[gateway.redact]: what is taken out before anything is written. On by default.
 
     kinds: built-in patterns. patterns: your own, name to regular expression. action: mask writes `[email]` in the
-    place of what was found, and the tokens of the masked text, which then have no ratio; drop writes nothing.
+    place of what was found, and the tokens of the masked text, which then have no ratio; drop writes nothing. images: nobody
+    looks for personal data in pictures, so answers to requests that show any are not written, unless it is "keep". Those of
+    named users are never written: a picture is not sealed, so it could not be forgotten.
 
     Example: RedactRules(patterns={"ticket": "T-[0-9]+"})
     """
@@ -50,6 +54,7 @@ class RedactRules(Section, frozen=True):
     kinds: tuple[Kind, ...] = KINDS
     patterns: dict[str, str] = msgspec.field(default_factory=dict)
     action: Literal["mask", "drop"] = "mask"
+    images: Literal["drop", "keep"] = "drop"
 
 
 class CanaryShare(Section, frozen=True):

@@ -41,6 +41,7 @@ from infra.observe.metrics import Metrics
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.role import Role, run_until
 from infra.settings.plugin import load
+from infra.store.images import ImageReader
 from infra.store.store import Store
 from schemas import PolicyEvent, Progress
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
@@ -203,7 +204,7 @@ async def _assembled(
         queue_bytes=config.queue_mb * _MB,
         send_s=config.send_s,
     )
-    recorder = Recorder(tokenizer, config.redact, steps, metrics, role.instance, keys)
+    recorder = Recorder(tokenizer, config.redact, steps, metrics, role.instance, keys, ImageReader(store))
     book = KeyBook()
     gateway = Gateway(
         config,

@@ -20,6 +20,7 @@ from actors.gateway.access.places import Places
 from actors.gateway.answering.earlier import Earlier
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsing import AnswerParser, WritingTokenizer, ready
+from actors.gateway.answering.pictures import decoded_pictures
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import SessionTokenizer, behind_answer
 from actors.gateway.http.errors import ApiError, bad, no_room, unavailable
@@ -28,6 +29,7 @@ from actors.gateway.recording.record import render
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import AT_ONCE, Follow, Part
 from actors.rollout.session import LONG_CHARS, Session
+from infra.store.images import Pixels, images_of
 from schemas import Score
 
 CONTEXT_FULL = "context is full"
@@ -38,6 +40,10 @@ class RequestTokenizer(SessionTokenizer, WritingTokenizer, Protocol):
     """The part of a tokenizer that a program's requests need."""
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model sees."""
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template says anything about tools."""
 
@@ -46,10 +52,11 @@ class RequestTokenizer(SessionTokenizer, WritingTokenizer, Protocol):
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True):
-    """at_once: answers being made. requests: of the whole episode."""
+    """at_once: answers being made. requests: of the whole episode. pixels: of all pictures of a request."""
 
     at_once: int = 16
     requests: int = 512
+    pixels: int = 64 * 1024 * 1024
 
 
 class Episode:
@@ -77,6 +84,7 @@ class Episode:
         self._own_sampling = own_sampling
         self._parser = parser
         self._num_unread = 0
+        self._deposited: set[str] = set()
         self._places = Places(limits.at_once)
         self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
         self._places_of: dict[str, list[Part]] = {}
@@ -110,6 +118,7 @@ class Episode:
         """Everything before the first token. Raises ApiError."""
         if self.num_asked >= self._limits.requests:
             raise ApiError(403, f"this episode has used its {self._limits.requests} requests", code="episode_over")
+        images = await self._shown(request)
         request = ready(request, self._parser, takes_tools=self._tokenizer.takes_tools)
         place = self._places.take(request.choices)
         self.num_asked += 1
@@ -149,9 +158,25 @@ class Episode:
             trial=-1,
             subject="",
             parser=self._parser,
+            images=images,
         )
         self._places_of[name] = mine
         return in_flight
+
+    async def _shown(self, request: ParsedRequest) -> tuple[Pixels, ...]:
+        """Pixels of a request's pictures, whose bytes are put where the trainer looks for them. Raises ApiError."""
+        pictures, images = request.prompt.pictures, images_of(request.prompt.plain)
+        if not pictures:
+            return ()
+        store = self._session.images
+        if store is None or not self._tokenizer.takes_images:
+            raise bad("messages: got an image, and this model reads text alone", "messages")
+        pixels = await asyncio.to_thread(decoded_pictures, images, pictures, self._limits.pixels)
+        for image, data in zip(images, pictures, strict=True):
+            if image.sha256 not in self._deposited:
+                await asyncio.to_thread(store.deposit, image, data)
+                self._deposited.add(image.sha256)
+        return pixels
 
     async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
         """Sample all choices into `in_flight` and record them; cancelled, nothing is recorded. Raises ApiError."""

@@ -38,7 +38,13 @@ MODEL = "policy"  # the name a program is given; any other will do
 RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 # Nothing but memory bounds what a program of one's own may ask; answers are bounded by the task and the context.
 LIMITS = GatewayLimits(
-    body_bytes=64 * 1024 * 1024, prompt_tokens=2**24, messages=65_536, tools=1024, max_tokens=2**24, choices=64
+    body_bytes=64 * 1024 * 1024,
+    prompt_tokens=2**24,
+    messages=65_536,
+    tools=1024,
+    max_tokens=2**24,
+    choices=64,
+    images=512,
 )
 
 

@@ -18,7 +18,7 @@ from actors.program.launch import Access, ask_service, call, run_command
 from actors.program.result import Result, finite, result_of
 from actors.program.site import MODEL, ProgramSite
 from actors.rollout.failure import EpisodeFailed
-from actors.rollout.session import Session
+from actors.rollout.session import CachedTokenizer, Session
 from infra.settings.config import Positive, Section, decode
 from infra.settings.outside import checked_url
 from infra.settings.plugin import load
@@ -72,7 +72,8 @@ class Program:
 
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""
-        tokenizer = cast(RequestTokenizer, getattr(session.tokenizer, "wrapped", session.tokenizer))
+        own = session.tokenizer
+        tokenizer = cast(RequestTokenizer, own.wrapped if isinstance(own, CachedTokenizer) else own)
         options = self._options
         limits = EpisodeLimits(options.at_once, options.requests)
         parser = await self._prepared(tokenizer)

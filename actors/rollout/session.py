@@ -69,7 +69,7 @@ class Session:
         """images: reads what messages show; without one, a message with an image is an error. sampling: of every turn that says
         nothing else.
         """
-        self._images = images
+        self.images = images
         self.engine = engine
         self.tokenizer = tokenizer
         self.sampling = sampling
@@ -182,9 +182,9 @@ class Session:
         images = images_of(conversation)
         if not images:
             return ()
-        if self._images is None:
+        if self.images is None:
             raise ValueError(f"messages: got {len(images)} images, expected none: this session reads no store")
-        return await asyncio.to_thread(self._images.read_all, images)
+        return await asyncio.to_thread(self.images.read_all, images)
 
     async def _place(self, conversation: Conversation, rendered: Sequence[int]) -> Found:
         """Where the next turn goes."""

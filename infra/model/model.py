@@ -15,7 +15,7 @@ import numpy as np
 from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
 from infra.model.vision import Vision, load_vision, takes_pictures
-from infra.model.writing import as_template_takes, writing_of
+from infra.model.writing import as_template_takes, content_of, writing_of
 from infra.policies.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
@@ -103,14 +103,24 @@ class Tokenizer:
 
         Raises ValueError for images that the model does not take, or that the template does not write.
         """
-        conversation = [{"role": message.role, "content": _content(message)} for message in messages]
+        conversation = [
+            {"role": message.role, "content": content_of(message.content, len(message.images))} for message in messages
+        ]
         ids = self._controls.encode_rendered(conversation, self._applied)
-        num_images = sum(len(message.images) for message in messages)
+        return self._with_places(ids, sum(len(message.images) for message in messages))
+
+    def _with_places(self, ids: list[int], num_images: int) -> list[int]:
+        """The ids with each image as all of its places. Raises ValueError."""
         if self._vision is not None:
             return self._vision.expand(ids, num_images)
         if num_images:
             raise ValueError(f"messages: got {num_images} images, expected none: the model reads text alone")
         return ids
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model sees."""
+        return self._vision is not None
 
     @property
     def takes_tools(self) -> bool:
@@ -120,9 +130,10 @@ class Tokenizer:
     def encode_request(
         self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Ids of a conversation as a client wrote it: messages and tools are dictionaries, as templates take them.
+        """Ids of a conversation as a client wrote it: messages and tools are dictionaries, as templates take them, with the
+        number of the message's images as `images`. Each image is all of its places.
 
-        Raises ValueError where the template refuses it (roles in an order it does not know).
+        Raises ValueError where the template refuses it (roles in an order it does not know), or its images.
         """
         from jinja2.exceptions import TemplateError
 
@@ -130,11 +141,12 @@ class Tokenizer:
             return self._applied(given[0], tools=given[1] or None)
 
         try:
-            return self._controls.encode_rendered(
+            ids = self._controls.encode_rendered(
                 [[as_template_takes(one, self.writing) for one in conversation], [dict(one) for one in tools]], render
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        return self._with_places(ids, sum(one.get("images", 0) for one in conversation))
 
     def _applied(self, conversation: Any, tools: Any = None) -> str:
         """The conversation as the chat template writes it."""
@@ -357,13 +369,6 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if drawn:
             logging.enable_progress_bar()
-
-
-def _content(message: Message) -> object:
-    """A message's content as chat templates take it: text alone, or parts, the images first."""
-    if not message.images:
-        return message.content
-    return [*({"type": "image"} for _ in message.images), {"type": "text", "text": message.content}]
 
 
 def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:

@@ -100,11 +100,17 @@ def as_template_takes(message: Mapping[str, Any], writing: Writing) -> dict[str,
     if thought and writing.reasoning not in OWN_REASONING:
         said = found["content"].partition("</think>")[2]
         found |= {"content": said, "reasoning": thought, "reasoning_content": thought, "thinking": thought}
+    found["content"] = content_of(found["content"], found.pop("images", 0))
     if writing.tools == "mistral":
         found |= {"tool_call_id": _nine(found["tool_call_id"])} if "tool_call_id" in found else {}
         if "tool_calls" in found:
             found["tool_calls"] = [{**call, "id": _nine(call["id"])} for call in found["tool_calls"]]
     return found
+
+
+def content_of(text: str, num_images: int) -> object:
+    """A message's content as chat templates take it: text alone, or parts, the images first."""
+    return [*({"type": "image"} for _ in range(num_images)), {"type": "text", "text": text}] if num_images else text
 
 
 def _first(rules: tuple[tuple[tuple[str, ...], str], ...], template: str, otherwise: str) -> str:

@@ -55,7 +55,7 @@ def deposit_image(store: Store, image: Image, data: bytes) -> None:
     store.put(BLOBS + image.sha256, data)
 
 
-def decode_image(image: Image, data: bytes) -> Pixels:
+def decode_image(image: Image, data: bytes, max_pixels: int = MAX_PIXELS) -> Pixels:
     """The pixels of an image whose bytes these are said to be. Raises BadImage."""
     from PIL import Image as Pillow
 
@@ -65,13 +65,13 @@ def decode_image(image: Image, data: bytes) -> Pixels:
     try:
         with Pillow.open(io.BytesIO(data), formats=[FORMATS[image.media_type]]) as picture:
             width, height = picture.size  # of the header alone: nothing is decompressed yet
-            if width * height > MAX_PIXELS:
-                raise _too_many(image, f"{width} x {height}")
+            if width * height > max_pixels:
+                raise _too_many(image, f"{width} x {height}", max_pixels)
             return np.asarray(picture.convert("RGB"))
     except BadImage:
         raise
     except Pillow.DecompressionBombError as error:  # raised by the header, before ours
-        raise _too_many(image, str(error)) from error
+        raise _too_many(image, str(error), max_pixels) from error
     except Exception as error:  # a decoder of foreign bytes raises whatever it likes, SyntaxError and struct.error too
         raise BadImage(NOT_AN_IMAGE, f"{image.sha256}: no {image.media_type}: {error}") from error
 
@@ -121,6 +121,10 @@ class ImageReader:
         self._keep(image, array)
         return array
 
+    def deposit(self, image: Image, data: bytes) -> None:
+        """Put the bytes of an image where readers look for them. Raises BadImage, StoreError."""
+        deposit_image(self._store, image, data)
+
     def read_all(self, images: Sequence[Image]) -> tuple[Array, ...]:
         """Arrays of several."""
         return tuple(self.read(image) for image in images)
@@ -136,5 +140,5 @@ class ImageReader:
                 self._kept_bytes -= oldest.nbytes
 
 
-def _too_many(image: Image, got: str) -> BadImage:
-    return BadImage(TOO_MANY_PIXELS, f"{image.sha256}: got {got}, expected at most {MAX_PIXELS} pixels")
+def _too_many(image: Image, got: str, most: int) -> BadImage:
+    return BadImage(TOO_MANY_PIXELS, f"{image.sha256}: got {got}, expected at most {most} pixels")

@@ -51,6 +51,7 @@ class SmallTokenizer:
 
     eos_ids = (EOS,)
     takes_tools = False
+    takes_images = False
     writing = Writing()
 
     def encode(self, text: str) -> list[int]:

@@ -11,21 +11,31 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from actors.gateway.answering.pictures import Picture, read_picture
 from actors.gateway.answering.text import THINK, THOUGHT
 from actors.gateway.http.errors import bad
 from schemas import Message
 
 MAX_DEPTH = 64  # of JSON that a client sends within its messages and tools
+MAX_SHOWN = 64  # images of one message, as in its record
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 Short = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
+class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A picture. url: with the picture in it, `data:image/png;base64,…`; nothing is fetched. detail: changes nothing."""
+
+    url: str
+    detail: Annotated[str, Meta(max_length=64)] | None = None
+
+
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content; only text is taken."""
+    """One part of a message's content: text, or a picture."""
 
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
+    image_url: ImageUrl | None = None
 
 
 class Called(msgspec.Struct, frozen=True):
@@ -79,12 +89,13 @@ class RequestTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """What is answered. chat: as the template takes it, None for a bare text. plain: the same as text, to compare and
-    to keep. tokens: a prompt that came as token ids."""
+    to keep. tokens: a prompt that came as token ids. pictures: the bytes of all images, in their order."""
 
     plain: tuple[Message, ...]
     chat: tuple[Mapping[str, Any], ...] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     tokens: tuple[int, ...] = ()
+    pictures: tuple[bytes, ...] = ()
 
 
 def chat_prompt(
@@ -99,9 +110,17 @@ def chat_prompt(
     given = tuple(msgspec.to_builtins(tool) for tool in tools) if choice != "none" else ()
     for tool in given:
         tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
-    chat = tuple(_for_template(message, index) for index, message in enumerate(messages))
-    plain = tuple(Message(role=message["role"], content=_plain(message)) for message in chat)
-    return Prompt(plain=plain, chat=chat, tools=given), forced
+    shown = [pictures_of(message.content, message.role, index) for index, message in enumerate(messages)]
+    chat = tuple(
+        _for_template(message, index) | ({"images": len(pictures)} if pictures else {})
+        for index, (message, pictures) in enumerate(zip(messages, shown, strict=True))
+    )
+    plain = tuple(
+        Message(role=message["role"], content=_plain(message), images=tuple(one.image for one in pictures))
+        for message, pictures in zip(chat, shown, strict=True)
+    )
+    data = tuple(one.data for pictures in shown for one in pictures)
+    return Prompt(plain=plain, chat=chat, tools=given, pictures=data), forced
 
 
 def text_prompt(prompt: str | Sequence[int]) -> Prompt:
@@ -220,10 +239,26 @@ def _text(content: str | list[ContentPart] | None, index: int) -> str:
     if not isinstance(content, list):
         return content or ""
     for at, part in enumerate(content):
-        if part.type != "text" or part.text is None:
+        if part.type != "image_url" and (part.type != "text" or part.text is None):
             where = f"messages[{index}].content[{at}]"
-            raise bad(f"{where}: got type {part.type[:40]!r}, and only text is accepted", where, "field_not_accepted")
-    return "\n".join(part.text or "" for part in content)
+            message = f"{where}: got type {part.type[:40]!r}, and only text and image_url are accepted"
+            raise bad(message, where, "field_not_accepted")
+    return "\n".join(part.text or "" for part in content if part.type == "text")
+
+
+def pictures_of(content: str | list[ContentPart] | None, role: str, index: int) -> list[Picture]:
+    """The pictures of a message. Raises ApiError."""
+    found = []
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        where = f"messages[{index}].content[{at}]"
+        if part.type == "image_url":
+            if role != "user" or part.image_url is None:
+                raise bad(f"{where}: expected image_url with a url, in a message of the user", where)
+            found.append(read_picture(part.image_url.url, f"{where}.image_url.url"))
+    if len(found) > MAX_SHOWN:
+        where = f"messages[{index}].content"
+        raise bad(f"{where}: got {len(found)} images, expected at most {MAX_SHOWN}", where)
+    return found
 
 
 def _plain(message: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from actors.gateway.answering.conversation import spelled, written
 from actors.gateway.answering.parsing import AnswerParser, OwnPieces, Parsed, ParsedPieces, Written
 from actors.gateway.answering.sample import Decode, Growing, OnText, SampledAnswer, sample, sample_whole
 from actors.gateway.http.requests import ParsedRequest
+from infra.store.images import Pixels
 from schemas import Message
 
 Watch = Callable[[int], OnText]  # gives the listener of a choice
@@ -40,6 +41,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     trial: int
     subject: str
     parser: AnswerParser
+    images: tuple[Pixels, ...] = ()
     growing: list[Growing | None] = []
     answers: list[SampledAnswer] = []
     failed: bool = False
@@ -110,8 +112,8 @@ def _choice(engine: Engine, decode: Decode, in_flight: InFlight, index: int) -> 
     if sampling.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
     if growing is None:
-        return sample_whole(engine, decode, in_flight.tokens, sampling)
-    return sample(engine, growing, in_flight.tokens, sampling)
+        return sample_whole(engine, decode, in_flight.tokens, sampling, in_flight.images)
+    return sample(engine, growing, in_flight.tokens, sampling, in_flight.images)
 
 
 def _unheard(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from actors.engines.vllm.answers import VllmAnswers, VllmPieces
 from actors.gateway.answering.parsing import (
@@ -71,8 +71,8 @@ class ForeignParser:
         self.prepare()
         pieces = self._answers.pieces(written.prompt, written.tools)
         splitter = self._own.splitter(written) if self._own_thoughts else None
-        spell = self._tokenizer.spell if self._answers.spells else None
-        return ForeignPieces(pieces, splitter, Detokenizer(spell) if spell is not None else None, written.stops)
+        decode = self._tokenizer.spell if self._answers.spells else self._tokenizer.decode
+        return ForeignPieces(pieces, splitter, decode, written.stops)
 
     @property
     def _own_thoughts(self) -> bool:
@@ -122,25 +122,38 @@ class ForeignParser:
 
 
 class ForeignPieces:
-    """See ParsedPieces. spelled: makes the text that vLLM is told, None where it is the answer's own."""
+    """See ParsedPieces. Tokens go to vLLM one by one, since its parsers look for some of them; text is what `decode` makes of
+    them, up to one of the stop strings.
+    """
 
     def __init__(
-        self, pieces: VllmPieces, splitter: ThoughtSplitter | None, spelled: Detokenizer | None, stops: Sequence[str]
+        self,
+        pieces: VllmPieces,
+        splitter: ThoughtSplitter | None,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
     ) -> None:
         self._pieces = pieces
         self._splitter = splitter
-        self._spelled = spelled
-        self._stops = StopStrings(stops if spelled is not None else ())
+        self._words = Detokenizer(decode)
+        self._stops = StopStrings(stops)
         self._broken = False
 
     def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
         """See ParsedPieces. A parser that fails says no more: the rest is told when the answer is whole."""
-        text = piece if self._spelled is None else self._stops.add(self._spelled.add(tokens))
-        thought = ""
+        thought = said = ""
+        for token in tokens:
+            more = self._add(token) if not self._broken else ("", "")
+            thought, said = thought + more[0], said + more[1]
+        return thought, said
+
+    def _add(self, token: int) -> tuple[str, str]:
+        thought, text, tokens = "", self._stops.add(self._words.add((token,))), [token]
         if self._splitter is not None:
-            thought, said = self._splitter.add(text)
-            tokens, text = (tokens if said == text else ()), said
-        if self._broken or not (text or tokens):
+            thinks = self._splitter.thinks is not False
+            thought, text = self._splitter.add(text)
+            tokens = [] if thinks else tokens
+        if not (text or tokens):
             return thought, ""
         try:
             more, said = self._pieces.add(text, tokens)

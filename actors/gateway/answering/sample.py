@@ -13,6 +13,7 @@ import msgspec
 from actors.engines.engine import Chunk, Completion, Engine, Sampling
 from actors.engines.trace import spans
 from actors.gateway.answering.text import Detokenizer, StopStrings
+from infra.store.images import Pixels
 from schemas import Span
 
 Decode = Callable[[Sequence[int]], str]
@@ -82,9 +83,11 @@ class Growing:
             self._tell(piece, tokens, logprobs)
 
 
-async def sample_whole(engine: Engine, decode: Decode, prompt: Sequence[int], sampling: Sampling) -> SampledAnswer:
+async def sample_whole(
+    engine: Engine, decode: Decode, prompt: Sequence[int], sampling: Sampling, images: Sequence[Pixels] = ()
+) -> SampledAnswer:
     """An answer that is not streamed: the cheapest way, where there is no stop string to look for."""
-    completion = await engine.generate(prompt, sampling)
+    completion = await engine.generate(prompt, sampling, images=images)
     text_tokens = completion.tokens[:-1] if completion.stopped else completion.tokens
     return SampledAnswer(
         tokens=list(completion.tokens),
@@ -96,9 +99,13 @@ async def sample_whole(engine: Engine, decode: Decode, prompt: Sequence[int], sa
     )
 
 
-async def sample(engine: Engine, growing: Growing, prompt: Sequence[int], sampling: Sampling) -> SampledAnswer:
+async def sample(
+    engine: Engine, growing: Growing, prompt: Sequence[int], sampling: Sampling, images: Sequence[Pixels] = ()
+) -> SampledAnswer:
     """An answer that is streamed as it grows. Cancelling the call frees the engine's request; `growing` keeps the rest."""
-    running: asyncio.Task[Completion] = asyncio.create_task(engine.generate(prompt, sampling, on_chunk=growing.take))
+    running: asyncio.Task[Completion] = asyncio.create_task(
+        engine.generate(prompt, sampling, on_chunk=growing.take, images=images)
+    )
     stop = asyncio.create_task(growing.found_stop.wait())
     try:
         await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)

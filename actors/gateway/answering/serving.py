@@ -19,6 +19,7 @@ from actors.gateway.answering.earlier import Earlier
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import ready
+from actors.gateway.answering.pictures import decoded_pictures
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import Sessions, held
 from actors.gateway.config import GatewayConfig
@@ -31,6 +32,7 @@ from actors.gateway.recording.tallies import Asker, Tallies
 from actors.gateway.recording.traces import open_spans
 from actors.rollout.continuation import SampledTurn
 from infra.observe.metrics import Metrics
+from infra.store.images import Pixels, images_of
 from schemas.ids import answer_id, experience_id, request_group
 from schemas.names import keyed_session, keyed_subject
 from schemas.topics import EXPERIENCES
@@ -102,7 +104,7 @@ class Gateway:
 
     def is_long(self, request: ParsedRequest) -> bool:
         """Whether what comes before the first token takes long, so that a client may be gone by then."""
-        return bool(request.json_schema) or request.num_chars > _THREAD_CHARS
+        return bool(request.json_schema or request.prompt.pictures) or request.num_chars > _THREAD_CHARS
 
     async def begin(
         self, request: ParsedRequest, key: ApiKey, session: str, place: TakenPlaces, *, drawn: bool = True
@@ -112,7 +114,10 @@ class Gateway:
         drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
         """
         request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
+        if request.prompt.pictures and not self.tokenizer.takes_images:
+            raise bad("messages: got an image, and this model reads text alone", "messages")
         name = self.name_of(request, key, session)
+        images = await self._decoded(request, key)
         rendered, tokens, turn, prefix = await self._tokenized(request, key, name if session else "")
         group = request_group(name, self._minter.epoch, self._minter.take())
         sampling = self._sampling(request, tokens)
@@ -134,6 +139,7 @@ class Gateway:
             trial=self._trial() if drawn else -1,
             subject=self._subject(request, key, name if session else ""),
             parser=self.parser,
+            images=images,
         )
 
     async def count(self, request: ParsedRequest, key: ApiKey) -> int:
@@ -184,6 +190,17 @@ class Gateway:
     def _subject(self, request: ParsedRequest, key: ApiKey, session: str) -> str:
         goes_on = any(message.role == "assistant" for message in request.prompt.plain)
         return self._users.subject(session, keyed_subject(self._secret(), key.tenant, request.user), goes_on=goes_on)
+
+    async def _decoded(self, request: ParsedRequest, key: ApiKey) -> tuple[Pixels, ...]:
+        """Pixels of its pictures; few requests are looked at at once. Raises ApiError."""
+        prompt = request.prompt
+        if not prompt.pictures:
+            return ()
+        async with self._long.turn(key.id):
+            decoding = asyncio.to_thread(
+                decoded_pictures, images_of(prompt.plain), prompt.pictures, self.config.limits.pixels
+            )
+            return await to_its_end(decoding)
 
     async def _tokenized(self, request: ParsedRequest, key: ApiKey, session: str) -> Tokenized:
         """The prompt as tokens. A long one leaves the event loop, and of these few are looked at at once. Raises ApiError."""
@@ -332,7 +349,10 @@ class Gateway:
             carried=in_flight.turn,
             trial=in_flight.trial,
         )
-        num_bytes = 8 * (len(in_flight.tokens) + in_flight.num_sampled) + sum(
-            len(one.content) for one in served.prompt.plain
+        pictures = sum(map(len, served.prompt.pictures))
+        num_bytes = (
+            pictures
+            + 8 * (len(in_flight.tokens) + in_flight.num_sampled)
+            + sum(len(one.content) for one in served.prompt.plain)
         )
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))

@@ -123,7 +123,8 @@ def _digest(plain: Sequence[Message]) -> bytes:
     """What messages say, in 32 bytes; of answers, their words."""
     found = hashlib.blake2b(digest_size=32)
     for message in plain:
-        for text in (message.role, words(message.content) if message.role == "assistant" else message.content):
+        said = words(message.content) if message.role == "assistant" else message.content
+        for text in (message.role, said, *(image.sha256 for image in message.images)):
             data = text.encode("utf-8", "surrogatepass")
             found.update(len(data).to_bytes(8, "big") + data)
     return found.digest()

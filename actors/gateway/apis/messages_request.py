@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from actors.gateway.answering.conversation import Called, ChatMessage, Function, Name, RequestTool, Short, ToolCall
+from actors.gateway.answering.conversation import (
+    Called,
+    ChatMessage,
+    ContentPart,
+    Function,
+    ImageUrl,
+    Name,
+    RequestTool,
+    Short,
+    ToolCall,
+)
 from actors.gateway.http.errors import bad
 from actors.gateway.http.requests import ChatRequest, Temperature, TopP
 
@@ -59,7 +69,20 @@ class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
     signature: str = ""
 
 
-Content = str | list[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
+class Base64Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    """A picture, here and now. Those of an address elsewhere have another type and are refused: nothing is fetched."""
+
+    media_type: Short
+    data: str
+
+
+class ImageBlock(Block, frozen=True, kw_only=True, tag="image"):
+    """A picture of the user's."""
+
+    source: Base64Source
+
+
+Content = str | list[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,19 +182,22 @@ def _chat_messages(said: Said, where: str) -> list[ChatMessage]:
 
 def _user(role: Literal["user", "system"], content: list[Any], where: str) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
-    texts: list[str] = []
+    parts: list[ContentPart] = []
     for at, block in enumerate(content):
         if isinstance(block, TextBlock):
-            texts.append(block.text)
+            parts.append(ContentPart("text", block.text))
+        elif isinstance(block, ImageBlock) and role == "user":
+            url = f"data:{block.source.media_type};base64,{block.source.data}"
+            parts.append(ContentPart("image_url", image_url=ImageUrl(url)))
         elif isinstance(block, ToolResultBlock) and role == "user":
-            if texts:
-                messages.append(ChatMessage(role="user", content="\n".join(texts)))
-                texts = []
+            if parts:
+                messages.append(ChatMessage(role="user", content=parts))
+                parts = []
             result = _joined(block.content)
             messages.append(ChatMessage(role="tool", content=result, tool_call_id=block.tool_use_id))
         else:
             raise bad(f"{where}[{at}]: got a block that a {role} does not send", f"{where}[{at}]")
-    return [*messages, ChatMessage(role=role, content="\n".join(texts))] if texts else messages
+    return [*messages, ChatMessage(role=role, content=parts)] if parts else messages
 
 
 def _assistant(content: list[Any], where: str) -> list[ChatMessage]:

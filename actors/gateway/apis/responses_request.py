@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from actors.gateway.answering.conversation import Called, ChatMessage, Function, Name, RequestTool, Short, ToolCall
+from actors.gateway.answering.conversation import (
+    Called,
+    ChatMessage,
+    ContentPart,
+    Function,
+    ImageUrl,
+    Name,
+    RequestTool,
+    Short,
+    ToolCall,
+)
 from actors.gateway.http.errors import bad
 from actors.gateway.http.requests import (
     ChatRequest,
@@ -27,6 +37,16 @@ class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """Text of whoever asks."""
 
     text: str
+
+
+class InputImage(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="input_image"
+):
+    """A picture of whoever asks. image_url: with the picture in it; nothing is fetched, and no files are kept."""
+
+    image_url: str
+    detail: Text | None = None
+    file_id: None = None
 
 
 class OutputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
@@ -54,7 +74,7 @@ class MessageItem(Item, frozen=True, kw_only=True, tag="message"):
     """Something said."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText]
+    content: str | list[InputText | InputImage | OutputText]
 
 
 class CallItem(Item, frozen=True, kw_only=True, tag="function_call"):
@@ -226,11 +246,23 @@ def _other(item: Items) -> ChatMessage:
     if isinstance(item, ResultItem):
         return ChatMessage(role="tool", content=_joined(item.output), tool_call_id=item.call_id)
     assert isinstance(item, MessageItem)
-    return ChatMessage(role=item.role, content=_joined(item.content))
+    if isinstance(item.content, str) or not any(isinstance(part, InputImage) for part in item.content):
+        return ChatMessage(role=item.role, content=_joined(item.content))
+    parts = [
+        ContentPart("image_url", image_url=ImageUrl(part.image_url))
+        if isinstance(part, InputImage)
+        else ContentPart("text", part.text)
+        for part in item.content
+    ]
+    return ChatMessage(role=item.role, content=parts)
 
 
-def _joined(content: str | Sequence[InputText | OutputText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _joined(content: str | Sequence[InputText | InputImage | OutputText]) -> str:
+    if isinstance(content, str):
+        return content
+    if any(isinstance(part, InputImage) for part in content):
+        raise bad("input: got an input_image in what an assistant said, expected it in a message of the user", "input")
+    return "\n".join(part.text for part in content if not isinstance(part, InputImage))
 
 
 def _choice(

@@ -159,6 +159,8 @@ def parsed_chat(request: ChatRequest, limits: GatewayLimits, *, shows_thoughts: 
     if request.top_logprobs and not request.logprobs:
         raise bad("top_logprobs: needs logprobs = true", "top_logprobs")
     prompt, must_call = chat_prompt(request.messages, request.tools or [], request.tool_choice)
+    if len(prompt.pictures) > limits.images:
+        raise bad(f"messages: got {len(prompt.pictures)} images, expected at most {limits.images}", "messages")
     limit = request.max_completion_tokens or request.max_tokens
     return _ask(
         request,

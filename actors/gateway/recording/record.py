@@ -21,6 +21,7 @@ from infra.chain.chain import Context, Step, run_chain
 from infra.chain.redact import Redactor
 from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
+from infra.store.images import ImageReader, images_of
 from infra.store.seal import Keys, sealed
 from schemas import Block, Experience, Message, make_experience
 from schemas.errors import Sealed, StoreError
@@ -75,10 +76,19 @@ def render(prompt: Prompt, tokenizer: PromptTokenizer) -> list[int]:
 
 
 class Recorder:
-    """Makes blocks of what was served. origin: this gateway. steps: custom processors. keys: of named users."""
+    """Makes blocks of what was served. origin: this gateway. steps: custom processors. keys: of named users. images: takes the
+    pictures that were shown.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, rules: RedactRules, steps: Sequence[Step], metrics: Metrics, origin: str, keys: Keys
+        self,
+        tokenizer: Tokenizer,
+        rules: RedactRules,
+        steps: Sequence[Step],
+        metrics: Metrics,
+        origin: str,
+        keys: Keys,
+        images: ImageReader,
     ) -> None:
         self.tokenizer = tokenizer
         self._rules = rules
@@ -87,6 +97,7 @@ class Recorder:
         self._metrics = metrics
         self._origin = origin
         self._keys = keys
+        self._images = images
 
     async def block(self, served: Served) -> Block | None:
         """What is to be written; None where all of it was dropped, with the reason counted."""
@@ -100,9 +111,22 @@ class Recorder:
                 self._drop(gone.reason)
             before = {one.id: one for one in kept}
             kept = [self._respelled(one, before.get(one.id)) for one in outcome.kept]
+        if kept and served.prompt.pictures and not await self._deposited(served.prompt):
+            kept = []
         block = await self._sealed(Block(tuple(kept)), served.subject) if kept else None
         self._metrics.counter("recorded").inc(len(block.experiences) if block is not None else 0)
         return block
+
+    async def _deposited(self, prompt: Prompt) -> bool:
+        """Put the pictures where readers look for them; False where the store does not take them, counted."""
+        try:
+            for image, data in zip(images_of(prompt.plain), prompt.pictures, strict=True):
+                await asyncio.to_thread(self._images.deposit, image, data)
+        except StoreError as error:
+            _log.warning("pictures_not_kept error=%s", error)
+            self._drop("pictures not kept")
+            return False
+        return True
 
     async def _sealed(self, block: Block, subject: str) -> Block | None:
         """The block as it may be written; None where it names a user and there is no key to be had."""
@@ -117,6 +141,9 @@ class Recorder:
 
     def _all(self, served: Served) -> list[Experience]:
         kept: list[Experience] = []
+        if served.prompt.pictures and (served.subject or self._rules.images == "drop"):
+            self._drop("pictures of a named user" if served.subject else "pictures", len(served.answers))
+            return kept
         for index, answer in enumerate(served.answers):
             if not answer.tokens:
                 self._drop("nothing was sampled")
@@ -196,7 +223,7 @@ class Recorder:
             prompt, reply = after.messages, ""
         else:
             prompt, reply = after.messages[:-1], after.messages[-1].content
-        chat = tuple({"role": one.role, "content": one.content} for one in prompt)
+        chat = tuple({"role": one.role, "content": one.content, "images": len(one.images)} for one in prompt)
         return self._spelled(after, Prompt(plain=prompt, chat=chat), reply, after.messages)
 
     def _spelled(self, experience: Experience, prompt: Prompt, reply: str, messages: tuple[Message, ...]) -> Experience:

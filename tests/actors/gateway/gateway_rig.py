@@ -42,6 +42,7 @@ class ByteTokenizer:
 
     eos_ids = (EOS,)
     takes_tools = True
+    takes_images = False
     writing = Writing()
     template: Mapping[str, Any] = {}
     wrapped = None

@@ -212,7 +212,7 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error_event(tmp_path: Path
     asyncio.run(check())
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].source.type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},

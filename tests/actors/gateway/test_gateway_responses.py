@@ -181,7 +181,7 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error_event(tmp_path: Path
     ("changes", "where"),
     [
         ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

@@ -1,0 +1,211 @@
+"""Pictures in requests, with the clients people have: shown to the engine, bounded, recorded by reference where they may be."""
+
+import asyncio
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from anthropic import AsyncAnthropic
+from PIL import Image as Pillow
+
+from actors.engines.engine import Completion, OnChunk, Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.gateway.config import RedactRules
+from infra.store.images import Pixels, decode_image
+from infra.store.memory import MemoryStore
+from infra.store.store import BLOBS
+from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, Served, says, serving
+from tests.eye_model import drawings
+
+ONE, OTHER = drawings(2)
+KEEP = RedactRules(images="keep")
+
+
+def url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def asked(*pictures: str, text: str = "What is it?") -> list[Any]:
+    parts = [{"type": "image_url", "image_url": {"url": one, "detail": "low"}} for one in pictures]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+class Eyes(ByteTokenizer):
+    """Its template writes a byte for each image."""
+
+    takes_images = True
+
+    def encode_request(self, conversation: Any, tools: Any = ()) -> list[int]:
+        shown = [{**one, "content": "\x01" * one.get("images", 0) + one["content"]} for one in conversation]
+        return super().encode_request(shown, tools)
+
+
+class Looking(ScriptedEngine):
+    """Remembers what it was shown."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(num_vocabulary=VOCABULARY, max_model_len=4096, script=says(*(texts or ("A ring.",))))
+        self.seen: list[tuple[Pixels, ...]] = []
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
+    ) -> Completion:
+        self.seen.append(tuple(images))
+        return await super().generate(prompt, sampling, on_chunk=on_chunk)
+
+
+async def chat(client: openai.AsyncOpenAI, served: Served, stream: bool) -> None:
+    if stream:
+        pieces: Any = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)), stream=True)
+        text = "".join([piece.choices[0].delta.content or "" async for piece in pieces])
+    else:
+        answer = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
+        text = answer.choices[0].message.content or ""
+    assert text == "A ring."
+
+
+async def responses(client: openai.AsyncOpenAI, served: Served, stream: bool) -> None:
+    picture = {"type": "input_image", "image_url": url(ONE.picture), "detail": "auto"}
+    given: Any = [{"role": "user", "content": [picture, {"type": "input_text", "text": "What is it?"}]}]
+    if stream:
+        async with client.responses.stream(model="m", input=given) as events:
+            response: Any = await events.get_final_response()
+    else:
+        response = await client.responses.create(model="m", input=given)
+    assert response.output_text == "A ring."
+    after = await client.responses.create(model="m", input="Sure?", previous_response_id=response.id)
+    assert after.output_text == "A ring.", "what is gone on from shows the picture again"
+
+
+async def messages(client: openai.AsyncOpenAI, served: Served, stream: bool) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE.picture).decode()}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    asking: Any = {"model": "m", "max_tokens": 20, "messages": [{"role": "user", "content": content}]}
+    async with AsyncAnthropic(api_key=client.api_key, base_url=served.url, max_retries=0) as other:
+        if stream:
+            async with other.messages.stream(**asking) as events:
+                message: Any = await events.get_final_message()
+        else:
+            message = await other.messages.create(**asking)
+    assert message.content[0].text == "A ring."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", [chat, responses, messages])
+def test_a_picture_is_shown_to_the_engine_and_recorded_by_reference(tmp_path: Path, api: Any, stream: bool) -> None:
+    async def check() -> None:
+        looking, store = Looking(), MemoryStore()
+        async with serving(tmp_path, looking, tokenizer=Eyes(), store=store, redact=KEEP) as served:
+            key = served.key()
+            await served.keys_read()
+            await api(served.client(key), served, stream)
+            found = await served.recorded(len(looking.seen))
+            for shown, experience in zip(looking.seen, found, strict=True):
+                assert np.array_equal(shown[0], decode_image(ONE.image, ONE.picture))
+                assert experience.messages[0].images == (ONE.image,)
+                assert experience.messages[0].content == "What is it?"
+            assert store.get(BLOBS + ONE.image.sha256) == ONE.picture, "where the trainer looks for it"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("redact", "user", "reason"),
+    [(RedactRules(), None, "pictures"), (KEEP, "ann@example.org", "pictures of a named user")],
+)
+def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_a_named_user(
+    tmp_path: Path, redact: RedactRules, user: str | None, reason: str
+) -> None:
+    async def check() -> None:
+        store = MemoryStore()
+        async with serving(tmp_path, Looking(), tokenizer=Eyes(), store=store, redact=redact) as served:
+            key = served.key()
+            await served.keys_read()
+            more: Any = {} if user is None else {"user": user}
+            client = served.client(key)
+            answer = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)), **more)
+            assert answer.choices[0].message.content == "A ring.", "it is served all the same"
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+            (written,) = await served.recorded(1)
+            assert written.messages[0].content == "Hi"
+            counted = {name: value for name, value in served.metrics.counters().items() if "not_recorded" in name}
+            assert [(reason in name, value) for name, value in counted.items()] == [(True, 1)]
+            assert not list(store.keys(BLOBS)), "nothing of it is kept"
+
+    asyncio.run(check())
+
+
+def test_a_session_goes_on_with_its_picture_and_not_with_another(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, Looking(), tokenizer=Eyes(), redact=KEEP) as served:
+            key = served.key()
+            await served.keys_read()
+            client = served.client(key).with_options(default_headers={"x-session-id": "s"})
+            await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
+            turn: list[Any] = [{"role": "assistant", "content": "A ring."}, {"role": "user", "content": "Sure?"}]
+            await client.chat.completions.create(model="m", messages=[*asked(url(OTHER.picture)), *turn])
+            await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
+            await client.chat.completions.create(model="m", messages=[*asked(url(ONE.picture)), *turn])
+            assert [one.carried for one in await served.recorded(4)] == [0, 0, 0, 1]
+
+    asyncio.run(check())
+
+
+def flat(side: int) -> bytes:
+    file = io.BytesIO()
+    Pillow.new("1", (side, side)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("pictures", "code", "words"),
+    [
+        (["https://example.org/a.png"], "field_not_accepted", "nothing is fetched"),
+        (["file:///etc/passwd"], "field_not_accepted", "nothing is fetched"),
+        ([url(b"GIF89a", "image/gif")], "field_not_accepted", "image/gif"),
+        (["data:image/png;base64,***"], None, "not base64"),
+        ([url(b"no picture")], "invalid_image", "not an image|no image/png"),
+        ([url(ONE.picture[:-30])], "invalid_image", "no image/png"),
+        ([url(flat(9000))], "invalid_image", "expected at most 4194304 pixels"),
+        ([url(flat(1800)), url(flat(1800))], "invalid_image", "image 1: .*expected at most 954304 pixels"),
+        ([url(ONE.picture)] * 9, None, "got 9 images, expected at most 8"),
+    ],
+)
+def test_a_picture_that_cannot_be_taken_is_refused_by_its_place(
+    tmp_path: Path, pictures: list[str], code: str | None, words: str
+) -> None:
+    async def check() -> None:
+        looking = Looking()
+        async with serving(tmp_path, looking, tokenizer=Eyes()) as served:
+            key = served.key()
+            await served.keys_read()
+            with pytest.raises(openai.BadRequestError, match=words) as refused:
+                await served.client(key).chat.completions.create(model="m", messages=asked(*pictures))
+            assert (refused.value.code, str(refused.value.param)[:8]) == (code, "messages")
+            assert not looking.seen
+
+    asyncio.run(check())
+
+
+def test_a_model_of_text_alone_is_shown_no_picture_and_an_assistant_shows_none(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, Looking()) as served:
+            key = served.key()
+            await served.keys_read()
+            create = served.client(key).chat.completions.create
+            with pytest.raises(openai.BadRequestError, match="this model reads text alone"):
+                await create(model="m", messages=asked(url(ONE.picture)))
+            with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: expected image_url"):
+                await create(model="m", messages=[{**asked(url(ONE.picture))[0], "role": "assistant"}])
+
+    asyncio.run(check())

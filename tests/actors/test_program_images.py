@@ -1,0 +1,90 @@
+"""Pictures that programs show to the policy: recorded by reference, sampled and trained as those of rollouts are."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+
+from actors.engines.engine import Engine, Sampling
+from actors.engines.torch import TorchEngine
+from actors.program.workflow import Program
+from actors.rollout.session import CachedTokenizer, Session
+from infra.model.model import load_model, load_tokenizer
+from infra.store.images import ImageReader
+from infra.store.memory import MemoryStore
+from infra.store.store import BLOBS
+from schemas import Experience, Message, Score, Task
+from tests.actors.gateway.gateway_rig import EOS
+from tests.actors.gateway.test_gateway_images import ONE, Eyes, Looking, asked, url
+from tests.eye_model import build_eye_model
+from trainer.batch.image_inputs import open_sight
+
+TASK = Task(id="t", messages=(Message(role="user", content="Hi"),), answer="secret", split="train")
+
+
+class ChatEyes(Eyes):
+    """One that a session can use too."""
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        return self.encode_request([{"role": one.role, "content": one.content} for one in messages])
+
+
+async def looks(base_url: str, key: str) -> float:
+    """Two turns over one picture."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        messages = asked(url(ONE.picture), text="count")
+        first = await client.chat.completions.create(model="m", messages=messages)
+        said: list[Any] = [
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "count"},
+        ]
+        await client.chat.completions.create(model="m", messages=[*messages, *said])
+        return 1.0
+
+
+def play(engine: Engine, tokenizer: Any, store: MemoryStore, sampling: Sampling) -> tuple[Experience, ...]:
+    async def run() -> tuple[tuple[Score, ...], tuple[Experience, ...]]:
+        await engine.start()
+        try:
+            session = Session(engine, CachedTokenizer(tokenizer), sampling, ImageReader(store))
+            scores = await Program(use=f"{__name__}:looks")(TASK, session)
+            return scores, tuple(session.experiences(group="t.0", attempt=0, episode=0))
+        finally:
+            await engine.close()
+
+    scores, found = asyncio.run(run())
+    assert scores == (Score(name="program", value=1.0),)
+    return found
+
+
+def test_a_picture_of_a_program_is_one_sequence_with_its_reference_and_lies_where_the_trainer_looks() -> None:
+    store, looking = MemoryStore(), Looking("One.", "Two.")
+    (experience,) = play(looking, ChatEyes(), store, Sampling(max_tokens=64, stop=(EOS,)))
+    assert [len(shown) for shown in looking.seen] == [1, 1]
+    assert [message.images for message in experience.messages] == [(ONE.image,), (), (), ()]
+    assert store.get(BLOBS + ONE.image.sha256) == ONE.picture
+
+
+@pytest.mark.slow
+def test_what_a_model_that_sees_sampled_for_a_program_is_what_the_trainer_computes_of_it(tmp_path: Path) -> None:
+    folder = build_eye_model(tmp_path / "model")
+    tokenizer, store = load_tokenizer(folder), MemoryStore()
+    sampling = Sampling(max_tokens=5, stop=tokenizer.eos_ids)
+    for experience in play(TorchEngine(model=str(folder), seed=1), tokenizer, store, sampling):
+        assert experience.messages[0].images == (ONE.image,)
+        sight: Any = open_sight(str(folder), store)
+        shown = sight.pictures(experience)
+        module: Any = load_model(folder)
+        ids = torch.tensor([experience.tokens.tolist()])
+        with torch.no_grad():
+            seen = module.get_image_features(torch.from_numpy(np.stack(shown.pixels))).pooler_output
+            embedded = module.get_input_embeddings()(ids)
+            embedded[0, torch.from_numpy(shown.places_P)] = torch.cat(tuple(seen))
+            logits = module(inputs_embeds=embedded).logits[0]
+        every = torch.log_softmax(logits, -1)[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+        at = [place for span in experience.spans for place in range(span.start, span.stop)]
+        np.testing.assert_allclose(experience.logprobs, every[np.array(at) - 1], atol=1e-4, rtol=0)
