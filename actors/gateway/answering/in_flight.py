@@ -19,7 +19,7 @@ Watch = Callable[[int], OnText]  # gives the listener of a choice
 class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served. place: for its answers. session: "" where the client
     named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: the user
-    whose key it is sealed under, "" for none. failed: by the engine.
+    whose key it is sealed under, "" for none. reason: why it does not go on from earlier turns. failed: by the engine.
     """
 
     place: TakenPlaces
@@ -35,6 +35,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     sampling: Sampling
     trial: int
     subject: str
+    reason: str = ""
     growing: list[Growing | None] = []
     answers: list[SampledAnswer] = []
     failed: bool = False
