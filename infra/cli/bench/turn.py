@@ -64,7 +64,7 @@ def made(source: random.Random) -> tuple[Tokenizer, list[str]]:
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = TEMPLATE
     questions = [" ".join(source.choices(words, k=WORDS)) for _ in range(TURNS)]
-    return Tokenizer(fast, (backend.token_to_id("<|im_end|>"),)), questions
+    return Tokenizer(fast, (int(fast.convert_tokens_to_ids("<|im_end|>")),)), questions
 
 
 class Saying(ScriptedEngine):
