@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.grids import rest_long
 from tests.peak import PEAK_MB
 from tests.trainer.trainer_samples import long_microbatch, tiny_model
 from trainer.learners import attention
-from trainer.learners.attention import DENSE_TOKENS, Abilities, Tree, block_mask, dense_mask, reading_path
+from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, reading_path
 from trainer.learners.forward import PackedModel
 
 WIDTH, HEADS, KEY_HEADS = 8, 4, 2
@@ -56,7 +57,7 @@ def plain_attention(query, key, value, mask, *, scaling, softcap=None, s_aux=Non
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("num_T", [1, 255, 256, 257, 700])
+@pytest.mark.parametrize("num_T", rest_long([1, 257, 255, 256, 700], 2))
 @pytest.mark.parametrize("extra", ["", "window", "softcap", "sinks"])
 def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, extra):
     reach_BT, position_BT = trees(num_T, num_T, branching=0.02)
@@ -70,7 +71,7 @@ def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, 
         torch.nn.Identity(),
         *given[:3],
         None,
-        tree=Tree(reach_BT, position_BT, "blocks"),
+        tree=RowTrees(reach_BT, position_BT, "blocks"),
         scaling=0.3,
         sliding_window=window or None,
         **options | ({"s_aux": given[3]} if extra == "sinks" else {}),
@@ -92,7 +93,7 @@ def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, 
 def test_what_the_cpus_kernel_kept_gives_the_bits_of_a_block_computed_again(dtype, key_heads):
     num_T = 600
     reach_BT, position_BT = trees(3, num_T, branching=0.02)
-    tree, settings = Tree(reach_BT, position_BT, "blocks"), {"scaling": 0.3}
+    tree, settings = RowTrees(reach_BT, position_BT, "blocks"), {"scaling": 0.3}
     torch.manual_seed(0)
     given = [torch.randn(2, heads, num_T, WIDTH).to(dtype) for heads in (HEADS, key_heads, key_heads)]
     leaves = [one.clone().requires_grad_() for one in given]
@@ -141,6 +142,7 @@ def test_the_block_mask_of_flex_attention_shows_what_the_tree_shows(seed, num_T,
     assert not expected.any(), "something that is seen lies in no block"
 
 
+@pytest.mark.long
 def test_flex_attention_under_the_block_mask_computes_what_a_dense_mask_does():
     reach_BT, position_BT = trees(0, 300)
     torch.manual_seed(0)
@@ -178,6 +180,7 @@ def gradients(packed: PackedModel, states: torch.Tensor) -> dict[str, torch.Tens
     return {name: one.grad.clone() for name, one in packed.module.named_parameters() if one.grad is not None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["blocks", "unpacked"])
 def test_gradients_of_long_rows_are_those_of_a_dense_mask(tmp_path, path):
     packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
