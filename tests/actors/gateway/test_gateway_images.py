@@ -206,6 +206,7 @@ def test_a_model_of_text_alone_is_shown_no_picture_and_an_assistant_shows_none(t
             with pytest.raises(openai.BadRequestError, match="this model reads text alone"):
                 await create(model="m", messages=asked(url(ONE.picture)))
             with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: expected image_url"):
-                await create(model="m", messages=[{**asked(url(ONE.picture))[0], "role": "assistant"}])
+                shown: Any = {**asked(url(ONE.picture))[0], "role": "assistant"}
+                await create(model="m", messages=[shown])
 
     asyncio.run(check())
