@@ -19,7 +19,7 @@ from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
 from schemas import Experience, Message, Score, Task
 from tests.actors.gateway.gateway_rig import EOS
-from tests.actors.gateway.test_gateway_images import ONE, Eyes, Looking, asked, url
+from tests.actors.gateway.test_gateway_images import ONE, Eyes, asked, looks, url
 from tests.eye_model import build_eye_model
 from trainer.batch.image_inputs import open_sight
 
@@ -33,7 +33,7 @@ class ChatEyes(Eyes):
         return self.encode_request([{"role": one.role, "content": one.content} for one in messages])
 
 
-async def looks(base_url: str, key: str) -> float:
+async def counts(base_url: str, key: str) -> float:
     """Two turns over one picture."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
         messages = asked(url(ONE.picture), text="count")
@@ -51,7 +51,7 @@ def play(engine: Engine, tokenizer: Any, store: MemoryStore, sampling: Sampling)
         await engine.start()
         try:
             session = Session(engine, CachedTokenizer(tokenizer), sampling, ImageReader(store))
-            scores = await Program(use=f"{__name__}:looks")(TASK, session)
+            scores = await Program(use=f"{__name__}:counts")(TASK, session)
             return scores, tuple(session.experiences(group="t.0", attempt=0, episode=0))
         finally:
             await engine.close()
@@ -62,7 +62,7 @@ def play(engine: Engine, tokenizer: Any, store: MemoryStore, sampling: Sampling)
 
 
 def test_a_picture_of_a_program_is_one_sequence_with_its_reference_and_lies_where_the_trainer_looks() -> None:
-    store, looking = MemoryStore(), Looking("One.", "Two.")
+    store, looking = MemoryStore(), looks("One.", "Two.")
     (experience,) = play(looking, ChatEyes(), store, Sampling(max_tokens=64, stop=(EOS,)))
     assert [len(shown) for shown in looking.seen] == [1, 1]
     assert [message.images for message in experience.messages] == [(ONE.image,), (), (), ()]
