@@ -15,6 +15,7 @@ from tests.actors.gateway.families import FAMILIES, WEATHER, family_tokenizer
 from tests.actors.gateway.gateway_rig import Served, serving
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
+TOOLS: list[Any] = [WEATHER]
 FUNCTION = WEATHER["function"]
 Told = tuple[str, str, list[tuple[str, Any]]]  # what was thought, what was said, and calls
 
@@ -28,7 +29,7 @@ def samples(tokenizer: Tokenizer, text: str) -> ScriptedEngine:
 
 async def chat(client: openai.AsyncOpenAI, served: Served, stream: bool) -> Told:
     if not stream:
-        answer = await client.chat.completions.create(model="m", messages=ASK, tools=[WEATHER])  # type: ignore[list-item]
+        answer = await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS)
         message = answer.choices[0].message.model_dump()
         calls = [one["function"] for one in message["tool_calls"] or ()]
         return (
@@ -38,7 +39,7 @@ async def chat(client: openai.AsyncOpenAI, served: Served, stream: bool) -> Told
         )
     thought = said = ""
     found = []
-    pieces: Any = await client.chat.completions.create(model="m", messages=ASK, tools=[WEATHER], stream=True)  # type: ignore[call-overload]
+    pieces: Any = await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS, stream=True)
     async for piece in pieces:
         delta = piece.choices[0].delta.model_dump()
         thought, said = thought + (delta.get("reasoning") or ""), said + (delta["content"] or "")
