@@ -8,6 +8,7 @@ failed with a cause: agent (it raised, crashed, or asked nothing), reward (its r
 """
 
 import asyncio
+import base64
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -22,7 +23,8 @@ from actors.rollout.session import CachedTokenizer, Session
 from infra.settings.config import Positive, Section, decode
 from infra.settings.outside import checked_url
 from infra.settings.plugin import load
-from schemas import Score, Task
+from infra.store.images import ImageReader, images_of
+from schemas import Message, Score, Task
 from schemas.errors import ConfigError
 
 
@@ -78,10 +80,11 @@ class Program:
         limits = EpisodeLimits(options.at_once, options.requests)
         parser = await self._prepared(tokenizer)
         episode = Episode(session, tokenizer, parser, limits, own_sampling=options.sampling == "program")
+        shown = await asyncio.to_thread(told, task, session.images) if images_of(task.messages) else told(task)
         await self._site.start()
         self._site.open(episode)
         try:
-            said = await self._run(Access(self._site.address, episode.key, MODEL, told(task)))
+            said = await self._run(Access(self._site.address, episode.key, MODEL, shown))
             result = result_of(said)
         except EpisodeFailed:
             if episode.stopped is not None:
@@ -122,10 +125,25 @@ def _function(options: ProgramOptions) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-def told(task: Task) -> dict[str, Any]:
-    """A task as a program gets it: without the answer, which is for those who judge."""
-    messages = [{"role": message.role, "content": message.content} for message in task.messages]
+def told(task: Task, images: ImageReader | None = None) -> dict[str, Any]:
+    """A task as a program gets it: without the answer, which is for those who judge; with pictures as a chat has them. Raises
+    BadImage, StoreError.
+    """
+    messages = [
+        {"role": one.role, "content": _content(one, images) if one.images else one.content} for one in task.messages
+    ]
     return {"id": task.id, "messages": messages, "meta": dict(task.meta)}
+
+
+def _content(message: Message, images: ImageReader | None) -> list[dict[str, Any]]:
+    """Parts of a message, the pictures first."""
+    if images is None:
+        raise ValueError(f"messages: got {len(message.images)} images, expected none: this session reads no store")
+    parts: list[dict[str, Any]] = []
+    for image in message.images:
+        data = base64.b64encode(images.data(image)).decode()
+        parts.append({"type": "image_url", "image_url": {"url": f"data:{image.media_type};base64,{data}"}})
+    return [*parts, {"type": "text", "text": message.content}]
 
 
 def _scored(result: Result, episode: Episode, session: Session) -> tuple[Score, ...]:

@@ -107,6 +107,13 @@ class ImageReader:
             if image in self._kept:
                 self._kept.move_to_end(image)
                 return self._kept[image]
+        array = self._prepare(decode_image(image, self.data(image)))
+        array.flags.writeable = False
+        self._keep(image, array)
+        return array
+
+    def data(self, image: Image) -> bytes:
+        """The bytes that lie in an image's place, as many as it has. Raises BadImage, StoreError."""
         check_size(image)
         key = BLOBS + image.sha256
         try:
@@ -116,10 +123,7 @@ class ImageReader:
             raise BadImage(MISSING, f"{key} is not in the store") from error
         if size != image.size:
             raise BadImage(ALTERED, f"{key}: got {size} bytes, expected {image.size}")
-        array = self._prepare(decode_image(image, data))
-        array.flags.writeable = False
-        self._keep(image, array)
-        return array
+        return data
 
     def deposit(self, image: Image, data: bytes) -> None:
         """Put the bytes of an image where readers look for them. Raises BadImage, StoreError."""

@@ -1,40 +1,24 @@
 """Tasks with images through the explorer on a log in memory: pixels to the engine, references to the log."""
 
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 
-from actors.engines.engine import Completion, OnChunk, Sampling
 from actors.engines.scripted import ScriptedEngine
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
-from infra.store.images import MISSING, Pixels, deposit_image
+from infra.store.images import MISSING, deposit_image
 from infra.store.memory import MemoryStore
 from schemas import DropMarker, Image, Issued, Message, Task
 from schemas.topics import EXPERIENCES, TASKS, VERIFIED
+from tests.actors.looking import Looking
 from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, Heard, memory_log, running, until
 from tests.eye_model import drawings
 from tests.role import role_of
 
 
-class Looking(ScriptedEngine):
-    """Remembers what it was shown."""
-
-    def __init__(self) -> None:
-        super().__init__(seed=1, num_vocabulary=128, max_model_len=64)
-        self.seen: list[tuple[Pixels, ...]] = []
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        on_chunk: OnChunk | None = None,
-        images: Sequence[Pixels] = (),
-    ) -> Completion:
-        self.seen.append(tuple(images))
-        return await super().generate(prompt, sampling, on_chunk=on_chunk)
+def looks() -> Looking:
+    return Looking(seed=1, num_vocabulary=128, max_model_len=64)
 
 
 def issued(name: str, *images: Image) -> Task:
@@ -63,7 +47,7 @@ async def explore(store: MemoryStore, tasks: list[Task], engine: ScriptedEngine)
 
 
 def test_the_engine_is_shown_the_pixels_and_the_experience_keeps_the_references() -> None:
-    store, engine = MemoryStore(), Looking()
+    store, engine = MemoryStore(), looks()
     found = drawings(2)
     for one in found:
         deposit_image(store, one.image, one.picture)
@@ -80,7 +64,7 @@ def test_an_image_that_cannot_be_shown_fails_its_own_episodes_by_name_and_is_cou
     good, gone = drawings(2)
     deposit_image(store, good.image, good.picture)
     tasks = [issued("good", good.image), issued("gone", gone.image)]
-    raw, verified, metrics = asyncio.run(explore(store, tasks, Looking()))
+    raw, verified, metrics = asyncio.run(explore(store, tasks, looks()))
     assert {one.group for one in raw.experiences} == {"good.0"} and len(raw.experiences) == 2
     assert [stub.group for stub in verified.of(DropMarker)] == ["gone.0"] * 2
     counted = {name: value for name, value in metrics.counters().items() if "bad_images" in name}

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import pytest
 from anthropic import AsyncAnthropic
 from PIL import Image as Pillow
 
-from actors.engines.engine import Completion, OnChunk, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.gateway.config import RedactRules
-from infra.store.images import Pixels, decode_image
+from infra.store.images import decode_image
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
 from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, Served, says, serving
+from tests.actors.looking import Looking
 from tests.eye_model import drawings
 
 ONE, OTHER = drawings(2)
@@ -45,23 +43,8 @@ class Eyes(ByteTokenizer):
         return super().encode_request(shown, tools)
 
 
-class Looking(ScriptedEngine):
-    """Remembers what it was shown."""
-
-    def __init__(self, *texts: str) -> None:
-        super().__init__(num_vocabulary=VOCABULARY, max_model_len=4096, script=says(*(texts or ("A ring.",))))
-        self.seen: list[tuple[Pixels, ...]] = []
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        on_chunk: OnChunk | None = None,
-        images: Sequence[Pixels] = (),
-    ) -> Completion:
-        self.seen.append(tuple(images))
-        return await super().generate(prompt, sampling, on_chunk=on_chunk)
+def looks(*texts: str) -> Looking:
+    return Looking(num_vocabulary=VOCABULARY, max_model_len=4096, script=says(*(texts or ("A ring.",))))
 
 
 async def chat(client: openai.AsyncOpenAI, served: Served, stream: bool) -> None:
@@ -104,7 +87,7 @@ async def messages(client: openai.AsyncOpenAI, served: Served, stream: bool) -> 
 @pytest.mark.parametrize("api", [chat, responses, messages])
 def test_a_picture_is_shown_to_the_engine_and_recorded_by_reference(tmp_path: Path, api: Any, stream: bool) -> None:
     async def check() -> None:
-        looking, store = Looking(), MemoryStore()
+        looking, store = looks(), MemoryStore()
         async with serving(tmp_path, looking, tokenizer=Eyes(), store=store, redact=KEEP) as served:
             key = served.key()
             await served.keys_read()
@@ -128,7 +111,7 @@ def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_a_name
 ) -> None:
     async def check() -> None:
         store = MemoryStore()
-        async with serving(tmp_path, Looking(), tokenizer=Eyes(), store=store, redact=redact) as served:
+        async with serving(tmp_path, looks(), tokenizer=Eyes(), store=store, redact=redact) as served:
             key = served.key()
             await served.keys_read()
             more: Any = {} if user is None else {"user": user}
@@ -147,7 +130,7 @@ def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_a_name
 
 def test_a_session_goes_on_with_its_picture_and_not_with_another(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, Looking(), tokenizer=Eyes(), redact=KEEP) as served:
+        async with serving(tmp_path, looks(), tokenizer=Eyes(), redact=KEEP) as served:
             key = served.key()
             await served.keys_read()
             client = served.client(key).with_options(default_headers={"x-session-id": "s"})
@@ -185,7 +168,7 @@ def test_a_picture_that_cannot_be_taken_is_refused_by_its_place(
     tmp_path: Path, pictures: list[str], code: str | None, words: str
 ) -> None:
     async def check() -> None:
-        looking = Looking()
+        looking = looks()
         async with serving(tmp_path, looking, tokenizer=Eyes()) as served:
             key = served.key()
             await served.keys_read()
@@ -199,13 +182,14 @@ def test_a_picture_that_cannot_be_taken_is_refused_by_its_place(
 
 def test_a_model_of_text_alone_is_shown_no_picture_and_an_assistant_shows_none(tmp_path: Path) -> None:
     async def check() -> None:
-        async with serving(tmp_path, Looking()) as served:
+        async with serving(tmp_path, looks()) as served:
             key = served.key()
             await served.keys_read()
             create = served.client(key).chat.completions.create
             with pytest.raises(openai.BadRequestError, match="this model reads text alone"):
                 await create(model="m", messages=asked(url(ONE.picture)))
             with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: expected image_url"):
-                await create(model="m", messages=[{**asked(url(ONE.picture))[0], "role": "assistant"}])
+                shown: Any = {**asked(url(ONE.picture))[0], "role": "assistant"}
+                await create(model="m", messages=[shown])
 
     asyncio.run(check())

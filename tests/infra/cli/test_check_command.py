@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from infra.cli.main import app
+from tests.infra.chat_models import STYLES, build_chat_model
 
 PLUGIN = """
 from headrace import Drop, Experience, Feedback, feedback, processor
@@ -146,3 +147,18 @@ def test_experts_that_one_side_wants_and_the_other_does_not_record_are_told(conf
         told = check(config, *arguments)
         assert told.exit_code == 0, told.output
         assert [note in " ".join(told.output.split()) for note in notes] == expected
+
+
+@pytest.mark.parametrize(
+    ("style", "more", "shown"),
+    [
+        ("chatml", "", "tool calls as hermes, thoughts as think, by the chat template"),
+        ("mistral", "", "tool calls as mistral, thoughts as think, by the chat template"),
+        ("llama3", 'tool_parser = "none"', "tool calls as none, thoughts as think, by [policy]"),
+    ],
+)
+def test_how_the_model_writes_calls_and_thoughts_is_shown(config: Path, style: str, more: str, shown: str) -> None:
+    build_chat_model(config.parent / "model", STYLES[style])
+    config.write_text(config.read_text() + f'[policy]\nmodel = "model"\n{more}\n')
+    result = check(config)
+    assert result.exit_code == 0 and shown in " ".join(result.output.split()), result.output
