@@ -63,6 +63,7 @@ class Plan:
                 max_staleness=pacing.max_staleness,
                 steps_per_version=pacing.steps_per_version,
                 first_version=config.first_version,
+                in_flight=pacing.groups_in_flight,
             )
         )
         self.clock_ms = 0
