@@ -12,7 +12,7 @@ class BatchItem(Struct, frozen=True, array_like=True):
     """One experience as trained: where it lies in `buffer`, and the numbers the loss used.
 
     index: within its block. use: 0 the first time it is trained in the lane, as whichever revision. min_version: oldest
-    sampled token's. weight: multiplies its loss terms.
+    sampled token's of those that are trained. weight: multiplies its loss terms.
 
     Example: BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual", min_version=11,
                        advantage=0.93)
@@ -39,10 +39,13 @@ class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
     """The journal: what one optimizer step trains on, in order, written before the step.
 
     token: fencing token; the first record per (token, step) counts. version: policy version before the step.
-    phase: "warmup" or "train". drops: reason to experiences dropped at the draw or in the batch chain. dropped: those
-    that the batch chain took out of the step, dropped_because: why, one each. seed: of everything random in the step.
-    config_hash: of the settings that shape the step. blocks: BLAKE2b-128 of each block's record in `buffer`, in the order
-    in which `items` and then `dropped` first name them, so that one that was altered since can be named.
+    phase: "warmup" or "train". drops: reason to experiences dropped at the draw or in the batch chain. dropped: those of
+    the draw that are wholly too old, and those that the batch chain took out of the step, dropped_because: why, one each.
+    masked_below: usual tokens that a version below it sampled are no targets of this step, -1 where there are none. masked:
+    how many of those the items have.
+    seed: of everything random in the step. config_hash: of the settings that shape the step. blocks: BLAKE2b-128 of each
+    block's record in `buffer`, in the order in which `items` and then `dropped` first name them, so that one that was
+    altered since can be named.
 
     Example: Batch(run="demo", token=17, step=40, version=40, seed=40,
                    items=(BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual"),))
@@ -60,6 +63,8 @@ class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
     config_hash: str = ""
     blocks: Digests = ()
     dropped_because: Annotated[tuple[str, ...], Bounds(max_length=65_536)] = ()
+    masked_below: Number = -1
+    masked: Count = 0
 
 
 class Fence(Struct, frozen=True, tag_field="kind", tag="fence"):

@@ -71,7 +71,8 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     For people alone: counters, which only grow within one `instance`; gauges, which are of now; both by the names of the
     Prometheus metrics; and state. What others decide from has a field of its own, where None, in logs written before it,
     says nothing: life; is_canary, of a gateway; master; holds.
-    chains: of a stream worker, stage to its steps with their versions, partitions: stage to the partitions it holds.
+    chains: of a stream worker, stage to its steps with their versions. partitions: stage to the partitions it holds; of an
+    explorer those of `tasks` that it reads, from which the master decides what it gets.
     holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some reports only, and at
     most MAX_HELD of them. answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended.
     alarms: what an operator should look at, a sentence each.

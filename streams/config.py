@@ -266,7 +266,8 @@ class LimitsConfig(Section, frozen=True):
 class CollectConfig(Section, frozen=True):
     """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
 
-    deadline_s: a group is closed so long after its first record, whoever is missing. revisions: how often late words may
+    deadline_s: a group is closed so long after its first record, whoever is missing: longer than an episode may take
+    (`explore.episode_timeout_s`), or slow episodes are left out. revisions: how often late words may
     close a group anew; later ones are counted as "revised often enough", but what is taken back always is. retrainings:
     how often of these, under late = "retrain", an answer is trained again; later verdicts are counted as "retrained often
     enough" and change the copy that was not drawn yet. difficulty: drop groups of two and more episodes with all rewards
@@ -279,7 +280,7 @@ class CollectConfig(Section, frozen=True):
     Example: CollectConfig(deadline_s=120)
     """
 
-    deadline_s: Seconds = 300.0
+    deadline_s: Seconds = 3900.0
     revisions: Positive = 16
     retrainings: NonNegative = 2
     session_s: Annotated[float, msgspec.Meta(ge=0, description="a number of seconds, 0 or more")] = 300.0

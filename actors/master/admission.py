@@ -6,8 +6,9 @@
 With G fresh groups per step, η versions of staleness and k steps per version, at most (η·k + 1)·G are outstanding.
 Every step before the last one that may hold a new group draws G groups issued earlier, so the step that draws it is
 known at most, and with it the policy version of that step; the group must be sampled by a version at most η older.
-Guarantee: a group drawn in issue order, by full steps, is never older than η, however late this view of the log is. The
-state depends only on what was issued and on the order within `progress`: a restart recounts it exactly.
+Guarantee: a group drawn in issue order, by full steps, is never older than η, however late this view of the log is, unless
+`in_flight` allows more groups than that: then the trainer leaves out the tokens that got too old. The state depends only
+on what was issued and on the order within `progress`: a restart recounts it exactly.
 """
 
 import msgspec
@@ -16,7 +17,8 @@ from schemas import Closure, Drawn, Issued
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """G, η and k of the pacing, and the version that the first optimizer step of groups runs at.
+    """G, η and k of the pacing, and the version that the first optimizer step of groups runs at. in_flight: the most groups
+    outstanding, 0 for as many as the bound allows.
 
     Example: AdmissionLimits(groups_per_step=32, max_staleness=2, steps_per_version=1)
     """
@@ -25,11 +27,17 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     steps_per_version: int
     first_version: int = 0
+    in_flight: int = 0
+
+    @property
+    def within_bound(self) -> int:
+        """(η·k + 1)·G groups."""
+        return (self.max_staleness * self.steps_per_version + 1) * self.groups_per_step
 
     @property
     def max_outstanding(self) -> int:
-        """(η·k + 1)·G groups."""
-        return (self.max_staleness * self.steps_per_version + 1) * self.groups_per_step
+        """Groups that may be outstanding at once."""
+        return self.in_flight or self.within_bound
 
 
 class OutstandingGroup(msgspec.Struct):
@@ -69,6 +77,8 @@ class Admission:
         steps = (len(self.outstanding) if ahead is None else ahead) // limits.groups_per_step + 1
         done = min(self.steps_at_version, limits.steps_per_version)
         version_at_draw = self.version + (done - 1 + steps) // limits.steps_per_version
+        if limits.max_outstanding > limits.within_bound:  # what is begun now is drawn when it is done, whatever its age
+            version_at_draw = self.version
         return max(limits.first_version, version_at_draw - limits.max_staleness)
 
     def ahead(self, group: str) -> int:

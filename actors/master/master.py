@@ -135,7 +135,7 @@ async def _publish(log: Log, plan: Plan, metrics: Metrics, decisions: Decisions)
             _log.info("gate version=%d passed=%s reason=%s", decision.version, decision.passed, decision.reason)
     for kind, tasks in decisions.tasks.items():
         if tasks:
-            await log.publish_all(TASKS, tasks)
+            await log.publish_all(TASKS, tasks, [plan.place(task) for task in tasks])
             metrics.counter("issued", kind=kind).inc(len(tasks))
 
 
@@ -165,6 +165,9 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
         if plan.look_for_canary():
             _log.warning("canary_missing trial=%d", plan.gate.stable.trial)
         metrics.gauge(CANARY_MISSING).set(plan.canary.missing_s)
+        if plan.placing.look(plan.clock_ms):
+            _log.warning("explorers_without_partition explorers=%s", ",".join(plan.placing.idle(plan.clock_ms)))
+        metrics.gauge("explorers_without_partition").set(len(plan.placing.idle(plan.clock_ms)))
         metrics.gauge("tasks").set(len(plan.book.tasks))
         metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
         await role.log.publish(
@@ -178,7 +181,7 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
                 state=state.state,
                 life="ended" if state.state == "done" else "working",
                 master=state,
-                alarms=tuple(plan.gate.alarms()),
+                alarms=(*plan.gate.alarms(), *plan.placing.alarms(plan.clock_ms)),
             ),
         )
         await asyncio.sleep(every_s)

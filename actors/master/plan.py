@@ -18,6 +18,7 @@ from actors.master.decisions import Decisions, EvalRequest
 from actors.master.evaluation import EvalBook, parse_eval_group
 from actors.master.gate.gate import Gate
 from actors.master.issue import evaluation, rollout, round_of
+from actors.master.placing import Placing
 from actors.master.taskbook import Pool, TaskBook
 from infra.policies.policy_feed import PolicyFeed
 from infra.roles.absence import Absence
@@ -26,6 +27,7 @@ from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, 
 from schemas.errors import FencedOut
 from schemas.fields import MasterPhase
 from schemas.ids import task_of
+from schemas.topics import TASKS
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +65,10 @@ class Plan:
                 max_staleness=pacing.max_staleness,
                 steps_per_version=pacing.steps_per_version,
                 first_version=config.first_version,
+                in_flight=pacing.groups_in_flight,
             )
         )
+        self.placing = Placing()
         self.clock_ms = 0
         self.active_s = 0.0
         self.running_ms = 0
@@ -117,11 +121,15 @@ class Plan:
         self.gate.closure(closure, timestamp_ms)
         if closure.mean_reward is not None and closure.revision == 0:
             self.book.rewarded(closure.group, closure.mean_reward)
+        if closure.revision == 0:
+            self.placing.ended(closure.group)
         return self.admission.closed(closure)
 
     def drawn(self, drawn: Drawn) -> int:
         """A Drawn of `progress`; how many outstanding groups it ended."""
         self._moved_ms = self.clock_ms
+        for group in (*drawn.groups, *drawn.dropped):
+            self.placing.ended(group)
         return self.admission.drawn(drawn)
 
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
@@ -129,16 +137,21 @@ class Plan:
         self.gate.progress(progress, timestamp_ms)
         if progress.is_canary:
             self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
+        if progress.role == "explore" and progress.life == "ended":
+            self.placing.left(progress.instance)
         if progress.role != "explore" or progress.life not in ("working", None):
             return  # None, of an older explorer: a group that is issued again too early costs less than one that never is
         if self._explorer_ms is not None:
             self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
         self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
+        self.placing.heard(progress.instance, progress.partitions.get(TASKS.name), timestamp_ms)
         for group, attempt in (progress.holds or {}).items():
             if parse_eval_group(group) is not None:
                 self.evals.held(group, self.active_s)
             else:
                 self.admission.held(group, attempt, self.active_s)
+                if (known := self.admission.outstanding.get(group)) is not None and not known.buffered:
+                    self.placing.has(progress.instance, group, self.config.num_episodes)
 
     def policy(self, event: PolicyEvent, offset: int, timestamp_ms: int | None = None) -> None:
         """A record of `policies`."""
@@ -234,6 +247,12 @@ class Plan:
             for task in tasks:
                 assert task.issued is not None
                 self.issued(task.issued)
+
+    def place(self, task: Task) -> int | None:
+        """The partition that an issued task is sent to, and from then on counts as; None to leave it to its key."""
+        issued = task.issued
+        assert issued is not None
+        return self.placing.place(issued.group, issued.num_episodes, self.clock_ms, counts=not issued.suite)
 
     def _rollouts(self) -> tuple[Task, ...]:
         pool = self.book.pool(self.config.split, measured=self.config.curriculum == "easy_to_hard")

@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from contextlib import aclosing
 
+import msgspec
+
 from actors.config import ExploreConfig
 from actors.engines.engine import Engine
 from actors.engines.reload import PolicyFollower
@@ -69,7 +71,7 @@ async def run_explorer(
             follower.read(),
             _hear(runtime, scheduler),
             follower.load(),
-            _report(runtime, scheduler, follower),
+            _report(runtime, scheduler, follower, reader),
             _drain(scheduler, config.drain_s, role.stop, halt),
         )
         await log.publish(PROGRESS, _progress(runtime, "stopped", "ended"))
@@ -173,7 +175,7 @@ async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt
     halt.set()
 
 
-async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower) -> None:
+async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower, reader: Reader) -> None:
     """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group.
 
     What it holds it tells often enough for one report to be lost before the master issues any of it again.
@@ -191,11 +193,16 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         metrics.gauge("policy_version").set(runtime.engine.version)
         holds = scheduler.holds(MAX_HELD) if clock() - told_s >= tell_every_s else None
         told_s = told_s if holds is None else clock()
-        await runtime.role.log.publish(PROGRESS, _progress(runtime, "serving", "working", holds))
+        told = msgspec.structs.replace(
+            _progress(runtime, "serving", "working"),
+            holds=holds,
+            partitions={TASKS.name: tuple(sorted(one.index for one in reader.positions()))},
+        )
+        await runtime.role.log.publish(PROGRESS, told)
         await asyncio.sleep(runtime.config.report_s)
 
 
-def _progress(runtime: RolloutRuntime, state: str, life: Life, holds: dict[str, int] | None = None) -> Progress:
+def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
     """All that was counted so far."""
     return Progress(
         role="explore",
@@ -205,5 +212,4 @@ def _progress(runtime: RolloutRuntime, state: str, life: Life, holds: dict[str, 
         gauges=runtime.role.metrics.gauges(),
         state=state,
         life=life,
-        holds=holds,
     )

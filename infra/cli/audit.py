@@ -89,6 +89,8 @@ def table(account: Account) -> Table:
     rows.add_row("pending", f"{account.pending:,}")
     for lane, count in account.waiting.items():
         rows.add_row(f"of which waiting to be drawn in lane {lane}", f"{count:,}", style="dim")
+    if account.masked:
+        rows.add_row("tokens of the trained that were too old, not trained", f"{account.masked:,}", style="dim")
     for reason, count in account.cancelled.items():
         rows.add_row(f"episodes stopped, nothing published: {reason}", f"{count:,}", style="dim")
     if account.repeated:

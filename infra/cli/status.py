@@ -76,6 +76,7 @@ async def read_status(
             what: by_reason([one[-1][0] for one in reports.values()], f"{what}_cancelled")
             for what in ("episodes", "tokens")
         },
+        "masked": int(sum(one[-1][0].counters.get("tokens_masked", 0.0) for one in reports.values())),
         "accuracy": {
             message.value.suite: {
                 "version": message.value.version,
@@ -299,6 +300,10 @@ def show(console: Console, state: State) -> None:
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
     console.print(f"dropped    {drops or 'nothing'}", markup=False)
+    if state["masked"]:
+        console.print(
+            f"masked     {state['masked']:,} sampled tokens were older than pacing.max_staleness: not trained"
+        )
     for reason, count in state["cancelled"]["episodes"].items():
         tokens = state["cancelled"]["tokens"].get(reason, 0)
         console.print(

@@ -25,7 +25,8 @@ class Account(msgspec.Struct, frozen=True):
     (revision, use) the journal lists more than once; always empty unless a promise is broken. unknown: trained ids that
     were neither published nor are in the buffer, where processors put what they make. waiting: lane → of the pending, those
     in the buffer that are drawn without order (demonstrations): a drain does not use them up. repeated: deliveries of what was
-    delivered before, which count once. cancelled: reason → episodes that were stopped, of which nothing was published.
+    delivered before, which count once. masked: sampled tokens of the trained that were too old to be targets. cancelled:
+    reason → episodes that were stopped, of which nothing was published.
     """
 
     published: int
@@ -39,6 +40,7 @@ class Account(msgspec.Struct, frozen=True):
     waiting: dict[str, int] = {}
     repeated: int = 0
     cancelled: dict[str, int] = {}
+    masked: int = 0
 
     @property
     def on_the_way(self) -> int:
@@ -161,6 +163,7 @@ class Ledger:
             waiting=dict(sorted(Counter(lane for name in pending if (lane := self._drawn_at_will(name))).items())),
             repeated=self._repeated,
             cancelled=dict(Counter(self._cancelled.values()).most_common()),
+            masked=sum(one.masked for one in batches if one.step not in without_effect),
         )
 
     def _drawn_at_will(self, name: str) -> str:

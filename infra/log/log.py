@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from itertools import chain, repeat
 from typing import Literal
 
 import msgspec
@@ -127,21 +128,25 @@ class Log:
         """Return once the broker answers for the topic; nothing is stored. Raises BrokerUnavailable."""
         await self.bus.end_offsets(self.name(topic))
 
-    async def publish_all(self, topic: Topic, records: Iterable[Control | Block]) -> list[RecordPosition]:
-        """Store many records, a bounded number of them at once; order between them is not kept."""
+    async def publish_all(
+        self, topic: Topic, records: Iterable[Control | Block], partitions: Iterable[int | None] = ()
+    ) -> list[RecordPosition]:
+        """Store many records, a bounded number of them at once; order between them is not kept. partitions: of the records,
+        None for that of its key.
+        """
         turn = asyncio.Semaphore(MAX_IN_FLIGHT)
         tasks: list[asyncio.Task[RecordPosition]] = []
 
-        async def publish(record: Control | Block) -> RecordPosition:
+        async def publish(record: Control | Block, partition: int | None) -> RecordPosition:
             try:
-                return await self.publish(topic, record)
+                return await self.publish(topic, record, partition=partition)
             finally:
                 turn.release()
 
         async with asyncio.TaskGroup() as group:
-            for record in records:
+            for record, partition in zip(records, chain(partitions, repeat(None)), strict=False):
                 await turn.acquire()
-                tasks.append(group.create_task(publish(record)))
+                tasks.append(group.create_task(publish(record, partition)))
         return [task.result() for task in tasks]
 
     async def read(self, reader: Reader, *, timeout_s: float, max_records: int = 500) -> list[LogMessage]:

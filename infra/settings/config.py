@@ -198,9 +198,11 @@ class PolicyConfig(Section, frozen=True):
 class Pacing(Section, frozen=True):
     """[pacing]: how far sampling may run ahead of learning; read by the master and by the trainer.
 
-    groups_per_step: G, fresh usual groups per optimizer step. max_staleness: η, in versions, of a trained usual token.
-    steps_per_version: k. straggler_s: how long the trainer waits for a group about to pass η. reissue_s: an unfinished
-    group that no explorer has reported to hold for so long is issued again; how long it runs is of no account.
+    groups_per_step: G, fresh usual groups per optimizer step. max_staleness: η, in versions, of a trained usual token;
+    older ones are context. groups_in_flight: groups issued and not yet trained at most, 0 for (η·k + 1)·G, with which no
+    token of a rollout gets too old while it waits its turn. steps_per_version: k. straggler_s: how long the trainer waits
+    for a group whose first tokens are about to pass η. reissue_s: an unfinished group that no explorer has reported to hold
+    for so long is issued again; how long it runs is of no account.
 
     Example: Pacing(groups_per_step=32, max_staleness=2)
     """
@@ -210,6 +212,14 @@ class Pacing(Section, frozen=True):
     steps_per_version: Positive = 1
     straggler_s: Seconds = 30.0
     reissue_s: Seconds = 300.0
+    groups_in_flight: NonNegative = 0
+
+    def __post_init__(self) -> None:
+        if 0 < self.groups_in_flight < self.groups_per_step:
+            raise ValueError(
+                f"got groups_in_flight = {self.groups_in_flight}, expected groups_per_step = {self.groups_per_step} or more:"
+                " no step would ever be full"
+            )
 
 
 class Floor(Section, frozen=True):

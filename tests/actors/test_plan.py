@@ -1,5 +1,6 @@
 """The master's decisions from records alone."""
 
+import pytest
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, MasterConfig, StopRule
@@ -7,9 +8,11 @@ from actors.master.decisions import NOTHING
 from actors.master.evaluation import VERSION_PASSED, parse_eval_group
 from actors.master.plan import Plan
 from actors.rollout.waiting import issued_of
-from infra.settings.config import Pacing
+from infra.settings.config import Floor, Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
 from tests.actors.acting import eval_tasks, reissues, rollouts
+from trainer.config import TrainerConfig
+from trainer.journal.origin import config_hash
 
 PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=10.0)
 
@@ -266,3 +269,28 @@ def test_what_is_applied_is_not_decided_again_and_read_back_from_the_log_it_chan
         for one in tasks:
             made.issued(issued_of(one))
     assert made.decide() == NOTHING and made.admission.next_sequence == len(first.rollouts)
+
+
+def test_groups_in_flight_are_a_setting_and_what_begins_then_waits_for_no_version() -> None:
+    made = Plan(MasterConfig(), replace(PACING, groups_in_flight=20), policy="main")
+    made.tick(1_000_000)
+    made.task(task("task"))
+    issued = [issued_of(one) for one in rollouts(made)]
+    assert len(issued) == 20 and {one.min_version for one in issued} == {0}, "4 by the bound alone"
+    for version in range(1, 9):
+        made.drawn(Drawn(token=1, step=version, version=version, groups=(issued[version].group,)))
+    assert {issued_of(one).min_version for one in rollouts(made)} == {7}, "8, less the bound of 1"
+
+
+def test_fewer_groups_in_flight_than_the_bound_allows_keep_it_and_fewer_than_a_step_are_refused() -> None:
+    made = Plan(MasterConfig(), replace(PACING, groups_in_flight=3), policy="main")
+    made.task(task("task"))
+    assert len(rollouts(made)) == 3, "4 by the bound"
+    with pytest.raises(ValueError, match="got groups_in_flight = 1, expected groups_per_step = 2 or more"):
+        replace(PACING, groups_in_flight=1).__post_init__()
+
+
+def test_how_many_groups_are_in_flight_shapes_no_step() -> None:
+    floor = Floor(app="t", pacing=PACING)
+    other = replace(floor, pacing=replace(PACING, groups_in_flight=20))
+    assert config_hash(TrainerConfig(), floor) == config_hash(TrainerConfig(), other)

@@ -16,6 +16,7 @@ from schemas import (
     Issued,
     Join,
     Message,
+    Progress,
     Score,
     Span,
     Stretch,
@@ -41,6 +42,10 @@ def golden_block(name: str = BLOCK_FORMATS[-1]) -> bytes:
 @pytest.mark.parametrize("kind", CONTROL_KINDS, ids=lambda kind: kind.__name__)
 def test_released_bytes_decode_to_the_docstring_example(kind: type[Any]) -> None:
     assert decode(golden(kind)) == example_of(kind)
+
+
+def test_a_progress_of_before_it_had_more_fields_than_a_short_map_still_decodes() -> None:
+    assert decode(bytes.fromhex((GOLDEN / "Progress-1.hex").read_text())) == example_of(Progress)
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)

@@ -46,6 +46,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_suite: tasks that versions are evaluated on. num_moves: of the stable channel, by hand. num_trials:
     moves of the canary channel, by hand, with which there is a canary.
     num_customers: of the gateway, without which there is none.
+    groups_in_flight, enough: as in the settings.
     fail_at, poison_at: seeds of steps whose loss is not finite, and of those that leave weights that are not.
     """
 
@@ -68,6 +69,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_trials: int = 0
     fail_at: tuple[int, ...] = ()
     poison_at: tuple[int, ...] = ()
+    groups_in_flight: int = 0
+    enough: int = 0
 
     @property
     def floor(self) -> Floor:
@@ -80,6 +83,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 steps_per_version=self.steps_per_version,
                 straggler_s=1.0,
                 reissue_s=5.0,
+                groups_in_flight=self.groups_in_flight,
             ),
         )
 
@@ -89,6 +93,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         suite = EvalSuite(suite=SUITE, every=2, tasks=max(1, self.num_suite), score="parity")
         return MasterConfig(
             num_episodes=2,
+            enough=self.enough,
             max_tokens=3,
             report_s=1.5,
             first_version=1 if self.warmup else 0,
@@ -190,4 +195,9 @@ def draw_scenario(seed: int) -> Scenario:
         fail_at=seeds if illness == "failing" else (),
         poison_at=seeds[:1] if illness == "poisoned" else (),
     )
-    return msgspec.structs.replace(scenario, num_trials=random.choice((0, 3)) if scenario.num_customers else 0)
+    scenario = msgspec.structs.replace(scenario, num_trials=random.choice((0, 3)) if scenario.num_customers else 0)
+    return msgspec.structs.replace(
+        scenario,
+        groups_in_flight=random.choice((0, 0, 8)),
+        enough=random.choice((0, 0, 1)),
+    )

@@ -137,6 +137,10 @@ def check_replay(world: World, log: Logged) -> None:
             except ValueError as error:
                 world.watch.complain("I4 replay", str(error))
                 return
+            for one in items:
+                age = entry.version - one.experience.min_version
+                if one.item.lane == "usual" and age > scenario.max_staleness:
+                    world.watch.complain("staleness bound", f"step {entry.step} has a token {age} versions old")
             packed = pack(items, max_tokens=config.max_tokens_per_microbatch, version=entry.version)
             rate = learning_rate_at(config, entry.phase, entry.step - first_train)
             learner.step(packed, learning_rate=rate, seed=entry.seed)

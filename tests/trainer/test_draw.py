@@ -10,7 +10,7 @@ from trainer.buffer.draw_spread import draw_spread
 def group(sequence: int, version: int = 0, **more: int) -> Candidate:
     return Candidate(
         group=f"t.{sequence}", lane="usual", offset=more.pop("offset", sequence), num_experiences=4, sequence=sequence,
-        min_version=version, **more,
+        min_version=version, max_version=more.pop("max_version", version), **more,
     )  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def test_groups_are_drawn_in_issue_order_whatever_the_order_of_arrival() -> None
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 10)), unique_by=lambda pair: pair[0]),
     st.integers(0, 12), st.integers(0, 3), st.integers(1, 8),
 )  # fmt: skip
-def test_no_group_older_than_the_bound_is_ever_drawn(pairs, version, bound, wanted) -> None:
+def test_no_group_wholly_older_than_the_bound_is_ever_drawn(pairs, version, bound, wanted) -> None:
     draw = draw_in_order(
         [group(sequence, at) for sequence, at in pairs], num_groups=wanted, version=version, max_staleness=bound
     )
@@ -77,7 +77,7 @@ def test_a_group_of_which_nothing_else_is_known_is_unused_nobodys_and_fit() -> N
     assert Candidate(group="g", lane="usual", offset=3, num_experiences=4) == Candidate(
         group="g", lane="usual", offset=3, num_experiences=4, sequence=-1, revision=0, min_version=-1, priority=1.0,
         uses=0, has_ratio=True, digest=b"", is_pair=False, weight=1.0, key_id="", retrained=0, num_tokens=0, tenant="",
-        subject="", has_signal=True,
+        subject="", has_signal=True, max_version=-1,
     )  # fmt: skip
     assert Draw() == Draw(taken=(), dropped=(), wait=False, held_back=0)
 
@@ -118,7 +118,8 @@ def test_the_next_in_issue_order_stands_for_a_missing_group_and_nobody_else() ->
     assert worth_waiting_for([1], [group(3, 7), group(2, 5), group(0, 7)], **bound) == 1
     assert worth_waiting_for([1], [group(3, 5), group(2, 7), group(0, 5)], **bound) is None
     assert worth_waiting_for([4], [group(3, 5)], **bound) is None, "nothing was issued after it"
-    assert worth_waiting_for([1, 4], [group(2, 7), group(5, 4)], **bound) == 4
+    assert worth_waiting_for([1, 4], [group(2, 7), group(5, 5)], **bound) == 4
+    assert worth_waiting_for([4], [group(5, 4)], **bound) is None, "its first tokens are too old already"
     assert worth_waiting_for([1, 3], [group(2, 5), group(4, 5)], version=7, max_staleness=2, given_up={1: 0.0}) == 3
 
 
@@ -127,3 +128,11 @@ def test_the_seed_gives_the_same_order_in_every_release() -> None:
     draw = draw_spread(lane, num_experiences=10, max_uses=1, seed=7)
     assert [one.offset for one in draw.taken] == [2, 5, 4, 1, 6, 9, 3, 8, 7, 0]
     assert draw.wait is False and draw.held_back == 0
+
+
+def test_a_group_is_drawn_as_long_as_one_of_its_tokens_is_young_enough_and_a_pair_only_as_a_whole() -> None:
+    long = group(0, 1, max_version=7)
+    pair = group(1, 1, max_version=7, is_pair=True)
+    draw = draw_in_order([long, pair], num_groups=1, version=9, max_staleness=2)
+    assert draw.taken == (long,) and draw.dropped == ((pair, "stale"),)
+    assert draw_in_order([long], num_groups=1, version=10, max_staleness=2).dropped == ((long, "stale"),)

@@ -3,20 +3,21 @@
 Pure: the same draw gives the same batch; the record alone, with the log, gives the same items again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from schemas import Batch, BatchItem, Block
 from schemas.errors import BadFrame
+from trainer.batch.age import PACED, STALE, num_old, without_old
 from trainer.batch.batch import TrainItem
 from trainer.buffer.blocks import Stored
 from trainer.buffer.draw import Candidate
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch says of itself besides its items."""
+    """What a batch says of itself besides its items. masked_below: see `Batch`, whatever there is to mask."""
 
     run: str
     token: int
@@ -25,6 +26,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["warmup", "train"]
     seed: int
     config_hash: str
+    masked_below: int = -1
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -55,8 +57,20 @@ def assemble(
     stamp: Stamp, drawn: Sequence[tuple[Candidate, Block]], dropped: Sequence[tuple[Candidate, str]] = ()
 ) -> tuple[Batch, list[TrainItem]]:
     """The journal record of a step, and what the learner packs."""
-    items = [item for one, block in drawn for item in batch_items(one, block)]
-    drops: dict[str, int] = {}
+    below, masked = stamp.masked_below, 0
+    items: list[BatchItem] = []
+    old: list[BatchItem] = []
+    for one, block in drawn:
+        for item in batch_items(one, block):
+            experience = block.experiences[item.index]
+            num = num_old(experience, below) if item.lane == PACED else 0
+            if num and num == experience.num_sampled:
+                old.append(item)
+                continue
+            masked += num
+            young = min((span.version for span in experience.spans if span.version >= below), default=item.min_version)
+            items.append(msgspec.structs.replace(item, min_version=young) if num else item)
+    drops: dict[str, int] = {STALE: len(old)} if old else {}
     for one, reason in dropped:
         drops[reason] = drops.get(reason, 0) + one.num_experiences
     batch = Batch(
@@ -67,12 +81,21 @@ def assemble(
         items=tuple(items),
         phase=stamp.phase,
         drops=drops,
+        dropped=tuple(old),
         seed=stamp.seed,
         config_hash=stamp.config_hash,
-        blocks=tuple(one.digest for one, _ in drawn),
+        blocks=digests_of((*items, *old), {one.offset: one.digest for one, _ in drawn}),
+        dropped_because=(STALE,) * len(old),
+        masked_below=below if masked else -1,
+        masked=masked,
     )
     blocks = {one.offset: block for one, block in drawn}
     return batch, train_items(batch, blocks)
+
+
+def digests_of(items: Iterable[BatchItem], digests: Mapping[int, bytes]) -> tuple[bytes, ...]:
+    """Of the items' blocks, in the order in which they are first named. digests: by offset, as far as known."""
+    return tuple(digests[offset] for offset in dict.fromkeys(item.offset for item in items) if offset in digests)
 
 
 def items_of(batch: Batch, found: Mapping[int, Stored]) -> list[TrainItem]:
@@ -91,7 +114,10 @@ def train_items(batch: Batch, blocks: Mapping[int, Block]) -> list[TrainItem]:
                 f"step {batch.step}: the journal names {item.id} at buffer offset {item.offset}, index {item.index}; "
                 "the log holds something else there"
             )
-        items.append(TrainItem(experience=block.experiences[item.index], item=item))
+        experience = block.experiences[item.index]
+        if item.lane == PACED and num_old(experience, batch.masked_below) and not experience.lost:
+            experience = without_old(experience, batch.masked_below)
+        items.append(TrainItem(experience=experience, item=item))
     return items
 
 

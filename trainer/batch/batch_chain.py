@@ -14,15 +14,14 @@ from infra.chain.chain import Step
 from infra.chain.insert import ProcessorConfig, with_processors
 from infra.chain.whole import run_whole
 from schemas import Batch, BatchItem, Experience
-from schemas.fields import Lane
 from schemas.pairs import pair_side
+from trainer.batch.age import PACED as PACED
 from trainer.batch.batch import TrainItem
 from trainer.batch.weight import without_weight
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, int]  # id and revision
-PACED: Lane = "usual"
 LOGGED = ("num_tokens", "spans", "end", "lane", "reward", "bulk")  # what the log says, and a batch cannot
 ALONE = "nothing of the paced lane left in the batch"
 
@@ -81,14 +80,15 @@ def _journaled(batch: Batch, changed: list[Settled], alone: bool) -> tuple[Batch
         changed = [(one, reason or ALONE) for one, reason in changed]
     kept = [one for one, reason in changed if not reason]
     drops = dict(batch.drops)
-    dropped: list[BatchItem] = []
-    because: list[str] = []
+    dropped: list[BatchItem] = list(batch.dropped)
+    because: list[str] = list(batch.dropped_because)
     for one, reason in changed:
         if reason:
             drops[reason] = drops.get(reason, 0) + 1
             dropped.append(one.item)
             because.append(reason)
-    digests = dict(zip(dict.fromkeys(item.offset for item in batch.items), batch.blocks, strict=bool(batch.blocks)))
+    before = dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped))
+    digests = dict(zip(before, batch.blocks, strict=bool(batch.blocks)))
     named = dict.fromkeys(item.offset for item in (*(one.item for one in kept), *dropped))
     record = msgspec.structs.replace(
         batch,

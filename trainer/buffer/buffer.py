@@ -194,6 +194,7 @@ def candidate_of(offset: int, block: Block, uses: int, digest: bytes = b"") -> C
         subject=first.subject,
         has_signal=any(one.advantage != 0.0 for one in block.experiences),
         min_version=min((span.version for span in spans), default=-1),
+        max_version=max((span.version for span in spans), default=-1),
         priority=max(one.priority for one in block.experiences),
         uses=uses,
         has_ratio=bool(spans) and all(span.ratio for span in spans),

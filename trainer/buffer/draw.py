@@ -1,7 +1,8 @@
 """Which groups a step trains on: pure decisions over what the buffer holds.
 
-Guarantees: groups of the usual lane are drawn in issue order, and none whose oldest token is more than `max_staleness`
-versions behind is ever drawn; what is dropped has a reason. Neither a clock nor a random source is owned here.
+Guarantees: groups of the usual lane are drawn in issue order, and none all of whose tokens are more than `max_staleness`
+versions behind is ever drawn (of the others, `trainer.batch.age` leaves such tokens out); what is dropped has a reason.
+Neither a clock nor a random source is owned here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +15,12 @@ from schemas import Lane
 class Candidate(msgspec.Struct, frozen=True):
     """One group in the buffer, from its header alone.
 
-    sequence: issue order, -1 where it was not issued. min_version: oldest sampled token's. offset: of its block in
-    `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own. digest: of its record.
-    is_pair: the two sides of a preference pair. weight: multiplies its loss terms, where the draw was not fair. key_id:
-    what it is sealed under, "" for nothing. retrained: see Experience. num_tokens: sampled ones. tenant, subject: whose
-    data, "" for none. has_signal: not all of its advantages are 0. join: name of what it is drawn together with, "" for alone.
+    sequence: issue order, -1 where it was not issued. min_version, max_version: oldest and newest sampled token's. offset:
+    of its block in `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own. digest:
+    of its record. is_pair: the two sides of a preference pair. weight: multiplies its loss terms, where the draw was not
+    fair. key_id: what it is sealed under, "" for nothing. retrained: see Experience. num_tokens: sampled ones. tenant,
+    subject: whose data, "" for none. has_signal: not all of its advantages are 0. join: name of what it is drawn
+    together with, "" for alone.
 
     Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
@@ -43,6 +45,7 @@ class Candidate(msgspec.Struct, frozen=True):
     subject: str = ""
     has_signal: bool = True
     join: str = ""
+    max_version: int = -1
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -57,8 +60,9 @@ class Draw(msgspec.Struct, frozen=True):
 
 
 def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> list[tuple[Candidate, str]]:
-    """Those that can no longer be trained within the bound, with the reason."""
-    return [(one, "stale") for one in candidates if version - one.min_version > max_staleness]
+    """Those of which no token can be trained within the bound, with the reason; of a pair each must be."""
+    newest = [(one, one.min_version if one.is_pair else one.max_version) for one in candidates]
+    return [(one, "stale") for one, sampled_by in newest if version - sampled_by > max_staleness]
 
 
 def unfit(candidates: Iterable[Candidate], *, ratio: bool, pairs: bool) -> list[tuple[Candidate, str]]:
@@ -106,16 +110,17 @@ def worth_waiting_for(
     max_staleness: int,
     given_up: Mapping[int, float],
 ) -> int | None:
-    """The oldest missing group that would pass the bound if this draw went by without it, or None.
+    """The oldest missing group whose first tokens would pass the bound if this draw went by without it, or None.
 
     Its versions are unknown until it comes, so its successors in issue order stand for it: it started no later than
-    they did. given_up: groups waited for long enough already.
+    they did. Of one whose first tokens have passed it already, the rest is not waited for. given_up: groups waited for
+    long enough already.
     """
     ordered = sorted(candidates, key=lambda one: one.sequence)
     for number in absent:
         if number in given_up:
             continue
         successor = next((one for one in ordered if one.sequence > number), None)
-        if successor is not None and version - successor.min_version >= max_staleness:
+        if successor is not None and version - successor.min_version == max_staleness:
             return number
     return None

@@ -47,7 +47,9 @@ def made_with(config: TrainerConfig, floor: Floor, learner: Learner) -> dict[str
 def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ()) -> str:
     """Of the settings that shape a step, so that the journal shows where they changed."""
     steps = [[step.stamp, repr(option_defaults(step.function))] for step in chain]
-    shaping = {"trainer": msgspec.to_builtins(config), "pacing": msgspec.to_builtins(floor.pacing), "batch": steps}
+    pacing = msgspec.to_builtins(floor.pacing)
+    del pacing["groups_in_flight"]  # of what is issued, and no step depends on that
+    shaping = {"trainer": msgspec.to_builtins(config), "pacing": pacing, "batch": steps}
     return hashlib.sha256(msgspec.json.encode(shaping, order="deterministic")).hexdigest()[:16]
 
 

@@ -14,6 +14,7 @@ from infra.observe.failpoint import reach
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
+from trainer.batch.age import masked_below
 from trainer.batch.assemble import Stamp, assemble, step_seed
 from trainer.batch.batch import TrainItem
 from trainer.batch.batch_chain import PACED, apply_chain
@@ -63,6 +64,7 @@ async def journal_draw(run: Run, draw: Draw, *, phase: Literal["warmup", "train"
         phase=phase,
         seed=step_seed(run.supply.seed, step),
         config_hash=config_hash(run.config, run.floor, run.chain),
+        masked_below=masked_below(run.position.version, run.floor.pacing.max_staleness) if phase == "train" else -1,
     )
     drawn: list[tuple[Candidate, Block]] = list(zip(draw.taken, run.supply.intake.buffer.take(draw.taken), strict=True))
     batch, items = assemble(stamp, drawn, draw.dropped)
@@ -71,6 +73,7 @@ async def journal_draw(run: Run, draw: Draw, *, phase: Literal["warmup", "train"
         batch, items = await apply_chain(run.chain, batch, items, alone=paced is None or paced.optional)
         for reason in batch.dropped_because:
             run.report.add("dropped", reason=reason)
+        run.report.add("tokens_masked", batch.masked)
     await run.journal(batch)
     await tell_drawn(run, batch)
     return batch, items

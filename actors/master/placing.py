@@ -1,0 +1,104 @@
+"""Which explorer gets the next task: the one with the least to do, of those that lately said which partitions they read.
+
+Each reads partitions of `tasks` of its own, so a task is sent to an explorer by sending it to one of these. State without
+clock, task or client. What it does not know costs balance and nothing else: a task is run by whoever reads its partition.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from infra.roles.absence import Absence
+
+SILENT_MS = 15_000  # explorers report every few seconds: one that was silent for longer gets nothing new
+
+
+class _Explorer(msgspec.Struct):
+    """One explorer: what it reads, None from one that does not say, and when it was heard of."""
+
+    partitions: tuple[int, ...] | None
+    heard_ms: int
+
+
+class Placing:
+    """Explorers by instance, and the groups that run, by the explorer that has them."""
+
+    def __init__(self) -> None:
+        self._explorers: dict[str, _Explorer] = {}
+        self._groups: dict[str, tuple[str, int]] = {}
+        self._load: dict[str, int] = {}
+        self._turn = 0
+        self.without = Absence()
+
+    def heard(self, instance: str, partitions: Iterable[int] | None, now_ms: int) -> None:
+        """An explorer at work reports. partitions: of `tasks` that it reads, None where it does not say."""
+        self._explorers[instance] = _Explorer(None if partitions is None else tuple(sorted(partitions)), now_ms)
+
+    def left(self, instance: str) -> None:
+        """An explorer has ended."""
+        self._explorers.pop(instance, None)
+
+    def has(self, instance: str, group: str, num_episodes: int) -> None:
+        """An explorer says that it has a group."""
+        if self._groups.get(group, ("", 0))[0] != instance:
+            self._move(group, instance, num_episodes)
+
+    def ended(self, group: str) -> None:
+        """A group runs nowhere any more, as far as it counts."""
+        if (known := self._groups.pop(group, None)) is not None:
+            self._load[known[0]] -= known[1]
+            if not self._load[known[0]]:
+                del self._load[known[0]]
+
+    def place(self, group: str, num_episodes: int, now_ms: int, *, counts: bool) -> int | None:
+        """The partition to send a task to; None to leave it to its key, while not every explorer says what it reads.
+
+        counts: its end will be told. Others (evals, which come many at a time) go to one explorer after the other.
+        """
+        self._forget(now_ms)
+        if any(one.partitions is None for one in self._explorers.values()):
+            return None
+        reading = sorted(name for name, one in self._explorers.items() if one.partitions)
+        if not reading:
+            return None
+        if counts:
+            chosen = min(reading, key=lambda name: self._load.get(name, 0))
+            self._move(group, chosen, num_episodes)
+        else:
+            self._turn += 1
+            chosen = reading[self._turn % len(reading)]
+        partitions = self._explorers[chosen].partitions
+        assert partitions
+        return partitions[0]
+
+    def loads(self) -> Mapping[str, int]:
+        """Episodes that each explorer has, as far as known; those that have none are left out."""
+        return dict(self._load)
+
+    def look(self, now_ms: int) -> bool:
+        """Whether it is an alarm from now on that explorers have no partition to read; see `without`."""
+        return self.without.look(now_ms / 1000, wanted=True, there=not self.idle(now_ms))
+
+    def idle(self, now_ms: int) -> list[str]:
+        """Explorers that read no partition, and so will never have anything to do."""
+        self._forget(now_ms)
+        return sorted(name for name, one in self._explorers.items() if one.partitions == ())
+
+    def alarms(self, now_ms: int) -> list[str]:
+        """A sentence for an operator where explorers have had no partition for a while."""
+        if not self.without.missing_s:
+            return []
+        idle = self.idle(now_ms)
+        return [
+            f"{len(idle)} of {len(self._explorers)} explorers read no partition of tasks and do nothing, such as"
+            f" {idle[0]}: an app has work for as many explorers as it has partitions (kafka.partitions)"
+        ]
+
+    def _move(self, group: str, instance: str, num_episodes: int) -> None:
+        self.ended(group)
+        self._groups[group] = instance, num_episodes
+        self._load[instance] = self._load.get(instance, 0) + num_episodes
+
+    def _forget(self, now_ms: int) -> None:
+        for name in [name for name, one in self._explorers.items() if now_ms - one.heard_ms >= SILENT_MS]:
+            del self._explorers[name]
