@@ -115,7 +115,7 @@ async def error_of(served: Served, key: str, content: bytes, path: str = "/v1/ch
 
 def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path) -> None:
     async def check() -> None:
-        limits = GatewayLimits(body_bytes=2000, body_s=0.3, prompt_tokens=500)
+        limits = GatewayLimits(body_bytes=2000, body_s=2.0, prompt_tokens=500)
         async with serving(tmp_path, limits=limits) as served:
             key = served.key()
             await served.keys_read()
