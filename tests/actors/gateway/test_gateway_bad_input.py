@@ -33,7 +33,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"model": "m", "messages": []}, "messages"),
     ({"model": "m", "messages": [{"role": "user"}]}, "messages[0].content"),
     ({"model": "m", "messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    ({"model": "m", "messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+    ({"model": "m", "messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].image_url.url"),
     ({"model": "m", "messages": MESSAGES * 2000}, "messages"),
     (chat(temperature=3), "temperature"),
     (chat(temperature="hot"), "temperature"),
