@@ -109,7 +109,9 @@ class Episode:
         return self._answered.get(hashlib.sha256(body).hexdigest())
 
     def keep(self, body: bytes, in_flight: InFlight) -> None:
-        """Remember an answer, for a client that did not get it and asks again."""
+        """Remember an answer, for a client that did not get it and asks again. Its pictures lie in the store."""
+        prompt = msgspec.structs.replace(in_flight.request.prompt, pictures=())
+        in_flight.request = msgspec.structs.replace(in_flight.request, prompt=prompt)
         self._answered[hashlib.sha256(body).hexdigest()] = in_flight
         while len(self._answered) > KEPT_ANSWERS:
             self._answered.popitem(last=False)
@@ -199,6 +201,7 @@ class Episode:
             part.sampling = False
             if not part.tokens:  # nothing came of it
                 self._session.parts.all.remove(part)
+        in_flight.images = ()
         in_flight.place.release()
 
     def score(self, answer: str, name: str, value: float) -> bool:

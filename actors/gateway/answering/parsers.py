@@ -56,15 +56,20 @@ class ForeignParser:
         """See AnswerParser."""
         self.prepare()
         text = self._spelled(written)
-        whole, half = self._cut(text) if written.tools else (text, "")
+        thought, said = "", written.text
         try:
-            thought, said, calls = self._read(written, whole, tools=bool(written.tools))
-            checked = tuple(call for one in calls if (call := checked_call(*one)) is not None)
-            if len(checked) == len(calls) and (checked or not self._begins_call(written, text)):
-                return Parsed(thought, said + half, checked, unread=bool(half))
+            thought, said, _ = self._read(written, text, tools=False)
+            half = self._half(said) if written.tools else ""
+            if written.tools and text.endswith(half):
+                _, words, calls = self._read(written, text.removesuffix(half), tools=True)
+                checked = tuple(call for one in calls if (call := checked_call(*one)) is not None)
+                begun = any(mark in said for mark in self._marks)
+                if len(checked) == len(calls) and (checked or not begun):
+                    return Parsed(thought, words + half, checked, unread=bool(half))
         except Exception as error:  # foreign code on what a model sampled: whatever it raises, the text is still there
-            _log.warning("answer_not_parsed parser=%s error=%r", self.writing.tools, error)
-        return self._as_text(written, text)
+            _log.warning("answer_not_parsed %s error=%r", self.writing.shown, error)
+            return Parsed(thought, said, unread=True)
+        return Parsed(thought, self._with_call(said, text), unread=True) if written.tools else Parsed(thought, said)
 
     def pieces(self, written: Written) -> ParsedPieces:
         """See AnswerParser."""
@@ -86,31 +91,23 @@ class ForeignParser:
         more, said, calls = self._answers.parse(text, tokens, written.prompt, written.tools if tools else ())
         return thought + more, said, calls
 
-    def _as_text(self, written: Written, text: str) -> Parsed:
-        """Where a call cannot be read: all that is not thought is said."""
-        try:
-            thought, said, _ = self._read(written, text, tools=False)
-        except Exception as error:
-            _log.warning("answer_not_parsed parser=%s error=%r", self.writing.reasoning, error)
-            thought, said = "", written.text
-        if not any(mark in said for mark in self._marks):  # the parser has taken it away
-            begins = min((at for mark in self._marks if (at := text.find(mark)) >= 0), default=len(text))
-            said += text[begins:]
-        return Parsed(thought, said, unread=True)
-
-    def _cut(self, text: str) -> tuple[str, str]:
-        """What is whole of an answer, and a call at its end that breaks off: such a call must not be made."""
+    def _half(self, said: str) -> str:
+        """A call at the end of what is said that breaks off, "" for none: such a call must not be made."""
         end = CALL_ENDS.get(self.writing.tools, "")
-        begins = min((at for mark in self._marks if (at := text.find(mark, text.rfind(end) + 1)) >= 0), default=-1)
-        return (text[:begins], text[begins:]) if end and begins >= 0 else (text, "")
+        behind = said.rfind(end) + 1 if end else len(said)
+        begins = [at for mark in self._marks if (at := said.find(mark, behind)) >= 0]
+        return said[min(begins) :] if begins else ""
+
+    def _with_call(self, said: str, text: str) -> str:
+        """What is said with the call that could not be read, which some parsers take away."""
+        if any(mark in said for mark in self._marks):
+            return said
+        begins = [at for mark in self._marks if (at := text.find(mark)) >= 0]
+        return said + text[min(begins) :] if begins else said
 
     @property
     def _marks(self) -> Sequence[str]:
         return CALL_MARKS.get(self.writing.tools, ())
-
-    def _begins_call(self, written: Written, text: str) -> bool:
-        said = self._own.thought(Written(prompt=written.prompt, text=text))[1] if self._own_thoughts else text
-        return bool(written.tools) and any(mark in said for mark in self._marks)
 
     def _spelled(self, written: Written) -> str:
         """The answer as vLLM is told it: with the names of control tokens where its parser wants them."""

@@ -178,6 +178,7 @@ class Gateway:
 
     def release(self, in_flight: InFlight) -> None:
         """Give back its place; again is fine."""
+        in_flight.images = ()
         in_flight.place.release()
 
     def name_of(self, request: ParsedRequest, key: ApiKey, session: str) -> str:

@@ -77,6 +77,17 @@ def test_vllms_parsers_read_what_each_family_writes_whole_and_in_pieces(name: st
     check_family(FAMILIES[name], tmp_path / "model")
 
 
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.parametrize("name", ["qwen 3 coder", "gemma 4"])
+def test_a_call_that_is_thought_of_is_not_made(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    tokenizer = family_tokenizer(tmp_path / "model", family)
+    begin, end = ("<|channel>thought\n", "<channel|>") if name == "gemma 4" else ("<think>", "</think>")
+    mark = "<tool_call>" if name == "qwen 3 coder" else "call:weather"
+    asked = written(tokenizer, family, f"{begin}Shall I {mark}? No.{end}Hello.", [WEATHER])
+    assert answer_parser(tokenizer).parse(asked) == Parsed(f"Shall I {mark}? No.", "Hello.")
+
+
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", "{", "é", "<", "a b", "\n"])))
 def test_pieces_of_any_text_are_the_beginning_of_the_whole(parts: list[str]) -> None:
     tokenizer = ByteTokenizer()
