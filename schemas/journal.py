@@ -42,7 +42,7 @@ class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
     phase: "warmup" or "train". drops: reason to experiences dropped at the draw or in the batch chain. dropped: those of
     the draw that are wholly too old, and those that the batch chain took out of the step, dropped_because: why, one each.
     masked_below: usual tokens that a version below it sampled are no targets of this step, -1 where there are none. masked:
-    how many of those the items have.
+    how many of those there are in what was drawn, without what is wholly too old.
     seed: of everything random in the step. config_hash: of the settings that shape the step. blocks: BLAKE2b-128 of each
     block's record in `buffer`, in the order in which `items` and then `dropped` first name them, so that one that was
     altered since can be named.

@@ -86,9 +86,9 @@ class Placing:
 
     def alarms(self, now_ms: int) -> list[str]:
         """A sentence for an operator where explorers have had no partition for a while."""
-        if not self.without.missing_s:
-            return []
         idle = self.idle(now_ms)
+        if not self.without.missing_s or not idle:
+            return []
         return [
             f"{len(idle)} of {len(self._explorers)} explorers read no partition of tasks and do nothing, such as"
             f" {idle[0]}: an app has work for as many explorers as it has partitions (kafka.partitions)"

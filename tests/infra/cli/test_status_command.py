@@ -196,6 +196,12 @@ def test_what_was_stopped_is_shown_with_the_reason_and_what_it_had_sampled() -> 
     assert "stopped    12 episodes: enough others (3,400 sampled tokens went no further)" in shown(state)
 
 
+def test_tokens_that_were_too_old_are_shown() -> None:
+    state = state_of((0, progress("train", tokens_masked=1200.0)), now_s=1)
+    assert state["masked"] == 1200 and "masked     1,200 sampled tokens were older than" in shown(state)
+    assert "masked" not in shown(state_of((0, progress("train")), now_s=1))
+
+
 def test_what_waits_for_the_share_of_a_tenant_is_shown() -> None:
     report = Progress(role="train", instance="train/1", state="learning", gauges={"held_back": 1234.0})
     assert "held back  1,234 experiences wait" in shown(state_of((0, report), now_s=1))

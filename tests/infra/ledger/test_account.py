@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -188,3 +189,9 @@ def test_episodes_that_were_stopped_are_told_apart_and_lend_their_reason_to_nobo
     )
     assert found.cancelled == {ENOUGH: 2, GROUP_OVER: 1}
     assert (found.published, found.dropped, found.pending) == (2, {"odd": 1}, 1)
+
+
+def test_tokens_that_were_too_old_are_counted_once_and_not_those_of_steps_that_had_no_effect() -> None:
+    steps = [msgspec.structs.replace(batch(step, f"a.0.0-{step}-0"), masked_below=3, masked=7) for step in range(2)]
+    found = account({"experiences": [block("a.0")], "batches": [*steps, Skip(run=RUN, token=1, step=1, reason="nan")]})
+    assert (found.trained, found.masked) == (1, 7)
