@@ -38,8 +38,7 @@ class LangfuseConfig(Section, frozen=True):
     overlap: Duration = "1h"
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f'got url = "{self.url}", expected http://… or https://…')
+        checked_url(self.url)
 
 
 class From(Section, frozen=True):

@@ -79,6 +79,25 @@ class CanaryShare(Section, frozen=True):
         return self.listen or f"{parts.hostname}:{parts.port or 80}"
 
 
+class TracesConfig(Section, frozen=True):
+    """[gateway.traces]: a span for each answer, by OpenTelemetry's semantic conventions for generative AI. It says nothing of
+    what was asked or answered.
+
+    endpoint: of a collector that takes OTLP over HTTP. Headers, with keys, and certificates are those of OpenTelemetry's own
+    variables, such as OTEL_EXPORTER_OTLP_HEADERS. service: service.name. queue: spans that wait at most; more are
+    dropped and counted.
+
+    Example: TracesConfig(endpoint="http://127.0.0.1:4318/v1/traces")
+    """
+
+    endpoint: str
+    service: str = "headrace"
+    queue: Positive = 4096
+
+    def __post_init__(self) -> None:
+        checked_url(self.endpoint)
+
+
 class GatewayConfig(Section, frozen=True):
     """[gateway]: an OpenAI-compatible server in front of an engine.
 
@@ -90,8 +109,9 @@ class GatewayConfig(Section, frozen=True):
     while it is away. spool_mb: at most; beyond it answers are shed and counted. send_s: a broker that takes longer is away.
     sessions: conversations remembered, to go on with their very tokens; as many that clients go on with by the id of an
     answer. sessions_mb: of memory, for all of either. cors_origins: pages that may send feedback. canary: who answers a
-    share of the sessions. refusals: regular expressions of what an answer begins with that refuses; such answers are
-    counted for the gate. keys_reload_s: how soon a revoked key stops working. drain_s: at a stop, for running requests.
+    share of the sessions. traces: where spans of answers go. refusals: regular expressions of what an answer begins with
+    that refuses; such answers are counted for the gate. keys_reload_s: how soon a revoked key stops working. drain_s: at a
+    stop, for running requests.
 
     Example: GatewayConfig(listen="0.0.0.0:8000", train_on="consented")
     """
@@ -113,6 +133,7 @@ class GatewayConfig(Section, frozen=True):
     sessions_mb: Positive = 256
     cors_origins: tuple[str, ...] = ()
     canary: CanaryShare | None = None
+    traces: TracesConfig | None = None
     refusals: tuple[str, ...] = REFUSALS
     keys_reload_s: Seconds = 2.0
     report_s: Seconds = 2.0

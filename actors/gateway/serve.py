@@ -103,6 +103,8 @@ async def run_gateway(
         finally:
             if canary is not None:
                 await canary.close()
+            if gateway.spans is not None:
+                await asyncio.to_thread(gateway.spans.close)
             await engine.close()
     finally:
         sock.close()

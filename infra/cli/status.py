@@ -28,7 +28,10 @@ WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
 FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
 GONE_S = 15.0  # a role that has not spoken for so long is silent
 # Counters that should stand still: one that grew in the last minute is an alarm.
-ALARMING = ("alarms", "steps_skipped", "rollbacks", "policies_refused", "policy_fetch_failed", "requests_failed")
+ALARMING = (
+    "alarms", "steps_skipped", "rollbacks", "policies_refused", "policy_fetch_failed", "requests_failed",
+    "spans_dropped", "feedback_polls_failed",
+)  # fmt: skip
 
 _STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
 

@@ -1,6 +1,7 @@
 """One request while it is served, and the sampling of its choices."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served. place: for its answers. session: "" where the client
     named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: the user
     whose key it is sealed under, "" for none. failed: by the engine. read: what choices say, once it was asked for.
+    began_ns: by this machine's clock.
     """
 
     place: TakenPlaces
@@ -42,6 +44,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     answers: list[SampledAnswer] = []
     failed: bool = False
     read: dict[int, Parsed] = {}
+    began_ns: int = msgspec.field(default_factory=time.time_ns)
 
     @property
     def num_sampled(self) -> int:

@@ -28,6 +28,7 @@ from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.recent import Recent
 from actors.gateway.recording.record import Recorder, Served, render
 from actors.gateway.recording.tallies import Asker, Tallies
+from actors.gateway.recording.traces import open_spans
 from actors.rollout.continuation import SampledTurn
 from infra.observe.metrics import Metrics
 from schemas.ids import answer_id, experience_id, request_group
@@ -93,6 +94,7 @@ class Gateway:
         self._trial = trial
         self._secret = secret
         self._users = Users()
+        self.spans = open_spans(config.traces, metrics)
         self.served = Recent()  # groups of the newest requests
         self._minter = minter
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
@@ -281,6 +283,8 @@ class Gateway:
             unread = sum(in_flight.parsed(index).unread for index in range(len(in_flight.answers)))
             metrics.counter("calls_unread", parser=self.parser.writing.tools).inc(unread)
         self._tally(in_flight, whole)
+        if self.spans is not None:
+            self.spans.tell(in_flight)
         if in_flight.session:
             self._remember(in_flight, whole)
         if not (self.may_record(in_flight.key.train) and in_flight.request.store):

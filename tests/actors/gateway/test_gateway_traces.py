@@ -1,0 +1,177 @@
+"""Spans of answers, read by a receiver of OTLP: what they say, what they never say, and that no answer waits for them."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+from actors.gateway.config import TracesConfig
+from actors.gateway.recording.traces import AnswerSpan, as_otel
+from infra.cli.status import ALARMING
+from infra.settings.config import decode
+from schemas.errors import ConfigError
+from tests.actors.gateway.gateway_rig import engine, says, serving
+from tests.http_endpoint import http_endpoint
+
+SPAN = AnswerSpan(
+    answer="hr-a1b2.0-3-0", trace="a1b2.0-3", began_ns=1_000, ended_ns=2_000, model="main", finish="stop", failed=False,
+    chat=True, input_tokens=9, output_tokens=3, versions=(7, 8),
+)  # fmt: skip
+
+
+class Collector:
+    """What a receiver of OTLP/HTTP got. status: what it answers with."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.bodies = b""
+        self.url = ""
+        self.status = 200
+
+    def take(self, path: str, headers: Any, body: bytes) -> tuple[int, bytes]:
+        kind = {name.lower(): value for name, value in headers.items()}["content-type"]
+        assert path == "/v1/traces" and kind == "application/x-protobuf"
+        request = ExportTraceServiceRequest.FromString(body)
+        if self.status == 200:
+            self.bodies += body
+            self.spans += [s for of in request.resource_spans for scope in of.scope_spans for s in scope.spans]
+        return self.status, ExportTraceServiceResponse().SerializeToString()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    with http_endpoint(found.take) as url:
+        found.url = f"{url}/v1/traces"
+        yield found
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    kinds = {"string_value": str, "int_value": int, "double_value": float}
+    found: dict[str, Any] = {}
+    for one in span.attributes:
+        if one.value.HasField("array_value"):
+            found[one.key] = [item.string_value or item.int_value for item in one.value.array_value.values]
+        else:
+            kind = one.value.WhichOneof("value")
+            found[one.key] = kinds[kind](getattr(one.value, kind))
+    return found
+
+
+def test_each_answer_is_one_span_with_its_id_tokens_version_and_end(collector: Collector, tmp_path: Path) -> None:
+    async def scene() -> tuple[list[str], list[str]]:
+        ids, finishes = [], []
+        traces = TracesConfig(endpoint=collector.url)
+        async with serving(tmp_path, engine(says("Hello.")), traces=traces) as served:
+            client = served.client(served.key(train="no"))
+            await served.keys_read()
+            messages: Any = [{"role": "user", "content": "my secret question"}]
+            whole = await client.chat.completions.create(
+                model="main", messages=messages, temperature=0.5, user="ann", extra_headers={"x-session-id": "s"}
+            )
+            cut = await client.chat.completions.create(model="main", messages=messages, max_tokens=2, n=2)
+            async for chunk in await client.chat.completions.create(model="main", messages=messages, stream=True):
+                streamed = chunk.id
+            plain = await client.completions.create(model="main", prompt="once")
+            ids = [whole.id, cut.id, streamed, plain.id]
+            finishes = [str(one.choices[0].finish_reason) for one in (whole, cut, plain)]
+        return ids, finishes
+
+    ids, finishes = asyncio.run(scene())
+    told = {attributes(span)["gen_ai.response.id"]: span for span in collector.spans}
+    assert len(told) == len(collector.spans) == 5 and set(ids) <= set(told)
+    whole, cut, _, plain = (attributes(told[one]) for one in ids)
+    assert told[ids[0]].name == "chat main" and told[ids[3]].name == "text_completion main"
+    assert whole["gen_ai.usage.output_tokens"] == 7 and cut["gen_ai.usage.output_tokens"] == 2
+    assert whole["gen_ai.usage.input_tokens"] == 1 + len("<user>my secret question<assistant>")
+    assert [one["gen_ai.response.finish_reasons"] for one in (whole, cut, plain)] == [[one] for one in finishes]
+    assert whole["gen_ai.request.temperature"] == 0.5 and whole["headrace.policy.version"] == 0
+    assert told[ids[0]].end_time_unix_nano > told[ids[0]].start_time_unix_nano > 1_700_000_000 * 10**9
+    others = [span for span in collector.spans if span.trace_id == told[ids[1]].trace_id]
+    assert len(others) == 2 and len({span.span_id for span in others}) == 2, "answers to one request share a trace"
+    for secret in (b"secret question", b"Hello", b"ann", b"once"):
+        assert secret not in collector.bodies
+
+
+def test_a_failure_of_the_engine_is_a_span_that_says_so(collector: Collector, tmp_path: Path) -> None:
+    def gone(prompt: tuple[int, ...]) -> list[int]:
+        raise RuntimeError("cuda")
+
+    async def scene() -> None:
+        async with serving(tmp_path, engine(gone), traces=TracesConfig(endpoint=collector.url)) as served:
+            key = served.key()
+            await served.keys_read()
+            async with served.http(key) as http:
+                body = {"model": "main", "messages": [{"role": "user", "content": "x"}]}
+                assert (await http.post("/v1/chat/completions", json=body)).status_code >= 500
+
+    asyncio.run(scene())
+    (span,) = collector.spans
+    assert attributes(span)["error.type"] == "engine" and span.status.code == 2
+    assert "gen_ai.response.finish_reasons" not in attributes(span)
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_no_answer_waits_for_a_collector_and_what_is_not_delivered_is_counted(
+    collector: Collector, tmp_path: Path, away: bool
+) -> None:
+    collector.status = 400
+    endpoint = "http://127.0.0.1:9/v1/traces" if away else collector.url
+
+    async def scene() -> dict[str, float]:
+        async with serving(tmp_path, traces=TracesConfig(endpoint=endpoint, queue=2)) as served:
+            key = served.key()
+            await served.keys_read()
+            client = served.client(key)
+            for _ in range(8):
+                await client.completions.create(model="main", prompt="x")
+            metrics = served.metrics
+        return metrics.counters()
+
+    counters = asyncio.run(scene())
+    dropped = {name: value for name, value in counters.items() if name.startswith("spans")}
+    assert sum(dropped.values()) == 8 and set(dropped) <= {
+        "spans_dropped{reason=queue is full}", "spans_dropped{reason=not delivered}",
+    }  # fmt: skip
+    assert "spans_dropped" in ALARMING
+
+
+def test_ids_of_a_trace_follow_from_those_of_the_answer() -> None:
+    from opentelemetry.sdk.resources import Resource
+
+    one, again = as_otel(SPAN, Resource({})), as_otel(SPAN, Resource({}))
+    assert one.context == again.context and one.context.is_valid
+    assert (
+        as_otel(AnswerSpan(**{**to_dict(SPAN), "finish": ""}), Resource({})).attributes["error.type"] == "client_gone"
+    )
+
+
+def to_dict(span: AnswerSpan) -> dict[str, Any]:
+    return {name: getattr(span, name) for name in span.__struct_fields__}
+
+
+def test_without_the_setting_nothing_of_opentelemetry_is_loaded_and_no_thread_runs(tmp_path: Path) -> None:
+    script = """
+import sys, threading
+from actors.gateway.recording.traces import open_spans
+import actors.gateway.serve
+from infra.observe.metrics import Metrics
+assert open_spans(None, Metrics("serve")) is None
+print([name for name in sys.modules if name.startswith("opentelemetry")], threading.active_count())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] 1"
+
+
+def test_an_endpoint_that_is_none_is_named() -> None:
+    for endpoint in ("collector:4318", "http://user:pass@collector/v1/traces", "http://169.254.169.254/"):
+        with pytest.raises(ConfigError, match=r"expected one|with a user name|link-local"):
+            decode({"endpoint": endpoint}, TracesConfig, "gateway.traces")
