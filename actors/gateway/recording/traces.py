@@ -94,7 +94,7 @@ class Spans:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
 
-        self._exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=TIMEOUT_S)
+        self._exporter: Any = OTLPSpanExporter(endpoint=config.endpoint, timeout=TIMEOUT_S)
         self._resource = Resource.create({"service.name": config.service})
         self._metrics = metrics
         self._queue: queue.Queue[AnswerSpan | None] = queue.Queue(config.queue)

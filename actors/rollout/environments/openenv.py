@@ -1,0 +1,190 @@
+"""Any server of OpenEnv as an environment, over its WebSocket, which keeps one world for each connection.
+
+    ws://…/ws   {"type": "reset", "data": {"seed": 7, "episode_id": "…"}}  ─> {"type": "observation", "data": {"observation":
+                {"type": "step", "data": {"message": "…"}}                     {…}, "reward": 0.5, "done": false}}
+                {"type": "close"}
+
+Its HTTP routes make a new world for every request, so they are of no use here. An action that the server cannot read is
+answered with what it says of it, and costs a turn of the agent. A server that is full is asked again. Messages are bounded.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from actors.rollout.environment import Outcome
+from infra.settings.plugin import load
+from schemas import Task
+from schemas.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+FIRST_BACKOFF_S = 0.2
+CLOSE_S = 5.0
+UNREADABLE = ("VALIDATION_ERROR", "INVALID_JSON")
+MAX_SHOWN_CHARS = 500
+
+
+class _Answer(msgspec.Struct):
+    """Of a reset or a step. observation: whatever fields the environment has."""
+
+    observation: dict[str, Any]
+    reward: float | None = None
+    done: bool = False
+
+
+class _Message(msgspec.Struct):
+    type: str
+    data: dict[str, Any] = {}
+
+
+class OpenEnv:
+    """url: where the server listens, http or https. field: of the action that takes what the agent says; "" where that is JSON.
+
+    action: further fields of every action. shown: field of the observation that the agent sees; "" for all, as JSON. read,
+    write: "module:name" of functions of your own in their place, of a text that returns an action, and of an observation that
+    returns a text. token_env: environment variable that holds a bearer token; it is sent, and never logged. retries: where
+    the server is full or away.
+
+    Example: OpenEnv(url="http://echo:8000", field="message", shown="echoed_message")
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        field: str = "",
+        action: Mapping[str, Any] | None = None,
+        shown: str = "",
+        read: str = "",
+        write: str = "",
+        token_env: str = "",
+        retries: int = 5,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
+        if token_env and token_env not in os.environ:
+            raise ConfigError(f"token_env: the environment has no {token_env}, which should hold the token")
+        self._url = f"ws{url.removeprefix('http').rstrip('/')}/ws"
+        self._field, self._action, self._shown = field, dict(action or {}), shown
+        self._read: Callable[[str], Any] | None = load(read, {}, "read") if read else None
+        self._write: Callable[[Any], str] | None = load(write, {}, "write") if write else None
+        self._headers = {"Authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
+        self._retries = retries
+        self._socket: ClientConnection | None = None
+
+    async def reset(self, task: Task, *, seed: int) -> Outcome:
+        """Begin an episode in a world of its own. The task's meta may name its `seed`, and more for the server's `reset`."""
+        own, more = task.meta.get("seed"), task.meta.get("reset")
+        data = {"seed": own if isinstance(own, int) else seed, "episode_id": uuid.uuid4().hex}
+        data |= more if isinstance(more, dict) else {}
+        backoff_s = FIRST_BACKOFF_S
+        for left in range(self._retries, -1, -1):
+            try:
+                self._socket = await self._connected()
+                return self._outcome(await self._ask("reset", data))
+            except (_Full, OSError, InvalidHandshake) as error:
+                await self.close()
+                if not left:
+                    raise RuntimeError(f"{self._url}: {error}") from error
+            await asyncio.sleep(backoff_s)
+            backoff_s *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+    async def step(self, action: str) -> Outcome:
+        """Send one action."""
+        try:
+            fields = self._read(action) if self._read is not None else self._fields(action)
+            return self._outcome(await self._ask("step", fields))
+        except (ValueError, _Unreadable) as error:
+            return Outcome(observation=str(error))
+
+    async def close(self) -> None:
+        """Leave the world, and close the connection."""
+        socket, self._socket = self._socket, None
+        if socket is None:
+            return
+        with contextlib.suppress(ConnectionClosed):  # it is gone already
+            await socket.send('{"type": "close"}')
+        await socket.close()
+
+    async def _connected(self) -> ClientConnection:
+        # Its server may be busy with a step for long: how long one may take is the guard's to say, not a ping's.
+        return await connect(
+            self._url,
+            additional_headers=self._headers,
+            max_size=MAX_MESSAGE_BYTES,
+            ping_interval=None,
+            close_timeout=CLOSE_S,
+            proxy=None,
+        )
+
+    def _fields(self, action: str) -> dict[str, Any]:
+        if self._field:
+            return {**self._action, self._field: action}
+        try:
+            said = json.loads(action)
+        except (ValueError, RecursionError):
+            said = None
+        if not isinstance(said, dict):
+            raise ValueError(f"got {action[:MAX_SHOWN_CHARS]!r}, expected a JSON object")
+        return {**self._action, **said}
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> _Answer:
+        """Raises _Full, _Unreadable, RuntimeError for all else that is no answer."""
+        assert self._socket is not None, "reset comes first"
+        try:
+            with contextlib.suppress(ConnectionClosed):  # a server that is full says so unasked, and closes
+                await self._socket.send(msgspec.json.encode({"type": kind, "data": data}).decode())
+            content = await self._socket.recv()
+        except ConnectionClosed as error:
+            raise RuntimeError(f"{self._url}: {kind}: {error}") from error
+        try:
+            message = msgspec.json.decode(content, type=_Message)
+            if message.type == "observation":
+                return msgspec.convert(message.data, _Answer)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RuntimeError(f"{self._url}: {kind}: {error}; expected an observation of OpenEnv") from error
+        code, said = message.data.get("code"), str(message.data.get("message"))[:MAX_SHOWN_CHARS]
+        if code == "CAPACITY_REACHED":
+            raise _Full(said)
+        if code in UNREADABLE and kind == "step":
+            raise _Unreadable(_wrong(said, message.data.get("errors")))
+        raise RuntimeError(f"{self._url}: {kind}: answered {message.type} {code}: {said}")
+
+    def _outcome(self, answer: _Answer) -> Outcome:
+        return Outcome(
+            observation=self._written(answer.observation),
+            reward=answer.reward,
+            end="terminal" if answer.done else None,
+        )
+
+    def _written(self, observation: dict[str, Any]) -> str:
+        if self._write is not None:
+            return self._write(observation)
+        if self._shown and self._shown not in observation:
+            raise RuntimeError(f"shown: got an observation of {', '.join(observation)}, expected {self._shown}")
+        value = observation[self._shown] if self._shown else observation
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _wrong(said: str, errors: object) -> str:
+    """What the server says of an action, field by field."""
+    found = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
+    lines = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in found]
+    return "\n".join([f"{said}:", *lines] if lines else [said])[:MAX_SHOWN_CHARS]
+
+
+class _Full(Exception):
+    """The server has no room for another world."""
+
+
+class _Unreadable(Exception):
+    """The server cannot read an action; what it says of it."""
