@@ -38,6 +38,7 @@ MAX_SEEN = 100_000
 SHORTEST_MS = 1000
 LONGEST_WAIT_S = 300.0
 TIMEOUT_S = 30.0
+LANGFUSE = "langfuse:"  # what its events name as their topic
 ANSWER_NAMES = ("answer_id", "gen_ai.response.id")
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ async def take_round(
         if named not in known.seen:
             new.append((at_ms, named, score))
     new.sort(key=lambda one: (one[0], one[1]))
-    events = [Event(msgspec.json.encode(score), f"langfuse:{source.name}", 0, at_ms) for at_ms, _, score in new]
+    events = [Event(msgspec.json.encode(score), f"{LANGFUSE}{source.name}", 0, at_ms) for at_ms, _, score in new]
     if events:
         await publish_events(source, events, log, metrics)
     metrics.gauge("feedback_read_to_s", source=source.name).set(to_ms / 1000)
