@@ -75,7 +75,9 @@ async def _redeliver(log: Log, report: LettersReport, message: LogMessage, lette
         where = "expected a topic of this app"
         if is_event:
             polled = letter.topic.startswith(LANGFUSE)
-            where = "came from Langfuse: change it there" if polled else "came from a file: append the event there again"
+            where = (
+                "came from Langfuse: change it there" if polled else "came from a file: append the event there again"
+            )
         report.refuse(message, "no such topic", f"{letter.topic!r} {where}")
         return
     try:
