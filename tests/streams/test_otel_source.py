@@ -75,6 +75,7 @@ def test_an_event_has_the_same_id_however_often_it_is_delivered_and_others_have_
     assert first.id == again.id != other.id
 
 
+@settings(deadline=None)
 @given(
     st.binary(max_size=200) | st.recursive(st.none() | st.text(), lambda of: st.dictionaries(st.text(), of)).map(repr)
 )
