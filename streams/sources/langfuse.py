@@ -71,6 +71,8 @@ def langfuse_score(
     lowest, highest: what a numeric score is measured on; it becomes 0 to 1. categories: values of those of a categorical one;
     one that is not there is a label. A score that names no answer is ignored.
     """
+    if not isinstance(score.get("id"), str):
+        raise ValueError("id: expected a text")
     answer = answer_of(score)
     if answer is None:
         return None
@@ -99,7 +101,7 @@ def answer_of(score: Mapping[str, Any]) -> str | None:
 
 def name_of(score: Mapping[str, Any]) -> str:
     """The id of a score as it is now: another one once it was changed."""
-    return f"{score['id']}@{score.get('updatedAt') or score.get('timestamp') or ''}"
+    return f"{score.get('id')}@{score.get('updatedAt') or score.get('timestamp') or ''}"
 
 
 async def run_langfuse(source: EventSource, log: Log, metrics: Metrics, state: Path) -> None:
