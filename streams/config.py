@@ -50,7 +50,8 @@ class From(Section, frozen=True):
     signature_header: the header with the signature. timestamp_header: signed in front of the body, "" for none; each sender has
     its own name for it. Without it, who has seen a signed body can send it again: gateway and stream worker take it for the
     record it is while they remember it (the newest 65,536). tenant: of API keys; the webhook may speak of the answers given to
-    that one alone, "" for those of all. langfuse: where its scores are read from.
+    that one alone, "" for those of all. langfuse: where its scores are read from. otlp: a collector of OpenTelemetry writes
+    the topic, as `otlp_json`; each log record in a message is an event.
 
     Example: From(topic="zendesk.closed")
     """
@@ -63,8 +64,11 @@ class From(Section, frozen=True):
     timestamp_header: str = ""
     tenant: str = ""
     langfuse: LangfuseConfig | None = None
+    otlp: bool = False
 
     def __post_init__(self) -> None:
+        if self.otlp and not self.topic:
+            raise ValueError('got otlp = true without topic = "…", expected the topic that a collector writes')
         if (given := sum(map(bool, (self.topic, self.file, self.webhook, self.langfuse)))) != 1:
             kinds = 'topic = "…", file = "…", webhook = "/…" and langfuse = {…}'
             raise ValueError(f"got {given} of {kinds}, expected one of them")

@@ -159,6 +159,8 @@ class _Loops(msgspec.Struct, frozen=True):
         metrics.gauge("conversations").set(len(gateway.earlier))
         metrics.gauge("conversations_bytes").set(gateway.earlier.num_bytes)
         metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
+        if gateway.spans is not None:
+            metrics.gauge("spans_waiting").set(gateway.spans.num_waiting)
         metrics.gauge("policy_version").set(gateway.engine.version)
         for name, value in self.follower.times.gauges().items():
             metrics.gauge(name).set(value)

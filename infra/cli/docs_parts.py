@@ -26,7 +26,10 @@ PARTS = {
         "trainer.processors.equal_sequences:equal_sequences",
         "trainer.processors.normalize_advantages:normalize_advantages",
     ),
-    "Feedback sources": ("streams.sources.received:rating", "streams.sources.langfuse:langfuse_score"),
+    "Feedback sources": (
+        "streams.sources.received:rating", "streams.sources.langfuse:langfuse_score",
+        "streams.sources.otel:evaluation_result",
+    ),
     "Workflows": (
         "actors.rollout.workflows.converse:converse", "actors.rollout.workflows.interact:Interact",
         "actors.rollout.workflows.tools:Tools", "actors.program.workflow:Program",

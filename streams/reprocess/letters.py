@@ -24,6 +24,7 @@ from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, by_name
 from streams.reprocess.ranges import Range, messages_of
 from streams.sources.event import event_table
+from streams.sources.langfuse import LANGFUSE
 from streams.stages.verify import REDELIVERED
 
 MARK = "re-delivered"
@@ -72,7 +73,12 @@ async def _redeliver(log: Log, report: LettersReport, message: LogMessage, lette
         topic = letter.topic if is_event else log.name(by_name(letter.topic))
         await log.bus.partitions(topic)
     except ValueError:
-        where = "came from a file: append the event there again" if is_event else "expected a topic of this app"
+        where = "expected a topic of this app"
+        if is_event:
+            polled = letter.topic.startswith(LANGFUSE)
+            where = (
+                "came from Langfuse: change it there" if polled else "came from a file: append the event there again"
+            )
         report.refuse(message, "no such topic", f"{letter.topic!r} {where}")
         return
     try:

@@ -36,7 +36,7 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 class EventSource(msgspec.Struct, kw_only=True):
     """One configured source. topic, file, webhook or langfuse says where it listens. trouble: what hangs, and which errors were
-    logged. redactor: masks personal data in texts.
+    logged. redactor: masks personal data in texts. otlp: a message of the topic holds many events.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
@@ -47,6 +47,7 @@ class EventSource(msgspec.Struct, kw_only=True):
     file: Path | None = None
     webhook: str = ""
     langfuse: LangfuseConfig | None = None
+    otlp: bool = False
     timeout_s: float = TIMEOUT_S
     trouble: calls.Trouble = msgspec.field(default_factory=calls.Trouble)
     redactor: Redactor = msgspec.field(default_factory=Redactor)

@@ -38,6 +38,7 @@ MAX_SEEN = 100_000
 SHORTEST_MS = 1000
 LONGEST_WAIT_S = 300.0
 TIMEOUT_S = 30.0
+LANGFUSE = "langfuse:"  # what its events name as their topic
 ANSWER_NAMES = ("answer_id", "gen_ai.response.id")
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ def langfuse_score(
     lowest, highest: what a numeric score is measured on; it becomes 0 to 1. categories: values of those of a categorical one;
     one that is not there is a label. A score that names no answer is ignored.
     """
+    if not isinstance(score.get("id"), str):
+        raise ValueError("id: expected a text")
     answer = answer_of(score)
     if answer is None:
         return None
@@ -98,7 +101,7 @@ def answer_of(score: Mapping[str, Any]) -> str | None:
 
 def name_of(score: Mapping[str, Any]) -> str:
     """The id of a score as it is now: another one once it was changed."""
-    return f"{score['id']}@{score.get('updatedAt') or score.get('timestamp') or ''}"
+    return f"{score.get('id')}@{score.get('updatedAt') or score.get('timestamp') or ''}"
 
 
 async def run_langfuse(source: EventSource, log: Log, metrics: Metrics, state: Path) -> None:
@@ -141,7 +144,7 @@ async def take_round(
         if named not in known.seen:
             new.append((at_ms, named, score))
     new.sort(key=lambda one: (one[0], one[1]))
-    events = [Event(msgspec.json.encode(score), f"langfuse:{source.name}", 0, at_ms) for at_ms, _, score in new]
+    events = [Event(msgspec.json.encode(score), f"{LANGFUSE}{source.name}", 0, at_ms) for at_ms, _, score in new]
     if events:
         await publish_events(source, events, log, metrics)
     metrics.gauge("feedback_read_to_s", source=source.name).set(to_ms / 1000)

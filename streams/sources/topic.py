@@ -13,6 +13,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas.errors import ConfigError, OffsetOutOfRange
 from streams.sources.event import Event, EventSource, publish_events
+from streams.sources.otel import split_otlp
 
 POLL_S = 1.0
 logger = logging.getLogger(__name__)
@@ -41,7 +42,11 @@ async def take_once(source: EventSource, reader: Reader, log: Log, metrics: Metr
         return 0
     if not records:
         return 0
-    events = [Event(record.value, record.topic, record.partition, record.offset) for record in records]
+    events = [
+        Event(value, record.topic, record.partition, record.offset)
+        for record in records
+        for value in (split_otlp(record.value) if source.otlp else (record.value,))
+    ]
     await publish_events(source, events, log, metrics)
     nexts: dict[Partition, int] = {}
     for record in records:

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.rollout.environment import EnvironmentFailed, GuardedEnvironment, Outcome
@@ -96,6 +96,7 @@ def test_every_kind_of_space_is_written_and_read() -> None:
         assert "expected JSON of Dict" in world.step(json.dumps({**fits, name: wrong})).observation
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=50) | st.recursive(st.none() | st.floats() | st.text(), st.lists).map(json.dumps))
 def test_whatever_the_agent_says_is_stepped_or_answered(said: str) -> None:
     world = Gymnasium(id="headrace/Oven-v0")

@@ -47,30 +47,35 @@ def play(
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Score, ...], list[Experience], Session]:
     """Scores, and what was recorded of one episode. texts: what the policy says, in turn. stop: when it is cut off."""
+    return asyncio.run(episode(program, TASK, *texts, max_model_len=max_model_len, token_s=token_s, stop=stop))
 
-    async def run() -> tuple[tuple[Score, ...], list[Experience], Session]:
-        engine = ScriptedEngine(
-            num_vocabulary=VOCABULARY,
-            max_model_len=max_model_len,
-            script=says(*(texts or ("Hello.",))),
-            token_s=token_s,
-        )
-        await engine.start()
-        sampling = Sampling(max_tokens=64, stop=(EOS,), temperature=0.7)
-        session = Session(engine, CachedTokenizer(ChatBytes()), sampling)
-        try:
-            playing = asyncio.create_task(program(TASK, session))
-            while not (await asyncio.wait([playing], timeout=0.01))[0]:
-                if stop():
-                    playing.cancel()
-                    await asyncio.wait([playing])
-            scores = playing.result()
-        finally:
-            found = session.experiences(group="t.0", attempt=0, episode=0)
-        await engine.close()
-        return scores, found, session
-
-    return asyncio.run(run())
+async def episode(
+    program: Program,
+    task: Task,
+    *texts: str,
+    max_model_len: int = 4096,
+    max_tokens: int = 64,
+    token_s: float = 0.0,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[tuple[Score, ...], list[Experience], Session]:
+    """As `play`, of any task."""
+    engine = ScriptedEngine(
+        num_vocabulary=VOCABULARY, max_model_len=max_model_len, script=says(*(texts or ("Hello.",))), token_s=token_s
+    )
+    await engine.start()
+    sampling = Sampling(max_tokens=max_tokens, stop=(EOS,), temperature=0.7)
+    session = Session(engine, CachedTokenizer(ChatBytes()), sampling)
+    try:
+        playing = asyncio.create_task(program(task, session))
+        while not (await asyncio.wait([playing], timeout=0.01))[0]:
+            if stop():
+                playing.cancel()
+                await asyncio.wait([playing])
+        scores = playing.result()
+    finally:
+        found = session.experiences(group="t.0", attempt=0, episode=0)
+    await engine.close()
+    return scores, found, session
 
 
 def function(name: str, **options: Any) -> Program:

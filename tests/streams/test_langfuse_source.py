@@ -194,12 +194,14 @@ def test_a_score_that_makes_no_sense_is_a_dead_letter_and_the_next_goes_on(fake:
         reader = Reader(source(fake), await opened(), tmp_path)
         fake.score("bad", 7.0, seconds_ago=20, **NAMED)
         fake.score("worse", None, seconds_ago=15, timestamp=ago(15), **NAMED)
+        fake.score("worst", 1.0, seconds_ago=12, **NAMED)
+        fake.scores["worst"]["id"] = None
         fake.score("good", 1.0, **NAMED)
         await reader.round()
         said, dead = await stored(reader.log)
         assert [one.id.partition("@")[0] for one in said] == ["good"]
         assert [(one.topic, one.reason) for one in dead] == [
-            ("langfuse:csat", "event invalid"), ("langfuse:csat", "event failed"),
+            ("langfuse:csat", "event invalid"), ("langfuse:csat", "event failed"), ("langfuse:csat", "event failed"),
         ]  # fmt: skip
         assert "from 0 to 1" in dead[0].error and b"bad" in dead[0].value
 

@@ -102,6 +102,11 @@ class Spans:
         self._thread = threading.Thread(target=self._send, name="traces", daemon=True)
         self._thread.start()
 
+    @property
+    def num_waiting(self) -> int:
+        """Spans that are not on their way yet."""
+        return self._queue.qsize()
+
     def tell(self, in_flight: InFlight) -> None:
         """Queue the spans of a request that has ended."""
         for span in spans_of(in_flight):

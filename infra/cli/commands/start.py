@@ -92,7 +92,8 @@ def init(
         typer.Option(
             "--from",
             metavar="EXAMPLE",
-            help="agent (learns from traffic), sorting (tasks with answers) or guess (turns with an environment).",
+            help="agent (learns from traffic), sorting (tasks with answers), guess (turns with an environment) or verifiers "
+            "(environments of that package).",
         ),
     ] = "agent",
 ) -> None:

@@ -1,0 +1,155 @@
+"""An environment of the package `verifiers` as a program of headrace. It runs where `verifiers` is, and needs no headrace.
+
+    python serve_verifiers.py tasks ENV > tasks.jsonl    its examples, for headrace load tasks
+    python serve_verifiers.py serve ENV                  its rollouts: one for each POST of a task, base URL, key and model
+
+Answers and info of the examples stay here: a task names its example by number.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import verifiers as vf  # type: ignore[import-not-found]
+from openai import AsyncOpenAI
+from verifiers.clients import OpenAIChatCompletionsClient  # type: ignore[import-not-found]
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+TIMEOUT_S = 3600.0  # an episode has a time of its own, and its key ends with it
+
+
+class Client(OpenAIChatCompletionsClient):  # type: ignore[misc]
+    """Sends no field without a value: what is unknown is refused by name."""
+
+    async def to_native_prompt(self, messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The messages as they are sent."""
+        prompt, more = await super().to_native_prompt(messages)
+        return [{name: value for name, value in one.items() if value is not None} for one in prompt], more
+
+
+class Rollouts:
+    """Runs rollouts of one environment on a loop of its own. held_out: it has examples of its own to evaluate on."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.name = name
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the tasks
+            self.environment = vf.load_environment(name, **options)
+        if self.environment.requires_group_rollouts:
+            sys.exit(f"{name}: it rewards rollouts of a group together; expected one that rewards each by itself")
+        self.rows = {"train": self._rows("dataset", self.environment.get_dataset)}
+        self.rows["held-out"] = self._rows("eval_dataset", self.environment.get_eval_dataset)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def _rows(self, kind: str, get: Any) -> dict[int, dict[str, Any]]:
+        has = getattr(self.environment, kind, None) or getattr(self.environment, f"{kind}_source", None)
+        return {int(row["example_id"]): row for row in get().to_list()} if has is not None else {}
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """The examples as tasks. Raises ValueError for one whose prompt is not of texts alone."""
+        return [
+            {"id": f"{self.name}-{split}-{number}", "split": split, "messages": messages_of(row),
+             "meta": {"example": number, "of": split}}
+            for split, rows in self.rows.items()
+            for number, row in rows.items()
+        ]  # fmt: skip
+
+    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """One rollout, as headrace wants to be told of it. Raises whatever the environment raises."""
+        return asyncio.run_coroutine_threadsafe(self._run(asked), self._loop).result()
+
+    async def _run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        meta = asked["task"]["meta"]
+        row = dict(self.rows[meta["of"]][meta["example"]])
+        async with AsyncOpenAI(base_url=asked["base_url"], api_key=asked["api_key"], timeout=TIMEOUT_S) as client:
+            output = await self.environment.run_rollout(
+                row, Client(client), asked["model"], {}, state_columns=["trajectory"]
+            )
+        return result_of(output)
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
+    """The prompt of an example."""
+    messages = [{"role": one["role"], "content": one["content"]} for one in row["prompt"]]
+    if not all(isinstance(one["content"], str) for one in messages):
+        raise ValueError(f"example {row['example_id']}: its prompt has more than texts")
+    return messages
+
+
+def result_of(output: dict[str, Any]) -> dict[str, Any]:
+    """Rewards by name, and what was rewarded turn by turn. Raises RuntimeError for a rollout that failed."""
+    if output.get("error"):
+        raise RuntimeError(f"the rollout failed: {json.dumps(output['error'], default=str)[:1000]}")
+    turns = [
+        {"id": step["response"]["id"] if isinstance(step["response"], dict) else step["response"].id,
+         "rewards": {"turn": step["reward"]}}
+        for step in output.get("trajectory") or ()
+        if step.get("reward") is not None
+    ]  # fmt: skip
+    rewards = {name: float(value) for name, value in (output["metrics"] or {}).items() if value is not None}
+    if not all(map(math.isfinite, rewards.values())):
+        raise RuntimeError(f"the rollout has the rewards {rewards}, expected finite numbers")
+    end = {"end": "truncated"} if output["is_truncated"] else {}
+    return {"reward": float(output["reward"]), "rewards": rewards, "turns": turns, **end}
+
+
+def serve(rollouts: Rollouts, host: str, port: int) -> None:
+    """Answer until interrupted; prints where."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            if not 0 < length <= MAX_BODY_BYTES:
+                self._answer(413, {"error": f"got {length} bytes, expected 1 to {MAX_BODY_BYTES}"})
+                return
+            try:
+                self._answer(200, rollouts.run(json.loads(self.rfile.read(length))))
+            except Exception as error:  # whatever an environment raises is that episode's
+                print(f"episode failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                self._answer(500, {"error": f"{type(error).__name__}: {error}"})
+
+        def _answer(self, status: int, body: dict[str, Any]) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer((host, port), Handler)
+    server.daemon_threads = True
+    print(f"serving {rollouts.name} at http://{host}:{server.server_port}/", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+
+
+def main() -> None:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description="An environment of verifiers, for headrace.")
+    parser.add_argument("what", choices=("tasks", "serve"))
+    parser.add_argument("environment", help="its name, as vf.load_environment takes it")
+    parser.add_argument("--options", type=json.loads, default={}, help="of load_environment, as a JSON object")
+    parser.add_argument("--listen", default="127.0.0.1:9301", help="host:port; whoever reaches it can run rollouts")
+    given = parser.parse_args()
+    rollouts = Rollouts(given.environment, given.options)
+    if given.what == "tasks":
+        for task in rollouts.tasks():
+            print(json.dumps(task))
+        return
+    host, _, port = given.listen.rpartition(":")
+    serve(rollouts, host, int(port))
+
+
+if __name__ == "__main__":
+    main()

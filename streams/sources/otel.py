@@ -1,0 +1,91 @@
+"""Evaluations that came as OpenTelemetry events, `gen_ai.evaluation.result`, in a topic that a collector writes.
+
+The collector's Kafka exporter writes many log records in one message (encoding `otlp_json`); each is an event of its own here.
+What is no such event is ignored, and counted. An event has no id in OpenTelemetry: what it says, of what, and when, is its id.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from infra.chain.processor import feedback
+from schemas import Feedback
+
+EVENT = "gen_ai.evaluation.result"
+IDENTITY = ("log.record.uid", "event.id")
+
+
+@feedback(version=1)
+def evaluation_result(
+    record: dict[str, Any],
+    *,
+    name: str,
+    lowest: float = 0.0,
+    highest: float = 1.0,
+    labels: dict[str, float] | None = None,
+) -> Feedback | None:
+    """An evaluation of OpenTelemetry's semantic conventions on the answer that its `gen_ai.response.id` names.
+
+    name: of the evaluation, `gen_ai.evaluation.name`; others are ignored. lowest, highest: what a score value is measured
+    on; it becomes 0 to 1. labels: values of those that have a label alone; one that is not there is a label.
+    """
+    if "resourceLogs" in record:
+        raise ValueError("resourceLogs: expected log records of OTLP as JSON")
+    told = attributes_of(record)
+    if (record.get("eventName") or told.get("event.name")) != EVENT or told.get("gen_ai.evaluation.name") != name:
+        return None
+    value, label = told.get("gen_ai.evaluation.score.value"), told.get("gen_ai.evaluation.score.label")
+    said: dict[str, Any] = {}
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        said = {"value": (value - lowest) / (highest - lowest)}
+    elif label in (labels or {}):
+        said = {"value": (labels or {})[label]}
+    elif label:
+        said = {"type": "label", "text": label}
+    else:
+        raise ValueError("gen_ai.evaluation.score: expected a value or a label")
+    return Feedback(ref=told["gen_ai.response.id"], id=identity(record, told), **said)
+
+
+def split_otlp(value: bytes) -> list[bytes]:
+    """The log records of a message of OTLP, each as JSON; what is no such message is left as it is."""
+    try:
+        message = msgspec.json.decode(value, type=_Logs)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return [value]
+    return [bytes(record) for of in message.resource_logs for scope in of.scope_logs for record in scope.log_records]
+
+
+def attributes_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a log record that are a text or a number."""
+    found: dict[str, Any] = {}
+    for one in record.get("attributes") or ():
+        kind, value = next(iter(one["value"].items()), ("", 0))
+        if kind == "intValue":  # a text, since 64 bits do not fit a number of JSON
+            value = int(value)
+        if kind in ("stringValue", "intValue", "doubleValue", "boolValue"):
+            found[one["key"]] = value
+    return found
+
+
+def identity(record: Mapping[str, Any], told: Mapping[str, Any]) -> str:
+    """The id of an event: the same however often it is delivered."""
+    if given := next((told[one] for one in IDENTITY if isinstance(told.get(one), str)), ""):
+        return str(given)
+    when = record.get("timeUnixNano") or record.get("observedTimeUnixNano")
+    said = [when, record.get("traceId"), record.get("spanId")]
+    return hashlib.blake2b(msgspec.json.encode([said, dict(sorted(told.items()))]), digest_size=16).hexdigest()
+
+
+class _Scope(msgspec.Struct, rename="camel"):
+    log_records: list[msgspec.Raw] = []
+
+
+class _Resource(msgspec.Struct, rename="camel"):
+    scope_logs: list[_Scope] = []
+
+
+class _Logs(msgspec.Struct, rename="camel"):
+    resource_logs: list[_Resource]
