@@ -12,7 +12,7 @@ EXTRAS := --extra streams --extra actors --extra trainer --extra dev
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of a file share what it made. Some wait for processes of their own: a third worker fills the two cores.
-FAST   := -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
+FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install agents demo test test-fast sandbox-told test-gpu mutants check lint types docs lock extras-check clean
@@ -48,11 +48,11 @@ demo: install    ## train a small model through Kafka, Faust and vLLM (four to s
 # Kafka's own build. `make test-fast` gives no second try. Slow tests go file by file, so that those of a file share a broker,
 # an engine or a run of the demo; most of them wait for processes, and two files at once fill the two cores.
 test: sandbox-told check ## everything: linters, types, unit and end-to-end tests
-	@$(BIN)/python -m pytest -q $(FAST) --reruns 1 $(ARGS)
+	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu" --reruns 1 $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --reruns 1 --durations=20 $(ARGS)
 
 test-fast: sandbox-told install ## the tests that need no broker, no engine process and no long search
-	@$(BIN)/python -m pytest -q $(FAST) $(ARGS)
+	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu and not long" $(ARGS)
 
 sandbox-told:
 	@[ "$$(uname -sm)" != "Linux x86_64" ] || command -v bwrap >/dev/null || echo "make: no bwrap on PATH: some 250 tests of what confines untrusted code will be left out; to have them: apt-get install bubblewrap"

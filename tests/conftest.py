@@ -1,5 +1,6 @@
 """What tests share: one embedded broker for the whole session (started by the first test that asks), names, folders."""
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,16 @@ from infra.local.broker import EmbeddedKafka
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST_FIRST = ("tests/e2e/", "tests/trainer/", "tests/simulator/", "tests/crash/")
+
+
+def pytest_configure() -> None:
+    """What is imported and collected stays until the end: a search for garbage in it finds nothing and takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

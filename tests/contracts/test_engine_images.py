@@ -19,6 +19,7 @@ from schemas import Message
 from schemas.errors import PolicyRefused
 from tests.contracts.engine_case import Started
 from tests.eye_model import NUM_PLACES, build_eye_model, drawings
+from tests.grids import rest_long
 from trainer.learners.forward import PackedModel
 
 TOWER = "model.vision_tower."
@@ -127,7 +128,7 @@ def test_what_is_sampled_about_a_picture_has_the_logprobs_of_a_plain_forward(cas
     case.run(check)
 
 
-@pytest.mark.parametrize("part", [TOWER, PROJECTION])
+@pytest.mark.parametrize("part", rest_long([TOWER, PROJECTION]))
 def test_a_reload_of_what_sees_loses_nothing_and_each_span_is_its_own_versions(case: Case, part: str) -> None:
     async def check(case: Case) -> None:
         version, came = case.engine.version, asyncio.Event()

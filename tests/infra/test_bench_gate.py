@@ -32,6 +32,7 @@ CONFIG = GateConfig(canary=CanaryConfig(), guard=GateGuardConfig(), people=Peopl
 WORLD = SimulatedPeople(base=0.2, per_hour=60.0, each=3, alike=0.3, bad_h=30.0, good_h=5.0, odds=2.0, heavy=0.05)
 DAYS_MS = 3 * 24 * HOUR_MS
 EVERY = {(row.test, row.name): row for row in rows()}
+QUICK = ("base 0.1", "base 0.1, twice the odds", "250 tasks, as good", "500 tasks, 10 points worse")
 
 
 def told(found: RatingsByTime, *, on_trial: bool, from_ms: int = 0) -> People:
@@ -71,7 +72,12 @@ def test_a_simulated_guard_counts_as_the_master_does_record_by_record() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", [place for place, row in EVERY.items() if row.promised], ids=lambda place: ", ".join(place)
+    "place",
+    [
+        pytest.param(place, id=", ".join(place), marks=[] if place[1] in QUICK else pytest.mark.long)
+        for place, row in EVERY.items()
+        if row.promised
+    ],
 )
 def test_a_quick_run_keeps_the_promise(place: tuple[str, str]) -> None:
     """12 paths of each row: at most one of them wrong where nothing differs, two in three found where something does."""

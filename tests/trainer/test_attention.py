@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.grids import rest_long
 from tests.peak import PEAK_MB
 from tests.trainer.trainer_samples import long_microbatch, tiny_model
 from trainer.learners import attention
@@ -56,7 +57,7 @@ def plain_attention(query, key, value, mask, *, scaling, softcap=None, s_aux=Non
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("num_T", [1, 255, 256, 257, 700])
+@pytest.mark.parametrize("num_T", rest_long([1, 257, 255, 256, 700], 2))
 @pytest.mark.parametrize("extra", ["", "window", "softcap", "sinks"])
 def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, extra):
     reach_BT, position_BT = trees(num_T, num_T, branching=0.02)
@@ -141,6 +142,7 @@ def test_the_block_mask_of_flex_attention_shows_what_the_tree_shows(seed, num_T,
     assert not expected.any(), "something that is seen lies in no block"
 
 
+@pytest.mark.long
 def test_flex_attention_under_the_block_mask_computes_what_a_dense_mask_does():
     reach_BT, position_BT = trees(0, 300)
     torch.manual_seed(0)
@@ -178,6 +180,7 @@ def gradients(packed: PackedModel, states: torch.Tensor) -> dict[str, torch.Tens
     return {name: one.grad.clone() for name, one in packed.module.named_parameters() if one.grad is not None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["blocks", "unpacked"])
 def test_gradients_of_long_rows_are_those_of_a_dense_mask(tmp_path, path):
     packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")

@@ -171,6 +171,7 @@ def in_loop(model: str, lora: LoraConfig | None = LORA) -> tuple[TrainerConfig, 
     return config, TorchLearner(model, config, device="cpu")
 
 
+@pytest.mark.long
 def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bits(model: str) -> None:
     config, learner = in_loop(model)
 

@@ -3,11 +3,9 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +15,9 @@ from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from schemas.ids import answer_id
 from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, Served, engine, says, serving
+
+if TYPE_CHECKING:  # seconds of imports, which every worker would pay to collect the tests
+    from anthropic import AsyncAnthropic
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {
@@ -28,13 +29,15 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_
 THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
 
 
-async def opened(served: Served, **key: Any) -> AsyncAnthropic:
+async def opened(served: Served, **key: Any) -> "AsyncAnthropic":
+    from anthropic import AsyncAnthropic
+
     made = served.key(**key)
     await served.keys_read()
     return AsyncAnthropic(api_key=made, base_url=served.url, max_retries=0)
 
 
-async def streamed(client: AsyncAnthropic, **asked: Any) -> tuple[list[Any], Any]:
+async def streamed(client: "AsyncAnthropic", **asked: Any) -> tuple[list[Any], Any]:
     """The events of a stream, and the message that the client makes of them."""
     async with client.messages.stream(model="m", max_tokens=200, **asked) as stream:
         events = [event async for event in stream]
@@ -181,6 +184,8 @@ def test_tokens_are_counted_without_an_answer(tmp_path: Path) -> None:
 
 
 def test_refusals_are_the_clients_own_errors(tmp_path: Path) -> None:
+    import anthropic
+
     async def check() -> None:
         async with serving(tmp_path, models=("small",)) as served:
             client = await opened(served)
@@ -193,13 +198,15 @@ def test_refusals_are_the_clients_own_errors(tmp_path: Path) -> None:
             stranger = client.with_options(api_key="hr-unknown")
             with pytest.raises(anthropic.AuthenticationError):
                 await stranger.messages.create(model="small", max_tokens=5, messages=ASK)
-            bearer = AsyncAnthropic(auth_token=client.api_key, base_url=served.url, max_retries=0)
+            bearer = anthropic.AsyncAnthropic(auth_token=client.api_key, base_url=served.url, max_retries=0)
             assert (await bearer.messages.create(model="small", max_tokens=5, messages=ASK)).content
 
     asyncio.run(check())
 
 
 def test_an_engine_that_fails_ends_the_stream_with_an_error_event(tmp_path: Path) -> None:
+    import anthropic
+
     async def check() -> None:
         def broken(prompt: tuple[int, ...]) -> list[int]:
             raise RuntimeError("the kernel broke")
