@@ -13,8 +13,9 @@ from infra.cli.connect import connected
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.log.bus import CommitRefused, Partition
+from infra.log.letters import letter_at
 from infra.log.log import Log
-from schemas import DeadLetter, topics
+from schemas import topics
 from schemas.errors import ConfigError
 
 Group = Literal["tasks", "explore", "verify", "collect"]
@@ -67,9 +68,7 @@ async def skip_lost(log: Log, group: Group) -> list[Lost]:
         finally:
             await reader.close()
         loss = f"offsets {one.start} to {one.stop - 1} were deleted before {group} had read them"
-        letter = DeadLetter(
-            topic=one.topic.name, partition=one.partition, offset=one.start, stage=group, reason=REASON, error=loss
-        )
+        letter = letter_at((one.topic.name, one.partition, one.start), stage=group, reason=REASON, error=loss)
         await log.publish(topics.DEAD_LETTERS, letter)
     return found
 

@@ -7,6 +7,7 @@ backoff; after `deadline_s` without it BrokerUnavailable names the address.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
 from infra.log.kafka_reader import METADATA_AGE_MS, KafkaReader, may_pass, stop
 from infra.log.memory import changed_count
 from infra.log.partitioner import partition_for
+from infra.log.retry import doubling, retry
 from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import MAX_RECORD_BYTES
 
@@ -38,6 +40,7 @@ REQUEST_TIMEOUT_MS = 20_000
 RETRY_BACKOFF_MS = 200
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+QUIET_RETRIES = 4  # after the first, until a broker that stays away is worth a warning each time
 SESSION_TIMEOUT_MS = 10_000
 HEARTBEAT_MS = 2_000
 MAX_POLL_INTERVAL_MS = 600_000
@@ -354,23 +357,21 @@ class KafkaBus:
 
     async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat what fails for want of a broker, with backoff, until the deadline; other errors pass."""
-        backoff_s = FIRST_BACKOFF_S
-        last: Exception | None = None
+        passed: deque[Exception] = deque(maxlen=QUIET_RETRIES + 1)
+
+        def again(error: Exception) -> bool:
+            passes = isinstance(error, KafkaError | OSError | _TryAgain) and may_pass(error)
+            if passes and len(passed) in (0, passed.maxlen):
+                level = logging.WARNING if passed else logging.INFO
+                logger.log(level, "kafka.retry what=%s at=%s error=%r", what, self.bootstrap_servers, error)
+            passed.append(error)
+            return passes
+
         try:
             async with asyncio.timeout(self.deadline_s):
-                while True:
-                    try:
-                        return await attempt()
-                    except (KafkaError, OSError, _TryAgain) as error:
-                        if not may_pass(error):
-                            raise
-                        if backoff_s == MAX_BACKOFF_S or last is None:
-                            level = logging.INFO if last is None else logging.WARNING
-                            logger.log(level, "kafka.retry what=%s at=%s error=%r", what, self.bootstrap_servers, error)
-                        last = error
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                return await retry(attempt, doubling(FIRST_BACKOFF_S, MAX_BACKOFF_S), again)
         except TimeoutError:
+            last = passed[-1] if passed else None
             raise self.unavailable(what, last) from last
 
     def unavailable(self, what: str, last: Exception | None) -> BrokerUnavailable:

@@ -17,13 +17,14 @@ import msgspec
 
 from infra.log.blobs import deposit, is_claim, redeem
 from infra.log.bus import Bus, Headers, Partition, Reader, Record, RecordPosition
+from infra.log.letters import letter_of
 from infra.log.partitioner import key_of
+from infra.log.retry import retry
 from infra.observe.failpoint import reach, send_point
 from infra.store.seal import Keys
 from infra.store.store import Store
-from schemas import Block, Control, DeadLetter, Tick, decode, encode, kafka_headers
+from schemas import Block, Control, Tick, decode, encode, kafka_headers
 from schemas.errors import BadFrame, ConfigError, OffsetOutOfRange, StoreError
-from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, Topic, topic_config, topic_name
 from schemas.wire.frame import is_sealed
 
@@ -31,7 +32,7 @@ from schemas.wire.frame import is_sealed
 MAX_HOLE = 64
 # Above this many tokens encoding takes milliseconds, so it leaves the event loop.
 THREAD_TOKENS = 65_536
-STORE_ATTEMPTS = 4
+STORE_PAUSES_S = (0.4, 1.6, 6.4)
 MAX_IN_FLIGHT = 512
 
 logger = logging.getLogger(__name__)
@@ -318,13 +319,13 @@ class Log:
         """`decode`, in a thread where it asks the store; a store that fails is asked again a few times."""
         if not asks_store(record):
             return self.decode(record)
-        for attempt in range(1, STORE_ATTEMPTS):
-            try:
-                return await asyncio.to_thread(self.decode, record)
-            except StoreError as error:
+
+        def again(error: Exception) -> bool:
+            if isinstance(error, StoreError):
                 logger.warning("blob.retry topic=%s offset=%d error=%s", record.topic, record.offset, error)
-                await asyncio.sleep(0.1 * 4**attempt)
-        return await asyncio.to_thread(self.decode, record)
+            return isinstance(error, StoreError)
+
+        return await retry(lambda: asyncio.to_thread(self.decode, record), STORE_PAUSES_S, again)
 
 
 def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, int]]:
@@ -340,23 +341,6 @@ def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, in
         else:
             found.append((offset, offset + 1))
     return found
-
-
-def letter_of(record: Record, *, stage: str, reason: str, error: str = "") -> DeadLetter:
-    """A record that cannot be processed, with where it lay and why.
-
-    reason: a short constant phrase. error: the message that names the field.
-    """
-    return DeadLetter(
-        topic=record.topic.partition(".")[2],
-        partition=record.partition,
-        offset=record.offset,
-        stage=stage,
-        reason=reason,
-        error=error,
-        value=record.value[:MAX_LETTER_BYTES],
-        key=record.key,
-    )
 
 
 def asks_store(record: Record) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from infra.chain.chain import Dropped
+from infra.log.letters import letter_at
 from schemas import Block, Closure, DeadLetter, Experience
-from schemas.records import MAX_LETTER_BYTES
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -35,15 +35,7 @@ class Folded(msgspec.Struct):
 
 def dead_letter(partition: int, offset: int, reason: str, error: str, value: bytes) -> DeadLetter:
     """A record of `verified` that nothing can be done with."""
-    return DeadLetter(
-        topic="verified",
-        partition=partition,
-        offset=offset,
-        stage="collect",
-        reason=reason,
-        error=error,
-        value=value[:MAX_LETTER_BYTES],
-    )
+    return letter_at(("verified", partition, offset), stage="collect", reason=reason, error=error, value=value)
 
 
 def mean_reward(experiences: Sequence[Experience]) -> float | None:

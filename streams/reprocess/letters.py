@@ -15,6 +15,7 @@ import msgspec
 
 from infra.log.blobs import is_claim
 from infra.log.bus import Partition, Record
+from infra.log.letters import letter_at
 from infra.log.log import Log, LogMessage
 from infra.store.seal import open_event
 from schemas import DeadLetter, UnknownMajor, decode
@@ -79,9 +80,7 @@ async def _redeliver(log: Log, report: LettersReport, message: LogMessage, lette
     except (BadFrame, UnknownMajor) as error:
         report.refuse(message, "still does not decode", str(error))
         return
-    mark = DeadLetter(
-        topic=DEAD_LETTERS.name, partition=message.partition, offset=message.offset, stage=MARK, reason=MARK
-    )
+    mark = letter_at((DEAD_LETTERS.name, message.partition, message.offset), stage=MARK, reason=MARK)
     await log.publish(DEAD_LETTERS, mark)
     try:
         place = f"dead-letters/{message.partition}@{message.offset}".encode()

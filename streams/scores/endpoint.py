@@ -14,11 +14,13 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Annotated, Any
 
 import httpx
 import msgspec
 
+from infra.log.retry import doubling, retry
 from infra.settings.config import Section
 from infra.settings.outside import checked_url
 from schemas.errors import ConfigError
@@ -66,6 +68,10 @@ class EndpointConfig(Section, frozen=True):
             raise ValueError(
                 "got usd_per_day without prices, expected usd_per_million_input and usd_per_million_output"
             )
+
+
+class _Busy(Exception):
+    """A status that may pass."""
 
 
 class ModelReply(msgspec.Struct, frozen=True):
@@ -140,24 +146,29 @@ class Endpoint:
 
     async def _tries(self, body: dict[str, Any], reserved: float) -> tuple[str | None, float, str]:
         """Reply, cost and reason."""
+
+        async def once() -> tuple[str | None, float, str]:
+            response = await self._session().post("/chat/completions", json=body)
+            if response.status_code == 200:
+                return self._read(response, reserved)
+            logger.warning("judge_status model=%s status=%d", self.config.model, response.status_code)
+            if response.status_code not in (408, 409, 429) and response.status_code < 500:
+                return None, 0.0, REFUSED
+            raise _Busy
+
+        def again(error: Exception) -> bool:
+            if isinstance(error, httpx.HTTPError):
+                logger.warning("judge_unreachable model=%s error=%s", self.config.model, type(error).__name__)
+            return isinstance(error, httpx.HTTPError | _Busy)
+
+        pauses = (one * (0.5 + self._jitter()) for one in doubling(FIRST_BACKOFF_S))
         try:
             async with asyncio.timeout(self.config.deadline_s):
-                for attempt in range(self.config.attempts):
-                    if attempt:
-                        await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1) * (0.5 + self._jitter()))
-                    try:
-                        response = await self._session().post("/chat/completions", json=body)
-                    except httpx.HTTPError as error:
-                        logger.warning("judge_unreachable model=%s error=%s", self.config.model, type(error).__name__)
-                        continue
-                    if response.status_code == 200:
-                        return self._read(response, reserved)
-                    logger.warning("judge_status model=%s status=%d", self.config.model, response.status_code)
-                    if response.status_code not in (408, 409, 429) and response.status_code < 500:
-                        return None, 0.0, REFUSED
+                return await retry(once, islice(pauses, self.config.attempts - 1), again)
         except TimeoutError:  # what was under way may be charged
             return None, reserved, UNAVAILABLE
-        return None, 0.0, UNAVAILABLE
+        except (httpx.HTTPError, _Busy):
+            return None, 0.0, UNAVAILABLE
 
     def _read(self, response: httpx.Response, reserved: float) -> tuple[str | None, float, str]:
         try:

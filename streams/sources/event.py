@@ -17,10 +17,11 @@ import msgspec
 
 from infra.chain import calls
 from infra.chain.redact import Redactor
+from infra.log.letters import letter_at
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
-from schemas import DeadLetter, Feedback, ids
+from schemas import Feedback, ids
 from schemas.errors import BadFrame, Sealed
 from schemas.names import pseudonym
 from schemas.records import MAX_LETTER_BYTES
@@ -197,16 +198,16 @@ def _publisher(source: EventSource, log: Log, feedback: Feedback) -> Callable[[]
 def _letter_publisher(source: EventSource, event: Event, reading: Reading, log: Log) -> Callable[[], Awaitable[object]]:
     async def publish() -> object:
         sessions = ids.sessions_in(event.value.decode("utf-8", "replace"))
-        letter = DeadLetter(
-            topic=event.topic,
-            partition=event.partition,
-            offset=event.offset,
+        letter = letter_at(
+            (event.topic, event.partition, event.offset),
             stage=f"feedback {source.name}",
             reason=f"event {reading.outcome}",
             error=reading.brief if event.ours or sessions else source.redactor.mask(reading.error)[0],
-            value=await asyncio.to_thread(_kept, source, event, sessions, log.keys),
         )
-        return await log.publish(DEAD_LETTERS, letter)
+        value = await asyncio.to_thread(_kept, source, event, sessions, log.keys)
+        return await log.publish(
+            DEAD_LETTERS, msgspec.structs.replace(letter, value=value)
+        )  # what is sealed stays whole
 
     return lambda: confirmed(publish, "dead letter", GIVE_UP_S)
 

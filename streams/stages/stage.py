@@ -17,7 +17,9 @@ import msgspec
 
 from infra.chain.faults import STEP_FAULTS
 from infra.log.bus import Record
-from infra.log.log import Log, LogMessage, asks_store, letter_of
+from infra.log.letters import letter_of
+from infra.log.log import Log, LogMessage, asks_store
+from infra.log.retry import doubling, retry, within
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, UnknownMajor
 from schemas.errors import BrokerUnavailable, HeadraceError
@@ -112,18 +114,14 @@ def letter(message: LogMessage, stage: str, reason: str, error: str) -> Output:
 
 async def confirmed(attempt: Callable[[], Awaitable[Result]], what: str, give_up_s: float) -> Result:
     """Run `attempt`, again with backoff while its error is retriable; the last error is raised after give_up_s."""
-    clock = asyncio.get_running_loop().time
-    give_up_at = clock() + give_up_s
-    backoff_s = FIRST_BACKOFF_S
-    while True:
-        try:
-            return await attempt()
-        except HeadraceError as error:
-            if not error.retriable or clock() + backoff_s > give_up_at:
-                raise
+
+    def again(error: Exception) -> bool:
+        may_pass = isinstance(error, HeadraceError) and error.retriable
+        if may_pass:
             logger.warning("stage_retry what=%s error=%s", what, error)
-        await asyncio.sleep(backoff_s)
-        backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        return may_pass
+
+    return await retry(attempt, within(give_up_s, doubling(FIRST_BACKOFF_S, MAX_BACKOFF_S)), again)
 
 
 async def publish_all(log: Log, outputs: Iterable[Output], give_up_s: float) -> None:

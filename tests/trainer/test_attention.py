@@ -14,7 +14,7 @@ from tests.grids import rest_long
 from tests.peak import PEAK_MB
 from tests.trainer.trainer_samples import long_microbatch, tiny_model
 from trainer.learners import attention
-from trainer.learners.attention import DENSE_TOKENS, Abilities, Tree, block_mask, dense_mask, reading_path
+from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, reading_path
 from trainer.learners.forward import PackedModel
 
 WIDTH, HEADS, KEY_HEADS = 8, 4, 2
@@ -71,7 +71,7 @@ def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, 
         torch.nn.Identity(),
         *given[:3],
         None,
-        tree=Tree(reach_BT, position_BT, "blocks"),
+        tree=RowTrees(reach_BT, position_BT, "blocks"),
         scaling=0.3,
         sliding_window=window or None,
         **options | ({"s_aux": given[3]} if extra == "sinks" else {}),
@@ -93,7 +93,7 @@ def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, 
 def test_what_the_cpus_kernel_kept_gives_the_bits_of_a_block_computed_again(dtype, key_heads):
     num_T = 600
     reach_BT, position_BT = trees(3, num_T, branching=0.02)
-    tree, settings = Tree(reach_BT, position_BT, "blocks"), {"scaling": 0.3}
+    tree, settings = RowTrees(reach_BT, position_BT, "blocks"), {"scaling": 0.3}
     torch.manual_seed(0)
     given = [torch.randn(2, heads, num_T, WIDTH).to(dtype) for heads in (HEADS, key_heads, key_heads)]
     leaves = [one.clone().requires_grad_() for one in given]

@@ -49,7 +49,7 @@ def reading_path(device: str, num_T: int, family: Abilities) -> Path:
     return "dense" if family.dense and within else "unpacked"
 
 
-class Tree:
+class RowTrees:
     """The trees of a microbatch's rows. reach_BT, position_BT int64: see `Microbatch`. windows: those of the layers that
     have asked, 0 among them for a layer without one. across: how attention goes where other ranks hold other tokens of the
     rows, see `trainer.learners.sequence_parallel`.
@@ -77,11 +77,11 @@ class Tree:
         return {"tree": self, "attention_mask": self.reach_BT.new_zeros((1, 1, 1, 1)), "position_ids": self.position_BT}
 
 
-def chain(ids_BT: torch.Tensor, path: Path) -> Tree:
+def chain(ids_BT: torch.Tensor, path: Path) -> RowTrees:
     """The tree of rows that hold one sequence each."""
     num_B, num_T = ids_BT.shape
     index_BT = torch.arange(num_T, device=ids_BT.device).expand(num_B, num_T)
-    return Tree(torch.full_like(ids_BT, num_T), index_BT, path)
+    return RowTrees(torch.full_like(ids_BT, num_T), index_BT, path)
 
 
 def dense_mask(reach_BT: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def tree_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    tree: Tree | None = None,
+    tree: RowTrees | None = None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: query [B, H, T, D], key and value [B, heads of keys, T, D]; gives [B, T, H, D].
@@ -130,7 +130,7 @@ def tree_attention(
 
 def _attend_tree(
     module: torch.nn.Module,
-    tree: Tree,
+    tree: RowTrees,
     settings: dict[str, Any],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -164,7 +164,7 @@ class InBlocks(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks_H: torch.Tensor | None,
-        tree: Tree,
+        tree: RowTrees,
         window: int,
         settings: dict[str, Any],
     ) -> torch.Tensor:
@@ -276,7 +276,7 @@ def _blocks(num_T: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK_TOKENS, num_T)) for start in range(0, num_T, BLOCK_TOKENS)]
 
 
-def _seen(tree: Tree, start: int, stop: int, window: int) -> tuple[Any, torch.Tensor]:
+def _seen(tree: RowTrees, start: int, stop: int, window: int) -> tuple[Any, torch.Tensor]:
     """Keys that some of the queries from `start` to `stop` see, as an index, and which of them each sees, [B, 1, Q, K]."""
     index_Q = torch.arange(start, stop, device=tree.reach_BT.device)
     seen_K = (tree.reach_BT[:, :stop] > start).any(0).nonzero().squeeze(1)

@@ -21,7 +21,7 @@ from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
 from trainer.config import TrainerConfig
-from trainer.learners.attention import Abilities, Path, Tree, chain, dense_mask, reading_path
+from trainer.learners.attention import Abilities, Path, RowTrees, chain, dense_mask, reading_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
 from trainer.learners.routing import Given, Replay
@@ -155,7 +155,7 @@ class PackedModel:
         if path == "dense":
             inputs |= {"attention_mask": dense_mask(reach_BT), "position_ids": position_BT}
         elif path is not None:
-            inputs |= Tree(reach_BT, position_BT, path).inputs()
+            inputs |= RowTrees(reach_BT, position_BT, path).inputs()
         given = self._given(one.experts_BTLk)
         states = self._routed(inputs, given)
         self._differs_P = None if given is None else given.shares()

@@ -22,7 +22,7 @@ from infra.model.vision import takes_pictures
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.split import widened
-from trainer.learners.attention import DENSE_TOKENS, Abilities, Path, Tree, reading_path
+from trainer.learners.attention import DENSE_TOKENS, Abilities, Path, RowTrees, reading_path
 from trainer.learners.forward import PackedModel, Reader
 from trainer.learners.opening import mixes_neighbours, require_same, takes_tree
 
@@ -155,7 +155,7 @@ class SplitModel(PackedModel):
         one = widened(one, -(-one.tokens_BT.shape[1] // size) * size)
         part = part_of(one, size, self._group.place)
         reach_BT, position_BT = self._tensor(one.reach_BT), self._tensor(one.positions_BT)
-        inputs = Tree(reach_BT, position_BT, self._path, across=self._across).inputs()
+        inputs = RowTrees(reach_BT, position_BT, self._path, across=self._across).inputs()
         inputs |= {"input_ids": self._tensor(part.tokens_BP), "position_ids": self._tensor(part.positions_BP)}
         given = self._given(part.experts_BPLk)
         state_PD = self._routed(inputs, given)

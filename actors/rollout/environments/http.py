@@ -9,15 +9,16 @@ A step is sent twice only where the connection was refused before anything was s
 knows a turn again by its number (`step_twice`). Answers are bounded in size; redirects are not followed.
 """
 
-import asyncio
 import os
 import uuid
+from itertools import islice
 from typing import Any
 
 import httpx
 import msgspec
 
 from actors.rollout.environment import EnvironmentEnd, Outcome
+from infra.log.retry import doubling, retry
 from schemas import Task
 from schemas.errors import ConfigError
 
@@ -92,16 +93,13 @@ class HttpEnvironment:
             await self._client.aclose()
 
     async def _ask(self, what: str, body: dict[str, Any], *, twice: bool) -> Outcome:
-        backoff_s = FIRST_BACKOFF_S
-        for left in range(self._retries, -1, -1):
-            try:
-                return await self._once(what, body)
-            except _Refused as error:
-                if not left or not (twice or error.unsent):
-                    raise RuntimeError(str(error)) from error
-            await asyncio.sleep(backoff_s)
-            backoff_s *= 2
-        raise AssertionError("the last attempt returns or raises")
+        def again(error: Exception) -> bool:
+            return isinstance(error, _Refused) and (twice or error.unsent)
+
+        try:
+            return await retry(lambda: self._once(what, body), islice(doubling(FIRST_BACKOFF_S), self._retries), again)
+        except _Refused as error:
+            raise RuntimeError(str(error)) from error
 
     async def _once(self, what: str, body: dict[str, Any]) -> Outcome:
         assert self._client is not None, "reset comes first"

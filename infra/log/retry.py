@@ -1,0 +1,53 @@
+"""The one loop that repeats what may succeed later. Its callers say which errors may pass, and for how long to go on."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[Result]], pauses: Iterable[float], again: Callable[[Exception], bool]
+) -> Result:
+    """What `attempt` returns; after an error that may pass it is called again, once for each pause.
+
+    pauses: seconds, read one at a time as they are needed. again: whether an error may pass; asked once of each.
+    Raises the last error.
+    """
+    left = iter(pauses)
+    while True:
+        try:
+            return await attempt()
+        except Exception as error:
+            pause_s = next(left, None) if again(error) else None
+            if pause_s is None:
+                raise
+        await asyncio.sleep(pause_s)
+
+
+def doubling(first_s: float, most_s: float = math.inf) -> Iterator[float]:
+    """Pauses without end, each twice the one before, up to most_s.
+
+    >>> from itertools import islice
+    >>> list(islice(doubling(0.5, 3.0), 4))
+    [0.5, 1.0, 2.0, 3.0]
+    """
+    while True:
+        yield min(first_s, most_s)
+        first_s *= 2
+
+
+def within(give_up_s: float, pauses: Iterable[float]) -> Iterator[float]:
+    """The pauses that end within give_up_s from now, by the clock of the running loop."""
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + give_up_s
+
+    def read() -> Iterator[float]:
+        for pause_s in pauses:
+            if clock() + pause_s > give_up_at:
+                return
+            yield pause_s
+
+    return read()
