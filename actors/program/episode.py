@@ -30,7 +30,6 @@ from actors.rollout.parts import AT_ONCE, Follow, Part
 from actors.rollout.session import LONG_CHARS, Session
 from schemas import Score
 
-CONTEXT_FULL = "context is full"
 KEPT_ANSWERS = 64  # for requests that are sent again
 
 
