@@ -32,7 +32,6 @@ from actors.rollout.session import LONG_CHARS, Session
 from infra.store.images import Pixels, images_of
 from schemas import Score
 
-CONTEXT_FULL = "context is full"
 KEPT_ANSWERS = 64  # for requests that are sent again
 
 

@@ -73,12 +73,6 @@ def with_routing(experience: Experience, experts_RLk: npt.NDArray[np.integer]) -
     return _with_sections(experience, {name: (1, raw) for name, raw in found.items() if raw})
 
 
-def without_routing(experience: Experience) -> Experience:
-    """The same experience as if its experts had not been recorded."""
-    held = experience.held().extra_sections()
-    return _with_sections(experience, {}) if held.keys() & {PROMPT_SECTION, SECTION} else experience
-
-
 def _with_sections(experience: Experience, sections: dict[str, tuple[int, bytes]]) -> Experience:
     carried = {
         name: one for name, one in experience.held().extra_sections().items() if name not in (PROMPT_SECTION, SECTION)

@@ -49,6 +49,7 @@ def play(
     """Scores, and what was recorded of one episode. texts: what the policy says, in turn. stop: when it is cut off."""
     return asyncio.run(episode(program, TASK, *texts, max_model_len=max_model_len, token_s=token_s, stop=stop))
 
+
 async def episode(
     program: Program,
     task: Task,

@@ -95,11 +95,6 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Sampled tokens."""
         return sum(len(one.target_N) for one in self.microbatches)
 
-    @property
-    def num_inputs(self) -> int:
-        """Positions computed, padding included."""
-        return sum(one.tokens_BT.size for one in self.microbatches)
-
 
 def pack(
     items: Sequence[TrainItem],

@@ -33,7 +33,6 @@ For each call return a JSON object with the function's name and its arguments:
 </tool_call>
 When you know the answer, give it without calling anything."""
 CALLS = "tool_calls"
-FAILED_CALLS = "tool_errors"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
