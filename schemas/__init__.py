@@ -4,7 +4,7 @@ from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import Experience, make_experience
 from schemas.fields import End, Kind, Lane, Meta
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
-from schemas.parts import Edit, Score, Span, Stretch
+from schemas.parts import Edit, Join, Score, Span, Stretch
 from schemas.records import (
     MAJOR,
     Closure,
@@ -50,6 +50,7 @@ __all__ = [
     "Fence",
     "Image",
     "Issued",
+    "Join",
     "Kind",
     "Lane",
     "MasterState",

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from schemas.errors import BadFrame
 from schemas.fields import Count, End, Finite, Id, Kind, Lane, Meta, Number, Weight
-from schemas.parts import Edit, Score, Span, Stretch, num_sampled
+from schemas.parts import Edit, Join, Score, Span, Stretch, num_sampled
 from schemas.records import Message
 from schemas.wire.bulk import (
     MAX_MESSAGES,
@@ -48,10 +48,11 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     task, answer: id of the task and its reference answer, "" and None where there is none.
     held_out: never trained on.
     turn: messages before the answer, in a session of the gateway; -1 for anything else. carried: how many earlier answers
-    of the session its prompt goes on from token by token. trial: see `Closure.trial`.
+    of the session its prompt goes on from token by token. ends_session: the client said that no turn follows. join: the turns
+    of its session that were closed with it. trial: see `Closure.trial`.
     parent: id of the experience it was made from.
-    failure: why the episode failed. truncated: what cut it short. part_reason: why this part does not go on in the one
-    before.
+    failure: why the episode failed. truncated: what cut it short. part_reason: why this part, or this turn of a session, does
+    not go on in the one before.
     edit: what people made of the answer, only while collect has it.
     weight: its loss terms are multiplied by it, within the batch chain alone.
     retrained: how often a late verdict sent it to be trained again.
@@ -105,6 +106,8 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     retrained: Count = 0
     notes: Meta = {}
     advantages: Annotated[tuple[Stretch, ...], Bounds(max_length=4096)] = ()
+    ends_session: bool = False
+    join: Join | None = None
 
     @property
     def tokens(self) -> Tokens:
@@ -313,6 +316,8 @@ class Header(TypedDict, total=False):
     retrained: int
     notes: Meta
     advantages: tuple[Stretch, ...]
+    ends_session: bool
+    join: Join | None
 
 
 def make_experience(

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta as Bounds
 
-from schemas.fields import Count, Finite
+from schemas.fields import Count, Finite, Id
 
 Version = Annotated[int, Bounds(ge=-1)]
 
@@ -51,6 +51,17 @@ class Stretch(msgspec.Struct, array_like=True, frozen=True):
 
     stop: Count
     advantage: Finite
+
+
+class Join(msgspec.Struct, array_like=True, frozen=True):
+    """What a turn of a session is trained together with. name: group of the first of its turns. more: how many of them
+    follow it into `buffer`.
+
+    Example: Join(name="mddrffqvmjcncqrrjhvnrntq.7-3", more=18)
+    """
+
+    name: Id
+    more: Count = 0
 
 
 class Edit(msgspec.Struct, array_like=True, frozen=True):

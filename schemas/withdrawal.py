@@ -29,6 +29,7 @@ def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Exper
         edit=None,
         notes={},
         meta={},
+        join=None,
     )
 
 

@@ -19,7 +19,7 @@ from schemas.withdrawal import is_withdrawal
 IDENTITY = (
     "id", "group", "episode", "group_size", "part", "last", "origin", "tenant", "subject", "key_id", "attempt",
     "sequence", "suite", "revision", "stamps", "kind", "task", "held_out", "turn", "carried", "trial", "parent", "failure",
-    "truncated", "part_reason", "retrained",
+    "truncated", "part_reason", "retrained", "ends_session", "join",
 )  # fmt: skip
 _identity = operator.attrgetter(*IDENTITY)
 MAX_REASON_CHARS = 80

@@ -130,6 +130,7 @@ def _named(answer: Experience, index: int, lane: Lane, episode: int = 0) -> Expe
         turn=-1,
         carried=0,
         trial=-1,
+        ends_session=False,
         truncated="",
         part_reason="",
         edit=None,

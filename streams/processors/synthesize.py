@@ -48,6 +48,7 @@ def demonstration_of(best: Experience) -> Experience:
         turn=-1,
         carried=0,
         trial=-1,
+        ends_session=False,
         retrained=0,
     )
 

@@ -14,6 +14,7 @@ from schemas import (
     Control,
     Edit,
     Experience,
+    Join,
     Kind,
     Message,
     Score,
@@ -123,6 +124,8 @@ def experiences(draw: st.DrawFn, group: str, prompt: tuple[int, ...] = ()) -> Ex
         retrained=draw(counts),
         notes=draw(metas),
         advantages=tuple(draw(st.lists(st.builds(Stretch, stop=counts, advantage=finite), max_size=3))),
+        ends_session=draw(st.booleans()),
+        join=draw(st.none() | st.builds(Join, name=ids, more=counts)),
     )
 
 

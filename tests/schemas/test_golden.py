@@ -14,6 +14,7 @@ from schemas import (
     Experience,
     Image,
     Issued,
+    Join,
     Message,
     Score,
     Span,
@@ -63,7 +64,7 @@ def test_a_fresh_block_has_the_released_header() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [BatchItem, Column, Edit, Experience, Image, Issued, Message, Score, Span, Stretch, Topic]
+    "kind", [BatchItem, Column, Edit, Experience, Image, Issued, Join, Message, Score, Span, Stretch, Topic]
 )
 def test_docstring_examples_of_parts_are_real(kind: type[Any]) -> None:
     if kind is Topic:
