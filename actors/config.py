@@ -96,8 +96,9 @@ class PeopleConfig(Section, frozen=True):
 
     bad_below: a rating below it is a complaint; it is on the scale that the source gives its values on. bad_below_of: of
     sources by name that have another scale. mature: a word counts that comes so long after its answer at most, and answers
-    are compared when that time is over; "" for the longest window of [[feedback]]. Shorter than that makes decisions
-    depend on how fast people speak. block: answers of so long a time are compared with each other, and as often is decided.
+    are compared when that time is over; "" for the longest window of [[feedback]] and [collect] session_s. Shorter than that
+    makes decisions depend on how fast people speak. block: answers of so long a time are compared with each other, and as
+    often is decided.
     tenant_share: the most of what decides that one tenant gives where there are several (of failures and refusals: one
     key), so of two tenants both must be of one mind; 1 where one of them is to decide alone.
 

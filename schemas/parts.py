@@ -8,6 +8,8 @@ from msgspec import Meta as Bounds
 
 from schemas.fields import Count, Finite, Id
 
+HISTORY_REWRITTEN = "history rewritten"  # why a conversation does not go on from what was sampled
+
 Version = Annotated[int, Bounds(ge=-1)]
 
 

@@ -144,6 +144,7 @@ def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, sta
     for host in hosts:
         if host.stage == "collect":
             metrics.gauge("groups_pending").set(sum(driver.num_open() for driver in host.drivers.values()))
+            metrics.gauge("turns_held").set(sum(driver.num_held() for driver in host.drivers.values()))
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)
     return Progress(

@@ -271,7 +271,11 @@ class CollectConfig(Section, frozen=True):
     close a group anew; later ones are counted as "revised often enough", but what is taken back always is. retrainings:
     how often of these, under late = "retrain", an answer is trained again; later verdicts are counted as "retrained often
     enough" and change the copy that was not drawn yet. difficulty: drop groups of two and more episodes with all rewards
-    equal, from which no advantage can be taken.
+    equal, from which no advantage can be taken. session_s: a turn of a session, once nothing is waited for that is about
+    itself, waits until no other came for so long, so that the turns of a conversation are trained as one sequence; 0 trains each
+    by itself, with all that was said before it computed again. A client ends its session sooner with the header
+    `x-session-end`. session_turns: how many turns wait so, on each partition; beyond it the sessions that began first are
+    closed early, and counted as `sessions_closed_early`.
 
     Example: CollectConfig(deadline_s=120)
     """
@@ -279,6 +283,8 @@ class CollectConfig(Section, frozen=True):
     deadline_s: Seconds = 300.0
     revisions: Positive = 16
     retrainings: NonNegative = 2
+    session_s: Annotated[float, msgspec.Meta(ge=0, description="a number of seconds, 0 or more")] = 300.0
+    session_turns: Positive = 65_536
     limits: LimitsConfig = LimitsConfig()
     correct: CorrectConfig = CorrectConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()

@@ -16,8 +16,8 @@ from schemas import Progress
 from schemas.errors import BrokerUnavailable
 from schemas.topics import PROGRESS
 from streams.collect.credit import FeedbackRules
-from streams.collect.fold import Rules
 from streams.collect.limits import DayLimits
+from streams.collect.rules import Rules
 from streams.config import StreamsConfig
 from streams.stages.stage import EXIT_BROKER, end_process
 
@@ -83,6 +83,8 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
         corrects=config.collect.correct.on,
         revisions=config.collect.revisions,
         retrainings=config.collect.retrainings,
+        session_ms=int(config.collect.session_s * 1000),
+        session_turns=config.collect.session_turns,
         limits=DayLimits(**msgspec.structs.asdict(config.collect.limits)),
     )
 

@@ -26,7 +26,7 @@ from actors.gateway.access.places import Lasting
 from actors.gateway.apis.api import Api
 from actors.gateway.config import CanaryShare
 from actors.gateway.http.errors import unavailable
-from actors.gateway.http.requests import SESSION_HEADER
+from actors.gateway.http.requests import SESSION_END_HEADER, SESSION_HEADER
 from infra.observe.metrics import Metrics
 from infra.roles.absence import Absence
 from infra.roles.unless import unless
@@ -38,7 +38,7 @@ ASK_EVERY_S = 1.0
 SILENT_S = 3.0  # one that does not say in so long that it is there is away
 CONNECT_S = 1.0
 EVENT_END, ERROR_EVENTS = b"\n\n", (b'data: {"error"', b"event: error\n")
-PASSED_ON = ("authorization", "x-api-key", "content-type", SESSION_HEADER)
+PASSED_ON = ("authorization", "x-api-key", "content-type", SESSION_HEADER, SESSION_END_HEADER)
 T = TypeVar("T")
 
 

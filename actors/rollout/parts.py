@@ -13,12 +13,12 @@ from actors.engines.engine import Completion
 from actors.rollout.continuation import Decoder, SampledTurn, added_tokens, words
 from actors.rollout.routing import RoutedTokens
 from schemas import Message, Score, Span
+from schemas.parts import HISTORY_REWRITTEN as HISTORY_REWRITTEN
 
 Conversation = tuple[Message, ...]
 # What the template writes behind the turn of a part that has so many messages, None where that cannot be told.
 Follow = Callable[[SampledTurn, int], list[int] | None]
 
-HISTORY_REWRITTEN = "history rewritten"
 TEMPLATE_DIFFERS = "the template does not extend earlier turns"
 AT_ONCE = "asked while another turn of it was sampled"
 CUT = "a stop string cut the turn before"

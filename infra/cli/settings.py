@@ -48,10 +48,11 @@ class Settings(Floor, frozen=True):
     expect: Expect = Expect()
 
     def gate(self) -> MasterConfig:
-        """The master's part, where a word of people counts as long as any feedback is waited for."""
+        """The master's part, where a word of people counts as long as any feedback, and the rest of a session, is waited for."""
         people = self.master.gate.people
-        longest = max((one.window for one in self.feedback), key=duration_s, default="0s")
-        people = msgspec.structs.replace(people, mature=people.mature or longest)
+        longest_s = max((duration_s(one.window) for one in self.feedback), default=0.0)
+        waited = f"{round(1000 * (longest_s + self.collect.session_s))}ms" if longest_s else "0s"
+        people = msgspec.structs.replace(people, mature=people.mature or waited)
         return msgspec.structs.replace(self.master, gate=msgspec.structs.replace(self.master.gate, people=people))
 
     def streams(self) -> StreamsConfig:

@@ -27,12 +27,14 @@ from schemas.errors import BadFrame, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.credit import usual_memories
 from streams.collect.decision import Decision, Folded
-from streams.collect.fold import Arrival, Rules, chain_of, fold, group_named
+from streams.collect.fold import chain_of, fold
 from streams.collect.held import held_memories
+from streams.collect.joined import is_followed
 from streams.collect.judge import Chain
 from streams.collect.limits import limit_memories
 from streams.collect.needs import wanted
 from streams.collect.pending import PendingFile
+from streams.collect.rules import Arrival, Rules, group_named
 from streams.collect.state import State
 from streams.collect.turns import crediting, session_named
 from streams.stages.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
@@ -88,6 +90,10 @@ class Collector:
     def num_open(self) -> int:
         """Groups that wait."""
         return self._state.num_open()
+
+    def num_held(self) -> int:
+        """Turns that wait for their session."""
+        return self._state.num_held()
 
     def close(self) -> None:
         """Close the state file."""
@@ -198,8 +204,10 @@ class Collector:
 
     async def _emit(self, decisions: Sequence[Decision], letters: Sequence[Output]) -> None:
         """Publish everything; the closure of a decision after its blocks."""
-        blocks = [Output(BUFFER, block) for decision in decisions for block in decision.blocks]
-        await self._publish([*blocks, *letters])
+        blocks = [block for decision in decisions for block in decision.blocks]
+        followed = [Output(BUFFER, block) for block in blocks if is_followed(block)]
+        await self._publish([*followed, *letters])  # first: the last of a join says that it is whole
+        await self._publish([Output(BUFFER, block) for block in blocks if not is_followed(block)])
         closures = [decision.closure for decision in decisions]
         if closures:
             positions = await asyncio.gather(*(self._close(closure) for closure in closures))
@@ -270,5 +278,7 @@ class Collector:
             self._metrics.counter("closures", outcome=outcome).inc(number)
         gone = [(drop.reason, drop.processor) for decision in decisions for drop in decision.dropped]
         count_failed(self._metrics, STAGE, faults_of(gone))
+        if early := sum(one.closed_early for one in folded):
+            self._metrics.counter("sessions_closed_early").inc(early)
         num_out = sum(decision.closure.experiences for decision in decisions)
         self._metrics.counter("experiences_out", stage=STAGE).inc(num_out)

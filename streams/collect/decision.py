@@ -21,11 +21,14 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Folded(msgspec.Struct):
-    """What one record led to. dropped: reason to count. letters: records that nothing can be done with."""
+    """What one record led to. dropped: reason to count. letters: records that nothing can be done with. closed_early: sessions
+    that were closed before their time, since too many turns waited.
+    """
 
     decisions: list[Decision] = []
     letters: list[DeadLetter] = []
     dropped: dict[str, int] = {}
+    closed_early: int = 0
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Count `count` under `reason`; "" is nothing."""

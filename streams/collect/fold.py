@@ -3,7 +3,8 @@
     (state, record) -> decisions          the only clock is the log-append time of the record
 
 A group waits until every episode is there (its last part, or its drop marker) or its deadline has passed; then, in lanes that
-wait for feedback, until every source has spoken or its window has passed; then the chain judges it and it is closed.
+wait for feedback, until every source has spoken or its window has passed; a turn of a session then waits for the others
+(`streams.collect.joined`); then the chain judges it and it is closed.
 Guarantees: one closure per (group, attempt, revision), whatever is delivered twice; deadlines fire on consumption,
 before the record whose time reached them and behind all earlier ones, so backlog, restart and replay decide alike;
 the first attempt that completes wins; feedback is credited to the answer it names, or counted.
@@ -15,77 +16,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from infra.chain.chain import Context, Step, run_chain
-from schemas import Block, Closure, Control, DropMarker, Experience, Feedback, Lane, Tick, encode
+from schemas import Block, Closure, DropMarker, Experience, Feedback, Lane, Tick, encode
 from schemas.ids import group_of
 from schemas.names import tenant_in
-from streams.collect.credit import FeedbackRules, is_labelled, learn_usual, usual_of
+from streams.collect.credit import is_labelled, learn_usual, usual_of
 from streams.collect.decision import Decision, Folded, dead_letter
-from streams.collect.feedback import OpenText, answer_of, as_it_is, is_repeat, ratings, take_feedback, values_of
+from streams.collect.feedback import OpenText, answer_of, is_repeat, ratings, take_feedback, values_of
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest
 from streams.collect.held import held_back
+from streams.collect.joined import came_ms, ended_by, joined, joined_again, over, runs_of
 from streams.collect.judge import Chain, counted_of, judged, learned
-from streams.collect.limits import DayLimits, beyond, charge
+from streams.collect.limits import beyond, charge
+from streams.collect.rules import Arrival, Rules, group_named
 from streams.collect.state import State
-from streams.collect.turns import crediting, depth_of, late_credit, new_credits
+from streams.collect.turns import NO_TURN, crediting, depth_of, late_credit, new_credits
 
 MAX_ANSWERS = 1024  # of a group, with feedback before it is closed
-
-
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What collect waits for. deadline_ms: after a group's first record. keep_ms: for how long a closed group is known.
-
-    sources: feedback by name. waiting: the lanes whose answers wait for it. corrects: the chain learns from edits.
-    open_text: see `edit_of`. revisions: how often late feedback may close a group anew; past it only a retraction
-    does. retrainings: how often of these, under late = "retrain", it is trained again. limits: what one rater and one
-    tenant can move in a day.
-
-    Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": FeedbackRules(window_ms=86_400_000)})
-    """
-
-    deadline_ms: int
-    keep_ms: int
-    sources: dict[str, FeedbackRules] = {}
-    waiting: frozenset[Lane] = frozenset({"live"})
-    corrects: bool = False
-    open_text: OpenText = as_it_is
-    revisions: int = 16
-    retrainings: int = 2
-    limits: DayLimits = DayLimits()
-
-    @property
-    def window_ms(self) -> int:
-        """How long an answer waits for its slowest source."""
-        return max((source.window_ms for source in self.sources.values()), default=0)
-
-
-class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """One record of the inbox; value is None for one that could not be read, frame a block's own bytes if at hand.
-
-    Example: Arrival(partition=3, offset=981, timestamp_ms=1763715600000, value=Tick(partition=3, due_ms=1763715599000))
-    """
-
-    partition: int
-    offset: int
-    timestamp_ms: int
-    value: Block | Control | None
-    frame: bytes = b""
 
 
 def chain_of(steps: Sequence[Step]) -> Chain:
     """The steps of stage collect as the fold calls them."""
     return functools.partial(run_chain, steps)
-
-
-def group_named(value: Block | Control | None) -> str | None:
-    """Group a record is about, None for none."""
-    if isinstance(value, Block | DropMarker):
-        return value.group
-    if isinstance(value, Feedback):
-        try:
-            return group_of(value.ref)
-        except ValueError:
-            return None
-    return None
 
 
 async def fold(
@@ -108,6 +59,7 @@ async def fold(
             pass
         case _:
             work.letter("unexpected record", type(arrival.value).__name__, encode(arrival.value))
+    await work.make_room()
     state.next_offset = arrival.offset + 1
     state.last_ms = arrival.timestamp_ms
     return work.folded
@@ -135,8 +87,14 @@ class _Fold:
         if arrived:
             group.depth = depth_of(block.experiences[0])
             self.state.frames.put(self.arrival.offset, block, self.arrival.frame)
+            ended = ended_by(group, block.experiences[0], self.state.turns(group.id)) if self.rules.session_ms else []
+            for turn in ended:
+                turn.is_over = True
+                self.state.touched.add(turn.id)
             await self._credit_earlier(group, came=True)  # first: what is settled may be closed, with all its credit
             await self._settle_first(group, arrived)
+            if ended:
+                await self._close_over(group)
 
     async def marker(self, marker: DropMarker) -> None:
         group = self._group(marker.group)
@@ -177,7 +135,7 @@ class _Fold:
         """Time has come for an open group: its deadline, its feedback window, or that of feedback without an answer."""
         self.state.touched.add(group.id)
         if group.winner >= 0:
-            await self._close(group)
+            await self._end(group)
         elif group.attempts:
             await self._settle(group, fullest(group.attempts))
         else:
@@ -295,9 +253,51 @@ class _Fold:
             members = self._members(attempt, self.state.frames.get)
             unlabelled = not all(is_labelled(group.feedback.get(member.id), self.rules.sources) for member in members)
             if unlabelled and due_ms > self.state.now_ms:
+                self.state.unhold(group)
                 self.state.schedule(group, due_ms)
                 return
-        await self._close(group)
+        await self._end(group)
+
+    async def _end(self, group: Group) -> None:
+        """Nothing more is waited for that is about this group: close it, or let a turn wait for its session."""
+        if group.depth == NO_TURN:
+            await self._close(group)
+            return
+        self.state.hold(group, came_ms(group))
+        self.state.schedule(group, 0)
+        await self._close_over(group)
+
+    async def _close_over(self, group: Group) -> None:
+        """Close what is over of the session of a turn."""
+        turns = self.state.turns(group.id)
+        found = over(turns, self.state.now_ms, self.rules.session_ms)
+        for run in found.runs:
+            await self._close_run(run)
+        held = [turn for turn in turns if turn.is_ready and not turn.is_over]
+        if found.again_ms and held and not any(turn.due_ms == found.again_ms for turn in held):
+            self.state.schedule(held[-1], found.again_ms)
+            self.state.touched.add(held[-1].id)
+
+    async def _close_run(self, turns: Sequence[Group]) -> None:
+        """Close turns of a session, in a join where they are several."""
+        begin, name = len(self.folded.decisions), turns[0].id
+        for turn in turns:
+            turn.join = name if len(turns) > 1 else ""
+            self.state.touched.add(turn.id)
+            await self._close(turn)
+        self.folded.decisions[begin:] = joined(self.folded.decisions[begin:], name)
+
+    async def make_room(self) -> None:
+        """Close the sessions that have waited longest, where too many turns wait."""
+        limit = self.rules.session_turns
+        if self.state.num_held() <= limit:
+            return
+        for turn in self.state.longest_held(self.state.num_held() - limit + limit // 10):
+            if turn.is_ready:
+                ready = [one for one in self.state.turns(turn.id) if one.is_ready and not one.is_closed]
+                for run in runs_of(ready):
+                    await self._close_run(run)
+                self.folded.closed_early += 1
 
     async def _close(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
@@ -378,6 +378,8 @@ class _Fold:
                 self.folded.drop(label, count)
         else:
             decision = Decision(msgspec.structs.replace(decision.closure, reason="rated again", experiences=0))
+        if group.join and group.revision:
+            decision = joined_again(decision, group.join)
         self.folded.decisions.append(decision)
 
     @property

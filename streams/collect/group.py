@@ -130,7 +130,9 @@ class Group(msgspec.Struct, array_like=True):
     superseded: attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone
     decides something, 0 never. feedback: by experience id. lane: of the copy that the last revision
     sent on, None for none. depth: messages before the answer of a session's turn, -1 for anything else. credits: of
-    later turns of the session, by group. retrained: how often late feedback had it trained again.
+    later turns of the session, by group. retrained: how often late feedback had it trained again. is_ready, is_over: of a
+    turn, see `streams.collect.joined`: nothing more is waited for that is about itself, and none of its session follows. join:
+    the name under which it was closed with others, "" for alone.
 
     Example: Group(id="add-3745.2", attempts={0: Attempt(...)}, due_ms=1763719200000)
     """
@@ -147,6 +149,9 @@ class Group(msgspec.Struct, array_like=True):
     depth: int = -1
     credits: dict[str, LaterCredit] = {}
     retrained: int = 0
+    is_ready: bool = False
+    is_over: bool = False
+    join: str = ""
 
     @property
     def is_closed(self) -> bool:

@@ -70,6 +70,10 @@ class Inbox:
         """Groups that wait."""
         return 0 if self._collector is None else self._collector.num_open()
 
+    def num_held(self) -> int:
+        """Turns that wait for their session."""
+        return 0 if self._collector is None else self._collector.num_held()
+
     def mark(self) -> int:
         """Grows while records are folded, in a rebuild too."""
         return -1 if self._collector is None else self._collector.next_offset
@@ -195,6 +199,10 @@ class CollectDriver:
     def num_open(self) -> int:
         """Groups that wait to be complete."""
         return sum(inbox.num_open() for inbox in self._inboxes.values())
+
+    def num_held(self) -> int:
+        """Turns of production that wait for their session."""
+        return sum(inbox.num_held() for inbox in self._inboxes.values())
 
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is folded or rebuilt."""

@@ -1,7 +1,7 @@
 """What a record needs from the log before it can be folded: the blocks of closed groups that it may close anew."""
 
 from schemas import Block, Feedback
-from streams.collect.fold import Arrival, Rules, group_named
+from streams.collect.rules import Arrival, Rules, group_named
 from streams.collect.state import State
 from streams.collect.turns import credited_turns, crediting
 
@@ -23,6 +23,8 @@ def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
             return set()
         reopened = [group, *reopened] if group is not None else reopened
     now_ms = max(state.now_ms, arrival.timestamp_ms)
+    # A turn whose time has come may close all that wait with it.
+    is_due = any(0 < one.due_ms <= now_ms for one in (*state.turns(name), *reopened))
     if isinstance(value, Block) or value.type != "retraction":
         reopened = [one for one in reopened if one.revision < rules.revisions]
-    return {offset for one in reopened if one.is_closed or 0 < one.due_ms <= now_ms for offset in one.offsets()}
+    return {offset for one in reopened if one.is_closed or is_due for offset in one.offsets()}

@@ -86,6 +86,7 @@ class State:
         self.memories: dict[str, Memory] = memories or {}
         self._sessions: dict[str, set[str]] = {}
         self._due: list[tuple[int, str]] = []
+        self._held: dict[str, int] = {}  # turns that wait for their session, and when they came
         self._closed: deque[tuple[int, str]] = deque()
 
     def schedule(self, group: Group, due_ms: int) -> None:
@@ -105,11 +106,31 @@ class State:
     def remove(self, group_id: str) -> None:
         """Know a group no longer."""
         del self.groups[group_id]
+        self._held.pop(group_id, None)
         if session := session_of(group_id):
             turns = self._sessions[session]
             turns.discard(group_id)
             if not turns:
                 del self._sessions[session]
+
+    def hold(self, group: Group, came_ms: int) -> None:
+        """A turn is ready, and waits for its session."""
+        group.is_ready = True
+        self._held[group.id] = came_ms
+
+    def unhold(self, group: Group) -> None:
+        """A turn waits for its session no longer."""
+        group.is_ready = False
+        self._held.pop(group.id, None)
+
+    def num_held(self) -> int:
+        """Turns that wait for their session."""
+        return len(self._held)
+
+    def longest_held(self, count: int) -> list[Group]:
+        """The turns that came first of those that wait for their session."""
+        first = heapq.nsmallest(count, ((came_ms, group_id) for group_id, came_ms in self._held.items()))
+        return [self.groups[group_id] for _, group_id in first]
 
     def turns(self, group_id: str) -> list[Group]:
         """Groups of the session that a group belongs to, by id; none for a group that is no turn."""
@@ -118,6 +139,8 @@ class State:
     def restore(self, group: Group) -> None:
         """Put back a group that was saved."""
         self.add(group)
+        if group.is_ready and not group.is_closed:
+            self.hold(group, group.attempts[group.winner].first_ms)
         if group.due_ms:
             heapq.heappush(self._due, (group.due_ms, group.id))
 
@@ -144,6 +167,7 @@ class State:
     def close(self, group: Group) -> None:
         """Mark a group closed now."""
         group.closed_ms = max(self.now_ms, 1)
+        self.unhold(group)
         self.schedule(group, 0)
         self._closed.append((group.closed_ms, group.id))
 

@@ -86,7 +86,8 @@ async def steps_of(
         async for message in messages:
             batch.append(at_its_time(message.record))
             if begin > 0 and not known_from_ms:
-                known_from_ms = batch[0].timestamp_ms + settings.rules.deadline_ms + settings.rules.window_ms
+                rules = settings.rules
+                known_from_ms = batch[0].timestamp_ms + rules.deadline_ms + rules.window_ms + rules.session_ms
             if len(batch) < BATCH and message.offset + 1 < one.stop:
                 continue
             folded, _ = await collector.fold(batch)

@@ -128,6 +128,10 @@ class WindowDriver:
         """None: each record is handled by itself."""
         return 0
 
+    def num_held(self) -> int:
+        """None: no record waits for another."""
+        return 0
+
     def marks(self) -> dict[int, int]:
         """Nothing moves here but the group's offset."""
         return {}

@@ -53,6 +53,9 @@ class Driver(Protocol):
     def num_open(self) -> int:
         """Groups that wait to be complete."""
 
+    def num_held(self) -> int:
+        """Turns of production that wait for their session."""
+
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is worked on."""
 

@@ -33,8 +33,8 @@ from schemas import Block, Feedback, Message, Received, Span, Task, make_experie
 from schemas.experience import Experience
 from schemas.topics import Topic
 from streams.collect.collector import CollectSettings
-from streams.collect.fold import Rules
 from streams.collect.inbox import CollectDriver
+from streams.collect.rules import Rules
 from streams.config import CollectConfig, FilterConfig, ScoreConfig, StreamsConfig, Switch, VerifyConfig
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
 from streams.stages.driver import WindowDriver

@@ -110,7 +110,8 @@ def pack(
     bootstrap: bool = False,
     replay: bool = False,
 ) -> PackedBatch:
-    """Pack whole groups into rows and rows into microbatches of at most `max_tokens` positions, padding included.
+    """Pack whole groups, and joined turns of a session, into rows and rows into microbatches of at most `max_tokens` positions,
+    padding included.
 
     A group whose tree is larger is cut between sequences, a pair never; one sequence that is larger goes alone.
     bootstrap: the last part of a truncated episode has, in place of its reward, a place where what would follow is valued.
@@ -126,7 +127,7 @@ def pack(
     groups: dict[tuple[object, ...], list[int]] = {}
     for s, one in enumerate(items):  # equal tokens are the same only where they show the same
         names = one.pictures.names if one.pictures is not None else ()
-        groups.setdefault((one.experience.group, one.item.lane, names), []).append(s)
+        groups.setdefault((shared_by(one.experience), one.item.lane, names), []).append(s)
     trees = [
         tree
         for members in groups.values()
@@ -143,6 +144,11 @@ def pack(
         exact=exact,
         max_tokens=max_tokens,
     )
+
+
+def shared_by(experience: Experience) -> str:
+    """What its prompt is shared within: its group, or the turns of its session that were closed with it."""
+    return experience.group if experience.join is None else experience.join.name
 
 
 class _Given(NamedTuple):
@@ -190,7 +196,14 @@ def _branch(items: Sequence[TrainItem], given: _Given, s: int) -> Branch:
     experience = items[s].experience
     num = experience.spans[-1].stop - 1 + int(given.bootstrap_S[s])
     numbers = given.gallery.number[given.start_S[s] :][:num]
-    return Branch(s, experience.tokens[:num], given.at[s], bool(given.pair_S[s] >= 0), numbers)
+    return Branch(
+        s,
+        experience.tokens[:num],
+        given.at[s],
+        bool(given.pair_S[s] >= 0),
+        numbers,
+        is_turn=experience.join is not None,
+    )
 
 
 def _pairs(items: Sequence[TrainItem]) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 class Branch(NamedTuple):
     """One sequence as it goes into a tree. tokens [num], numbers [num] of the picture places that stand there (-1: none;
     () for text alone): its inputs. at_N: indexes of its sampled tokens. together: it may not be parted from the one before.
+    is_turn: it is a turn of a session, whose earlier turns take no room beside it.
     """
 
     sequence: int
@@ -16,6 +17,7 @@ class Branch(NamedTuple):
     at_N: np.ndarray
     together: bool
     numbers: np.ndarray
+    is_turn: bool = False
 
 
 class Tree(NamedTuple):
@@ -48,7 +50,9 @@ def in_order(branches: Sequence[Branch]) -> list[Branch]:
 
 
 def grow(branches: Sequence[Branch], max_tokens: int) -> Iterator[Tree]:
-    """The trees of one group: more than one where it has more than `max_tokens` nodes. branches: in order."""
+    """The trees of one group: more than one where it has more than `max_tokens` nodes, and its longest turn too. branches:
+    in order.
+    """
     left = list(branches)
     while left:
         tree, count = _grow_one(left, max_tokens)
@@ -62,7 +66,8 @@ def _grow_one(branches: Sequence[Branch], max_tokens: int) -> tuple[Tree, int]:
     size = 0
     for one in branches:
         shared = _shared(taken[-1][0], one) if taken else 0
-        if taken and size + len(one.tokens) - shared > max_tokens and not one.together:
+        room = max(max_tokens, len(one.tokens)) if one.is_turn else max_tokens  # alone it would take as much
+        if taken and size + len(one.tokens) - shared > room and not one.together:
             break
         taken.append((one, shared))
         size += len(one.tokens) - shared

@@ -16,6 +16,7 @@ from schemas.pairs import pair_fault, pair_side
 from schemas.wire.sections import FindSeal
 from schemas.withdrawal import WITHDRAWN, is_withdrawal
 from trainer.buffer.draw import Candidate
+from trainer.buffer.draw_joined import Awaited
 from trainer.buffer.uses import Uses, keys_of, use_key
 
 
@@ -41,12 +42,14 @@ class Buffer:
         self._candidates: dict[Lane, dict[int, Candidate]] = {lane: {} for lane in max_uses}
         self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
         self._validation: dict[int, tuple[bytes, Block]] = {}
+        self._awaited = Awaited()
         self.duplicates = 0
         self._used_up: dict[Lane, int] = {}
 
     def add(self, offset: int, frame: bytes, block: Block, digest: bytes = b"") -> str:
         """Take in one block; returns "" or the reason it was not kept. digest: of its record, for the journal."""
         first = block.experiences[0]
+        self._awaited.heard(first)
         if first.lost:
             return first.lost
         if first.lane not in self._max_uses:
@@ -84,8 +87,16 @@ class Buffer:
         return ""
 
     def candidates(self, lane: Lane) -> list[Candidate]:
-        """What may be drawn from a lane, in order of arrival."""
+        """What a lane holds, in order of arrival."""
         return list(self._candidates.get(lane, {}).values())
+
+    def drawable(self, lane: Lane) -> list[Candidate]:
+        """What may be drawn from a lane, in order of arrival: all but the joins of which more is on its way."""
+        return [one for one in self.candidates(lane) if one.join not in self._awaited]
+
+    def await_no_more(self) -> None:
+        """What is here of joins is all of them: what was on its way came before, or cannot be read."""
+        self._awaited.clear()
 
     def holds(self, one: Candidate) -> bool:
         """Whether a group may still be drawn; a newer revision takes its place."""
@@ -189,4 +200,5 @@ def candidate_of(offset: int, block: Block, uses: int, digest: bytes = b"") -> C
         digest=digest,
         is_pair=bool(pair_side(first)),
         key_id=first.key_id if first.is_sealed else "",
+        join="" if first.join is None else first.join.name,
     )

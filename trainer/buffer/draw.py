@@ -18,7 +18,7 @@ class Candidate(msgspec.Struct, frozen=True):
     `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own. digest: of its record.
     is_pair: the two sides of a preference pair. weight: multiplies its loss terms, where the draw was not fair. key_id:
     what it is sealed under, "" for nothing. retrained: see Experience. num_tokens: sampled ones. tenant, subject: whose
-    data, "" for none. has_signal: not all of its advantages are 0.
+    data, "" for none. has_signal: not all of its advantages are 0. join: name of what it is drawn together with, "" for alone.
 
     Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
@@ -42,6 +42,7 @@ class Candidate(msgspec.Struct, frozen=True):
     tenant: str = ""
     subject: str = ""
     has_signal: bool = True
+    join: str = ""
 
 
 class Draw(msgspec.Struct, frozen=True):

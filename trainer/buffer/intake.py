@@ -115,6 +115,7 @@ async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: Tell
     if isinstance(message.value, Block):
         reason, group = intake.take_block(message, message.value), message.value.group
     else:
+        intake.buffer.await_no_more()  # it may have been the last of a join
         reason, group = "bad frame", dict(message.record.headers).get("group", b"").decode(errors="replace")
         await log.dead_letter(message, stage="train", reason=reason)
     if not reason:

@@ -12,6 +12,7 @@ from schemas import Lane
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch_chain import PACED
 from trainer.buffer.draw import Candidate, Draw, draw_in_order, unfit, worth_waiting_for
+from trainer.buffer.draw_joined import parted, united
 from trainer.buffer.draw_priority import draw_by_priority
 from trainer.buffer.draw_share import ShareLimits
 from trainer.buffer.draw_spread import draw_spread
@@ -65,7 +66,7 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
         wanted = round(num_paced * share_of(config, lanes[PACED])) if paced_step else supply.pacing.groups_per_step
         if wanted == 0:
             continue
-        candidates = supply.intake.buffer.candidates(lane)
+        candidates = supply.intake.buffer.drawable(lane)
         crowd = max(0, len(candidates) - config.max_waiting)
         dropped += [(one, TOO_MANY) for one in candidates[:crowd]]
         candidates = candidates[crowd:]
@@ -116,9 +117,10 @@ def drawn_from(
 ) -> Draw:
     """The draw of a lane that is not paced, as its settings say."""
     limits = ShareLimits(tenant=config.tenant_share, subject=config.subject_share, least=least)
+    units = united(candidates)
     if config.draw == "priority":
-        return draw_by_priority(
-            candidates,
+        draw = draw_by_priority(
+            units,
             num_experiences=num_experiences,
             max_uses=config.max_uses,
             seed=seed,
@@ -126,7 +128,9 @@ def drawn_from(
             by_tokens=by_tokens,
             limits=limits,
         )
-    return draw_spread(candidates, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed, limits=limits)
+    else:
+        draw = draw_spread(units, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed, limits=limits)
+    return parted(draw, candidates)
 
 
 def unfit_of(supply: Supply, lane: Lane, candidates: Sequence[Candidate]) -> list[tuple[Candidate, str]]:

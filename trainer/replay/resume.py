@@ -125,6 +125,7 @@ async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:
     """Put undrawn blocks back. Raises OffsetOutOfRange naming one that is gone."""
     for offset, one in sorted((await read_blocks(run.log, references)).items()):
         run.supply.intake.keep(offset, one.frame, one.block, one.digest)
+    run.supply.intake.buffer.await_no_more()  # of a join, what was drawn or refused is not here
 
 
 async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:

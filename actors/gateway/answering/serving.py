@@ -10,6 +10,7 @@ tokens, logprobs and versions, also where the client went away in the middle; wi
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaNotTried, SchemaRefused
 from actors.gateway.access.keys import ApiKey, Train
@@ -20,7 +21,7 @@ from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import ready
 from actors.gateway.answering.sample import SampledAnswer
-from actors.gateway.answering.sessions import Sessions, held
+from actors.gateway.answering.sessions import Continuation, Sessions, held
 from actors.gateway.config import GatewayConfig
 from actors.gateway.http.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.http.requests import ParsedRequest
@@ -41,7 +42,14 @@ CHARS_PER_TOKEN = (
 LONG_AT_ONCE = 2  # long prompts that are tokenized
 LONG_EACH = 16  # of one key that wait for it, or for a schema to be compiled
 MAX_SCHEMAS = 64
-Tokenized = tuple[list[int], list[int], int, list[int]]
+
+
+class Tokenized(NamedTuple):
+    """A prompt as tokens: as the template writes it, how it goes on from earlier turns, and what its answer must begin with."""
+
+    rendered: list[int]
+    prompt: Continuation
+    prefix: list[int]
 
 
 class Minter:
@@ -111,7 +119,8 @@ class Gateway:
         """
         request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
         name = self.name_of(request, key, session)
-        rendered, tokens, turn, prefix = await self._tokenized(request, key, name if session else "")
+        tokenized = await self._tokenized(request, key, name if session else "")
+        tokens = tokenized.prompt.tokens + tokenized.prefix
         group = request_group(name, self._minter.epoch, self._minter.take())
         sampling = self._sampling(request, tokens)
         if request.json_schema:
@@ -124,10 +133,11 @@ class Gateway:
             group=group,
             session=name if session else "",
             answer_ids=[answer_id(experience_id(group, 0, index)) for index in range(request.choices)],
-            rendered=rendered,
+            rendered=tokenized.rendered,
             tokens=tokens,
-            prefix=prefix,
-            turn=turn,
+            prefix=tokenized.prefix,
+            turn=tokenized.prompt.number,
+            reason=tokenized.prompt.reason,
             sampling=sampling,
             trial=self._trial() if drawn else -1,
             subject=self._subject(request, key, name if session else ""),
@@ -136,7 +146,7 @@ class Gateway:
 
     async def count(self, request: ParsedRequest, key: ApiKey) -> int:
         """Tokens of a request's prompt as the template writes it. Raises ApiError."""
-        return len((await self._tokenized(request, key, ""))[0])
+        return len((await self._tokenized(request, key, "")).rendered)
 
     async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
         """Sample all choices into `in_flight`. Cancelled, it keeps and records what there is. Raises ApiError.
@@ -195,15 +205,12 @@ class Gateway:
             return await to_its_end(asyncio.to_thread(self._tokens, request, session))
 
     def _tokens(self, request: ParsedRequest, session: str) -> Tokenized:
-        """Tokens of the prompt as the template writes it and as it goes on from earlier turns, how many these are, and those
-        that the answer must begin with. Raises ApiError.
-        """
+        """Tokens of the prompt. Raises ApiError."""
         rendered = self._rendered(request)
-        tokens, turn = list(rendered), 0
+        prompt = Continuation(list(rendered), 0, "")
         if session:
-            tokens, turn = self.sessions.prompt(session, request.prompt, rendered, self.tokenizer)
-        prefix = self.tokenizer.encode(request.force) if request.force else []
-        return rendered, tokens + prefix, turn, prefix
+            prompt = self.sessions.prompt(session, request.prompt, rendered, self.tokenizer)
+        return Tokenized(rendered, prompt, self.tokenizer.encode(request.force) if request.force else [])
 
     def _rendered(self, request: ParsedRequest) -> list[int]:
         try:
@@ -280,6 +287,8 @@ class Gateway:
         if whole and in_flight.request.prompt.tools:
             unread = sum(in_flight.parsed(index).unread for index in range(len(in_flight.answers)))
             metrics.counter("calls_unread", parser=self.parser.writing.tools).inc(unread)
+        if in_flight.reason:
+            metrics.counter("sessions_split", reason=in_flight.reason).inc()
         self._tally(in_flight, whole)
         if in_flight.session:
             self._remember(in_flight, whole)
@@ -301,8 +310,7 @@ class Gateway:
     def _remember(self, in_flight: InFlight, whole: bool) -> None:
         answer = in_flight.answers[0] if in_flight.answers else SampledAnswer()
         if not whole or answer.cut or len(in_flight.answers) > 1:
-            self.sessions.forget(in_flight.session)
-            return
+            return  # what goes on from it goes on from the turn before
         text, tokens = in_flight.request.force + answer.text, [*in_flight.prefix, *answer.tokens]
         self.sessions.keep(
             in_flight.session,
@@ -326,6 +334,8 @@ class Gateway:
             prefix=in_flight.request.force,
             turn=len(in_flight.request.prompt.plain) if in_flight.session else -1,
             carried=in_flight.turn,
+            part_reason=in_flight.reason,
+            ends_session=in_flight.request.ends_session and bool(in_flight.session),
             trial=in_flight.trial,
         )
         num_bytes = 8 * (len(in_flight.tokens) + in_flight.num_sampled) + sum(

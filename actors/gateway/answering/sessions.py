@@ -1,8 +1,8 @@
 """Turns of one conversation: the tokens a next turn goes on from. In memory, per gateway, bounded in number and in bytes.
 
-A session that is not known here (another replica served it, it was forgotten, its history was rewritten) is rendered
-anew by the chat template: nothing is lost but the exact spelling of earlier turns. Of the conversation itself a digest is
-kept, whatever its key's consent.
+A session holds the ends of its newest conversations: parallel calls, sub-agents and branches each go on from their own. What is
+not known here (another replica served it, it was forgotten, its history was rewritten) is rendered anew by the chat template:
+nothing is lost but the exact spelling of earlier turns. Of a conversation itself digests are kept, whatever its key's consent.
 """
 
 import hashlib
@@ -10,16 +10,21 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from actors.gateway.answering.conversation import Prompt
 from actors.rollout.continuation import MARK, Decoder, SampledTurn, added_tokens, following_tokens, words
+from actors.rollout.parts import OTHER, TEMPLATE_DIFFERS
 from schemas import Message
+from schemas.parts import HISTORY_REWRITTEN
 
 TOKENS = "I"  # the type code of an array of them: 4 bytes each
+BRANCHED = "goes on from an earlier turn"
+MAX_ENDS = 8  # of conversations of one session
 _OBJECTS_BYTES = 1024  # of the objects that hold a session, about
+_DIGEST_BYTES = 72
 
 
 class SessionTokenizer(Decoder, Protocol):
@@ -36,27 +41,41 @@ class SessionTokenizer(Decoder, Protocol):
 
 
 class HeldSession(msgspec.Struct, frozen=True):
-    """A session after its last turn. tokens: all of it. known, digest: how many messages it has, the answer last, and what
-    they say. number: of turns in a row whose tokens go on exactly.
+    """The end of a conversation after its last turn. tokens: all of it. past: what its messages said up to each number of them,
+    the answer last. number: of turns in a row whose tokens go on exactly.
     """
 
     tokens: "array[int]"
     turn: SampledTurn
-    known: int
-    digest: bytes
+    past: tuple[bytes, ...]
     number: int
+
+    @property
+    def known(self) -> int:
+        """Messages, the answer last."""
+        return len(self.past)
 
     @property
     def num_bytes(self) -> int:
         """What it takes of memory, about."""
         num_tokens = len(self.tokens) + len(self.turn.rendered) + len(self.turn.sampled)
-        return 4 * num_tokens + sys.getsizeof(self.turn.content) + _OBJECTS_BYTES
+        return 4 * num_tokens + sys.getsizeof(self.turn.content) + _DIGEST_BYTES * self.known + _OBJECTS_BYTES
+
+
+class Continuation(NamedTuple):
+    """Where a turn goes on. tokens: of its prompt. number: of turns that these go on from exactly. reason: why there are none,
+    "" for the first turn of a session.
+    """
+
+    tokens: list[int]
+    number: int
+    reason: str
 
 
 def held(tokens: Sequence[int], turn: SampledTurn, plain: Sequence[Message], number: int) -> HeldSession:
-    """A session after a turn, packed. plain: the conversation, the answer last."""
+    """A conversation after a turn, packed. plain: the conversation, the answer last."""
     packed = msgspec.structs.replace(turn, rendered=array(TOKENS, turn.rendered), sampled=array(TOKENS, turn.sampled))
-    return HeldSession(array(TOKENS, tokens), packed, len(plain), _digest(plain), number)
+    return HeldSession(array(TOKENS, tokens), packed, tuple(_digests(plain)), number)
 
 
 class Sessions:
@@ -65,37 +84,40 @@ class Sessions:
     def __init__(self, limit: int, max_bytes: int) -> None:
         self._limit = limit
         self._max_bytes = max_bytes
-        self._held: OrderedDict[str, HeldSession] = OrderedDict()
+        self._held: OrderedDict[str, tuple[HeldSession, ...]] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def prompt(
-        self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: SessionTokenizer
-    ) -> tuple[list[int], int]:
-        """Prompt tokens of the next turn, and how many turns they go on from exactly."""
-        held, plain = self._held.get(group), prompt.plain
-        if held is not None and len(plain) > held.known and _digest(plain[: held.known]) == held.digest:
+    def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: SessionTokenizer) -> Continuation:
+        """How the next turn of a session goes on."""
+        ends, said, reason = self._held.get(group, ()), _digests(prompt.plain), ""
+        for held in reversed(ends):
+            if len(said) <= held.known or said[held.known - 1] != held.past[-1]:
+                continue
             added = added_tokens(rendered, held.turn, tokenizer)
             if added is None and prompt.chat is not None:
                 added = behind_answer(prompt.chat, prompt.tools, held.turn, held.known, tokenizer)
             if added is not None:
-                return [*held.tokens, *added], held.number
-        return list(rendered), 0
+                return Continuation([*held.tokens, *added], held.number, "")
+            reason = TEMPLATE_DIFFERS
+        return Continuation(list(rendered), 0, reason or _reason(ends, prompt.plain, said))
 
     def keep(self, group: str, held: HeldSession) -> None:
-        """Remember a session after a turn; those that were longest without one are forgotten."""
+        """Remember a session after a turn, in the place of what it went on from; the sessions that were longest without one are
+        forgotten.
+        """
+        others = [one for one in self._held.get(group, ()) if held.past[one.known - 1 : one.known] != one.past[-1:]]
         self.forget(group)
-        self._held[group] = held
-        self.num_bytes += held.num_bytes
+        self._held[group] = (*others[1 - MAX_ENDS :], held)
+        self.num_bytes += _size(self._held[group])
         while self._held and (len(self._held) > self._limit or self.num_bytes > self._max_bytes):
             self.forget(next(iter(self._held)))
 
     def forget(self, group: str) -> None:
         """The next turn is rendered anew."""
-        gone = self._held.pop(group, None)
-        self.num_bytes -= gone.num_bytes if gone is not None else 0
+        self.num_bytes -= _size(self._held.pop(group, ()))
 
 
 def behind_answer(
@@ -119,11 +141,26 @@ def behind_answer(
     )
 
 
-def _digest(plain: Sequence[Message]) -> bytes:
-    """What messages say, in 32 bytes; of answers, their words."""
-    found = hashlib.blake2b(digest_size=32)
+def _reason(ends: Sequence[HeldSession], plain: Sequence[Message], said: Sequence[bytes]) -> str:
+    """Why a turn goes on from none of these."""
+    if not ends:
+        return ""
+    common = max(sum(one == other for one, other in zip(said, end.past, strict=False)) for end in ends)
+    if any(message.role == "assistant" for message in plain[:common]):
+        return BRANCHED
+    return HISTORY_REWRITTEN if common else OTHER
+
+
+def _size(ends: Sequence[HeldSession]) -> int:
+    return sum(one.num_bytes for one in ends)
+
+
+def _digests(plain: Sequence[Message]) -> list[bytes]:
+    """What the first message says, the first two and so on, in 32 bytes each; of answers, their words."""
+    found, digests = hashlib.blake2b(digest_size=32), []
     for message in plain:
         for text in (message.role, words(message.content) if message.role == "assistant" else message.content):
             data = text.encode("utf-8", "surrogatepass")
             found.update(len(data).to_bytes(8, "big") + data)
-    return found.digest()
+        digests.append(found.digest())
+    return digests

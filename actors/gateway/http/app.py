@@ -35,7 +35,7 @@ from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayLimits, Webhook
 from actors.gateway.http.body import presented, read_body, unless_gone
 from actors.gateway.http.errors import ApiError, bad
-from actors.gateway.http.requests import SESSION_HEADER, ParsedRequest
+from actors.gateway.http.requests import SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
 from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
     PATH,
@@ -139,6 +139,8 @@ class Site:
         self._authenticator.admit(key)
         body = await read_body(request, self._limits)
         parsed = api.read(body, self._limits, lambda answer: self._gateway.earlier.find(answer, key.tenant))
+        if ends_session(request.headers.get(SESSION_END_HEADER, "")):
+            parsed = msgspec.structs.replace(parsed, ends_session=True)
         self._check_model(parsed)
         session = (
             request.headers.get(SESSION_HEADER, "") or parsed.goes_on or (secrets.token_hex(16) if parsed.said else "")

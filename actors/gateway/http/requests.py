@@ -19,6 +19,7 @@ from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import bad
 
 SESSION_HEADER = "x-session-id"  # ties the turns of a conversation together
+SESSION_END_HEADER = "x-session-end"  # "true": no turn follows this one
 # Names of other servers' extensions: they change what runs in the engine, so each is refused by name.
 REACHING = frozenset(
     re.findall(
@@ -113,7 +114,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     is behind it, as the client calls them. json_schema: what the answer is held to, "" for nothing. shows_thoughts: what the
     model thinks is told, apart from what it says.
     said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the session of what it goes on
-    from. echo: what the response says again.
+    from. ends_session: no turn of its session follows. echo: what the response says again.
     """
 
     prompt: Prompt
@@ -137,7 +138,15 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     shows_thoughts: bool = True
     said: tuple[ChatMessage, ...] = ()
     goes_on: str = ""
+    ends_session: bool = False
     echo: Mapping[str, Any] = {}
+
+
+def ends_session(header: str) -> bool:
+    """Whether a request ends its session, as SESSION_END_HEADER says. Raises ApiError."""
+    if header not in ("", "true", "false"):
+        raise bad(f'{SESSION_END_HEADER}: got {header[:20]!r}, expected "true" or "false"', SESSION_END_HEADER)
+    return header == "true"
 
 
 def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:

@@ -37,7 +37,7 @@ THREAD_CHARS = 4096
 class Served(msgspec.Struct, frozen=True, kw_only=True):
     """A request that was answered. tokens: of the prompt, as sampled from. prefix: text the answers begin with.
 
-    group: of this request. turn, carried, trial: as in an experience.
+    group: of this request. turn, carried, trial, part_reason, ends_session: as in an experience.
     """
 
     group: str
@@ -51,6 +51,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     turn: int = -1
     carried: int = 0
     trial: int = -1
+    part_reason: str = ""
+    ends_session: bool = False
 
 
 class PromptTokenizer(Protocol):
@@ -158,6 +160,8 @@ class Recorder:
             turn=served.turn,
             carried=served.carried,
             trial=served.trial,
+            part_reason=served.part_reason,
+            ends_session=served.ends_session,
             truncated="" if answer.finish == "stop" else answer.finish or BROKEN_OFF,
         )
 

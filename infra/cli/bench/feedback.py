@@ -23,7 +23,7 @@ from schemas.ids import answer_id, experience_id, request_group, session_name
 from schemas.topics import PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.credit import FeedbackRules
-from streams.collect.fold import Rules
+from streams.collect.rules import Rules
 from streams.config import RewardConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect
 

@@ -207,9 +207,9 @@ def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_
     following, other = Message(role="user", content="and?"), Message(role="user", content="Ho")
     rendered = [1, 2, 4, 3, 9, 5, 6]
     for said, expected in (
-        ((*plain, following), ([1, 2, 3, 9, 5, 6], 4)),
-        ((other, plain[1], following), (rendered, 0)),
-        (plain, (rendered, 0)),
+        ((*plain, following), ([1, 2, 3, 9, 5, 6], 4, "")),
+        ((other, plain[1], following), (rendered, 0, "another conversation")),
+        (plain, (rendered, 0, "goes on from an earlier turn")),
     ):
         assert sessions.prompt("s", Prompt(plain=said), rendered, ByteTokenizer()) == expected
 

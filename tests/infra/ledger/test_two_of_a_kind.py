@@ -18,7 +18,7 @@ from schemas import Block, Closure, Directive, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, TASKS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.fold import Rules
+from streams.collect.rules import Rules
 from tests.actors.acting import reissues, rollouts
 from tests.actors.rig import MASTER, Heard, load, master, memory_log, running, task, until
 from tests.infra.ledger.whole_loop import PACING, trained_steps, whole_loop

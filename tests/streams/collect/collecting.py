@@ -22,8 +22,9 @@ from schemas import (
 )
 from schemas.ids import experience_id
 from streams.collect.decision import Decision, Folded
-from streams.collect.fold import Arrival, Rules, fold
+from streams.collect.fold import fold
 from streams.collect.needs import wanted
+from streams.collect.rules import Arrival, Rules
 from streams.collect.state import State
 
 DEADLINE_MS = 1_000

@@ -2,7 +2,7 @@
 
 from schemas import Closure, Rating
 from streams.collect.credit import FeedbackRules
-from streams.collect.fold import Rules
+from streams.collect.rules import Rules
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, folded, said, tick
 from tests.streams.collect.test_fold_turns import WINDOW_MS, group_of_turn, ref, turn
 

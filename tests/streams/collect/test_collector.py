@@ -15,8 +15,8 @@ from schemas.ids import subject_of
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings, TakenAway
 from streams.collect.credit import FeedbackRules
-from streams.collect.fold import Rules
 from streams.collect.inbox import CollectDriver
+from streams.collect.rules import Rules
 from tests.streams.collect.collecting import answer, block, said
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
 

@@ -13,8 +13,9 @@ from schemas import Block, Closure, Experience, decode, encode
 from schemas.ids import request_group, session_name, subject_of
 from streams.collect.credit import FeedbackRules
 from streams.collect.feedback import as_it_is
-from streams.collect.fold import MAX_ANSWERS, Arrival, Rules, fold, group_named
+from streams.collect.fold import MAX_ANSWERS, fold
 from streams.collect.limits import DayLimits
+from streams.collect.rules import Arrival, Rules, group_named
 from streams.collect.state import State
 from tests.streams.collect.collecting import (
     DEADLINE_MS,

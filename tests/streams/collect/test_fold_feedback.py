@@ -8,8 +8,8 @@ from actors.master.gate.ratings import Ratings
 from schemas import Block
 from streams.collect.credit import FeedbackRules
 from streams.collect.feedback import take_feedback, values_of
-from streams.collect.fold import Rules
 from streams.collect.group import AnswerFeedback, LoggedFeedback
+from streams.collect.rules import Rules
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     Inbox,

@@ -1,7 +1,7 @@
 """collect, group by group: what completes one, what closes one, and that it happens once."""
 
-from streams.collect.fold import Rules
 from streams.collect.group import fullest
+from streams.collect.rules import Rules
 from streams.collect.state import State
 from tests.streams.collect.collecting import (
     DEADLINE_MS,

@@ -13,7 +13,7 @@ from schemas.ids import partition_key, request_group, session_name
 from schemas.topics import BUFFER, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.credit import USUAL_PRIOR, FeedbackRules
-from streams.collect.fold import Rules
+from streams.collect.rules import Rules
 from streams.collect.turns import MAX_TURNS
 from tests.streams.collect.collecting import (
     DEADLINE_MS,

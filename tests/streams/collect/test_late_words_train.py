@@ -8,7 +8,7 @@ import pytest
 
 from schemas import Block, encode
 from streams.collect.credit import FeedbackRules
-from streams.collect.fold import Rules
+from streams.collect.rules import Rules
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn
 from trainer.buffer.buffer import Buffer

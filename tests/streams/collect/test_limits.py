@@ -7,7 +7,6 @@ from infra.chain.processor import Memory
 from schemas import Feedback
 from schemas.ids import request_group, session_name
 from streams.collect.credit import FeedbackRules
-from streams.collect.fold import Rules
 from streams.collect.limits import (
     DAY_MS,
     MAX_RATERS,
@@ -20,6 +19,7 @@ from streams.collect.limits import (
     beyond,
     charge,
 )
+from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.config import LimitsConfig
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, drops, folded, said

@@ -10,7 +10,8 @@ import pytest
 from schemas import Closure, Experience, Feedback
 from streams.collect.credit import FeedbackRules
 from streams.collect.feedback import MAX_COUNTED, MAX_KNOWN, TOO_MANY
-from streams.collect.fold import MAX_ANSWERS, Rules
+from streams.collect.fold import MAX_ANSWERS
+from streams.collect.rules import Rules
 from streams.collect.state import State
 from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, drops, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn

@@ -3,7 +3,6 @@
 from infra.chain.processor import Memory
 from schemas import Feedback, Tick
 from streams.collect.credit import FeedbackRules
-from streams.collect.fold import Arrival, Rules
 from streams.collect.group import Attempt, BlockPlace, Group
 from streams.collect.held import BURST, MAX_RATERS, MAX_TEXTS, RATER_CAP, RATERS, TEXTS, held_back, held_memories
 from streams.collect.limits import (
@@ -17,6 +16,7 @@ from streams.collect.limits import (
     limit_memories,
 )
 from streams.collect.needs import wanted
+from streams.collect.rules import Arrival, Rules
 from streams.collect.state import State
 from tests.streams.collect.collecting import answer, block, said, stub
 

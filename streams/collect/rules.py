@@ -1,0 +1,64 @@
+"""What collect goes by, and the records it folds."""
+
+import msgspec
+
+from schemas import Block, Control, DropMarker, Feedback, Lane
+from schemas.ids import group_of
+from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import OpenText, as_it_is
+from streams.collect.limits import DayLimits
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What collect waits for. deadline_ms: after a group's first record. keep_ms: for how long a closed group is known.
+
+    sources: feedback by name. waiting: the lanes whose answers wait for it. corrects: the chain learns from edits.
+    open_text: see `edit_of`. revisions: how often late feedback may close a group anew; past it only a retraction
+    does. retrainings: how often of these, under late = "retrain", it is trained again. limits: what one rater and one
+    tenant can move in a day. session_ms: a turn of a session waits for others until none came for so long, 0 for not at all.
+    session_turns: how many turns of a partition wait so; beyond it the oldest sessions are closed early.
+
+    Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": FeedbackRules(window_ms=86_400_000)})
+    """
+
+    deadline_ms: int
+    keep_ms: int
+    sources: dict[str, FeedbackRules] = {}
+    waiting: frozenset[Lane] = frozenset({"live"})
+    corrects: bool = False
+    open_text: OpenText = as_it_is
+    revisions: int = 16
+    retrainings: int = 2
+    limits: DayLimits = DayLimits()
+    session_ms: int = 0
+    session_turns: int = 65_536
+
+    @property
+    def window_ms(self) -> int:
+        """How long an answer waits for its slowest source."""
+        return max((source.window_ms for source in self.sources.values()), default=0)
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """One record of the inbox; value is None for one that could not be read, frame a block's own bytes if at hand.
+
+    Example: Arrival(partition=3, offset=981, timestamp_ms=1763715600000, value=Tick(partition=3, due_ms=1763715599000))
+    """
+
+    partition: int
+    offset: int
+    timestamp_ms: int
+    value: Block | Control | None
+    frame: bytes = b""
+
+
+def group_named(value: Block | Control | None) -> str | None:
+    """Group a record is about, None for none."""
+    if isinstance(value, Block | DropMarker):
+        return value.group
+    if isinstance(value, Feedback):
+        try:
+            return group_of(value.ref)
+        except ValueError:
+            return None
+    return None

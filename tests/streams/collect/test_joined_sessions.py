@@ -1,0 +1,282 @@
+"""collect and sessions: turns wait for each other and are closed together, each with what counts of it alone."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from schemas import Block, Control, Experience, Join, Score
+from schemas.ids import session_name
+from schemas.parts import HISTORY_REWRITTEN
+from schemas.topics import BUFFER, PROGRESS, VERIFIED
+from streams.collect.credit import FeedbackRules
+from streams.collect.decision import Folded
+from streams.collect.joined import MAX_JOINED
+from streams.collect.rules import Rules
+from streams.collect.state import State
+from tests.streams.collect.collecting import DEADLINE_MS, Inbox, decisions, drops, folded, said, tick
+from tests.streams.collect.test_collector import opened
+from tests.streams.collect.test_fold_turns import credit, group_of_turn, ref, turn, usually
+from tests.streams.deliveries import stored, values
+
+SESSION_MS = 1_000
+WINDOW_MS = 5_000
+
+
+def rules(*, window_ms: int = WINDOW_MS, discount: float = 0.0, turns: int = 1_000, late: str = "amend") -> Rules:
+    """Feedback within a time, where that is not 0."""
+    source = FeedbackRules(window_ms=window_ms, late=late, discount=discount)  # type: ignore[arg-type]
+    return Rules(
+        deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source} if window_ms else {},
+        session_ms=SESSION_MS, session_turns=turns,
+    )  # fmt: skip
+
+
+def exact(number: int) -> Block:
+    """A turn with a score of its own, so that it goes on without feedback."""
+    return marked(number, scores=turn_scores())
+
+
+def marked(number: int, **fields: object) -> Block:
+    return Block(tuple(msgspec.structs.replace(one, **fields) for one in turn(number).experiences))
+
+
+def turn_scores() -> tuple[Score, ...]:
+    return (Score(name="exact", value=1.0),)
+
+
+def number_of(one: Experience) -> int:
+    return int(one.group.rpartition("-")[2])
+
+
+def sent(results: list[Folded]) -> list[tuple[int, int, Join | None]]:
+    """(turn, revision, join) of what went on, in its order."""
+    found = []
+    for decision in decisions(results):
+        for block in decision.blocks:
+            found += [(number_of(one), decision.closure.revision, one.join) for one in block.experiences]
+    return found
+
+
+def joins(results: list[Folded]) -> list[list[int]]:
+    """The turns of each join, in the order in which they were closed; those that went on alone each for itself."""
+    found: dict[str, list[int]] = {}
+    for number, _, join in sent(results):
+        found.setdefault(join.name if join is not None else f"alone {number}", []).append(number)
+    return list(found.values())
+
+
+def test_turns_are_closed_together_once_their_session_is_silent_in_the_order_of_their_turns() -> None:
+    inbox = Inbox().extend([exact(2), exact(0), exact(1)])
+    assert joins(folded(inbox, rules(window_ms=0))) == []
+    inbox.append(tick(), after_ms=SESSION_MS)
+    results = folded(inbox, rules(window_ms=0))
+    name = group_of_turn(0)
+    assert sent(results) == [(0, 0, Join(name, 2)), (1, 0, Join(name, 1)), (2, 0, Join(name, 0))]
+    assert [one.closure.outcome for one in decisions(results)] == ["buffered"] * 3
+
+
+def test_every_turn_starts_the_silence_anew() -> None:
+    inbox = Inbox().extend([exact(0)])
+    for number in range(1, 4):
+        inbox.append(exact(number), after_ms=SESSION_MS - 1)
+    inbox.append(tick(), after_ms=SESSION_MS - 1)
+    assert joins(folded(inbox, rules(window_ms=0))) == []
+    inbox.append(tick(), after_ms=1)
+    assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1, 2, 3]]
+
+
+def test_a_session_waits_for_the_feedback_of_its_slowest_turn_and_each_is_credited_with_its_own() -> None:
+    inbox = Inbox().extend([turn(0), turn(1), turn(2), said(ref(0), 0.2), said(ref(2), 0.9)])
+    inbox.append(tick(), after_ms=2 * SESSION_MS)
+    assert joins(folded(inbox, rules())) == [], "turn 1 may still be spoken of"
+    inbox.append(said(ref(1), 0.5))
+    results = folded(inbox, rules())
+    assert joins(results) == [[0, 1, 2]]
+    rewards = [one.reward for d in decisions(results) for block in d.blocks for one in block.experiences]
+    assert rewards == [0.2, 0.5, 0.9]
+
+
+def test_turns_that_nobody_spoke_of_are_dropped_and_the_others_are_joined_without_them() -> None:
+    inbox = Inbox().extend([turn(0), turn(1), turn(2), said(ref(0), 0.2), said(ref(2), 0.9)])
+    inbox.append(tick(), after_ms=WINDOW_MS + SESSION_MS)
+    results = folded(inbox, rules())
+    assert sent(results) == [(0, 0, Join(group_of_turn(0), 1)), (2, 0, Join(group_of_turn(0), 0))]
+    assert drops(results) == {"unlabelled": 1}
+
+
+def test_a_session_of_one_turn_is_closed_alone_and_says_nothing_of_a_join() -> None:
+    inbox = Inbox().extend([exact(0)])
+    inbox.append(tick(), after_ms=SESSION_MS)
+    assert sent(folded(inbox, rules(window_ms=0))) == [(0, 0, None)]
+
+
+def test_a_client_that_ends_its_session_has_it_closed_at_once_and_what_comes_then_is_another() -> None:
+    inbox = Inbox().extend([exact(0), exact(1), marked(2, scores=turn_scores(), ends_session=True), exact(3), exact(4)])
+    assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1, 2]]
+    inbox.append(tick(), after_ms=SESSION_MS)
+    assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1, 2], [3, 4]]
+
+
+def test_a_session_that_was_ended_still_waits_for_feedback() -> None:
+    inbox = Inbox().extend([turn(0), marked(1, ends_session=True), said(ref(1), 1.0)])
+    assert joins(folded(inbox, rules())) == []
+    inbox.append(said(ref(0), 1.0))
+    assert joins(folded(inbox, rules())) == [[0, 1]]
+
+
+def test_rewritten_history_closes_what_came_before_it() -> None:
+    rewritten = marked(2, scores=turn_scores(), part_reason=HISTORY_REWRITTEN)
+    inbox = Inbox().extend([exact(0), exact(1), rewritten, exact(3)])
+    assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1]]
+    inbox.append(tick(), after_ms=SESSION_MS)
+    assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1], [2, 3]]
+
+
+def test_what_is_said_late_of_one_turn_revises_that_turn_alone_under_the_name_of_its_join() -> None:
+    inbox = Inbox().extend([turn(0), turn(1), said(ref(0), 0.2), said(ref(1), 0.9)])
+    inbox.append(tick(), after_ms=SESSION_MS)
+    inbox.append(said(ref(0), 0.6, id="again"))
+    name = group_of_turn(0)
+    assert sent(folded(inbox, rules())) == [(0, 0, Join(name, 1)), (1, 0, Join(name, 0)), (0, 1, Join(name, 0))]
+
+
+def test_a_verdict_that_is_taken_back_while_the_session_goes_on_makes_its_turn_wait_again() -> None:
+    back = said(ref(0), 0.0, id="back", type="retraction")
+    inbox = Inbox().extend([turn(0), turn(1), said(ref(0), 0.2), said(ref(1), 0.9), back])
+    inbox.append(tick(), after_ms=SESSION_MS)
+    assert joins(folded(inbox, rules())) == [], "turn 0 may be spoken of again"
+    inbox.append(said(ref(0), 0.7, id="anew"))
+    assert joins(folded(inbox, rules())) == [[0, 1]]
+
+
+def test_feedback_that_meets_the_end_of_its_session_is_late_and_not_lost() -> None:
+    inbox = Inbox().extend([turn(0), turn(1), said(ref(0), 0.2)])
+    inbox.append(said(ref(0), 0.6, id="again"), after_ms=WINDOW_MS + SESSION_MS)  # its own time closes both turns first
+    results = folded(inbox, rules())
+    assert [(number, revision) for number, revision, _ in sent(results)] == [(0, 0), (0, 1)]
+    assert drops(results) == {"unlabelled": 1}
+
+
+def test_what_is_said_of_a_later_turn_is_credited_to_those_that_wait_with_it() -> None:
+    inbox = Inbox().extend([turn(0), turn(1), said(ref(1), 0.8)])
+    inbox.append(tick(), after_ms=WINDOW_MS + SESSION_MS)
+    results = folded(inbox, rules(discount=0.5))
+    scores = [one.score("csat") for d in decisions(results) for block in d.blocks for one in block.experiences]
+    assert joins(results) == [[0, 1]] and scores == pytest.approx([credit(None, 0.8, usual=usually(0.8)), 0.8])
+
+
+def test_a_session_without_an_end_is_closed_in_runs() -> None:
+    inbox = Inbox().extend(exact(number) for number in range(2 * MAX_JOINED + 1))
+    results = folded(inbox, rules(window_ms=0))
+    assert joins(results) == [list(range(MAX_JOINED)), list(range(MAX_JOINED, 2 * MAX_JOINED))]
+
+
+def test_where_too_many_turns_wait_the_sessions_that_began_first_are_closed_early() -> None:
+    state, inbox = State(), Inbox()
+    for number in range(40):
+        for at in range(2):
+            made = turn(at, session_name("acme", f"chat-{number}"))
+            inbox.append(Block(tuple(msgspec.structs.replace(one, scores=turn_scores()) for one in made.experiences)))
+    results = folded(inbox, rules(window_ms=0, turns=20), state)
+    assert state.num_held() <= 20 and sum(one.closed_early for one in results) >= 30
+    assert len(sent(results)) + state.num_held() == 80
+    inbox.append(tick(), after_ms=SESSION_MS)
+    assert len({(name.name if name else "") for _, _, name in sent(results)} - {""}) >= 29
+    assert len(sent(folded(inbox, rules(window_ms=0, turns=20)))) == 80
+
+
+def test_without_the_setting_each_turn_is_closed_by_itself_also_those_that_waited_before() -> None:
+    state, inbox = State(), Inbox().extend([exact(0), exact(1)])
+    folded(inbox, rules(window_ms=0), state)
+    assert state.num_held() == 2
+    off = msgspec.structs.replace(rules(window_ms=0), session_ms=0)
+    inbox.append(tick(), after_ms=SESSION_MS)
+    assert sorted(sent(folded(inbox, off, state)), key=lambda one: one[0]) == [(0, 0, None), (1, 0, None)]
+    assert state.num_held() == 0 and joins(folded(Inbox().extend([exact(0), exact(1)]), off)) == [[0], [1]]
+
+
+@given(
+    order=st.permutations(list(range(6))),
+    words=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.1, 0.9]), st.integers(1, 4_000)), max_size=8),
+    gaps=st.lists(st.integers(0, 3_000), min_size=6, max_size=6),
+    ends=st.integers(0, 8),
+)
+def test_whatever_comes_each_turn_is_closed_once_and_counts_as_it_would_alone(
+    order: list[int], words: list[tuple[int, float, int]], gaps: list[int], ends: int
+) -> None:
+    inbox, alone = Inbox(), Inbox()
+    for number, gap in zip(order, gaps, strict=True):
+        for one in (inbox, alone):
+            one.append(marked(number, ends_session=number == ends), after_ms=gap)
+    for at, (number, value, gap) in enumerate(words):
+        for one in (inbox, alone):
+            one.append(said(ref(number), value, id=f"w{at}"), after_ms=gap)
+    for one in (inbox, alone):
+        one.append(tick(), after_ms=3 * (WINDOW_MS + SESSION_MS))
+    last = [
+        final_rewards(one, given)
+        for one, given in ((inbox, rules()), (alone, msgspec.structs.replace(rules(), session_ms=0)))
+    ]
+    assert last[0] == last[1]
+
+
+def final_rewards(inbox: Inbox, given: Rules) -> dict[int, float | None]:
+    """Turn to the reward of its newest revision; each is closed once as revision 0."""
+    state = State()
+    found: dict[int, float | None] = {}
+    results = folded(inbox, given, state)
+    first = [d.closure.group for d in decisions(results) if d.closure.revision == 0]
+    assert sorted(first) == sorted(set(first)) and len(first) == 6 and state.num_held() == 0
+    for decision in decisions(results):
+        number = int(decision.closure.group.rpartition("-")[2])
+        found[number] = next((one.reward for block in decision.blocks for one in block.experiences), found.get(number))
+    return found
+
+
+def test_a_collector_that_is_killed_between_any_two_records_closes_the_same_joins(tmp_path: Path) -> None:
+    records: list[Block | Control] = [
+        turn(0),
+        turn(1),
+        said(ref(0), 0.2),
+        turn(2),
+        said(ref(2), 0.9),
+        said(ref(1), 0.4),
+    ]
+
+    class Clock:
+        now_ms = 1_000_000
+
+        def __call__(self) -> int:
+            return self.now_ms
+
+    async def run(folder: Path, kill_after: int) -> tuple[list[tuple[int, Join | None]], int]:
+        clock = Clock()
+        log = Log(MemoryBus(clock), "app")
+        await log.bus.start()
+        await log.create_topics(partitions=1, keep_ms=24 * 3600 * 1000)
+        collector = await opened(log, folder, 0, rules())
+        for at, record in enumerate([*records, tick()]):
+            clock.now_ms += WINDOW_MS + SESSION_MS if at == len(records) else 10
+            await log.publish(VERIFIED, record)
+            await collector.take([(await stored(log, VERIFIED))[-1].record])
+            if at == kill_after:
+                collector.close()
+                if at % 2:  # the state file is lost with the machine: it is rebuilt from the log
+                    (folder / "collect-0.sqlite").unlink()
+                collector = await opened(log, folder, at + 1, rules())
+        collector.close()
+        buffered = [one for block in await values(log, BUFFER) if isinstance(block, Block) for one in block.experiences]
+        num_closed = len(await values(log, PROGRESS))
+        await log.bus.close()
+        return [(number_of(one), one.join) for one in buffered], num_closed
+
+    expected = asyncio.run(run(tmp_path / "whole", -1))
+    assert [number for number, _ in expected[0]] == [0, 1, 2] and expected[1] == 3
+    for kill_after in range(len(records)):
+        assert asyncio.run(run(tmp_path / f"killed-{kill_after}", kill_after)) == expected
