@@ -1,0 +1,178 @@
+"""A session of twenty turns through the real gateway, the stages and the trainer: each token is computed once."""
+
+import asyncio
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from actors.gateway.access.keys import create_key
+from infra.local.address import choose_address
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
+from schemas import Batch, Block, Experience
+from schemas.topics import BATCHES, BUFFER, EXPERIENCES, VERIFIED, Topic
+from streams.sources.source import build_sources, run_sources
+from tests.actors.gateway.gateway_rig import engine, says, serving
+from tests.e2e.test_gateway_kafka import headrace, running, table_in, wait_until_served
+from tests.e2e.test_live_answer_is_trained import WINDOW_MS, Clock, settings_in
+from tests.role import role_of
+from tests.streams.deliveries import until_stored
+from tests.streams.memory_worker import working
+from trainer.batch.assemble import batch_items, items_of
+from trainer.batch.batch import TrainItem, pack
+from trainer.buffer.blocks import read_blocks
+from trainer.buffer.buffer import candidate_of
+from trainer.learners.scripted import ScriptedLearner
+from trainer.train import run_trainer
+
+TURNS = 20
+SESSION = {"x-session-id": "chat-81"}
+
+
+def check_once(items: Sequence[TrainItem], turns: Sequence[Experience]) -> None:
+    """Every sampled token is trained once, and for each token of the session one position is computed."""
+    whole = max(turns, key=lambda one: one.num_tokens)
+    packed = pack(items, max_tokens=256)  # less than the session
+    sampled = sum(one.num_sampled for one in turns)
+    assert packed.num_tokens == sampled and sum(len(m.target_N) for m in packed.microbatches) == sampled
+    assert packed.num_inputs / whole.num_tokens == pytest.approx(1.0, abs=0.01)
+    alone = [
+        msgspec.structs.replace(one, experience=msgspec.structs.replace(one.experience, join=None)) for one in items
+    ]
+    assert pack(alone, max_tokens=256).num_inputs / whole.num_tokens >= TURNS / 2
+
+
+async def first_of(log: Log, topic: Topic, kind: type[Any]) -> Any:
+    """The first record of a kind, once there is one."""
+    async with asyncio.timeout(120):
+        async for message in log.read_all(topic, until_end=False):
+            if isinstance(message.value, kind):
+                return message.value
+    raise AssertionError("unreachable")
+
+
+def test_a_session_of_20_turns_is_trained_once_from_the_gateway_to_the_batch(tmp_path: Path) -> None:
+    settings, clock = settings_in(tmp_path / "support"), Clock()
+    bus, store, stop = MemoryBus(clock), MemoryStore(), asyncio.Event()
+    _, key = create_key(store, tenant="acme", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
+
+    async def run() -> tuple[list[Experience], Batch, list[TrainItem]]:
+        async with serving(
+            tmp_path, engine(says(*(f"It is {n}." for n in range(TURNS)))), bus=bus, store=store
+        ) as served:
+            log = served.log
+            floor = msgspec.structs.replace(settings, folder=tmp_path)
+            training = asyncio.create_task(
+                run_trainer(role_of("train", floor, log, store, stop=stop), settings.trainer, ScriptedLearner())
+            )
+            sources = build_sources(settings.feedback, settings.folder)
+            listening = asyncio.create_task(run_sources(sources, log, Metrics("process"), tmp_path / "state"))
+            async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
+                said: list[dict[str, str]] = []
+                for number in range(TURNS):
+                    said.append({"role": "user", "content": f"What is {number}?"})
+                    body = {"model": "m", "messages": said}
+                    answer = (await http.post("/v1/chat/completions", json=body, headers=SESSION)).json()
+                    said.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+                    rated = {"answer_id": answer["id"], "value": number % 2}
+                    assert (await http.post("/v1/feedback", json=rated)).status_code == 202
+                    clock.now_ms += 1000
+                turns = await served.recorded(TURNS)
+                await until_stored(log, VERIFIED, 2 * TURNS)  # the answers, and what was said of them
+                clock.now_ms += WINDOW_MS + 1000 * int(settings.collect.session_s)
+                batch = await first_of(log, BATCHES, Batch)
+                items = items_of(batch, await read_blocks(log, {item.offset for item in batch.items}))
+            stop.set()
+            listening.cancel()
+            await training
+            return turns, batch, items
+
+    turns, batch, items = asyncio.run(run())
+    assert [item.id for item in batch.items] == [one.id for one in turns]
+    assert [one.carried for one in turns] == list(range(TURNS))
+    said = next(one.name for one in settings.feedback if one.from_.webhook)
+    assert [one.experience.score(said) for one in items] == [float(number % 2) for number in range(TURNS)], (
+        "each its own"
+    )
+    check_once(items, turns)
+
+
+TOML = """
+app = "{app}"
+[kafka]
+bootstrap_servers = "{bootstrap}"
+partitions = 2
+[policy]
+model = "model"
+[engine]
+use = "actors.engines.scripted:ScriptedEngine"
+options = {{ max_model_len = 2048 }}
+[gateway]
+listen = "127.0.0.1:{port}"
+train_on = "consented"
+keys_reload_s = 0.2
+[gateway.limits]
+max_tokens = 12
+[[feedback]]
+name = "user"
+use = "streams.sources.received:rating"
+from = {{ webhook = "/v1/feedback" }}
+"""
+
+
+@pytest.mark.slow
+def test_a_session_of_20_turns_ended_by_its_client_is_trained_once_over_a_real_broker(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    table_in(tmp_path)
+    port = choose_address().port
+    (tmp_path / "headrace.toml").write_text(TOML.format(app=app_name, bootstrap=kafka, port=port))
+    subprocess.run(headrace(tmp_path, "check", "--create"), check=True, capture_output=True, timeout=120)
+    make_key = headrace(tmp_path, "keys", "create", "--train", "yes")
+    key = subprocess.run(make_key, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+    client = openai.OpenAI(api_key=key, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=60)
+    with running(tmp_path, "serve") as process, running(tmp_path, "process"):
+        wait_until_served(client, process, tmp_path / "serve.log")
+        said: list[Any] = []
+        for number in range(TURNS):
+            said.append({"role": "user", "content": f"{number}+{number}="})
+            ends = {"x-session-end": "true"} if number == TURNS - 1 else {}
+            answer = client.chat.completions.create(model="m", messages=said, extra_headers=SESSION | ends)
+            said.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+            client.post("/feedback", cast_to=object, body={"answer_id": answer.id, "value": number % 2})
+        turns, blocks = asyncio.run(read_session(kafka, app_name))
+    assert [block.experiences[0].id for block in blocks] == [one.id for one in turns]
+    given = [candidate_of(at, block, 0) for at, block in enumerate(blocks)]
+    items = [
+        TrainItem(block.experiences[0], batch_items(one, block)[0]) for one, block in zip(given, blocks, strict=True)
+    ]
+    assert len({one.join for one in given}) == 1
+    check_once(items, turns)
+
+
+async def read_session(bootstrap: str, app: str) -> tuple[list[Experience], list[Block]]:
+    """The turns as they were recorded, and the blocks of the buffer, both by their place in the conversation."""
+    bus = KafkaBus(bootstrap)
+    await bus.start()
+    found: dict[Any, list[Block]] = {EXPERIENCES: [], BUFFER: []}
+    try:
+        async with asyncio.timeout(180):
+            for topic, blocks in found.items():
+                async for message in Log(bus, app).read_all(topic, until_end=False):
+                    if isinstance(message.value, Block):
+                        blocks.append(message.value)
+                    if len(blocks) >= TURNS:
+                        break
+    finally:
+        await bus.close()
+    for blocks in found.values():
+        blocks.sort(key=lambda block: block.experiences[0].turn)
+    return [block.experiences[0] for block in found[EXPERIENCES]], found[BUFFER]
