@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from schemas import Block, DropMarker, Feedback
-from schemas.ids import group_of
+from schemas import Block, DropMarker, Experience, Feedback
+from schemas.ids import group_of, session_of
 from streams.collect.feedback import answer_of
 
 Key = tuple[str, int, int]
@@ -33,7 +33,7 @@ class Try(msgspec.Struct):
 
 
 class Fate(msgspec.Struct):
-    """One group so far. heard: answer → feedback in order."""
+    """One group so far. heard: answer → feedback in order. session: whose turn it is. is_ready: it waits for that alone."""
 
     tries: dict[int, Try] = {}
     winner: int = -1
@@ -43,12 +43,17 @@ class Fate(msgspec.Struct):
     due_ms: int = 0
     heard: dict[str, list[Feedback]] = {}
     first_heard_ms: int = 0
+    session: str = ""
+    is_ready: bool = False
 
 
 class CollectModel:
     """expected: what progress must say. late: what feedback after the window does. sources: of feedback."""
 
-    def __init__(self, *, deadline_ms: int, window_ms: int, late: str, sources: tuple[str, ...]) -> None:
+    def __init__(
+        self, *, deadline_ms: int, window_ms: int, late: str, sources: tuple[str, ...], session_ms: int = 0
+    ) -> None:
+        self.session_ms = session_ms
         self.sources = sources
         self.deadline_ms = deadline_ms
         self.window_ms = window_ms
@@ -80,7 +85,7 @@ class CollectModel:
             group = self.groups[name]
             group.due_ms = 0
             if group.winner >= 0:
-                self._close(name)
+                self._end(name, now_ms)
             elif group.tries:
                 best = max(group.tries, key=lambda number: (len(group.tries[number].there), -number))
                 self._win(name, best, now_ms)
@@ -100,6 +105,8 @@ class CollectModel:
         if one.episode in attempt.there:
             return None
         attempt.there[one.episode] = id
+        if isinstance(one, Experience) and one.turn >= 0 and one.group_size == 1:
+            group.session = session_of(one.group)
         group.due_ms = min(known.first_ms for known in group.tries.values()) + self.deadline_ms
         return int(one.attempt)
 
@@ -124,9 +131,29 @@ class CollectModel:
         members = [id for id in attempt.there.values() if id]
         due_ms = attempt.first_ms + self.window_ms
         if attempt.lane == "live" and members and due_ms > now_ms and not self._all_heard(group, members):
-            group.due_ms = due_ms
+            group.due_ms, group.is_ready = due_ms, False
             return
-        self._close(name)
+        self._end(name, now_ms)
+
+    def _end(self, name: str, now_ms: int) -> None:
+        """Of a session all turns end together, when all can and none came for a while."""
+        group = self.groups[name]
+        if not group.session:
+            self._close(name)
+            return
+        group.is_ready = True
+        turns = {
+            other: one
+            for other, one in self.groups.items()
+            if one.session == group.session and one.winner >= 0 and not one.is_closed
+        }
+        silent_ms = max(one.tries[one.winner].first_ms for one in turns.values()) + self.session_ms
+        is_over = silent_ms <= now_ms and all(one.is_ready for one in turns.values())
+        for other, one in turns.items():
+            if is_over:
+                self._close(other)
+            elif one.is_ready:
+                one.due_ms = silent_ms if silent_ms > now_ms else 0
 
     def _all_heard(self, group: Fate, members: list[str]) -> bool:
         return all({one.source for one in group.heard.get(id, ())} >= set(self.sources) for id in members)

@@ -29,6 +29,7 @@ EVENTS = "outside.csat"
 PARTITIONS = 2
 DEADLINE_S = 4.0
 WINDOW_S = 2.5
+SESSION_S = 1.5
 FAULTS_S = 10.0  # of virtual time during which things go wrong
 LIVE_S = 5.0  # of it, customers come
 MAX_SKIPS = 3
@@ -149,7 +150,7 @@ def _streams(late: str, picky: bool, serves: bool) -> StreamsConfig:
         score=(ScoreConfig(name="parity", use="tests.simulator.plugins:parity"),),
         reward=RewardConfig(blend={"parity": 1.0, "csat": 1.0}),
         processor=(ProcessorConfig(use="tests.simulator.plugins:picky"),) if picky else (),
-        collect=CollectConfig(deadline_s=DEADLINE_S),
+        collect=CollectConfig(deadline_s=DEADLINE_S, session_s=SESSION_S),
     )
 
 

@@ -12,7 +12,7 @@ from schemas.topics import Topic
 from schemas.withdrawal import is_withdrawal
 from tests.simulator.collect_model import CollectModel, Expected
 from tests.simulator.plugins import TENSOR, TableLearner, first_table, logprobs_of
-from tests.simulator.scenario import DEADLINE_S, WINDOW_S
+from tests.simulator.scenario import DEADLINE_S, SESSION_S, WINDOW_S
 from tests.simulator.settlement_serving import settle_serving
 from tests.simulator.watch import content_of
 from tests.simulator.world import World
@@ -172,6 +172,7 @@ def check_collect(world: World, log: Logged) -> None:
         window_ms=int(WINDOW_S * 1000),
         late=world.scenario.late,
         sources=tuple(source.name for source in world.scenario.streams.feedback),
+        session_ms=int(SESSION_S * 1000),
     )
     for index in sorted({record.partition for record, _ in log[topics.VERIFIED.name]}):
         records = [one for one in log[topics.VERIFIED.name] if one[0].partition == index]
