@@ -19,10 +19,12 @@ not special (`<think>`, `<tool_call>` of many models) are words like any other, 
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
 from typing import Any
+
+from infra.model.pieces import Pieces, cuts
 
 FREE_CHARS = 4096  # longer texts leave the interpreter to other threads while they are tokenized
 _PRIVATE = range(0xE000, 0xF8FF)  # characters without a meaning; the last of them marks secret names
@@ -49,6 +51,7 @@ class Controls:
         self._firsts, self._lasts = {name[0] for name in self.ids}, {name[-1] for name in self.ids}
         self._longest = max(map(len, self.ids), default=0)
         self._lock = Lock()
+        self._num_short = 0
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that no template wrote."""
@@ -66,7 +69,7 @@ class Controls:
         """
         strings = _strings(given)
         if not any([self._stands_in(text) or self._begins_or_ends(text) for text in strings]):
-            return _ids(self._backend, render(given))
+            return self._innocent(render(given))
         mask = self._mask(strings)
         rendered = render(self._masked(given, mask))
         for hidden in mask.values():
@@ -76,6 +79,18 @@ class Controls:
         for character, hidden in mask.items():
             text = text.replace(hidden, character)
         return self._obeyed(text, places)
+
+    @property
+    def num_tokenized(self) -> int:
+        """Characters of conversations that were tokenized so far: what was known is not tokenized again."""
+        return self._num_short + (0 if self._pieces is None else self._pieces.num_tokenized)
+
+    def _innocent(self, rendered: str) -> list[int]:
+        """Ids of what a template wrote, whose control tokens are all its own."""
+        if len(rendered) <= FREE_CHARS or self._pieces is None:
+            self._num_short += len(rendered)
+            return _ids(self._backend, rendered)
+        return self._pieces.ids_of(_writable(rendered))
 
     def _obeyed(self, text: str, places: list[int]) -> list[int]:
         """Ids where only secret names are control tokens. places: in `text`, of characters of names that are not."""
@@ -160,6 +175,13 @@ class Controls:
         return re.compile(_any_of(self.ids))
 
     @cached_property
+    def _pieces(self) -> Pieces | None:
+        """None where control tokens do not part what stands around them."""
+        if not cuts(self._backend, self._flags, self.ids):
+            return None
+        return Pieces(self.ids, self._whole_names, lambda texts: _all_ids(self._backend, texts))
+
+    @cached_property
     def _normalizes(self) -> bool:
         return self._backend.normalizer is not None and any(one.normalized for one in self._flags.values())
 
@@ -196,15 +218,23 @@ def whole(text: str) -> str:
 
 
 def _ids(backend: Any, text: str) -> list[int]:
+    return _all_ids(backend, [_writable(text)])[0]
+
+
+def _all_ids(backend: Any, texts: Sequence[str]) -> list[list[int]]:
+    if sum(map(len, texts)) > FREE_CHARS:
+        found = backend.encode_batch_fast(list(texts), add_special_tokens=False)  # lets other threads run
+    else:
+        found = [backend.encode(text, add_special_tokens=False) for text in texts]
+    return [one.ids for one in found]
+
+
+def _writable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        text = whole(text)
-    if len(text) > FREE_CHARS:
-        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # lets other threads run
-    else:
-        ids = backend.encode(text, add_special_tokens=False).ids
-    return ids
+        return whole(text)
+    return text
 
 
 def _strings(given: Any) -> list[str]:
