@@ -48,7 +48,7 @@ class Settings(Floor, frozen=True):
     expect: Expect = Expect()
 
     def gate(self) -> MasterConfig:
-        """The master's part, where a word of people counts as long as any feedback, and the rest of a session, is waited for."""
+        """The master's part, where a word of people counts as long as feedback and the rest of a session are waited for."""
         people = self.master.gate.people
         longest_s = max((duration_s(one.window) for one in self.feedback), default=0.0)
         waited = f"{round(1000 * (longest_s + self.collect.session_s))}ms" if longest_s else "0s"

@@ -306,7 +306,9 @@ def show(console: Console, state: State) -> None:
             why = "tenants or users had their share of the last step (tenant_share, subject_share)"
             console.print(f"held back  {held:,.0f} experiences wait since their {why}", markup=False)
         if turns := role["gauges"].get("turns_held", 0.0):
-            console.print(f"sessions   {turns:,.0f} turns wait for the rest of theirs at {role['instance']}", markup=False)
+            console.print(
+                f"sessions   {turns:,.0f} turns wait for the rest of theirs at {role['instance']}", markup=False
+            )
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
 
