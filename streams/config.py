@@ -272,8 +272,8 @@ class CollectConfig(Section, frozen=True):
     how often of these, under late = "retrain", an answer is trained again; later verdicts are counted as "retrained often
     enough" and change the copy that was not drawn yet. difficulty: drop groups of two and more episodes with all rewards
     equal, from which no advantage can be taken. session_s: a turn of a session, once nothing is waited for that is about
-    itself, waits until no other came for so long, so that the turns of a conversation are trained as one sequence; 0 trains each
-    by itself, with all that was said before it computed again. A client ends its session sooner with the header
+    itself, waits until no other came for so long, so that the turns of a conversation are trained as one sequence; 0 trains
+    each by itself, with all that was said before it computed again. A client ends its session sooner with the header
     `x-session-end`. session_turns: how many turns wait so, on each partition; beyond it the sessions that began first are
     closed early, and counted as `sessions_closed_early`.
 
