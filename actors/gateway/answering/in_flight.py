@@ -21,8 +21,8 @@ Watch = Callable[[int], OnText]  # gives the listener of a choice
 class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served. place: for its answers. session: "" where the client
     named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: the user
-    whose key it is sealed under, "" for none. reason: why it does not go on from earlier turns. failed: by the engine. read: what
-    choices say, once it was asked for.
+    whose key it is sealed under, "" for none. reason: why it does not go on from earlier turns. failed: by the engine. read:
+    what choices say, once it was asked for.
     """
 
     place: TakenPlaces
