@@ -26,7 +26,7 @@ DOORS = {
     "aiokafka": ("infra/log/",),
     "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/", "infra/cli/bench/"),
     "peft": ("infra/model/adapter.py",),
-    "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
+    "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/", "infra/cli/bench/"),
     "PIL": ("infra/store/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/observe/metrics.py",),
     "starlette": ("actors/gateway/", "actors/program/"),
