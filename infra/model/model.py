@@ -50,6 +50,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
+        self._alone: dict[int, str] = {}  # as many as the tokenizer knows at most
         self._eos_ids = eos_ids
         self._vision = vision
 
@@ -89,6 +90,14 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
+        if len(ids) == 1:  # a stream asks for each of its tokens
+            text = self._alone.get(ids[0], "") or self._decoded(ids)
+            if text:
+                self._alone[ids[0]] = text
+            return text
+        return self._decoded(ids)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
         num_tokens = len(self._tokenizer)  # asked once: the tokenizer counts them anew each time
         known = [int(token) for token in ids if 0 <= token < num_tokens]
         if len(known) > FREE_CHARS:

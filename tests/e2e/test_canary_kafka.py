@@ -64,6 +64,8 @@ name = "user"
 use = "streams.sources.received:rating"
 from = {{ webhook = "/v1/feedback" }}
 window = "60s"
+[collect]
+session_s = 0
 [reward]
 require = ["user"]
 """

@@ -22,6 +22,7 @@ class CompletionEvents:
     def __init__(self, reply: Reply, *, chat: bool) -> None:
         self._reply = reply
         self._chat = chat
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice, what stands around a piece of its text
 
     def begin(self) -> list[bytes]:
         """A chat says whose turn it is."""
@@ -31,6 +32,9 @@ class CompletionEvents:
     def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
         """A piece, with its logprobs where they were asked for."""
         request, decode = self._reply.request, self._reply.decode
+        if self._chat and not request.logprobs and not more.thought:
+            before, behind = self._around.get(index) or self._spelled_around(index)
+            return [before + msgspec.json.encode(more.said) + behind]
         if self._chat:
             found = _chat_logprobs(request, decode, tokens, logprobs)
             thought = {"reasoning": more.thought} if more.thought else {}
@@ -38,6 +42,13 @@ class CompletionEvents:
             return [self._event([_delta(index, thought | said, logprobs=found)])]
         found = _text_logprobs(request, decode, tokens, logprobs)
         return [self._event([_text_choice(self._reply, index, more.said, None, found)])]
+
+    def _spelled_around(self, index: int) -> tuple[bytes, bytes]:
+        """An event of a piece, without the piece: all but the text is alike in all of them."""
+        whole = self._event([_delta(index, {"content": ""})])
+        before, mark, behind = whole.rpartition(b'"content":""')
+        found = self._around[index] = before + mark[:-2], behind
+        return found
 
     def finish(self, index: int, rest: Parsed) -> list[bytes]:
         """What was held back, the calls, and why it ended."""
