@@ -14,7 +14,7 @@ import numpy as np
 
 from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
-from infra.model.vision import Vision, load_vision, takes_pictures
+from infra.model.vision import NO_FRAME, Vision, load_vision, takes_pictures
 from infra.policies.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
@@ -47,6 +47,7 @@ class Tokenizer:
         self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
         self._eos_ids = eos_ids
         self._vision = vision
+        self._frame = NO_FRAME if vision is None else vision.frame(tokenizer)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ class Tokenizer:
         ids = self._controls.encode_rendered(conversation, self._applied)
         num_images = sum(len(message.images) for message in messages)
         if self._vision is not None:
-            return self._vision.expand(ids, num_images)
+            return self._vision.expand(ids, num_images, self._frame)
         if num_images:
             raise ValueError(f"messages: got {num_images} images, expected none: the model reads text alone")
         return ids
