@@ -100,6 +100,11 @@ def test_no_rank_holds_a_whole_model_while_it_is_loaded(agree, tmp_path):
 
 
 @pytest.mark.slow
+def test_no_rank_keeps_what_a_probe_gathered(agree, tmp_path):
+    agree(3, "probed", folder=str(build_char_model(tmp_path / "wide", seed=1, size=Size(hidden=512, layers=2))))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["cohere", "qwen3.5", "damaged"])
 def test_a_model_that_cannot_be_opened_is_refused_by_every_rank(agree, tmp_path, family):
     folder = tiny_model(tmp_path, "qwen3" if family == "damaged" else family)

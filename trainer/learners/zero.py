@@ -45,6 +45,8 @@ def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapp
             raise ConfigError(f"{where}.json.{key}: got {json[key]!r}, expected it left out: {instead}")
     sizes = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
     zero: dict[str, Any] = {"stage": stage, **dict.fromkeys(sizes, AT_ONCE)}
+    if stage == 3 and not config.activation_checkpointing:  # with it a layer's weights are used again at once
+        zero["stage3_max_reuse_distance"] = AT_ONCE
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if (other := json.get("zero_optimization", {}).get("stage", stage)) != stage:
