@@ -96,7 +96,9 @@ def run(plan: LifePlan, say: Callable[[str], object] = print) -> dict[str, float
         folder = Path(name)
         say(f"building a random Qwen3, hidden {plan.hidden}, {plan.layers} layers")
         size = Size(hidden=plan.hidden, layers=plan.layers)
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:  # which gives its memory back to the ranks
+        with ProcessPoolExecutor(
+            1, mp_context=get_context("spawn")
+        ) as other:  # which gives its memory back to the ranks
             other.submit(build_char_model, folder / "model", seed=1, size=size).result()
         told = folder / "told"
         settings = TOML.format(
