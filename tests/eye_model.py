@@ -4,13 +4,16 @@ from pathlib import Path
 from random import Random
 
 from actors.tasksets.shapes import Drawing, draw
+from infra.cli.bench.tiny_internvl import build_tiny_internvl
 from infra.cli.demo.char_model import MIN_HEAD_DIM, PICTURES, Size, build_char_model
 
 SIZE = Size(hidden=16, layers=1, image=16, head_dim=MIN_HEAD_DIM)  # two by two places a picture
 NUM_PLACES = 4
 
 
-def build_eye_model(folder: Path, seed: int = 0) -> Path:
+def build_eye_model(folder: Path, seed: int = 0, family: str = "llava") -> Path:
+    if family == "internvl":
+        return build_tiny_internvl(folder, seed, hidden=SIZE.hidden, layers=SIZE.layers)
     return build_char_model(folder, seed, PICTURES, SIZE)
 
 

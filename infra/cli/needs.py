@@ -16,6 +16,8 @@ from infra.policies.publish import CONSOLIDATE_EVERY
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS_AND_WEIGHT = 12  # bytes a parameter in a checkpoint
 PROCESS_BYTES = 700_000_000  # of Python with torch and transformers, before any model
+AT_ONCE = 20_000_000  # values, of `trainer.learners.zero`
+PREFETCHED, KEPT_GATHERED = 50_000_000, 1_000_000_000  # values that ZeRO 3 gathers ahead, and keeps at most
 MAX_LOGITS = 2**26  # that a learner holds at once, in float32
 
 # Seconds of one thread for a GB of published weights: measured at 509 M parameters in bfloat16, learning rate 1e-6 (1.4 % of
@@ -106,14 +108,18 @@ def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
     zero = plan.stage > 0
     rows = [Row("weights", size.computed * width / (ranks if plan.stage == 3 else 1))]
     if plan.stage == 3:
-        rows.append(
-            Row("weights gathered for the layers at work", width * (2 * size.layer + size.largest), is_rough=True)
-        )
+        # Of layers that are computed again ZeRO keeps what it gathered until their backward.
+        most = KEPT_GATHERED if plan.recomputes else PREFETCHED + AT_ONCE + size.largest
+        rows.append(Row("weights gathered for the layers at work", width * min(size.computed, most), is_rough=True))
     if width < 4 or zero:
         rows.append(Row("masters", 4 * parameters / (ranks if zero else 1)))
     rows.append(Row("gradients", 4 * parameters / (ranks if plan.stage > 1 else 1)))
-    if zero and width < 4:
-        rows.append(Row("gradients laid out for the update", 4 * parameters / ranks))
+    if zero:
+        # A buffer, its copy, and this rank's part of that.
+        rows.append(Row("gradients on their way", 4 * min(parameters, AT_ONCE) * (2 + 1 / ranks), is_rough=True))
+    if zero and plan.stage < 3:
+        # At stage 3 so few at once that the backward before needed more.
+        rows.append(Row("gradients laid out for the update, and what AdamW makes of them", 12 * parameters / ranks))
     rows.append(Row("moments", 8 * parameters / (ranks if zero else 1)))
     if plan.reference:
         rows.append(Row("reference", plan.reference * parameters / (ranks if plan.stage == 3 else 1)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
-from infra.model.vision import Vision, load_vision, takes_pictures
+from infra.model.vision import NO_FRAME, Vision, load_vision, takes_pictures
 from infra.model.writing import as_template_takes, content_of, writing_of
 from infra.policies.tensors import Tensor, from_torch, load_tensors, to_torch
 from schemas.errors import ConfigError
@@ -53,6 +53,7 @@ class Tokenizer:
         self._alone: dict[int, str] = {}  # as many as the tokenizer knows at most
         self._eos_ids = eos_ids
         self._vision = vision
+        self._frame = NO_FRAME if vision is None else vision.frame(tokenizer)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -126,7 +127,7 @@ class Tokenizer:
     def _with_places(self, ids: list[int], num_images: int) -> list[int]:
         """The ids with each image as all of its places. Raises ValueError."""
         if self._vision is not None:
-            return self._vision.expand(ids, num_images)
+            return self._vision.expand(ids, num_images, self._frame)
         if num_images:
             raise ValueError(f"messages: got {num_images} images, expected none: the model reads text alone")
         return ids

@@ -1,8 +1,9 @@
 """How a vision-language model takes pictures: their places among the tokens, and what it computes of them.
 
-Of the LLaVA family (`model_type` "llava"): every picture is brought to one size by the model's own image processor, and
-stands in the tokens as `num_places` copies of one id, which the vision tower's features replace. The explorer's engine
-and the trainer read pictures through this module alone, so that both compute the same.
+Of the families LLaVA and InternVL 3 and 3.5 (`model_type` "llava", "internvl"): every picture is brought to one size by the
+model's own image processor, and stands in the tokens as `num_places` copies of one id, which the vision tower's features
+replace; InternVL has an id before them and one after. A picture is one tile of InternVL's, never cut into several. The
+explorer's engine and the trainer read pictures through this module alone, so that both compute the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from infra.store.images import Pixels
 
-FAMILIES = ("llava",)
+FAMILIES = ("llava", "internvl")
 _GRID = "pictures of any size, each of as many places as its pixels make (image_grid_thw)"
 _AXES = "positions on three axes (M-RoPE), in packed rows, in the engine and while it goes on sampling"
 _DEEP = "features of a picture added to several layers (DeepStack)"
@@ -30,6 +31,9 @@ MISSING = {
     "qwen3_vl": (_GRID, _AXES, _DEEP),
     "qwen3_vl_moe": (_GRID, _AXES, _DEEP),
 }
+FRAMED = frozenset(("internvl",))  # families with an id before a picture and one after it
+Frame = tuple[tuple[int, ...], tuple[int, ...]]  # ids before a picture's places, and after
+NO_FRAME: Frame = ((), ())
 Prepared = npt.NDArray[np.float32]  # [3, height, width], or several, as the vision tower takes them
 
 
@@ -38,12 +42,14 @@ class NoModel(ConfigError):
 
 
 class Vision:
-    """Of one model. token: the id that stands for a part of a picture. num_places: how many of it make a picture.
+    """Of one model. family: one of FAMILIES. token: the id that stands for a part of a picture. num_places: how many of it make
+    a picture.
 
     patch: pixels a side of what the vision tower makes one feature of.
     """
 
-    def __init__(self, token: int, num_places: int, patch: int, processor: Any) -> None:
+    def __init__(self, family: str, token: int, num_places: int, patch: int, processor: Any) -> None:
+        self.family = family
         self.token = token
         self.num_places = num_places
         self.patch = patch
@@ -61,14 +67,30 @@ class Vision:
                 f"prompt: got {found} image tokens for {num_images} images, expected {num_images * self.num_places}"
             )
 
-    def expand(self, ids: Sequence[int], num_images: int) -> list[int]:
-        """Ids with every picture's one id repeated to its places. Raises ValueError unless there are `num_images`."""
+    def expand(self, ids: Sequence[int], num_images: int, frame: Frame = NO_FRAME) -> list[int]:
+        """Ids with every picture's one id as its places in their frame. Raises ValueError unless there are `num_images`."""
         if (found := list(ids).count(self.token)) != num_images:
             raise ValueError(
                 f"messages: the chat template writes {found} image tokens for {num_images} images; expected one for "
                 "each, and none in a text"
             )
-        return [token for one in ids for token in ([one] * self.num_places if one == self.token else [one])]
+        before, after = frame
+        picture = (*before, *(self.token,) * self.num_places, *after)
+        return [token for one in ids for token in (picture if one == self.token else (one,))]
+
+    def frame(self, tokenizer: Any) -> Frame:
+        """What stands before and after a picture's places, by the tokenizer of the model's folder. Raises ConfigError."""
+        if self.family not in FRAMED:
+            return NO_FRAME
+        names = ("start_image_token", "end_image_token")
+        words = [getattr(tokenizer, name, None) for name in names]
+        if missing := [name for name, word in zip(names, words, strict=True) if word is None]:
+            raise ConfigError(
+                f"tokenizer: {tokenizer.name_or_path}: got no {missing[0]}, expected one in extra_special_tokens of "
+                f"tokenizer_config.json, as models of type {self.family!r} are published"
+            )
+        before, after = (int(tokenizer.convert_tokens_to_ids(word)) for word in words)
+        return (before,), (after,)
 
     def places(self, tokens: Sequence[int] | npt.NDArray[Any], num_images: int) -> npt.NDArray[np.int64]:
         """The places of its pictures in a sequence, [num_images * num_places].
@@ -122,14 +144,16 @@ def load_vision(folder: str | Path) -> Vision | None:
         return None
     from transformers import AutoImageProcessor
 
+    whole = {"crop_to_patches": False} if config.model_type == "internvl" else {}
     try:
         processor = AutoImageProcessor.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
+            str(folder), local_files_only=True, trust_remote_code=False, backend="pil", **whole
         )
     except (OSError, ValueError) as error:
         raise ConfigError(_unreadable(folder, "preprocessor_config.json", error)) from error
-    patch = int(config.vision_config.patch_size)
-    return Vision(int(config.image_token_id), int(config.image_seq_length), patch, processor)
+    patch = config.vision_config.patch_size
+    patch = int(patch if isinstance(patch, int) else patch[0])
+    return Vision(config.model_type, int(config.image_token_id), int(config.image_seq_length), patch, processor)
 
 
 def _seeing_config(folder: str | Path) -> Any:

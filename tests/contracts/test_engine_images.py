@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import pytest
 import torch
 
 from actors.engines.engine import Completion, Engine, Sampling
+from infra.cli.bench.tiny_internvl import FRAME, VOCABULARY
+from infra.cli.demo.char_model import save_tokenizer
 from infra.model.model import load_into, load_model, load_tokenizer, model_tensors
 from infra.model.vision import load_vision
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.images import Pixels, decode_image
 from schemas import Message
-from schemas.errors import PolicyRefused
+from schemas.errors import ConfigError, PolicyRefused
 from tests.contracts.engine_case import Started
-from tests.eye_model import NUM_PLACES, build_eye_model, drawings
+from tests.eye_model import build_eye_model, drawings
 from tests.grids import rest_long
 from trainer.learners.forward import PackedModel
 
@@ -83,7 +86,7 @@ class Case(Started):
         with torch.no_grad():
             features = self.plain.get_image_features(torch.from_numpy(self.vision.prepare(image)[None])).pooler_output
             embedded = self.plain.get_input_embeddings()(ids)
-            embedded[0, 1 : 1 + NUM_PLACES] = torch.cat(tuple(features))
+            embedded[0, self.vision.places(prompt, 1)] = torch.cat(tuple(features))
             logits = self.plain(inputs_embeds=embedded).logits[0]
         logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)[len(prompt) - 1 : -1]
         return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
@@ -101,19 +104,29 @@ def vllm_case(folder: Path) -> Case:
     return Case(VllmEngine(model=str(folder), seed=1, max_num_seqs=16, block_size=BLOCK), folder)
 
 
+NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="InternVL's processor needs torchvision")
+
+
 @pytest.fixture(
-    scope="module", params=[torch_case, pytest.param(vllm_case, marks=pytest.mark.slow)], ids=["torch", "vllm"]
+    scope="module",
+    params=[
+        pytest.param((torch_case, "llava"), id="torch"),
+        pytest.param((torch_case, "internvl"), id="torch-internvl"),
+        pytest.param((vllm_case, "llava"), id="vllm", marks=pytest.mark.slow),
+        pytest.param((vllm_case, "internvl"), id="vllm-internvl", marks=[pytest.mark.slow, NO_TORCHVISION]),
+    ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     """Its matrices widened, so that what it sees matters."""
     torch.set_num_threads(1)
-    folder = build_eye_model(tmp_path_factory.mktemp("eye") / "model")
+    opened, family = request.param
+    folder = build_eye_model(tmp_path_factory.mktemp("eye") / "model", family=family)
     module: Any = load_model(folder)
     with torch.no_grad():
         for value in module.parameters():
             value.mul_(4.0 if value.dim() > 1 else 1.0)
     module.save_pretrained(folder)
-    with request.param(folder) as made:
+    with opened(folder) as made:
         yield made
 
 
@@ -214,3 +227,28 @@ def test_text_that_imitates_a_picture_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(build_eye_model(tmp_path / "model"))
     with pytest.raises(ValueError, match="none in a text"):
         tokenizer.encode_chat([Message(role="user", content="<image>count")])
+
+
+def test_text_that_imitates_a_picture_stays_text_where_its_token_is_one_of_control(tmp_path: Path) -> None:
+    folder = build_eye_model(tmp_path / "model", family="internvl")
+    vision = load_vision(folder)
+    assert vision is not None
+    ids = load_tokenizer(folder).encode_chat([Message(role="user", content="<img><image></img>count")])
+    assert vision.token not in ids
+
+
+def test_a_picture_of_internvl_stands_between_its_two_ids(tmp_path: Path) -> None:
+    folder = build_eye_model(tmp_path / "model", family="internvl")
+    tokenizer, vision = load_tokenizer(folder), load_vision(folder)
+    assert vision is not None
+    before, after = (tokenizer.wrapped.convert_tokens_to_ids(one) for one in FRAME)
+    image = drawings(1)[0].image
+    ids = tokenizer.encode_chat([Message(role="user", content="count", images=(image,))])
+    assert ids[1:-1] == [before, *[vision.token] * vision.num_places, after]
+
+
+def test_a_tokenizer_without_the_ids_around_a_picture_is_refused(tmp_path: Path) -> None:
+    folder = build_eye_model(tmp_path / "model", family="internvl")
+    save_tokenizer(folder, VOCABULARY)
+    with pytest.raises(ConfigError, match="got no start_image_token, expected one in extra_special_tokens"):
+        load_tokenizer(folder)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from infra.cli.demo.char_model import CHARACTERS_ALONE, VOCABULARY_SIZE, _save_tokenizer
+from infra.cli.demo.char_model import CHARACTERS_ALONE, VOCABULARY_SIZE, save_tokenizer
 from infra.model.model import no_progress_bars
 
 SIZES: dict[str, Any] = {
@@ -44,5 +44,5 @@ def build_family(folder: Path, model_type: str, *, seed: int = 0, **sizes: Any) 
     folder.mkdir(parents=True)
     with no_progress_bars():
         model.save_pretrained(folder)
-    _save_tokenizer(folder, CHARACTERS_ALONE)
+    save_tokenizer(folder, CHARACTERS_ALONE)
     return folder

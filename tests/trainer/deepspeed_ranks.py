@@ -316,7 +316,7 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             main(model, stage)
         case "unequal":
             check_unequal(model, stage)
-        case "opens" | "memory" | "critic" | "sums" | "refusal":
+        case "opens" | "memory" | "probed" | "critic" | "sums" | "refusal":
             import sharded_ranks
 
             getattr(sharded_ranks, f"check_{what}")(model, stage, *folder)

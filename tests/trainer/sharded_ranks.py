@@ -48,6 +48,29 @@ def check_opens(model: str, stage: int, dtype: str) -> None:
     print(f"stage {stage} agrees")
 
 
+def check_probed(model: str, stage: int) -> None:
+    """After a forward that no backward follows, a rank holds its shards and small weights alone; the next step is as ever."""
+    learner = DeepSpeedLearner(model, TrainerConfig(lanes=NEEDS["reference"], threads=1), stage=stage)
+    if learner.rank:
+        learner.follow(MemoryStore())
+        return
+    values = list(learner._model.module.parameters())
+    small = sum(one.ds_numel for one in values if one.ds_persist)
+    batch = pack(random_items(0), max_tokens=40, version=5)
+
+    def held() -> int:
+        return sum(one.numel() for one in values)  # one that is partitioned is empty
+
+    probe = learner.probe(((1, 20, 21, 22),))
+    assert held() == small < sum(one.ds_numel for one in values), "the probe's weights are still here"
+    learner.log_distances(batch)
+    assert held() == small
+    assert learner.step(batch, learning_rate=1e-4, seed=0).finite
+    assert learner.probe(((1, 20, 21, 22),)) != probe
+    learner.close()
+    print(f"stage {stage} agrees")
+
+
 def check_memory(model: str, stage: int) -> None:
     """While a model is loaded, no rank holds more than its shards and one tensor, besides a little that is always there."""
     deepspeed.ops.__compatible_ops__ = {}  # as the learner says

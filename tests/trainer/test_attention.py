@@ -14,7 +14,7 @@ from tests.grids import rest_long
 from tests.peak import PEAK_MB
 from tests.trainer.trainer_samples import long_microbatch, tiny_model
 from trainer.learners import attention
-from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, reading_path
+from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, path_of, reading_path
 from trainer.learners.forward import PackedModel
 
 WIDTH, HEADS, KEY_HEADS = 8, 4, 2
@@ -180,6 +180,36 @@ def gradients(packed: PackedModel, states: torch.Tensor) -> dict[str, torch.Tens
     return {name: one.grad.clone() for name, one in packed.module.named_parameters() if one.grad is not None}
 
 
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("num_T", [2, 33, 129, 257, 770, DENSE_TOKENS])
+def test_rows_of_one_sequence_need_no_mask_and_keep_the_bits_they_had_under_one(tmp_path, key_heads, num_T):
+    torch.set_num_threads(1)
+    folder = tiny_model(tmp_path, "qwen3", num_key_value_heads=key_heads)
+    packed = PackedModel(folder, dtype="float32", device="cpu")
+    one = long_microbatch(num_T, sequences=1)
+    found = {}
+    for path in ("dense", "causal"):
+        states = packed._states(one, path)
+        found[path] = gradients(packed, states) | {"": states.detach()}
+        packed.module.zero_grad()
+    assert path_of(one.reach_BT, "dense", packed._family) == "causal"
+    for name, value in found["dense"].items():
+        assert torch.equal(found["causal"][name], value), name
+
+
+def test_a_long_row_of_one_sequence_is_attended_to_as_a_whole_where_no_mask_of_its_square_is_made(tmp_path):
+    packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
+    one, other = (long_microbatch(DENSE_TOKENS + 1, sequences=sequences) for sequences in (1, 2))
+    assert [path_of(row.reach_BT, "blocks", packed._family) for row in (one, other)] == ["causal", "blocks"]
+    assert path_of(one.reach_BT, "flex", packed._family) == "flex"
+    assert path_of(one.reach_BT, "blocks", Abilities(dense=False, tree=True)) == "blocks"
+    blocks, causal = (packed._states(one, path) for path in ("blocks", "causal"))
+    expected = gradients(packed, blocks)
+    packed.module.zero_grad()
+    for name, gradient in gradients(packed, causal).items():
+        assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("path", ["blocks", "unpacked"])
 def test_gradients_of_long_rows_are_those_of_a_dense_mask(tmp_path, path):
@@ -198,7 +228,7 @@ def test_gradients_of_long_rows_are_those_of_a_dense_mask(tmp_path, path):
 
 def test_a_row_beyond_the_dense_bound_is_read_in_blocks(tmp_path):
     packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
-    assert packed.reading == f"dense to {DENSE_TOKENS} tokens, then blocks"
+    assert packed.reading == f"dense to {DENSE_TOKENS} tokens, then blocks or causal"
     with torch.no_grad():
         for num_T in (DENSE_TOKENS, DENSE_TOKENS + 1):
             one = long_microbatch(num_T, sequences=2)

@@ -24,7 +24,7 @@ from trainer.buffer.uses import Uses
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, Position, load_newest, manifests, save
 from trainer.learners.torch import TorchLearner
-from trainer.learners.zero import engine_settings
+from trainer.learners.zero import AT_ONCE, engine_settings
 from trainer.state.pieces import whole_hash
 
 HERE = Path(__file__).parent
@@ -97,6 +97,11 @@ def test_a_model_that_begins_in_shards_is_the_one_that_one_process_opens(agree, 
 @pytest.mark.slow
 def test_no_rank_holds_a_whole_model_while_it_is_loaded(agree, tmp_path):
     agree(3, "memory", folder=str(build_char_model(tmp_path / "large", seed=1, size=Size(hidden=1024, layers=9))))
+
+
+@pytest.mark.slow
+def test_no_rank_keeps_what_a_probe_gathered(agree, tmp_path):
+    agree(3, "probed", folder=str(build_char_model(tmp_path / "wide", seed=1, size=Size(hidden=512, layers=2))))
 
 
 @pytest.mark.slow
@@ -260,9 +265,16 @@ def test_a_group_whose_rank_hangs_is_started_again(model, tmp_path):
 
 def test_deepspeeds_json_is_laid_over_ours_table_by_table():
     config = TrainerConfig(gradient_clip=0.5)
-    given = {"zero_optimization": {"overlap_comm": True}, "comms_logger": {"enabled": False}}
+    given = {"zero_optimization": {"overlap_comm": True, "sub_group_size": 5}, "comms_logger": {"enabled": False}}
     found = engine_settings(config, 2, True, given)
-    assert found["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
+    assert found["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "overlap_comm": True,
+        "reduce_bucket_size": AT_ONCE,
+        "allgather_bucket_size": AT_ONCE,
+        "sub_group_size": 5,
+    }
     assert found["comms_logger"] == {"enabled": False} and found["gradient_clipping"] == 0.5
 
 

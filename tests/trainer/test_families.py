@@ -18,7 +18,7 @@ READ = {
     "gemma3": "blocks",
     "gpt-oss": "blocks",
     "qwen3.5": "unpacked",
-} | dict.fromkeys(("llama", "qwen2.5", "qwen3", "qwen3-moe", "phi"), "dense to 2048 tokens, then blocks")
+} | dict.fromkeys(("llama", "qwen2.5", "qwen3", "qwen3-moe", "phi"), "dense to 2048 tokens, then blocks or causal")
 
 
 @pytest.mark.parametrize("family", READ)

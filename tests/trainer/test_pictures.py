@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from infra.model.model import load_tokenizer
+from infra.model.vision import FAMILIES
 from infra.policies.tensors import to_numpy
 from infra.store.images import deposit_image
 from infra.store.memory import MemoryStore
@@ -28,10 +29,10 @@ from trainer.learners.torch import TorchLearner
 SFT = TrainerConfig(lanes={"usual": LaneConfig(loss="sft", weight=1.0)})
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return build_eye_model(tmp_path_factory.mktemp("eye") / "model")
+    return build_eye_model(tmp_path_factory.mktemp("eye") / "model", family=request.param)
 
 
 def opened(model: Path, count: int = 6) -> tuple[ImageInputs, MemoryStore, list[TrainItem]]:
@@ -102,7 +103,9 @@ def test_an_image_token_that_was_sampled_is_a_token_like_any_other(model: Path) 
     spans = (Span(len(tokens) - 3, len(tokens), 0),)
     longer = first.experience.with_bulk(tokens=tokens, logprobs=[-1.0] * 3, spans=spans)
     (shown,) = image_inputs.shown([TrainItem(longer, first.item)])
-    assert shown.pictures is not None and shown.pictures.places_P.tolist() == [1, 2, 3, 4]
+    first_place = int(np.flatnonzero(first.experience.tokens == image_inputs.vision.token)[0])
+    assert shown.pictures is not None
+    assert shown.pictures.places_P.tolist() == list(range(first_place, first_place + NUM_PLACES))
     (one,) = pack([shown], max_tokens=64).microbatches
     assert len(one.places_P) == NUM_PLACES
 
@@ -152,7 +155,7 @@ def test_places_that_do_not_fit_the_images_are_a_bad_image(model: Path) -> None:
     image_inputs, _, items = opened(model, 1)
     experience = items[0].experience
     torn = experience.tokens.copy()
-    torn[Random(1).choice([1, 2, 3])] = 2
+    torn[Random(1).choice(image_inputs.vision.places(torn, 1))] = 2
     block = Block((experience.with_bulk(tokens=torn),))
     candidate = Candidate(group=experience.group, lane="usual", offset=0, num_experiences=1)
     assert image_inputs.unreadable([candidate], [block]) == [candidate]

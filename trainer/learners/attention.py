@@ -2,7 +2,7 @@
 
 Guarantees: memory grows with the length of a row, not with its square; a layer with a sliding window of w sees the last w
 tokens of a token's own sequence, not of the row; sinks and soft caps count as in the model's own attention. Which path
-computes a row is decided by `reading_path` alone.
+computes a row is decided by `reading_path` and `path_of` alone.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend
 
@@ -18,7 +19,7 @@ DENSE_TOKENS = 2048  # rows up to this length keep a dense mask, and with it the
 BLOCK_TOKENS = 256  # queries whose scores are held at once on the CPU
 FLEX_TOKENS = 128  # side of a block of FlexAttention's mask
 
-Path = Literal["dense", "blocks", "flex", "unpacked"]
+Path = Literal["dense", "causal", "blocks", "flex", "unpacked"]
 # Of whole attention, its query, key and value, and the sinks: the output.
 Across = Callable[
     [Callable[..., torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None], torch.Tensor
@@ -47,6 +48,15 @@ def reading_path(device: str, num_T: int, family: Abilities) -> Path:
     if family.tree:
         return "flex" if device == "cuda" else "blocks"
     return "dense" if family.dense and within else "unpacked"
+
+
+def path_of(reach_BT: np.ndarray, path: Path, family: Abilities) -> Path:
+    """A path for these rows, which would be read by `path`: where each is one sequence and nothing else, layers need no mask.
+    Up to DENSE_TOKENS that gives the bits of a dense one.
+    """
+    num_T = reach_BT.shape[1]
+    can = family.tree and family.dense and (path == "dense" or (path == "blocks" and num_T > DENSE_TOKENS))
+    return "causal" if can and (reach_BT == num_T).all() else path
 
 
 class RowTrees:
@@ -146,8 +156,30 @@ def _attend_tree(
         mask = tree.block_mask(window)
         found_BTHD: torch.Tensor = flex_attention_forward(module, query, key, value, mask, s_aux=sinks_H, **settings)[0]
         return found_BTHD
+    if tree.path == "causal" and sinks_H is None and _is_whole(query, key, value, settings):
+        return _causal(query, key, value, settings.get("scaling")).transpose(1, 2).contiguous()
     found_BHTD: torch.Tensor = InBlocks.apply(query, key, value, sinks_H, tree, window, settings)  # type: ignore[no-untyped-call]
     return found_BHTD.transpose(1, 2).contiguous()
+
+
+def _is_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: dict[str, Any]) -> bool:
+    """Whether SDPA computes attention to all before; beyond DENSE_TOKENS without a T × T of anything."""
+    num_T, window = query.shape[2], settings.get("sliding_window") or 0
+    if settings.get("softcap") is not None or 0 < window < num_T:
+        return False
+    if num_T <= DENSE_TOKENS:
+        return True
+    heads = (one[:, :1] for one in (query, key, value))
+    return bool(torch._fused_sdp_choice(*heads, is_causal=True) != SDPBackend.MATH.value)
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Attention of each token to all before it. Keys and values are repeated as transformers does it, to its bits."""
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    wide = (repeat_kv(one, query.shape[1] // one.shape[1]) for one in (key, value))
+    found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(query, *wide, is_causal=True, scale=scale)
+    return found
 
 
 class InBlocks(torch.autograd.Function):

@@ -22,6 +22,7 @@ import torch.distributed as distributed
 
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
+from infra.roles.memory import give_back_large_blocks
 from infra.settings.config import duration_s
 from infra.store.store import Store
 from schemas.errors import ConfigError, StoreError
@@ -377,6 +378,7 @@ def _moved(one: Microbatch, logprob_N: np.ndarray) -> np.ndarray:
 
 def _begin_ranks(config: TrainerConfig, timeout_s: float) -> tuple[Any, str]:
     """Find the other ranks. The library, and this rank's device."""
+    give_back_large_blocks()
     gpu = torch.cuda.is_available()
     if not gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

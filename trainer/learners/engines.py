@@ -118,6 +118,8 @@ class Engines:
             return self._open_packed(**settings)
         packed = self._open_packed(module=hollow_model(self._folder, dtype=settings["dtype"]), **settings)
         load_sharded(self._deepspeed, self._channel, packed.module, self._folder, device=self._device, settings=engine)
+        for one in packed.module.modules():
+            _let_go_in_forward(one)
         return packed
 
     def _trained(
@@ -146,3 +148,14 @@ class Engines:
                 "read sequence by sequence, expected 0, 1 or 2: ranks that read different numbers of them would wait for "
                 "each other's shards for ever"
             )
+
+
+def _let_go_in_forward(layer: torch.nn.Module) -> None:
+    """Have a linear layer remember its weight by itself between forward and backward: torch's own remembers a view, by which
+    what ZeRO 3 gathered would stay until the backward, and with it a whole model on every rank.
+    """
+    if type(layer) is not torch.nn.Linear or "forward" in vars(layer):  # the head computes in its own way
+        return
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    layer.forward = lambda hidden: zero3_linear_wrap(hidden, layer.weight, layer.bias)  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
 from trainer.batch.paths import Paths, unpacked
 from trainer.config import TrainerConfig
-from trainer.learners.attention import Abilities, Path, RowTrees, chain, dense_mask, reading_path
+from trainer.learners.attention import Abilities, Path, RowTrees, chain, dense_mask, path_of, reading_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
 from trainer.learners.routing import Given, Replay
@@ -131,7 +131,8 @@ class PackedModel:
 
     def states(self, one: Microbatch) -> torch.Tensor:
         """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
-        return self._states(one, reading_path(self.device.type, one.tokens_BT.shape[1], self._family))
+        path = reading_path(self.device.type, one.tokens_BT.shape[1], self._family)
+        return self._states(one, path_of(one.reach_BT, path, self._family))
 
     def _read(self, read: Reader, one: Microbatch) -> torch.Tensor:
         """What the head says of the sampled tokens, [..., N]."""

@@ -249,7 +249,9 @@ class RankStep:
     @torch.no_grad()
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
         """Logprobs of each sequence's tokens."""
-        return tuple(tuple(self._engine("sequence_logprobs", one)) for one in sequences)
+        found = tuple(tuple(self._engine("sequence_logprobs", one)) for one in sequences)
+        self._shards.let_go()
+        return found
 
     @torch.no_grad()
     def per_sequence(
@@ -268,6 +270,7 @@ class RankStep:
             found = self._engine(name, one).double().cpu().numpy()
             if real and self._group.counts:
                 sums += np.bincount(one.sequence_N, weights=of_tokens(one, found), minlength=len(sums))
+        self._shards.let_go()
         total = torch.from_numpy(sums).to(self._model.device)
         distributed.all_reduce(total)
         return np.asarray(total.cpu().numpy())

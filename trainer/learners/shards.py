@@ -262,10 +262,22 @@ class Shards:
             zero._partition_all_parameters()
             for group in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)
-            if zero.persistent_parameters:
-                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+            self._gather_small()
         elif self.stage:
             zero.update_lp_params()
+
+    def let_go(self) -> None:
+        """After a forward that no backward follows: weights that it gathered, and would keep until the next step, are the
+        other ranks' again. Collective.
+        """
+        if self.stage == 3:
+            self._engine.optimizer._partition_all_parameters()
+            self._gather_small()
+
+    def _gather_small(self) -> None:
+        """Those that stay whole on every rank."""
+        if small := self._engine.optimizer.persistent_parameters:
+            small[0].all_gather(small)
 
     def _create_moments(self) -> None:
         """An optimizer makes them at its first step, but a restore must find them."""

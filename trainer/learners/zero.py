@@ -19,6 +19,10 @@ OWN_KEYS = {
     "data_types": "gradients are summed in float32, weights are of trainer.dtype",
 }
 
+# Values that ZeRO sends, gathers or updates at once. With its own 5e8 and 1e9 a rank holds several float32 copies of a model of
+# that size beside its shards; a network and kernels are kept busy by these.
+AT_ONCE = 20_000_000
+
 
 def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapping[str, Any]) -> dict[str, Any]:
     """What DeepSpeed is told: ours, with `json` laid over it table by table. Raises ConfigError."""
@@ -39,7 +43,10 @@ def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapp
     for key, instead in OWN_KEYS.items():
         if key in json:
             raise ConfigError(f"{where}.json.{key}: got {json[key]!r}, expected it left out: {instead}")
-    zero: dict[str, Any] = {"stage": stage}
+    sizes = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+    zero: dict[str, Any] = {"stage": stage, **dict.fromkeys(sizes, AT_ONCE)}
+    if stage == 3 and not config.activation_checkpointing:  # with it a layer's weights are used again at once
+        zero["stage3_max_reuse_distance"] = AT_ONCE
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if (other := json.get("zero_optimization", {}).get("stage", stage)) != stage:

@@ -143,7 +143,9 @@ def cached_byte_code() -> Iterator[None]:
 
 
 def _sizes(vision: Vision) -> dict[str, object]:
-    """What vLLM's image processor asks for and a model folder need not say."""
+    """What vLLM's image processor asks for and a model folder need not say; of InternVL that a picture is one tile."""
+    if vision.family == "internvl":
+        return {"crop_to_patches": False}
     _, height, width = vision.prepare(probe_picture(0)).shape
     return {"patch_size": vision.patch, "crop_size": {"height": height, "width": width}}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from infra.cli.bench.tiny_models import FAMILIES, build_tiny_model
 from schemas import BatchItem, Span, make_experience
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 RELOADS = 3
 GRADIENT, LOGPROB = 1e-5, 1e-4  # relative, and nats: what a family may differ by in float32
-TOKENS = range(20, 90)  # of the demo's vocabulary: none stands for a picture
+TOKENS = range(24, 94)  # of the vocabulary: none stands for a picture
 SHARED, LENGTH, EPISODES = 12, 30, 3
 
 
@@ -68,13 +69,22 @@ def examined(name: str, folder: Path) -> Family:
     return Family(name=name, reading=packed.reading, gradient=gradient, engine=engine)
 
 
-def _items() -> list["TrainItem"]:
-    """A group whose sequences share their beginning, longer than any window here."""
+def _items(folder: str) -> list["TrainItem"]:
+    """A group whose sequences share their beginning, longer than any window here; it shows a picture to a model that sees."""
+    from infra.model.vision import load_vision, probe_picture
     from trainer.batch.batch import TrainItem
+    from trainer.batch.pictures import Pictures
 
+    vision = load_vision(folder)
+    seen = [] if vision is None else [vision.token] * vision.num_places
+    pictures = None
+    if vision is not None:
+        places = np.arange(1, 1 + len(seen))
+        pictures = Pictures(names=("picture",), places_P=places, pixels=(vision.prepare(probe_picture(0)),))
     items = []
     for episode in range(EPISODES):
         tokens = [TOKENS[(7 * at + (at >= SHARED) * 11 * episode) % len(TOKENS)] for at in range(LENGTH)]
+        tokens[1 : 1 + len(seen)] = seen
         name = f"family-0.0.0-{episode}-0"
         experience = make_experience(
             id=name,
@@ -87,7 +97,7 @@ def _items() -> list["TrainItem"]:
             spans=(Span(SHARED, LENGTH, 0),),
         )
         item = BatchItem(id=name, partition=0, offset=0, index=episode, lane="usual", advantage=1.0 - episode)
-        items.append(TrainItem(experience, item))
+        items.append(TrainItem(experience, item, pictures))
     return items
 
 
@@ -98,13 +108,15 @@ def _gradient_error(folder: str, packed: "PackedModel") -> float:
     from infra.model.model import load_model
     from trainer.batch.batch import pack
 
-    items = _items()
+    items = _items(folder)
     plain = load_model(folder)
     for one in pack(items, max_tokens=1000).microbatches:
         torch.autograd.backward(packed.logprobs(one).sum())
     for item in items:
         ids = torch.from_numpy(item.experience.tokens.astype("int64"))[None]
-        logits = plain(input_ids=ids, use_cache=False).logits[0, SHARED - 1 : -1]
+        shown = item.pictures
+        pixels = {} if shown is None else {"pixel_values": torch.from_numpy(np.stack(shown.pixels))}
+        logits = plain(input_ids=ids, **pixels, use_cache=False).logits[0, SHARED - 1 : -1]
         logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, SHARED:, None])
         torch.autograd.backward(logprobs.sum())
     errors = [0.0]
@@ -127,7 +139,7 @@ async def _engine_error(folder: Path) -> float:
     await engine.start()
     largest = 0.0
     try:
-        async for policy in _versions(learner):
+        async for policy in _versions(learner, str(folder)):
             await engine.load(policy)
             assert policy.probe is not None
             for tokens, expected in zip(policy.probe.sequences, policy.probe.logprobs, strict=True):
@@ -138,14 +150,14 @@ async def _engine_error(folder: Path) -> float:
     return largest
 
 
-async def _versions(learner: "TorchLearner") -> AsyncIterator["Policy"]:
+async def _versions(learner: "TorchLearner", folder: str) -> AsyncIterator["Policy"]:
     """Versions as an engine gets them: stepped, stored and fetched."""
     from infra.policies.fetch import PolicyFetcher
     from infra.policies.publish import NewVersion, publish
     from infra.store.memory import MemoryStore
     from trainer.batch.batch import pack
 
-    store, items = MemoryStore(), _items()
+    store, items = MemoryStore(), _items(folder)
     batch = pack(items, max_tokens=1000)
     sequences = tuple(tuple(one.experience.tokens.tolist()) for one in items)
     fetcher, previous = PolicyFetcher(store, "main"), None

@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
@@ -93,7 +95,11 @@ def run(plan: LifePlan, say: Callable[[str], object] = print) -> dict[str, float
     with tempfile.TemporaryDirectory(prefix="headrace-bench-life-") as name, _broker(plan, Path(name)) as bootstrap:
         folder = Path(name)
         say(f"building a random Qwen3, hidden {plan.hidden}, {plan.layers} layers")
-        build_char_model(folder / "model", seed=1, size=Size(hidden=plan.hidden, layers=plan.layers))
+        size = Size(hidden=plan.hidden, layers=plan.layers)
+        with ProcessPoolExecutor(
+            1, mp_context=get_context("spawn")
+        ) as other:  # which gives its memory back to the ranks
+            other.submit(build_char_model, folder / "model", seed=1, size=size).result()
         told = folder / "told"
         settings = TOML.format(
             **msgspec.structs.asdict(plan) | {"bootstrap": bootstrap, "told": told, "learner": LEARNER}

@@ -7,6 +7,8 @@ hide below rounding. The same family gives the same bytes.
 from pathlib import Path
 from typing import Any
 
+from infra.cli.bench.tiny_internvl import build_tiny_internvl
+
 VOCABULARY = 128  # that of `infra.cli.demo.char_model`, whose tokenizer goes with it
 SPREAD = 0.2
 WINDOW = 8
@@ -83,6 +85,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "cohere": ("CohereForCausalLM", "CohereConfig", {"logit_scale": 0.1}),
     "llava": ("LlavaForConditionalGeneration", "LlavaConfig", {}),  # the demo's
+    "internvl": ("InternVLForConditionalGeneration", "InternVLConfig", {}),  # InternVL 3 and 3.5
     "qwen2.5-vl": ("", "Qwen2_5_VLConfig", {}),  # refused by its configuration: it needs no weights
     "qwen3-vl": ("", "Qwen3VLConfig", {}),  # likewise
 }
@@ -98,6 +101,8 @@ def build_tiny_model(folder: Path, family: str, **settings: Any) -> Path:
 
     if family == "llava":
         return build_char_model(folder, 7, PICTURES, Size(hidden=32, layers=2, image=16, head_dim=MIN_HEAD_DIM))
+    if family == "internvl":
+        return build_tiny_internvl(folder, spread=SPREAD)
     model, config, further = FAMILIES[family]
     if not model:
         getattr(transformers, config)(**further).save_pretrained(folder)

@@ -163,13 +163,15 @@ def bench_memory(
     layers: Annotated[int, typer.Option(min=1, help="Its layers: 13·hidden² parameters each.")] = 7,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     checkpointing: Annotated[bool, typer.Option(help="Compute activations again in the backward.")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="CPU ranks of DeepSpeed; 1: the learner of one process.")] = 1,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO, of several ranks.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """What a learner holds, beside what `headrace check --size` says that it needs."""
     from infra.cli.bench.memory import MemoryPlan
     from infra.cli.benches import run_memory
 
-    plan = MemoryPlan(hidden=hidden, layers=layers, dtype=dtype, checkpointing=checkpointing)
+    plan = MemoryPlan(hidden=hidden, layers=layers, dtype=dtype, checkpointing=checkpointing, ranks=ranks, stage=stage)
     exit_with(lambda: run_memory(plan, as_json))
 
 

@@ -6,7 +6,9 @@ The same seed always gives the same bytes. A finished folder is left as it is, s
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -79,7 +81,7 @@ def build_char_model(
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    _save_tokenizer(temporary, vocabulary)
+    save_tokenizer(temporary, vocabulary)
     size = size or Size()
     if size.image:
         _save_eye_model(temporary, seed, size, len(SPECIAL_TOKENS) + vocabulary.words.index(IMAGE_TOKEN))
@@ -94,7 +96,8 @@ def build_char_model(
     return folder
 
 
-def _save_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
+def save_tokenizer(folder: Path, vocabulary: Vocabulary, special: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write a tokenizer of these words. special: words by the names that its family has for them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -104,7 +107,12 @@ def _save_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(vocabulary.pattern), behavior="isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<pad>"
+        tokenizer_object=backend,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<pad>",
+        **({"extra_special_tokens": dict(special)} if special else {}),
     )
     tokenizer.chat_template = vocabulary.chat_template
     tokenizer.save_pretrained(folder)

@@ -20,7 +20,7 @@ import torch
 
 from actors.engines.engine import Sampling
 from actors.engines.vllm.engine import VllmEngine
-from infra.cli.demo.char_model import CHARACTERS_ALONE, _save_tokenizer
+from infra.cli.demo.char_model import CHARACTERS_ALONE, save_tokenizer
 from infra.model.model import model_tensors
 from infra.policies.agreement import Agreement, agreement, disagreement, joined
 from infra.policies.policy import Policy, Probe
@@ -136,7 +136,7 @@ def reload(
 async def reload_vllm(model: Any, reloads: int, rng: random.Random, folder: Path) -> list[str]:
     """Honest versions through a vLLM engine, under more or fewer requests: why any was refused."""
     model.save_pretrained(folder)
-    _save_tokenizer(folder, CHARACTERS_ALONE)
+    save_tokenizer(folder, CHARACTERS_ALONE)
     engine, pool, refused = VllmEngine(model=str(folder), dtype="bfloat16"), sample(model, 8, 64), []
     await engine.start()
     running: set[asyncio.Task[Any]] = set()

@@ -11,8 +11,8 @@ from infra.cli.benches import families_table
 
 REFUSED = {
     "cohere": r"\(cohere\).*its head is not supported",
-    "qwen2.5-vl": "'qwen2_5_vl'.*expected one of llava; there is no code for pictures of any size.*M-RoPE",
-    "qwen3-vl": "'qwen3_vl'.*expected one of llava; there is no code for pictures of any size.*M-RoPE.*DeepStack",
+    "qwen2.5-vl": "'qwen2_5_vl'.*expected one of llava, internvl; there is no code for pictures of any size.*M-RoPE",
+    "qwen3-vl": "'qwen3_vl'.*expected one of llava, internvl; there is no code for pictures of any size.*M-RoPE.*DeepStack",
 }
 
 

@@ -17,6 +17,7 @@ from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import load_model, load_tokenizer, model_tensors
+from infra.model.vision import FAMILIES as SEEING
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.settings.config import PolicyConfig
@@ -76,13 +77,13 @@ def test_an_exported_version_loads_in_transformers_with_the_weights_that_were_pu
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("qwen3", "float32"), ("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), ("llava", "float32")],
+    [("qwen3", "float32"), ("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), *((one, "float32") for one in SEEING)],
 )
 def test_plain_transformers_loads_an_exported_version_and_gives_the_probes_logprobs(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
     base = tmp_path / "base"
-    build_eye_model(base) if family == "llava" else build_family(base, family)
+    build_eye_model(base, family=family) if family in SEEING else build_family(base, family)
     (base / "generation_config.json").write_text('{"eos_token_id": [2, 5], "temperature": 0.7, "do_sample": true}')
     learner = opened("trainer.learners.torch:TorchLearner", str(base), dtype=dtype)
     learner.step(batch(0), learning_rate=1e-3, seed=0)
@@ -93,7 +94,7 @@ def test_plain_transformers_loads_an_exported_version_and_gives_the_probes_logpr
     out = tmp_path / "v7"
     out.mkdir()  # an empty folder is taken
     export(store, event, Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path), out, about(event))
-    kind = AutoModelForImageTextToText if family == "llava" else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if family in SEEING else AutoModelForCausalLM
     plain, loading = kind.from_pretrained(out, local_files_only=True, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and str(plain.dtype) == f"torch.{dtype}"
     for tokens, expected in zip(probe.sequences, probe.logprobs, strict=True):

@@ -1,0 +1,21 @@
+"""Memory that a process has freed goes back to the machine.
+
+glibc takes blocks up to 32 MiB from a heap once one of that size was freed, and a heap shrinks at its end alone: weights and
+moments of a few MiB, freed between others that stay, would be held for good.
+"""
+
+import ctypes
+import os
+
+LARGE_BYTES = 4 * 1024 * 1024
+THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+
+
+def give_back_large_blocks() -> bool:
+    """Have each block of LARGE_BYTES or more in a mapping of its own from now on; whether the allocator can. What
+    MALLOC_MMAP_THRESHOLD_ says in the environment stays.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return True
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(THRESHOLD, LARGE_BYTES))
