@@ -183,7 +183,7 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise _not_loadable("tokenizer", folder, "tokenizer.json", error) from error
+        raise not_loadable("tokenizer", folder, "tokenizer.json", error) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"tokenizer: {folder}: got a {type(tokenizer).__name__}, expected one with a tokenizer.json")
     if tokenizer.chat_template is None:
@@ -204,7 +204,7 @@ def save_settings(model: str, folder: Path) -> None:
             processor = AutoImageProcessor.from_pretrained(model, local_files_only=True, trust_remote_code=False)
             processor.save_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise _not_loadable("model", model, "config.json and tokenizer.json", error) from error
+        raise not_loadable("model", model, "config.json and tokenizer.json", error) from error
     with suppress(OSError):  # a model need not have one
         GenerationConfig.from_pretrained(model, local_files_only=True).save_pretrained(folder)
 
@@ -212,9 +212,9 @@ def save_settings(model: str, folder: Path) -> None:
 def context_tokens(folder: str | Path) -> int:
     """Tokens of the longest sequence a model takes, 0 where its configuration does not say. Raises ConfigError."""
     try:
-        config = _own_kernels(folder)
+        config = own_kernels(folder)
     except (OSError, ValueError) as error:
-        raise _not_loadable("model", folder, "config.json", error) from error
+        raise not_loadable("model", folder, "config.json", error) from error
     return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
 
 
@@ -233,14 +233,14 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
         with no_progress_bars():
             model = kind.from_pretrained(
                 str(folder),
-                config=_own_kernels(folder),
+                config=own_kernels(folder),
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
             )
     except (OSError, ValueError) as error:
-        raise _not_loadable("model", folder, "config.json and *.safetensors", error) from error
+        raise not_loadable("model", folder, "config.json and *.safetensors", error) from error
     module: torch.nn.Module = model.eval()
     return module
 
@@ -254,10 +254,10 @@ def meta_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
     try:
         with torch.device("meta"):
             module: torch.nn.Module = kind.from_config(
-                _own_kernels(folder), dtype=getattr(torch, dtype), trust_remote_code=False
+                own_kernels(folder), dtype=getattr(torch, dtype), trust_remote_code=False
             )
     except (OSError, ValueError) as error:
-        raise _not_loadable("model", folder, "config.json", error) from error
+        raise not_loadable("model", folder, "config.json", error) from error
     return module
 
 
@@ -268,7 +268,7 @@ def gpu_bytes() -> int:
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
 
-def _own_kernels(folder: str | Path) -> Any:
+def own_kernels(folder: str | Path) -> Any:
     """A folder's configuration without what it says of kernels: a name there may be that of a repository with code.
 
     Which attention computes is then what transformers takes by itself. Raises OSError, ValueError.
@@ -284,32 +284,6 @@ def _own_kernels(folder: str | Path) -> Any:
         one._experts_implementation = None
         left += [inner for inner in vars(one).values() if isinstance(inner, PretrainedConfig)]
     return config
-
-
-class Classifier:
-    """A sequence classifier on the CPU."""
-
-    def __init__(self, module: "torch.nn.Module") -> None:
-        self.module = module
-
-    def logits(self, tokens: Sequence[int]) -> list[float]:
-        """One number per class for one sequence."""
-        import torch
-
-        with torch.inference_mode():
-            logits = self.module(input_ids=torch.tensor([list(tokens)])).logits[0]
-        return [float(value) for value in logits]
-
-
-def build_classifier(folder: str | Path) -> Classifier:
-    """The sequence classifier that a folder's config.json describes, with weights yet to be loaded. Raises ConfigError."""
-    from transformers import AutoModelForSequenceClassification
-
-    try:
-        model = AutoModelForSequenceClassification.from_config(_own_kernels(folder), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise _not_loadable("classifier", folder, "config.json of a sequence classifier", error) from error
-    return Classifier(model.float().eval())
 
 
 def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:
@@ -400,6 +374,7 @@ def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in ids))
 
 
-def _not_loadable(what: str, folder: str | Path, expected: str, error: Exception) -> ConfigError:
+def not_loadable(what: str, folder: str | Path, expected: str, error: Exception) -> ConfigError:
+    """What to raise where a library cannot make something of a folder. expected: to be in it."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ConfigError(f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}")

@@ -20,7 +20,8 @@ import msgspec
 
 from infra.chain.processor import Verdict, score
 from infra.log.log import Log
-from infra.model.model import Classifier, Tokenizer, build_classifier, load_into, load_tokenizer
+from infra.model.classifier import Classifier, build_classifier
+from infra.model.model import Tokenizer, load_into, load_tokenizer
 from infra.observe.metrics import Metrics
 from infra.policies.adapter import described
 from infra.policies.fetch import PolicyFetcher

@@ -11,13 +11,13 @@ from transformers import AutoTokenizer
 
 from infra.cli.demo.char_model import build_char_model
 from infra.model.model import (
-    _own_kernels,
     context_tokens,
     folder_tensors,
     load_into,
     load_model,
     load_tokenizer,
     model_tensors,
+    own_kernels,
 )
 from infra.policies.tensors import Tensor, from_numpy, save_tensors, to_numpy
 from schemas import Message
@@ -209,7 +209,7 @@ def test_a_configuration_within_another_chooses_nothing_either(tmp_path: Path) -
     inner = {"model_type": "clip_vision_model", "attn_implementation": "somebody/kernels:run"}
     outer = {"model_type": "llava", "sub_configs": {}, "vision_config": inner}
     (tmp_path / "config.json").write_text(json.dumps(outer))
-    config = _own_kernels(tmp_path)
+    config = own_kernels(tmp_path)
     assert config.vision_config._attn_implementation is None
 
 

@@ -169,16 +169,17 @@ def _is_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, setti
         return False
     if num_T <= DENSE_TOKENS:
         return True
-    heads = (one[:, :1] for one in (query, key, value))
-    return bool(torch._fused_sdp_choice(*heads, is_causal=True) != SDPBackend.MATH.value)
+    choice = torch._fused_sdp_choice(query[:, :1], key[:, :1], value[:, :1], is_causal=True)
+    return bool(choice != SDPBackend.MATH.value)
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
     """Attention of each token to all before it. Keys and values are repeated as transformers does it, to its bits."""
     from transformers.integrations.sdpa_attention import repeat_kv
 
-    wide = (repeat_kv(one, query.shape[1] // one.shape[1]) for one in (key, value))
-    found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(query, *wide, is_causal=True, scale=scale)
+    keys, values = (repeat_kv(one, query.shape[1] // one.shape[1]) for one in (key, value))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found: torch.Tensor = attend(query, keys, values, is_causal=True, scale=scale)
     return found
 
 

@@ -158,4 +158,8 @@ def _let_go_in_forward(layer: torch.nn.Module) -> None:
         return
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
-    layer.forward = lambda hidden: zero3_linear_wrap(hidden, layer.weight, layer.bias)  # type: ignore[method-assign]
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = zero3_linear_wrap(input, layer.weight, layer.bias)
+        return found
+
+    layer.forward = forward  # type: ignore[method-assign]

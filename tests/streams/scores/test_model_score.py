@@ -13,7 +13,8 @@ from infra.chain.chain import Context, make_step, run_chain
 from infra.cli.demo.char_model import build_char_model
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.model.model import build_classifier, model_tensors
+from infra.model.classifier import build_classifier
+from infra.model.model import model_tensors
 from infra.observe.metrics import Metrics
 from infra.policies.adapter import Adapter
 from infra.policies.publish import NewVersion, publish
