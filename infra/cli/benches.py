@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
     from infra.cli.bench.learner import Compared, LearnerPlan
-    from infra.cli.bench.memory import MemoryPlan
+    from infra.cli.bench.memory_held import MemoryPlan
 
 # Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {

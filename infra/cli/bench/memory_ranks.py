@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from infra.cli.bench.memory import MemoryPlan, held, rows, settings
+from infra.cli.bench.memory_held import MemoryPlan, held, rows, settings
 from infra.cli.bench.peak import held_bytes
 from infra.local.ranks import RankGroup, run_ranks
 
@@ -18,7 +18,7 @@ FOLDER = "checkpoints/bench/000000000001-0"
 
 
 def held_by_rank_0(plan: MemoryPlan, top: Path) -> tuple[int, int]:
-    """See `infra.cli.bench.memory.held`. top: a folder with the model. Raises RuntimeError with a rank's last words."""
+    """See `infra.cli.bench.memory_held.held`. top: a folder with the model. Raises RuntimeError with a rank's last words."""
     (top / "plan.json").write_bytes(msgspec.json.encode(plan))
     group = RankGroup(
         argv=(sys.executable, "-m", "infra.cli.bench.memory_ranks", str(top)),

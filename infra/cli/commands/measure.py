@@ -168,7 +168,7 @@ def bench_memory(
     as_json: JsonOption = False,
 ) -> None:
     """What a learner holds, beside what `headrace check --size` says that it needs."""
-    from infra.cli.bench.memory import MemoryPlan
+    from infra.cli.bench.memory_held import MemoryPlan
     from infra.cli.benches import run_memory
 
     plan = MemoryPlan(hidden=hidden, layers=layers, dtype=dtype, checkpointing=checkpointing, ranks=ranks, stage=stage)

@@ -1,0 +1,65 @@
+"""What is measured of a learner's memory by `infra.cli.bench.memory`, and how: a step, and a step beside what is saved."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from infra.cli.bench.peak import held_bytes, peak_bytes
+
+if TYPE_CHECKING:
+    from trainer.batch.batch import PackedBatch
+    from trainer.config import TrainerConfig
+    from trainer.learners.learner import Learner
+
+TOKENS = 512
+
+
+class MemoryPlan(msgspec.Struct, frozen=True):
+    """What is measured: a random Qwen3 of 13·hidden² parameters a layer, on one row of `TOKENS` a rank. ranks: of DeepSpeed at
+    this stage, 1 for the learner of one process.
+    """
+
+    hidden: int = 1024
+    layers: int = 7
+    dtype: str = "bfloat16"
+    checkpointing: bool = False
+    ranks: int = 1
+    stage: int = 3
+
+
+def settings(plan: MemoryPlan) -> "TrainerConfig":
+    """Of the learner."""
+    from trainer.config import LaneConfig, TrainerConfig
+
+    return TrainerConfig(
+        lanes={"expert": LaneConfig(loss="sft")},
+        dtype=plan.dtype,  # type: ignore[arg-type]
+        activation_checkpointing=plan.checkpointing,
+    )
+
+
+def rows(count: int) -> "PackedBatch":
+    """So many rows of `TOKENS`, half of them sampled."""
+    from infra.cli.bench.adding import Problem, demonstration
+    from trainer.batch.batch import pack
+
+    every = [tuple(3 + (7 * at + row) % 90 for at in range(TOKENS)) for row in range(count)]
+    shown = [demonstration(Problem(f"row-{row}", one[:256], one[256:])) for row, one in enumerate(every)]
+    return pack(shown, max_tokens=TOKENS)
+
+
+def held(learner: "Learner", batch: "PackedBatch", before: int, save: Callable[[], object]) -> tuple[int, int]:
+    """Bytes above `before` at the peak of a step, and at that of one beside two versions and what `save` gives."""
+
+    def step() -> None:
+        if not learner.step(batch, learning_rate=1e-6, seed=0).finite:
+            raise RuntimeError("the step was refused")
+
+    step()
+    opened = held_bytes() - before
+    of_step = opened + peak_bytes(step, "cpu")
+    beside = (learner.tensors(), learner.tensors(), save())
+    of_all = held_bytes() - before + peak_bytes(step, "cpu")
+    del beside
+    return of_step, of_all
