@@ -88,7 +88,8 @@ async def run_gateway(
             role, config, engine, tokenizer, claimed.path, steps, minter, _trial_of(config, follower)
         )
         canary = None if config.canary is None else Canary(config.canary, metrics)
-        await asyncio.to_thread(gateway.parser.prepare)
+        if not tokenizer.writing.is_own:
+            await asyncio.to_thread(gateway.parser.prepare)
         await engine.start()
         try:
             await _bring_last(follower, memory, engine)

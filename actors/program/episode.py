@@ -55,7 +55,7 @@ class EpisodeLimits(msgspec.Struct, frozen=True):
 
     at_once: int = 16
     requests: int = 512
-    pixels: int = 64 * 1024 * 1024
+    pixels: int = 16 * 1024 * 1024
 
 
 class Episode:
