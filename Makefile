@@ -47,7 +47,7 @@ demo: install    ## train a small model through Kafka, Faust and vLLM (four to s
 # Many tests run real processes, brokers and kills: one that fails is tried once more, and the summary names it (R), as in
 # Kafka's own build. `make test-fast` gives no second try. Slow tests go file by file, so that those of a file share a broker,
 # an engine or a run of the demo; most of them wait for processes, and two files at once fill the two cores.
-test: sandbox-told check ## everything: linters, types, unit and end-to-end tests
+test: sandbox-told check agents ## everything: linters, types, unit and end-to-end tests
 	@$(BIN)/python -m pytest -q $(FAST) --reruns 1 $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --reruns 1 --durations=20 $(ARGS)
 

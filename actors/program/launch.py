@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import signal
+import ssl
 import threading
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
@@ -47,15 +48,15 @@ async def call(function: Callable[..., Any], access: Access) -> Any:
     try:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(**given)
-        return await _in_thread_of_its_own(lambda: function(**given))
+        return await in_thread_of_its_own(lambda: function(**given))
     except (asyncio.CancelledError, EpisodeFailed):
         raise
     except Exception as error:
         raise EpisodeFailed("agent", describe(error)) from error
 
 
-async def _in_thread_of_its_own(work: Callable[[], Any]) -> Any:
-    """A pool's threads would run out where many programs block, and the server needs some to answer them."""
+async def in_thread_of_its_own(work: Callable[[], Any]) -> Any:
+    """What `work` returns. A pool's threads would run out where many programs block, and the server needs some itself."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -75,12 +76,9 @@ async def _in_thread_of_its_own(work: Callable[[], Any]) -> Any:
     return await done
 
 
-async def run_command(command: Sequence[str], access: Access, environment: Mapping[str, str]) -> Any:
-    """What a command printed as its last line, where that is JSON; None where it printed nothing. Raises EpisodeFailed.
-
-    The task is on its standard input. environment: besides what it is told and a few names like PATH.
-    """
-    told = {
+def variables(access: Access) -> dict[str, str]:
+    """What a command is told by its environment."""
+    return {
         "OPENAI_BASE_URL": f"{access.base_url}/v1",
         "OPENAI_API_BASE": f"{access.base_url}/v1",
         "OPENAI_API_KEY": access.key,
@@ -88,6 +86,13 @@ async def run_command(command: Sequence[str], access: Access, environment: Mappi
         "ANTHROPIC_API_KEY": access.key,
         "HEADRACE_MODEL": access.model,
     }
+
+
+async def run_command(command: Sequence[str], access: Access, environment: Mapping[str, str]) -> Any:
+    """What a command printed as its last line, where that is JSON; None where it printed nothing. Raises EpisodeFailed.
+
+    The task is on its standard input. environment: besides what it is told and a few names like PATH.
+    """
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     try:
         process = await asyncio.create_subprocess_exec(
@@ -95,7 +100,7 @@ async def run_command(command: Sequence[str], access: Access, environment: Mappi
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            env={**inherited, **environment, **told},
+            env={**inherited, **environment, **variables(access)},
             start_new_session=True,
         )
     except OSError as error:
@@ -106,10 +111,14 @@ async def run_command(command: Sequence[str], access: Access, environment: Mappi
     finally:
         _end(process)
         await process.wait()
+    return printed(command, code, out, words)
+
+
+def printed(command: Sequence[str], code: int, out: bytes, words: bytes) -> Any:
+    """What a command that ended printed as its last line. words: its complaints. Raises EpisodeFailed."""
     if code:
-        raise EpisodeFailed(
-            "agent", f"{command[0]} ended with {code}: {words[-LAST_WORDS:].decode(errors='replace').strip()}"
-        )
+        last = words[-LAST_WORDS:].decode(errors="replace").strip()
+        raise EpisodeFailed("agent", f"{command[0]} ended with {code}: {last}")
     return _last_json(out)
 
 
@@ -158,8 +167,10 @@ def _last_json(out: bytes) -> Any:
         raise EpisodeFailed("reward", f"the program's last line is no JSON: {lines[-1][:LAST_WORDS]!r}") from error
 
 
-async def ask_service(url: str, access: Access) -> Any:
-    """What a service answers to the task, the address and the key. Raises EpisodeFailed."""
+async def ask_service(url: str, access: Access, tls: ssl.SSLContext | None) -> Any:
+    """What a service answers to the task, the address and the key. tls: of an https address; to make one takes a while.
+    Raises EpisodeFailed.
+    """
     body = {
         "task": dict(access.task),
         "base_url": f"{access.base_url}/v1",
@@ -168,7 +179,9 @@ async def ask_service(url: str, access: Access) -> Any:
         "model": access.model,
     }
     try:
-        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:  # an episode has a time of its own
+        async with httpx.AsyncClient(
+            timeout=None, trust_env=False, verify=tls or not url.startswith("http://")
+        ) as client:  # an episode has a time of its own
             response = await client.post(url, json=body)
         response.raise_for_status()
     except httpx.HTTPError as error:

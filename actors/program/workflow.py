@@ -11,8 +11,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import httpx
+
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import AnswerParser
+from actors.program.confine import Confined, Confinement
 from actors.program.episode import Episode, EpisodeLimits, RequestTokenizer
 from actors.program.launch import Access, ask_service, call, run_command
 from actors.program.result import Result, finite, result_of
@@ -33,9 +36,10 @@ class ProgramOptions(Section, frozen=True):
     and model. What it returns, prints as its last line, or answers: nothing, a number, or {"reward": 1.0, "rewards": {…},
     "turns": [{"id": "…", "rewards": {…}}], "answer": "…", "end": "truncated"}.
 
-    options: of the function. environment: variables of the command. listen: host:port where programs reach the policy; another
-    address than loopback's is for a service that runs elsewhere: whoever reaches it and has an episode's key can ask.
-    sampling: "task" draws as the task says, "program" with the temperature, top_p and seed that the program asks for.
+    options: of the function. environment: variables of the command. sandbox: confines the command. listen: host:port where
+    programs reach the policy; another address than loopback's is for a service that runs elsewhere: whoever reaches it and has
+    an episode's key can ask. sampling: "task" draws as the task says, "program" with the temperature, top_p and seed that the
+    program asks for.
     at_once, requests: of one episode; more are refused.
 
     Example: ProgramOptions(command=("node", "agent.mjs"))
@@ -45,6 +49,7 @@ class ProgramOptions(Section, frozen=True):
     options: dict[str, Any] = {}
     command: tuple[str, ...] = ()
     environment: dict[str, str] = {}
+    sandbox: Confinement | None = None
     url: str = ""
     listen: str = "127.0.0.1:0"
     sampling: Literal["task", "program"] = "task"
@@ -55,6 +60,8 @@ class ProgramOptions(Section, frozen=True):
         given = [name for name in ("use", "command", "url") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"got {' and '.join(given) or 'none'} of use, command and url, expected one of them")
+        if self.sandbox is not None and not self.command:
+            raise ValueError("got sandbox without a command, which is what it confines")
         if self.url:
             checked_url(self.url)
 
@@ -69,6 +76,9 @@ class Program:
         self._site = ProgramSite(self._options.listen)
         self._parser: AnswerParser | None = None
         self._preparing = asyncio.Lock()
+        sandbox = self._options.sandbox
+        self._confined = None if sandbox is None else Confined(sandbox)
+        self._tls = httpx.create_ssl_context() if self._options.url.startswith("https:") else None
 
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""
@@ -107,10 +117,13 @@ class Program:
         return self._parser
 
     async def _run(self, access: Access) -> Any:
+        if self._confined is not None:
+            options = self._options
+            return await self._confined.run(options.command, access, options.environment, self._site.port)
         if self._options.command:
             return await run_command(self._options.command, access, self._options.environment)
         if self._options.url:
-            return await ask_service(self._options.url, access)
+            return await ask_service(self._options.url, access, self._tls)
         return await call(self._function, access)
 
 

@@ -23,7 +23,11 @@ def guess(*, high: int = HIGH) -> Iterator[Task]:
     for split in (TRAIN, ALL_NUMBERS):
         for number in range(1, high + 1):
             yield Task(
-                id=f"guess-{split}-{number:02d}", messages=(_question(high),), answer=f"{number:02d}", split=split
+                id=f"guess-{split}-{number:02d}",
+                messages=(_question(high),),
+                answer=f"{number:02d}",
+                split=split,
+                meta={"number": f"{number:02d}"},  # for a player's own world; no prompt shows it
             )
 
 

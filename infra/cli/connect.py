@@ -121,7 +121,7 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)
-    for noisy in ("faust", "mode", "urllib3", "vllm"):
+    for noisy in ("faust", "httpx", "mode", "urllib3", "vllm"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     quieten_client()
 

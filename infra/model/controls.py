@@ -120,9 +120,7 @@ class Controls:
     def _mask(self, strings: Collection[str]) -> dict[str, str]:
         """A character that occurs nowhere, for each with which a name begins or ends."""
         taken = set[str]().union(*strings)
-        written = {f"\\u{code:04x}" for code in _PRIVATE} & {
-            found.lower() for text in strings for found in re.findall(r"\\u[efEF][0-9a-fA-F]{3}", text)
-        }
+        written = {found.lower() for text in strings for found in re.findall(r"\\u[efEF][0-9a-fA-F]{3}", text)}
         free = (chr(code) for code in _PRIVATE if chr(code) not in taken and f"\\u{code:04x}" not in written)
         mask = dict(zip(sorted(self._firsts | self._lasts), free, strict=False))
         if len(mask) < len(self._firsts | self._lasts):

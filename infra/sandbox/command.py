@@ -8,7 +8,7 @@ user that bubblewrap has, since only then may that one's death end it.
 
 As root each run has a user id of its own, so that its limit of processes is its own, and no user namespace is needed; as
 any other user there is one, in which the program runs as user `nobody`. Either way it ends up without capabilities, unable
-to gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below, read-only.
+to gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below and what it is given, read-only.
 """
 
 import os
@@ -103,9 +103,11 @@ def _namespaces(as_root: bool) -> list[str]:
 def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[str]) -> list[str]:
     """An empty root with the runtime, the run's files, a small /dev, /dev/shm and /tmp; all but the last read-only."""
     paths = [*RUNTIME, *_python_runtime(), *readable]
-    made: set[str] = set()
+    made: set[str] = {"/dev", "/dev/shm", "/tmp"}
     bound: list[str] = []
-    mounts: list[str] = []
+    size = str(limits.tmp_bytes)
+    mounts = ["--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/dev/shm"]
+    mounts += ["--size", size, "--perms", "1777", "--tmpfs", "/tmp"]  # first: what is readable may lie below it
     for path in dict.fromkeys(paths):
         if not os.path.lexists(path):
             continue
@@ -123,9 +125,6 @@ def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[
     mounts += ["--perms", "0755", "--dir", PROGRAM]
     for name, descriptor in files.items():
         mounts += ["--perms", "0444", "--file", str(descriptor), f"{PROGRAM}/{name}"]
-    size = str(limits.tmp_bytes)
-    mounts += ["--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/dev/shm"]
-    mounts += ["--size", size, "--perms", "1777", "--tmpfs", "/tmp"]
     return [*mounts, "--remount-ro", "/dev", "--remount-ro", "/"]
 
 

@@ -23,7 +23,7 @@ from schemas.errors import SandboxUnavailable
 
 INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)"
 DEFAULT_LIMITS = SandboxLimits()
-PROBE = "import os; print(os.getuid(), len(os.listdir('/tmp')))"
+PROBE = "import os; print(os.getuid(), os.path.exists('/proc/1'))"
 
 
 class SandboxResult(msgspec.Struct, frozen=True):
@@ -42,7 +42,8 @@ class SandboxResult(msgspec.Struct, frozen=True):
 class Sandbox:
     """Confines programs; safe to use from several threads, at most `concurrency` run at once (0: one per CPU).
 
-    readable: further host paths that the program may read. as_root: by real users instead of a user namespace; by
+    readable: further host paths that the program may read (of /tmp too), Unix sockets among them. sockets: whether it may
+    have any: its network is its own, and reaches nothing but itself. as_root: by real users instead of a user namespace; by
     default as this process can. Raises SandboxUnavailable where this machine cannot confine.
     """
 
@@ -53,13 +54,14 @@ class Sandbox:
         readable: Sequence[str] = (),
         concurrency: int = 0,
         as_root: bool | None = None,
+        sockets: bool = False,
     ) -> None:
         self.limits = limits
         self.python = python_executable()
         self._readable = tuple(readable)
         self._bwrap = _required()
         self._as_root = is_machine_root() if as_root is None else as_root
-        self._filter = seccomp_filter()
+        self._filter = seccomp_filter(sockets=sockets)
         self._free = threading.BoundedSemaphore(concurrency or os.cpu_count() or 1)
         self._probe()
 
@@ -103,8 +105,8 @@ class Sandbox:
             finished = self.run(self.python_command("-c", PROBE))
         except (OSError, SandboxUnavailable) as error:
             raise SandboxUnavailable(f"code cannot be confined here: {error}; {_advice()}") from error
-        user, _, files = finished.stdout.decode().strip().partition(" ")
-        if finished.code != 0 or files != "0" or user in ("", "0"):
+        user, _, sees = finished.stdout.decode().strip().partition(" ")
+        if finished.code != 0 or sees != "False" or user in ("", "0"):
             words = finished.stderr.decode(errors="replace").strip()[:300] or finished.fault or f"it printed {user!r}"
             raise SandboxUnavailable(f"code cannot be confined here: {words}; {_advice()}")
 

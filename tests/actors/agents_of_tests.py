@@ -1,10 +1,14 @@
 """Programs that tests train: functions that know a base URL and a key."""
 
 import asyncio
+import contextlib
+import inspect
 from typing import Any
 
 import anthropic
 import openai
+
+from tests.actors.rig import until
 
 
 async def two_turns(task: dict[str, Any], base_url: str, key: str, model: str) -> dict[str, Any]:
@@ -118,3 +122,73 @@ async def floods(base_url: str, key: str) -> float:
             return 0
 
         return float(sum(await asyncio.gather(*(ask(number) for number in range(40)))))
+
+
+async def invents_a_key(base_url: str) -> None:
+    """Asks with a key that nobody has."""
+    await messages(base_url, "hr-" + "x" * 32)
+
+
+async def asks_too_often(base_url: str, key: str) -> None:
+    """More requests than an episode may make, one after the other."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        for number in range(40):
+            await client.completions.create(model="m", prompt=f"{number}")
+
+
+async def is_of_tomorrow(base_url: str, key: str) -> None:
+    """Anthropic's client with a field that is not there yet."""
+    asked: Any = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
+    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=0) as client:
+        await client.messages.create(**asked, extra_body={"tomorrow": 1})
+
+
+async def leaves_in_mid_stream(base_url: str, key: str) -> None:
+    """Reads one event, and is gone."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+        stream = await client.chat.completions.create(**asked, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+
+
+async def sends_no_json(base_url: str, key: str) -> None:
+    """A body that is none, and one that is too deep."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        for body in (b"{", b"[" * 100_000):
+            with contextlib.suppress(openai.BadRequestError):
+                await client.post("/chat/completions", cast_to=object, content=body)
+
+
+STOLEN: list[str] = []
+
+
+async def steals_a_key(base_url: str) -> None:
+    """Asks with the key of the other episode that runs, and never with its own."""
+    await until(lambda: bool(STOLEN))
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=STOLEN[0], max_retries=0) as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "of another"}])
+
+
+async def good_or_bad(task: dict[str, Any], base_url: str, key: str, model: str) -> Any:
+    """Plays two turns, or does what the task names."""
+    named = task["meta"].get("bad")
+    if named is None:
+        STOLEN.append(key)
+        try:
+            found = await two_turns(task, base_url, key, model)
+            await until(lambda: not BAD_RUNNING)  # so that both were there at once
+            return found
+        finally:
+            STOLEN.remove(key)
+    given = {"task": task, "base_url": base_url, "key": key, "model": model}
+    function = globals()[named]
+    BAD_RUNNING.append(named)
+    try:
+        return await function(**{name: given[name] for name in inspect.signature(function).parameters})
+    finally:
+        BAD_RUNNING.remove(named)
+
+
+BAD_RUNNING: list[str] = []

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ class ChatBytes(ByteTokenizer):
 
 
 def play(
-    program: Program, *texts: str, max_model_len: int = 4096, token_s: float = 0.0
+    program: Program,
+    *texts: str,
+    max_model_len: int = 4096,
+    token_s: float = 0.0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Score, ...], list[Experience], Session]:
-    """Scores, and what was recorded of one episode. texts: what the policy says, in turn."""
+    """Scores, and what was recorded of one episode. texts: what the policy says, in turn. stop: when it is cut off."""
 
     async def run() -> tuple[tuple[Score, ...], list[Experience], Session]:
         engine = ScriptedEngine(
@@ -54,7 +59,12 @@ def play(
         sampling = Sampling(max_tokens=64, stop=(EOS,), temperature=0.7)
         session = Session(engine, CachedTokenizer(ChatBytes()), sampling)
         try:
-            scores = await program(TASK, session)
+            playing = asyncio.create_task(program(TASK, session))
+            while not (await asyncio.wait([playing], timeout=0.01))[0]:
+                if stop():
+                    playing.cancel()
+                    await asyncio.wait([playing])
+            scores = playing.result()
         finally:
             found = session.experiences(group="t.0", attempt=0, episode=0)
         await engine.close()

@@ -35,6 +35,9 @@ def demo(
             help="none, shuffled (advantages permuted), sft (supervised share alone) or rl (no demonstrations)."
         ),
     ] = "none",
+    agent: Annotated[
+        str, typer.Option(metavar="URL", help="A service that plays guess instead of the built-in workflow.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report.")] = False,
 ) -> None:
     """Train a small model through the whole system, and show what happens.
@@ -61,6 +64,7 @@ def demo(
             engine=engine or task_of(asked).engines[0],
             control=control,
             quiet=as_json,
+            agent=agent,
         )
         return run_demo(options)
 

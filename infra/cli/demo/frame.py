@@ -37,7 +37,7 @@ blend = {{ $score = 1.0 }}
 require = ["$score"]
 
 [collect]
-deadline_s = 30.0
+deadline_s = $deadline_s
 {processors}
 [trainer]
 learning_rate = $learning_rate
@@ -63,4 +63,6 @@ def scored(name: str, use: str) -> str:
 
 def framed(**holes: object) -> str:
     """The frame with what makes a task, for `DemoTask.settings`. Raises KeyError for a hole that is left."""
-    return FRAME.substitute({"explore": "", "tables": "", "schedule": "", "stop_why": "", "in_flight": 1024} | holes)
+    return FRAME.substitute(
+        {"explore": "", "tables": "", "schedule": "", "stop_why": "", "in_flight": 1024, "deadline_s": 30.0} | holes
+    )

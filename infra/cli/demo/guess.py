@@ -4,7 +4,7 @@ from infra.cli.demo.char_model import TURNS_TEMPLATE, Size, Vocabulary
 from infra.cli.demo.demo_task import DemoTask
 from infra.cli.demo.frame import framed
 
-EXPLORE = """\
+WORKFLOW = """\
 workflow = "actors.rollout.workflows.interact:Interact"
 
 [explore.options]
@@ -37,7 +37,9 @@ batch = 64
 """
 SETTINGS = framed(
     groups=16,
-    explore=EXPLORE,
+    explore="{workflow}",
+    in_flight="{in_flight}",
+    deadline_s="{deadline_s}",
     num_episodes=16,
     max_tokens="3                   # of a turn: a number and the end token",
     evals="""    {{ suite = "all-numbers", every = 10, tasks = 16, score = "environment" }},""",
@@ -61,6 +63,7 @@ GUESS = DemoTask(
     ),
     size=Size(hidden=64, layers=2),
     settings=SETTINGS,
+    workflow=WORKFLOW,
     suite="all-numbers",
     measure="numbers found, greedy",
     stop_at=0.93,

@@ -1,5 +1,6 @@
 """The demo's headrace.toml: the same settings a real run would have, for a model of 0.9 M parameters on two cores."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,12 @@ SHUFFLE = """
 use = "streams.processors.control:shuffle_advantages"
 stage = "collect"
 after = "advantage"
+"""
+# An agent's framework works for milliseconds on each turn: more games at once would only wait for each other.
+AGENT_IN_FLIGHT, AGENT_DEADLINE_S = 128, 300.0
+AGENT = """\
+workflow = "actors.program.workflow:Program"
+options = {{ url = {url} }}
 """
 TEMPLATE = """\
 # Written by `headrace demo`. Edit it and run `headrace up`, or remove the folder to begin anew.
@@ -51,6 +58,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     control: str = "none"
     quiet: bool = False
     stop_at: float | None = None
+    agent: str = ""
 
     @property
     def traffic(self) -> bool:
@@ -72,6 +80,9 @@ def demo_toml(options: DemoOptions) -> str:
         raise ConfigError(f"--engine: got {options.engine!r}, expected one of {', '.join(task.engines)}")
     if options.control not in task.lanes:
         raise ConfigError(f"--control: got {options.control!r}, expected one of {', '.join(task.lanes)}")
+    if options.agent and not task.workflow:
+        playable = ", ".join(name for name, one in TASKS.items() if one.workflow)
+        raise ConfigError(f"--agent: got one with --task {options.task}, expected --task {playable}")
     usual, expert = task.lanes[options.control]
     return TEMPLATE + task.settings.format(
         engine=ENGINES[options.engine],
@@ -79,6 +90,9 @@ def demo_toml(options: DemoOptions) -> str:
         minutes=f"{options.minutes:g}",
         after_users=f"{60 * options.minutes + SETTLE_S:g}",
         stop_at=task.stop_at if options.stop_at is None else options.stop_at,
+        in_flight=AGENT_IN_FLIGHT if options.agent else 1024,
+        deadline_s=AGENT_DEADLINE_S if options.agent else 30.0,
+        workflow=AGENT.format(url=json.dumps(options.agent)) if options.agent else task.workflow,
         processors=SHUFFLE if options.control == "shuffled" else "",
         usual=usual,
         expert=expert,

@@ -1,0 +1,77 @@
+"""The demo's task guess, played by a program of the OpenAI Agents SDK: a service that is sent one game per request.
+
+    make agents
+    .venv/agents/bin/python infra/cli/examples/openai_agents/guess_service.py 9000
+    headrace demo --task guess --agent http://127.0.0.1:9000
+
+It knows nothing of headrace but what it is sent: the task, a base URL, a key and a model's name.
+"""
+
+import math
+import sys
+from typing import Any
+
+import httpx
+import uvicorn
+from agents import Agent, ModelBehaviorError, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+HIGH, TURNS = 16, 5
+SHAPED = 0.9  # of a hit's worth is given for what the guesses ruled out
+HTTP = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))  # one for all games
+
+
+class Game:
+    """A number from 1 to HIGH, and what is left of the range."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.least, self.most = number, 1, HIGH
+
+    def guess(self, said: str) -> tuple[float, str]:
+        """What a guess is worth, and what the player hears; "" where it was right."""
+        guess = int(said) if said.isdecimal() else 0
+        if guess == self.number:
+            return 1.0 + self.rule_out(guess, guess), ""
+        if not 1 <= guess <= HIGH:
+            return 0.0, "?"
+        if guess < self.number:
+            return self.rule_out(max(self.least, guess + 1), self.most), ">"
+        return self.rule_out(self.least, min(self.most, guess - 1)), "<"
+
+    def rule_out(self, least: int, most: int) -> float:
+        """The share of log(HIGH) that is ruled out by this."""
+        before = self.most - self.least + 1
+        self.least, self.most = least, most
+        return SHAPED * math.log(before / (most - least + 1)) / math.log(HIGH)
+
+
+async def play(request: Request) -> JSONResponse:
+    """One game: a run of the player per guess, each with all that was said before."""
+    told: dict[str, Any] = await request.json()
+    client = AsyncOpenAI(base_url=told["base_url"], api_key=told["api_key"], http_client=HTTP, max_retries=0)
+    player = Agent(name="player", model=OpenAIChatCompletionsModel(told["model"], client))
+    game = Game(int(told["task"]["meta"]["number"]))
+    said, turns = told["task"]["messages"], []
+    for _ in range(TURNS):
+        try:
+            answer = await Runner.run(player, said)
+        except ModelBehaviorError:  # what was said has no end: the SDK takes no answer that was cut off
+            return JSONResponse({"turns": turns, "rewards": {"environment": 0.0}})
+        reward, hint = game.guess(answer.final_output)
+        (item,) = answer.raw_responses[-1].output
+        turns.append({"id": item.provider_data["response_id"], "rewards": {"environment": reward}})
+        if not hint:
+            break
+        said = [*answer.to_input_list(), {"role": "user", "content": hint}]
+    return JSONResponse({"turns": turns})
+
+
+if __name__ == "__main__":
+    set_tracing_disabled(True)
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 9000
+    app = Starlette(routes=[Route("/", play, methods=["POST"])])
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)

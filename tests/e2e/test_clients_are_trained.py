@@ -1,0 +1,229 @@
+"""Programs of well-known clients and frameworks, as they are, each trained on a task through the real broker.
+
+One broker, one explorer on the torch engine, one trainer. Words are sampled. Tool calls, which a random model cannot spell, are
+recited with the model's own log-probabilities: see `tests.e2e.clients_model`.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.master.master import run_master
+from actors.rollout.explorer import run_explorer
+from infra.cli.settings import Settings, load_settings
+from infra.cli.up import role_child
+from infra.local.supervisor import Supervisor
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.model.model import Tokenizer, folder_tensors, load_into, load_model, load_tokenizer
+from infra.policies.fetch import PolicyFetcher
+from infra.policies.tensors import Tensor
+from infra.store.store import Store
+from schemas import Batch, Experience, PolicyEvent, Span, topics
+from schemas.ids import task_of
+from tests.actors.rig import Heard, folder_store, running, until
+from tests.e2e.clients_model import CallingEngine, build_model
+from tests.e2e.demo_run import last_words
+from tests.e2e.test_whole_system_kafka import command
+from tests.frameworks import frameworks_or_skip
+from tests.role import role_of
+from trainer.learners.torch import TorchLearner
+from trainer.train import run_trainer
+
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parent / "clients"
+CLIENTS = {path.stem: path for path in sorted(FOLDER.iterdir()) if path.suffix in (".py", ".mjs")}
+EPISODES = 2
+SETTINGS = """
+app = "{app}"
+kafka = {{ bootstrap_servers = "{broker}", partitions = 2 }}
+policy = {{ model = "model" }}
+pacing = {{ groups_per_step = 2, max_staleness = 9, straggler_s = 0.2 }}
+
+[master]
+num_episodes = {episodes}
+max_tokens = 120
+report_s = 0.2
+stop = {{ groups = {groups} }}
+
+[explore]
+report_s = 0.2
+linger_s = 0.2
+{workflows}
+
+[reward]
+blend = {{ program = 1 }}
+
+[trainer]
+learning_rate = 1e-4
+tensorboard = ""
+[trainer.lanes]
+usual = {{ loss = "dppo", weight = 1.0 }}
+"""
+WORKFLOW = """
+[explore.workflows.{name}]
+use = "actors.program.workflow:Program"
+options = {{ command = {command} }}
+"""
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What went through the log: experiences by client, their ids that were trained, and the weights of each version."""
+
+    experiences: Mapping[str, list[Experience]]
+    trained: frozenset[str]
+    weights: Mapping[int, Mapping[str, Tensor]]
+    model: Path
+
+
+def prepare(folder: Path, app: str, broker: str) -> Path:
+    """Settings, tasks and the model; returns the TOML. Every client is a workflow, and has a task that names it."""
+    python = frameworks_or_skip()
+    runs = {name: str(python if path.suffix == ".py" else shutil.which("node")) for name, path in clients().items()}
+    workflows = "".join(
+        WORKFLOW.format(name=name, command=json.dumps([run, str(CLIENTS[name])])) for name, run in runs.items()
+    )
+    file = folder / "headrace.toml"
+    file.write_text(
+        SETTINGS.format(app=app, broker=broker, episodes=EPISODES, groups=len(runs), workflows=workflows),
+        encoding="utf-8",
+    )
+    asked = lambda name: [{"role": "user", "content": f"Which row, {name}?"}]  # noqa: E731
+    tasks = [{"id": name, "messages": asked(name), "split": "train", "answer": "1", "workflow": name} for name in runs]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    build_model(folder / "model")
+    command(file, "check", "--create")
+    command(file, "load", "tasks", str(folder / "tasks.jsonl"))
+    return file
+
+
+def clients() -> dict[str, Path]:
+    """Those that this machine can run."""
+    return {name: path for name, path in CLIENTS.items() if path.suffix == ".py" or shutil.which("node")}
+
+
+async def play(file: Path, settings: Settings, store: Store) -> Trained:
+    """One group of each client, collected and trained."""
+    log = Log(KafkaBus(settings.kafka.bootstrap_servers), settings.app, store=store)
+    await log.bus.start()
+    heard = {topic: Heard(log, topic) for topic in (topics.EXPERIENCES, topics.BATCHES, topics.POLICIES)}
+    tokenizer = load_tokenizer(settings.model_path)
+    stop = asyncio.Event()
+
+    def trained() -> frozenset[str]:
+        return frozenset(item.id for batch in heard[topics.BATCHES].of(Batch) for item in batch.items)
+
+    def is_over() -> bool:
+        """Everything was recorded and trained on."""
+        found = heard[topics.EXPERIENCES].experiences
+        ended = [one for one in found if one.last]
+        return len(ended) == EPISODES * len(clients()) and {one.id for one in found} <= trained()
+
+    role = lambda name: role_of(name, settings, log, store, stop=stop)  # noqa: E731
+    engine = CallingEngine(model=settings.model_path, tokenizer=tokenizer)
+    learner = TorchLearner(settings.model_path, settings.trainer, device="cpu")
+    listening = [asyncio.create_task(one.listen()) for one in heard.values()]
+    async with running(*listening), Supervisor([role_child(settings, file, [], "process")]):
+        roles = [
+            asyncio.create_task(run_master(role("master"), settings.master)),
+            asyncio.create_task(run_explorer(role("explore"), settings.explore, engine, tokenizer, tokenizer.eos_ids)),
+            asyncio.create_task(run_trainer(role("train"), settings.trainer, learner)),
+        ]
+        async with running(*roles):
+            await until(is_over, seconds=400.0)
+            stop.set()
+            await asyncio.wait(roles, timeout=60)
+        fetcher = PolicyFetcher(store, settings.policy.name)
+        weights: dict[int, Mapping[str, Tensor]] = {0: folder_tensors(Path(settings.model_path))}
+        for event in heard[topics.POLICIES].of(PolicyEvent):
+            if event.event == "published":
+                weights[event.version] = dict((await asyncio.to_thread(fetcher.fetch, event)).tensors)
+    await log.bus.close()
+    by_client: dict[str, list[Experience]] = {}
+    for one in heard[topics.EXPERIENCES].experiences:
+        by_client.setdefault(task_of(one.group), []).append(one)
+    return Trained(by_client, trained(), weights, Path(settings.model_path))
+
+
+@pytest.fixture(scope="module")
+def run(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """One run with all clients."""
+    folder = tmp_path_factory.mktemp("clients")
+    file = prepare(folder, f"clients-{folder.parent.name}", kafka)
+    try:
+        return asyncio.run(play(file, load_settings(file), folder_store(folder / "store")))
+    except AssertionError as error:
+        raise AssertionError(f"{error}{last_words(folder)}") from error
+
+
+@pytest.mark.parametrize("client", sorted(CLIENTS))
+def test_an_unmodified_client_is_trained_on_every_token_it_was_given(run: Trained, client: str) -> None:
+    if client not in clients():
+        pytest.skip("no node on PATH")
+    found = run.experiences[client]
+    tokenizer = load_tokenizer(run.model)
+    assert {one.episode for one in found} == set(range(EPISODES)) and {one.end for one in found} != {"failed"}
+    for episode in range(EPISODES):
+        parts = sorted((one for one in found if one.episode == episode), key=lambda one: one.part)
+        told = json.loads(str(parts[-1].notes["answer"]))
+        replies = [reply for part in parts for reply in replies_of(part, tokenizer)]
+        assert len(replies) == told["asked"], "each answer is recorded once"
+        assert str(told["said"]) in replies[-1], "what the client read is what was recorded"
+        assert all(f'"row": {row}' in "".join(replies) for row in told["calls"])
+        assert [part.part_reason for part in parts] == ["", *["history rewritten"] * (len(parts) - 1)]
+    assert {one.id for one in found} <= run.trained
+    assert any(one.score("program") for one in found)
+
+
+def replies_of(part: Experience, tokenizer: Tokenizer) -> list[str]:
+    """The text of each answer of a token sequence."""
+    return [tokenizer.decode(part.tokens[span.start : span.stop].tolist()) for span in turns(part)]
+
+
+def turns(part: Experience) -> list[range]:
+    """Where answers lie: a reload within one begins a span of its own there."""
+    found: list[range] = []
+    for span in part.spans:
+        if found and found[-1].stop == span.start:
+            found[-1] = range(found[-1].start, span.stop)
+        else:
+            found.append(range(span.start, span.stop))
+    return found
+
+
+def test_every_recorded_logprob_is_that_of_a_plain_forward_of_its_version(run: Trained) -> None:
+    import torch
+
+    module = load_model(str(run.model))
+    compared = 0
+    for version in sorted({span.version for found in run.experiences.values() for one in found for span in one.spans}):
+        load_into(module, run.weights[version])
+        for one in (one for found in run.experiences.values() for one in found):
+            spans = [span for span in one.spans if span.version == version]
+            if not spans:
+                continue
+            ids = torch.tensor(one.tokens.astype(np.int64))[None]
+            with torch.inference_mode():
+                logits = module(input_ids=ids, use_cache=False).logits[0].float()
+            plain = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+            at = places(spans)
+            recorded = dict(zip(places(one.spans).tolist(), one.logprobs.tolist(), strict=True))
+            np.testing.assert_allclose([recorded[place] for place in at.tolist()], plain[at - 1], atol=1e-4)
+            compared += len(at)
+    assert compared == sum(one.num_sampled for found in run.experiences.values() for one in found) > 500
+
+
+def places(spans: Sequence[Span]) -> np.ndarray:
+    """Indices of the sampled tokens."""
+    return np.concatenate([np.arange(span.start, span.stop) for span in spans])
+
+
+def test_the_clients_groups_make_steps_whose_versions_are_published(run: Trained) -> None:
+    assert len(run.weights) >= 1 + len(clients()) // 2
