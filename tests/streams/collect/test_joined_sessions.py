@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.log.log import Log
@@ -201,6 +201,7 @@ def test_without_the_setting_each_turn_is_closed_by_itself_also_those_that_waite
     assert state.num_held() == 0 and joins(folded(Inbox().extend([exact(0), exact(1)]), off)) == [[0], [1]]
 
 
+@settings(deadline=None)
 @given(
     order=st.permutations(list(range(6))),
     words=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.1, 0.9]), st.integers(1, 4_000)), max_size=8),
