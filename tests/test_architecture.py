@@ -20,7 +20,12 @@ DOORS = {
     "mode": ("streams/stages/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py", "actors/engines/token_spellings.py"),
-    "deepspeed": ("trainer/learners/deepspeed.py", "trainer/learners/sequence_parallel.py"),
+    "deepspeed": (
+        "trainer/learners/deepspeed.py",
+        "trainer/learners/engines.py",
+        "trainer/learners/sequence_parallel.py",
+        "infra/cli/bench/",
+    ),
     "minio": ("infra/store",),
     "cryptography": ("infra/store/seal.py",),
     "aiokafka": ("infra/log/",),

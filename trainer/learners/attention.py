@@ -20,10 +20,9 @@ BLOCK_TOKENS = 256  # queries whose scores are held at once on the CPU
 FLEX_TOKENS = 128  # side of a block of FlexAttention's mask
 
 Path = Literal["dense", "causal", "blocks", "flex", "unpacked"]
-# Of whole attention, its query, key and value, and the sinks: the output.
-Across = Callable[
-    [Callable[..., torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None], torch.Tensor
-]
+QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Of whole attention, these and the sinks: the output.
+Across = Callable[[Callable[..., torch.Tensor], QueryKeyValue, torch.Tensor | None], torch.Tensor]
 
 
 class Abilities(msgspec.Struct, frozen=True):
