@@ -103,6 +103,7 @@ def test_a_definition_that_moves_to_another_file_is_the_same_code(sources: Path,
     assert edited(sources, moved) == before
 
 
+@pytest.mark.long
 def test_a_name_that_stands_for_another_definition_is_other_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "other.py").write_text("def learning_rate_at(config, phase, steps_done):\n    return 0.0\n")
     other = ("trainer/batch/inputs.py", "from trainer.batch.schedule import", "from trainer.other import")
@@ -141,6 +142,7 @@ def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins
     assert code_hash(named) != before
 
 
+@pytest.mark.long
 def test_a_loss_of_a_library_that_is_not_read_counts_by_its_name() -> None:
     assert (
         code_hash((*RUN, Definition("numpy", "mean")))
