@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from infra.local.broker import EmbeddedKafka
 
@@ -17,7 +18,11 @@ LONGEST_FIRST = ("tests/e2e/", "tests/trainer/", "tests/simulator/", "tests/cras
 
 
 def pytest_configure() -> None:
-    """What is imported and collected stays until the end: a search for garbage in it finds nothing and takes seconds."""
+    """Examples that are drawn slowly on a busy machine are no failure. And what is imported and collected stays until the
+    end: a search for garbage in it finds nothing and takes seconds.
+    """
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
     gc.disable()
 
 
