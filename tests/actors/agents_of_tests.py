@@ -43,8 +43,9 @@ async def at_once(base_url: str, key: str) -> None:
 async def messages(base_url: str, key: str) -> float:
     """Anthropic's client, streaming."""
     asked: Any = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
+    url = base_url.removesuffix("/v1")
     async with (
-        anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=0) as client,
+        anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=60.0) as client,
         client.messages.stream(**asked) as stream,
     ):
         return float((await stream.get_final_message()).usage.output_tokens)

@@ -64,6 +64,14 @@ def test_a_control_a_task_has_no_use_for_is_refused(tmp_path: Path) -> None:
         settings(tmp_path, task="chess")
 
 
+def test_an_agent_plays_the_task_that_has_turns_and_no_other(tmp_path: Path) -> None:
+    found = settings(tmp_path, task="guess", agent="http://127.0.0.1:9000")
+    assert found.explore.options == {"url": "http://127.0.0.1:9000"}
+    Workflows(found.explore.workflow, found.explore.options, found.explore.workflows)
+    with pytest.raises(ConfigError, match="--agent: got one with --task arithmetic, expected --task guess"):
+        settings(tmp_path / "other", agent="http://127.0.0.1:9000")
+
+
 def test_an_engine_a_task_does_not_run_on_is_refused(tmp_path: Path) -> None:
     assert TASKS["shapes"].engines == ("torch",) and TASKS["traffic"].engines[0] == "torch"
     assert all(set(task.engines) <= set(ENGINES) for task in TASKS.values())

@@ -59,10 +59,10 @@ async def play(request: Request) -> JSONResponse:
     for _ in range(TURNS):
         try:
             answer = await Runner.run(player, said)
-        except ModelBehaviorError:  # what was said has no end: the SDK takes no answer that was cut off
+            item = answer.raw_responses[-1].output[0]
+        except (ModelBehaviorError, IndexError):  # nothing was said: the SDK makes no turn of it
             return JSONResponse({"turns": turns, "rewards": {"environment": 0.0}})
         reward, hint = game.guess(answer.final_output)
-        (item,) = answer.raw_responses[-1].output
         turns.append({"id": item.provider_data["response_id"], "rewards": {"environment": reward}})
         if not hint:
             break
