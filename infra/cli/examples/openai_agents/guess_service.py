@@ -11,10 +11,9 @@ import math
 import sys
 from typing import Any
 
-import httpx
 import uvicorn
 from agents import Agent, ModelBehaviorError, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -22,7 +21,7 @@ from starlette.routing import Route
 
 HIGH, TURNS = 16, 5
 SHAPED = 0.9  # of a hit's worth is given for what the guesses ruled out
-HTTP = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))  # one for all games
+HTTP = DefaultAsyncHttpxClient(timeout=None)  # one for all games
 
 
 class Game:
@@ -55,7 +54,8 @@ async def play(request: Request) -> JSONResponse:
     client = AsyncOpenAI(base_url=told["base_url"], api_key=told["api_key"], http_client=HTTP, max_retries=0)
     player = Agent(name="player", model=OpenAIChatCompletionsModel(told["model"], client))
     game = Game(int(told["task"]["meta"]["number"]))
-    said, turns = told["task"]["messages"], []
+    said = told["task"]["messages"]
+    turns: list[dict[str, Any]] = []
     for _ in range(TURNS):
         try:
             answer = await Runner.run(player, said)
