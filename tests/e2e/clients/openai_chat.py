@@ -20,7 +20,6 @@ first = client.chat.completions.create(model=model, messages=messages, tools=too
 (call,) = first.choices[0].message.tool_calls
 row = json.loads(call.function.arguments)["row"]
 messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": f"row {row}"}]
-with client.chat.completions.stream(model=model, messages=messages, tools=tools) as stream:
-    last = stream.get_final_completion()
-said = last.choices[0].message.content or ""
+stream = client.chat.completions.create(model=model, messages=messages, tools=tools, stream=True)
+said = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 print(json.dumps({"reward": row + len(said) / 1000, "answer": json.dumps({"calls": [row], "said": said, "asked": 2})}))

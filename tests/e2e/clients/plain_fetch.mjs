@@ -15,5 +15,5 @@ for (const question of ["and?", ""]) {
   said.push(message.content);
   messages.push({ role: "assistant", content: message.content }, { role: "user", content: question });
 }
-const reward = said.join("").length / 1000;
+const reward = [...said.join("")].reduce((sum, one) => sum + one.charCodeAt(0), 0) / 10_000;
 console.log(JSON.stringify({ reward, answer: JSON.stringify({ calls: [], said: said[1], asked: 2 }) }));
