@@ -80,6 +80,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "trainer_stall_ms": (0.0, 50.0),
         "explorer_stall_ms": (0.0, 50.0),
     },
+    "stream": {"events_per_s": (20_000.0, float("inf")), "gap_ms_p99": (0.0, 100.0)},
     "turn": {"explorer_held_ms": (0.0, 5.0), "gateway_held_ms": (0.0, 5.0)},
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},

@@ -25,6 +25,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from actors.engines.engine import Engine
+    from actors.gateway.config import GatewayLimits
     from infra.model.model import Tokenizer
 
 CLIENTS = 16
@@ -51,8 +52,8 @@ def run() -> dict[str, float]:
     cores = sorted(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory() as folder,
-        _pinned(cores[0]),
-        _gateway(Path(folder), cores[-1]) as child,
+        pinned(cores[0]),
+        gateway_child([sys.executable, "-m", "infra.cli.bench.gateway", folder, str(cores[-1])]) as child,
         asyncio.Runner(loop_factory=new_loop) as clients,
     ):
         key, ports = child.told["key"], child.told["ports"]
@@ -95,16 +96,18 @@ class BenchChild(msgspec.Struct):
 
 
 @contextmanager
-def _gateway(folder: Path, core: int) -> Iterator[BenchChild]:
-    command = [sys.executable, "-m", "infra.cli.bench.gateway", str(folder), str(core)]
+def gateway_child(command: list[str]) -> Iterator[BenchChild]:
+    """A process that says where its gateway is, as JSON, and then answers what it is asked."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
-        yield BenchChild(process, json.loads(process.stdout.readline()))
+        told = next(line for line in process.stdout if line.startswith("{"))  # libraries may speak before it
+        yield BenchChild(process, json.loads(told))
         process.stdin.close()
 
 
 @contextmanager
-def _pinned(core: int) -> Iterator[None]:
+def pinned(core: int) -> Iterator[None]:
+    """This process on one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -179,7 +182,7 @@ async def _serve(folder: Path) -> None:
     async with asyncio.TaskGroup() as group:
         for name, engine in engines.items():
             heard = partial(listening, name)
-            group.create_task(_gateway_over(engine, tokenizer, store, folder / name, heard, stop))
+            group.create_task(gateway_over(engine, tokenizer, store, folder / name, heard, stop))
         while asked := (await asyncio.to_thread(sys.stdin.readline)).strip():
             timed = await _alone(engines["paced"], tokenizer) if asked == "alone" else TimedRound([], 0.0)
             answer = msgspec.structs.replace(timed, cpu_s=time.process_time())
@@ -198,15 +201,24 @@ async def _alone(engine: "Engine", tokenizer: "Tokenizer") -> TimedRound:
     return await _round([ask] * CLIENTS, TOKENS * TOKEN_S)
 
 
-async def _gateway_over(
+async def tell_cpu() -> None:
+    """Answer each line of stdin with the processor time of this process, until it ends."""
+    while (await asyncio.to_thread(sys.stdin.readline)).strip():
+        print(msgspec.json.encode(TimedRound([], 0.0, time.process_time())).decode(), flush=True)
+
+
+async def gateway_over(
     engine: "Engine",
     tokenizer: "Tokenizer",
     store: Any,
     folder: Path,
     listening: Callable[[int], None],
     stop: asyncio.Event,
+    *,
+    limits: "GatewayLimits | None" = None,
 ) -> None:
-    from actors.gateway.config import GatewayConfig
+    """A gateway over an engine and a log in memory, until `stop`."""
+    from actors.gateway.config import GatewayConfig, GatewayLimits
     from actors.gateway.serve import run_gateway
     from infra.log.log import Log
     from infra.log.memory import MemoryBus
@@ -218,7 +230,7 @@ async def _gateway_over(
     await log.create_topics(partitions=4, keep_ms=3_600_000)
     floor = Floor(app="bench", folder=folder)
     role = Role(floor=floor, log=log, store=store, metrics=Metrics("serve"), stop=stop, instance="serve/bench")
-    config = GatewayConfig(listen="127.0.0.1:0", train_on="consented")
+    config = GatewayConfig(listen="127.0.0.1:0", train_on="consented", limits=limits or GatewayLimits())
     await run_gateway(role, config, engine, tokenizer, listening=listening)
 
 
