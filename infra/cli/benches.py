@@ -81,6 +81,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "explorer_stall_ms": (0.0, 50.0),
     },
     "turn": {"explorer_held_ms": (0.0, 5.0), "gateway_held_ms": (0.0, 5.0)},
+    "console": {"first_page_s": (0.0, 1.0), "search_ms_p95": (0.0, 300.0), "memory_mb": (0.0, 300.0)},
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }

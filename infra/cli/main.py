@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, start, weights
+from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, see, start, weights
 from infra.cli.options import umask_of
 from infra.observe.release import commit, release
 
@@ -71,6 +71,7 @@ app.command(rich_help_panel="Roles")(roles.process)
 app.command(rich_help_panel="Roles")(roles.train)
 app.command(rich_help_panel="Roles")(roles.serve)
 app.command(rich_help_panel="Look")(look.status)
+app.command(rich_help_panel="Look")(see.console)
 app.command(rich_help_panel="Look")(look.peek)
 app.command(rich_help_panel="Look")(look.audit)
 app.command(rich_help_panel="Look")(look.trace)

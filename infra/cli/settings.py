@@ -8,6 +8,7 @@ import msgspec
 from actors.config import ExploreConfig, MasterConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
+from infra.cli.console.config import ConsoleConfig
 from infra.cli.expected import Expect
 from infra.settings.config import Floor, Use, decode, duration_s, read_toml
 from schemas.errors import ConfigError
@@ -46,6 +47,7 @@ class Settings(Floor, frozen=True):
     collect: CollectConfig = CollectConfig()
     trainer: TrainerConfig = TrainerConfig()
     expect: Expect = Expect()
+    console: ConsoleConfig = ConsoleConfig()
 
     def gate(self) -> MasterConfig:
         """The master's part, where a word of people counts as long as feedback and the rest of a session are waited for."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
 CANARY = "canary"
+CONSOLE = "console"
+CONSOLE_LINK = "HEADRACE_CONSOLE_LINK"  # see infra.cli.console.serve
 METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # ports from the first that is named
 COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
@@ -75,6 +78,12 @@ def index_child(settings: Settings, config: Path, sets: Sequence[str]) -> Child:
     """What keeps the index of `headrace trace` up while the roles run."""
     child = role_child(settings, config, sets, "trace")
     return msgspec.structs.replace(child, argv=(*child.argv, "--keep-up"))
+
+
+def console_child(settings: Settings, config: Path, sets: Sequence[str], link: str) -> Child:
+    """The pages in the browser; no role waits for them, and they may fail alone."""
+    child = role_child(settings, config, sets, CONSOLE)
+    return msgspec.structs.replace(child, env={**child.env, CONSOLE_LINK: link})
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
@@ -174,10 +183,15 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         )
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
-        async with Supervisor([*children, index_child(settings, file, sets)], tell) as roles:
+        beside = [index_child(settings, file, sets)]
+        if settings.console.up:
+            link = secrets.token_urlsafe(24)
+            beside.append(console_child(settings, file, sets, link))
+            console.print(f"console http://{settings.console.listen}/enter?link={link}", soft_wrap=True)
+        async with Supervisor([*children, *beside], tell) as roles:
             with suppress(Stopped):
                 await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)
-        failed = [state.name for state in roles.states.values() if state.given_up]
+        failed = [state.name for state in roles.states.values() if state.given_up and state.name != CONSOLE]
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
     return 1 if failed else 0

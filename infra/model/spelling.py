@@ -5,6 +5,7 @@ Only `tokenizer.json` and the names of the end token are read; text alone is spe
 Guarantee: text has no control tokens, whatever it says (see `infra.model.controls`).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from infra.model.controls import Controls
 from schemas.errors import ConfigError
 
 FILE = "tokenizer.json"
+MAX_HALVES = 8  # ids that may have to be looked at together
 
 
 class Speller(Protocol):
@@ -53,6 +55,31 @@ class TokenizerFile:
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, nothing put before or after it."""
         return self._controls.encode(text)
+
+
+class TokenTexts:
+    """What token ids are as text, by the tokenizer in a model folder (or of a model in the cache). Raises ConfigError."""
+
+    def __init__(self, model: str) -> None:
+        from tokenizers import Tokenizer
+
+        path = _file(model, FILE)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"policy.model: {path} cannot be read as a tokenizer: {error}") from error
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id; of ids that spell a character only together the last has it, and the others ""."""
+        found, waiting = [], []
+        for token in ids:
+            waiting.append(token)
+            text = self._tokenizer.decode(waiting, skip_special_tokens=False)
+            is_half = text.endswith("\ufffd") and len(waiting) < MAX_HALVES
+            found.append("" if is_half else text)
+            if not is_half:
+                waiting = []
+        return found
 
 
 def _file(model: str, name: str) -> Path:

@@ -13,7 +13,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -23,15 +23,16 @@ from infra.store.store import Store
 FOLDER = "gateway/keys/"
 REVOKED = ".revoked"
 PREFIX = "hr"
-Scope = Literal["serve", "feedback", "admin"]
+Scope = Literal["serve", "feedback", "admin", "look", "operate", "unseal"]
 Train = Literal["yes", "no", "unset"]
 TRAINS: tuple[Train, ...] = ("yes", "no", "unset")
-SCOPES: tuple[Scope, ...] = ("serve", "feedback", "admin")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """One key. sha256: of its secret. train: whether what it serves may be trained on. rpm, tpm: requests and tokens a
+    """One key. scopes: serve, feedback and admin (its metrics) are the gateway's; look, operate (promote, pause, redeliver) and
+    unseal (texts of named users) the console's, where a key sees all tenants. sha256: of its secret. train: whether what it serves may be trained on. rpm, tpm: requests and tokens a
     minute at each gateway, 0 for no limit. expires_s: seconds of the epoch, 0 for never.
 
     Example: ApiKey(id="abcdefghijklmnop", tenant="acme", scopes=("serve",), sha256="9f…", train="yes")

@@ -12,7 +12,12 @@ from infra.cli.options import DEFAULT, ConfigOption, JsonOption, SetOption, exit
 
 def create(
     tenant: Annotated[str, typer.Option(help="Whose answers and feedback these are.")] = "default",
-    scope: Annotated[str, typer.Option(help="Any of serve, feedback, admin, with commas.")] = "serve,feedback",
+    scope: Annotated[
+        str,
+        typer.Option(
+            help="Any of serve, feedback, admin (the gateway's), look, operate, unseal (the console's), with commas."
+        ),
+    ] = "serve,feedback",
     train: Annotated[
         str, typer.Option(help="yes, no or unset: may what this key serves be trained on? See gateway.train_on.")
     ] = "unset",

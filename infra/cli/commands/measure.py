@@ -14,6 +14,7 @@ from infra.cli.options import JsonOption, exit_with
 # Those without flags of their own: each is a module of that name in infra/cli/bench.
 PLAIN = {
     "codec": "The experience block against msgspec lists and zstd-1.",
+    "console": "The console over an index of 1,000,000 experiences: its first page, searches, memory. Minutes.",
     "delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
     "draw": "A draw by priority from a buffer of 100,000 experiences.",
     "feedback": "Feedback joined to 100,000 waiting answers, and their state rebuilt from the log.",

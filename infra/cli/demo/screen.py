@@ -1,5 +1,6 @@
 """The demo's screen: who does what, how well the model does, and what happens to experiences. Drawn from a Watch alone."""
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from types import TracebackType
@@ -25,18 +26,26 @@ DUTIES = {
     "serve": "the gateway: answers users, follows what the gate lets pass",
     "users": "ask, rate (some late), correct, withdraw",
 }
+TELL_S = 5.0
 BARS = " ▁▂▃▄▅▆▇█"
 ROLLOUTS_ALONE = {"staleness", "engine against trainer", "sampling"}
 
 
 class DemoScreen:
-    """Redraws four times a second on a terminal; says little where there is none."""
+    """Redraws four times a second on a terminal; where there is none, a line every `tell_s` says how far it is.
 
-    def __init__(self, console: Console, watch: Watch, settings: Settings, options: DemoOptions) -> None:
+    Entered in a running event loop.
+    """
+
+    def __init__(
+        self, console: Console, watch: Watch, settings: Settings, options: DemoOptions, *, tell_s: float = TELL_S
+    ) -> None:
+        self._tell_s = tell_s
         self._console = console
         self._watch = watch
         self._settings = settings
         self._options = options
+        self._telling: asyncio.Task[None] | None = None
         self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Self:
@@ -44,11 +53,20 @@ class DemoScreen:
             self._live.start()
         else:
             self._console.print(f"headrace demo in {self._settings.folder}; logs in {self._settings.folder / 'logs'}")
+            self._telling = asyncio.create_task(self.tell())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live.is_started:
             self._live.stop()
+        if self._telling is not None:
+            self._telling.cancel()
+
+    async def tell(self) -> None:
+        """A line of how far it is every `tell_s`, until cancelled."""
+        while True:
+            await asyncio.sleep(self._tell_s)
+            self._console.print(progress_line(self._watch), soft_wrap=True)
 
     def print_result(self, report: DemoReport) -> None:
         """The table at the end, and what to try next."""
@@ -59,9 +77,10 @@ class DemoScreen:
         with contextlib.suppress(ValueError):  # shorter where it lies below the current folder
             config = config.relative_to(config.cwd())
         self._console.print("Worth trying next:")
-        for command in ("peek buffer -n 3", "peek batches -n 3", f"up -c {config}"):
-            where = "" if command.startswith("up") else f" -c {config}"
+        for command in ("peek buffer -n 3", "peek batches -n 3", "up", "console"):
+            where = f" -c {config}"
             self._console.print(f"  headrace {command}{where}", style="bold")
+        self._console.print("The last shows all of it in the browser: every answer, every version and why.")
 
     def _draw(self) -> RenderableType:
         watch = self._watch
@@ -91,6 +110,18 @@ def roles_table(watch: Watch, engine: str) -> Table:
             memory = f"{state.rss_bytes / 2**20:,.0f} MB"
             table.add_row(name, word, memory, str(state.restarts or ""), DUTIES[name].format(engine=engine))
     return table
+
+
+def progress_line(watch: Watch) -> str:
+    """How far a run is, in one line."""
+    suites = ", ".join(
+        f"{suite} {found[max(found)]:.1%} at v{max(found)}" for suite, found in sorted(watch.accuracy.items())
+    )
+    return (
+        f"{watch.elapsed_s():5.0f} s  {watch.phase}: {watch.counter('train', 'steps'):,.0f} steps, "
+        f"{watch.counter('train', 'experiences_trained'):,.0f} experiences trained, v{max(watch.published, default=-1)}"
+        + (f"; {suites}" if suites else "")
+    )
 
 
 def learning(watch: Watch) -> RenderableType:

@@ -1,0 +1,131 @@
+"""Who may look and who may act: keys of the app, a cookie for as long as the browser looks, and where a form may come from.
+
+    a key (or the link the command prints) ─> POST /enter ─> cookie, signed by this process ─> asked of the keys at each request
+
+Guarantees: nothing is shown without a key that opens now, and a revoked one opens nothing RELOAD_S later; what changes
+anything is a POST that carries a token of its own session and comes from a page of this console; the link only looks.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import msgspec
+
+from actors.gateway.access.keys import KeyBook, Refused, Scope
+from infra.store.store import Store
+from schemas.errors import StoreError
+
+RELOAD_S = 5.0
+LIVES_S = 12 * 3600.0
+LINK = "link"  # who looks through the link that the command prints
+LOOKS: frozenset[Scope] = frozenset({"look", "operate", "unseal"})
+
+_log = logging.getLogger(__name__)
+
+
+class Viewer(msgspec.Struct, frozen=True):
+    """Who looks, and what they may. name: as the log has it. session: what their forms carry a token of.
+
+    Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), session="4f…")
+    """
+
+    name: str
+    scopes: tuple[Scope, ...]
+    session: str
+
+    def may(self, scope: Scope) -> bool:
+        """Whether this may be done; every scope of the console looks too."""
+        return scope in self.scopes or (scope == "look" and not LOOKS.isdisjoint(self.scopes))
+
+
+class Forbidden(Exception):
+    """A viewer who may not do this, or a request that does not come from a page of this console; says which."""
+
+
+class _Held(msgspec.Struct, frozen=True, array_like=True):
+    """What a cookie says."""
+
+    key_id: str
+    until_s: float
+    session: str
+
+
+class Access:
+    """The doors of one console. link: a secret that looks, "" for none."""
+
+    def __init__(self, store: Store, link: str = "") -> None:
+        self._store = store
+        self._link = link
+        self._book = KeyBook()
+        self._read_s = -RELOAD_S
+        self._secret = secrets.token_bytes(32)
+        self._turn = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Read the keys again, if it is time; while the store is away, what was known holds."""
+        async with self._turn:
+            if time.monotonic() - self._read_s < RELOAD_S:
+                return
+            try:
+                await asyncio.to_thread(self._book.refresh, self._store)
+            except StoreError as error:
+                _log.warning("keys_not_read error=%s", error)
+            self._read_s = time.monotonic()
+
+    def enter(self, presented: str) -> str:
+        """A cookie for whoever presents a key of the console, or the link. Raises Refused, Forbidden."""
+        if self._link and hmac.compare_digest(presented.encode("utf-8", "replace"), self._link.encode()):
+            key_id = LINK
+        else:
+            key = self._book.find(presented, time.time())
+            if LOOKS.isdisjoint(key.scopes):
+                raise Forbidden(f"this key has {', '.join(key.scopes)}; the console needs look, operate or unseal")
+            key_id = key.id
+        held = msgspec.json.encode(_Held(key_id, time.time() + LIVES_S, secrets.token_hex(16)))
+        return f"{held.hex()}.{self._mac(held)}"
+
+    def viewer(self, cookie: str) -> Viewer:
+        """Who a cookie is of, as their key is now. Raises Refused."""
+        text, _, mac = cookie.partition(".")
+        if not text:
+            raise Refused("missing")
+        try:
+            body = bytes.fromhex(text)
+        except ValueError as error:
+            raise Refused("wrong") from error
+        if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
+            raise Refused("wrong")
+        held = msgspec.json.decode(body, type=_Held)
+        if held.until_s < time.time():
+            raise Refused("expired")
+        if held.key_id == LINK:
+            return Viewer(name=LINK, scopes=("look",), session=held.session)
+        key = self._book.live(held.key_id, time.time())
+        return Viewer(name=f"console:{key.tenant}/{key.id}", scopes=key.scopes, session=held.session)
+
+    def form_token(self, viewer: Viewer) -> str:
+        """What every form of this viewer carries."""
+        return self._mac(f"form {viewer.session}".encode())
+
+    def check_form(self, viewer: Viewer, scope: Scope, form: Mapping[str, str]) -> None:
+        """Whether the viewer may, and the form is one of theirs. Raises Forbidden."""
+        if not viewer.may(scope):
+            raise Forbidden(f"this needs a key with the scope {scope}: headrace keys create --scope {scope}")
+        if not hmac.compare_digest(form.get("token", "").encode("utf-8", "replace"), self.form_token(viewer).encode()):
+            raise Forbidden("the form is of another session: open the page again")
+
+    def _mac(self, body: bytes) -> str:
+        return hmac.new(self._secret, body, hashlib.sha256).hexdigest()
+
+
+def check_origin(headers: Mapping[str, str]) -> None:
+    """Whether a POST comes from a page of the host it goes to. Raises Forbidden."""
+    origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
+    if not origin or urlsplit(origin).netloc != headers.get("host", "") or site != "same-origin":
+        raise Forbidden("this came from another page than the console's")

@@ -1,0 +1,139 @@
+"""One answer as its page shows it: conversation, tokens by log-probability and version, verdicts, feedback, its steps.
+
+Guarantee: what is sealed is text of nobody here, until a viewer whose key may opens it for one page and the log has said so.
+"""
+
+import math
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from infra.ledger.index import number
+from infra.ledger.trace import AnswerTrace
+from schemas import Experience
+from schemas.errors import BadFrame
+from schemas.ids import group_of, session_of
+
+MAX_SHOWN = 20_000  # characters of a message, unless all is asked for
+MAX_WHOLE = 2_000_000
+MAX_TOKENS = 3000
+MAX_BESIDE = 64
+LEVELS = 6  # of how likely a token was
+Spell = Callable[[Sequence[int]], list[str]]
+
+
+class ShownMessage(msgspec.Struct, frozen=True):
+    """One message. cut: characters that are not shown. images: how many are with it."""
+
+    role: str
+    text: str
+    cut: int = 0
+    images: int = 0
+
+
+class ShownToken(msgspec.Struct, frozen=True):
+    """Sampled tokens that spell text together. level: 0 (certain) to 5. version: that sampled them; odd: of another version
+    than the tokens before the last reload. told: its numbers.
+    """
+
+    text: str
+    level: int
+    version: int
+    odd: bool
+    told: str
+
+
+class ShownAnswer(msgspec.Struct, frozen=True):
+    """What a page says of an answer. shut: why its texts are not shown, "" if they are. left_out: tokens not shown."""
+
+    id: str
+    one: Experience
+    shut: str
+    messages: Sequence[ShownMessage] = ()
+    tokens: Sequence[ShownToken] = ()
+    left_out: int = 0
+    versions: Sequence[int] = ()
+
+
+def shown(trace: AnswerTrace, spell: Spell | None, *, opened: bool, whole: bool = False) -> ShownAnswer:
+    """The answer as it may be shown. opened: a viewer may see it, and the log says so. spell: what tokens are as text."""
+    one = trace.published or trace.judged or trace.buffered[0][1]
+    versions = sorted({span.version for span in one.spans})
+    if one.key_id and not opened:
+        return ShownAnswer(trace.id, one, "forgotten" if one.lost else "sealed", versions=versions)
+    if one.lost:
+        return ShownAnswer(trace.id, one, one.lost, versions=versions)
+    try:
+        messages = [_message(each.role, each.content, len(each.images), whole) for each in one.messages]
+        tokens, left_out = _tokens(one, spell)
+    except BadFrame as error:
+        return ShownAnswer(trace.id, one, str(error), versions=versions)
+    return ShownAnswer(trace.id, one, "", messages, tokens, left_out, versions)
+
+
+def _message(role: str, text: str, images: int, whole: bool) -> ShownMessage:
+    limit = MAX_WHOLE if whole else MAX_SHOWN
+    return ShownMessage(role, text[:limit], max(0, len(text) - limit), images)
+
+
+def _tokens(one: Experience, spell: Spell | None) -> tuple[list[ShownToken], int]:
+    """The sampled tokens, as text where there is a tokenizer."""
+    found: list[ShownToken] = []
+    ids, logprobs = one.tokens, one.logprobs
+    at, odd, before = 0, False, None
+    for span in one.spans:
+        if before is not None and span.version != before:
+            odd = not odd
+        before = span.version
+        count = min(span.stop - span.start, MAX_TOKENS - at)
+        wanted = [int(token) for token in ids[span.start : span.start + count]]
+        texts = spell(wanted) if spell is not None else [f"{token} " for token in wanted]
+        told: list[str] = []
+        worst = 0.0
+        for index, (token, text) in enumerate(zip(wanted, texts, strict=True)):
+            value = float(logprobs[at + index])
+            worst = min(worst, value)
+            told.append(f"{token}: {math.exp(value):.1%}")
+            if text or index == len(wanted) - 1:
+                words = f"{', '.join(told)}, v{span.version}" if span.version >= 0 else ", ".join(told)
+                found.append(ShownToken(text or "�", level_of(worst), span.version, odd, words))
+                told, worst = [], 0.0
+        at += count
+        if at >= MAX_TOKENS:
+            break
+    return found, one.num_sampled - at
+
+
+def level_of(logprob: float) -> int:
+    """How surprising a token was, 0 to 5: each level is a half of the chance of the one before, and from 5 on all are one.
+
+    >>> [level_of(math.log(share)) for share in (1.0, 0.6, 0.3, 0.01)]
+    [0, 1, 2, 5]
+    """
+    return min(LEVELS - 1, max(0, math.ceil(-logprob / math.log(2) - 1e-3)))
+
+
+def beside(database: sqlite3.Connection, ref: str) -> list[Mapping[str, Any]]:
+    """The other members of the answer's group; of a session the other turns."""
+    group = group_of(ref)
+    session = session_of(group)
+    where, value = ("session = ?", session) if session else ("grp = ?", number(group))
+    rows = database.execute(
+        "SELECT answers.n, id, time_ms, hi, reward, advantage, fate, said, sealed, asked, answered FROM answers"
+        f" LEFT JOIN texts ON texts.n = answers.n WHERE {where} ORDER BY answers.n LIMIT {MAX_BESIDE}",
+        (value,),
+    ).fetchall()
+    return [dict(row) for row in rows]
+
+
+def scores_of(trace: AnswerTrace) -> list[tuple[str, float, str, str]]:
+    """Every verdict: name, value, where, and what judged. A score's version is that of its processor."""
+    judged = trace.judged or (trace.buffered[-1][1] if trace.buffered else None)
+    found = []
+    for score in judged.scores if judged else ():
+        where = "the whole answer" if score.at is None else f"token {score.at}"
+        cost = f", {score.cost_usd:g} USD" if score.cost_usd else ""
+        found.append((score.name, score.value, where, (f"version {score.version}" if score.version else "") + cost))
+    return found

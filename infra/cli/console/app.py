@@ -1,0 +1,191 @@
+"""The application: every address there is, who may ask for it, and what every answer says to the browser.
+
+Guarantees: no answer lets a browser run anything but the one script, load anything from elsewhere, or be framed; every page
+and every action is behind `Access`; a GET changes nothing.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors.gateway.access.keys import Refused
+from infra.cli.console.access import Access, Forbidden, Viewer, check_origin
+from infra.cli.console.actions import SCOPES, Refusal
+from infra.cli.console.page import Pages
+from infra.cli.console.pages_act import ACTIONS
+from infra.cli.console.pages_look import LOOKS
+from schemas.errors import HeadraceError, NotInLog
+
+HERE = Path(__file__).parent
+MAX_BODY = 16 * 1024
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+WHY = {
+    "missing": "Sign in with a key that has the scope look, operate or unseal.",
+    "wrong": "That key opens nothing here.",
+    "revoked": "That key was revoked.",
+    "expired": "That key, or your session, has expired.",
+}
+Look = Callable[[Pages, Request, Viewer], Awaitable[Response]]
+Act = Callable[[Pages, Request, Viewer, str, Mapping[str, str]], Awaitable[Response]]
+
+_log = logging.getLogger(__name__)
+
+
+def make_app(pages: Pages, access: Access, *, hosts: tuple[str, ...], cookie: str) -> Starlette:
+    """The console over one run. hosts: names a request may be for. cookie: its name, one for each port."""
+    doors = Doors(pages, access, cookie)
+    return Starlette(
+        routes=[
+            Route("/enter", doors.enter, methods=["GET", "POST"]),
+            Route("/leave", doors.leave, methods=["POST"]),
+            Route("/actions/{action}", doors.act, methods=["POST"]),
+            Mount("/assets", StaticFiles(directory=HERE / "assets")),
+            *[Route(path, doors.looking(look), methods=["GET"]) for path, look in LOOKS.items()],
+        ],
+        middleware=[
+            Middleware(Headed),
+            Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts], www_redirect=False),
+        ],
+        exception_handlers={404: doors.missing, 500: doors.broken},
+    )
+
+
+class Doors:
+    """What stands before every page and every action."""
+
+    def __init__(self, pages: Pages, access: Access, cookie: str) -> None:
+        self._pages = pages
+        self._access = access
+        self._cookie = cookie
+
+    def looking(self, look: Look) -> Callable[[Request], Awaitable[Response]]:
+        """A page, for whoever may look."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                viewer = await self._viewer(request)
+            except Refused as error:
+                return self._pages.sign_in(request, WHY[error.reason], 401)
+            if not viewer.may("look"):
+                return self._pages.sign_in(request, "That key may not look.", 403)
+            return await self._told(request, viewer, lambda: look(self._pages, request, viewer))
+
+        return endpoint
+
+    async def act(self, request: Request) -> Response:
+        """An action, for whoever has its scope, from a page of their own session."""
+        action = str(request.path_params["action"])
+        if action not in SCOPES:
+            return self._pages.error(request, None, 404, "There is no such action.")
+        try:
+            check_origin(request.headers)
+            viewer = await self._viewer(request)
+            form = await form_of(request)
+            self._access.check_form(viewer, SCOPES[action], form)
+        except Refused as error:
+            return self._pages.sign_in(request, WHY[error.reason], 401)
+        except Forbidden as error:
+            return self._pages.error(request, None, 403, str(error))
+        return await self._told(request, viewer, lambda: ACTIONS[action](self._pages, request, viewer, action, form))
+
+    async def enter(self, request: Request) -> Response:
+        """Sign in with a key, or with the link that was printed."""
+        await self._access.refresh()
+        try:
+            if request.method == "POST":
+                check_origin(request.headers)
+                presented = (await form_of(request)).get("key", "").strip()
+            else:
+                presented = request.query_params.get("link", "")
+                if not presented:
+                    return self._pages.sign_in(request, "", 200)
+            value = self._access.enter(presented)
+        except Refused as error:
+            return self._pages.sign_in(request, WHY[error.reason], 401)
+        except Forbidden as error:
+            return self._pages.sign_in(request, str(error), 403)
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(self._cookie, value, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+        return answer
+
+    async def leave(self, request: Request) -> Response:
+        """Sign out."""
+        try:
+            check_origin(request.headers)
+        except Forbidden as error:
+            return self._pages.error(request, None, 403, str(error))
+        answer = RedirectResponse("/enter", status_code=303)
+        answer.delete_cookie(self._cookie)
+        return answer
+
+    async def missing(self, request: Request, error: Exception) -> Response:
+        """There is no such page."""
+        return self._pages.error(request, None, 404, "There is no such page.")
+
+    async def broken(self, request: Request, error: Exception) -> Response:
+        """A page that broke says so; the log has the rest."""
+        _log.error("page_broke path=%s", request.url.path, exc_info=error)
+        return self._pages.error(request, None, 500, "This page broke; the console's log says how.")
+
+    async def _viewer(self, request: Request) -> Viewer:
+        await self._access.refresh()
+        return self._access.viewer(request.cookies.get(self._cookie, ""))
+
+    async def _told(self, request: Request, viewer: Viewer, answer: Callable[[], Awaitable[Response]]) -> Response:
+        try:
+            return await answer()
+        except NotInLog as error:
+            return self._pages.error(request, viewer, 404, str(error))
+        except Refusal as error:
+            return self._pages.error(request, viewer, 400, str(error))
+        except HeadraceError as error:
+            _log.warning("page_failed path=%s error=%s", request.url.path, error)
+            return self._pages.error(request, viewer, 503, str(error))
+
+
+class Headed:
+    """Puts HEADERS on every answer; the stylesheet and the script alone may be kept for a minute."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+
+        async def headed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                held = HEADERS | ({"Cache-Control": "max-age=60"} if scope["path"].startswith("/assets/") else {})
+                names = {name.lower().encode() for name in held}
+                kept = [pair for pair in message["headers"] if pair[0].lower() not in names]
+                message["headers"] = kept + [(name.lower().encode(), value.encode()) for name, value in held.items()]
+            await send(message)
+
+        await self.app(scope, receive, headed if scope["type"] == "http" else send)
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """The fields of a form. Raises Forbidden for one that is too long."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise Forbidden(f"the form is longer than {MAX_BODY:,} bytes")
+    return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=64))

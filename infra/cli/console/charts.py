@@ -1,0 +1,207 @@
+"""Charts as SVG, drawn here: no script, no style attribute, and every figure is also text.
+
+Colours are classes of the one stylesheet (`s0` to `s7`), so that light and dark are its business. Each point has a title, which
+a browser shows where the pointer rests.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from markupsafe import Markup, escape
+
+WIDTH, HEIGHT = 360, 132
+LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 20
+MAX_POINTS = 240
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A point of a line. low, high: of its interval. title: what is told where the pointer rests."""
+
+    x: float
+    y: float
+    title: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A line with its name and colour, 0 to 7; `dashed` for another run."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int = 0
+    dashed: bool = False
+
+
+class Scale(msgspec.Struct, frozen=True):
+    """From values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        """Where a value is drawn."""
+        span = self.high - self.low
+        share = (value - self.low) / span if span else 0.5
+        return round(self.start + share * (self.stop - self.start), 1)
+
+
+def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
+    """No more points than can be seen, the first and the last among them."""
+    if len(points) <= at_most:
+        return list(points)
+    step = (len(points) - 1) / (at_most - 1)
+    return [points[round(index * step)] for index in range(at_most)]
+
+
+def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+    """Round values between two, some `wanted` of them.
+
+    >>> ticks(0.0, 1.0)
+    [0.0, 0.5, 1.0]
+    """
+    span = high - low
+    if not math.isfinite(span) or span <= 0:
+        return [low]
+    raw = span / wanted
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= raw)
+    first = math.ceil(low / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def short(value: float) -> str:
+    """A number in few characters.
+
+    >>> short(12500.0), short(0.25), short(3.0)
+    ('12.5k', '0.25', '3')
+    """
+    size = abs(value)
+    if size >= 1e12:
+        return f"{value:.0e}"
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}" if size >= 1e-4 or not size else f"{value:.0e}"
+
+
+def bounds(values: Sequence[float], zero: bool) -> tuple[float, float]:
+    """What the axis covers."""
+    low, high = min(values), max(values)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    pad = (high - low) * 0.05 or abs(high) * 0.05 or 0.5
+    return (low if zero and low == 0 else low - pad), high + pad
+
+
+def line_chart(title: str, lines: Sequence[Line], *, x_name: str = "version", zero: bool = False) -> Markup:
+    """Lines over one axis, with their intervals as bands."""
+    lines = [msgspec.structs.replace(line, points=thin(line.points)) for line in lines if line.points]
+    every = [point for line in lines for point in line.points]
+    if not every:
+        return Markup('<p class="none">nothing yet</p>')
+    edges = [
+        one for point in every for one in (point.y, point.low, point.high) if one is not None and math.isfinite(one)
+    ]
+    xs = Scale(min(one.x for one in every), max(one.x for one in every), LEFT, WIDTH - RIGHT)
+    ys = Scale(*bounds(edges or [0.0], zero), HEIGHT - BOTTOM, TOP)
+    parts = [_grid(xs, ys, x_name)]
+    for line in lines:
+        parts += _line(line, xs, ys)
+    newest = ", ".join(f"{line.name} {short(line.points[-1].y)}" for line in lines)
+    return _svg(f"{title}; newest: {newest}", parts)
+
+
+def _line(line: Line, xs: Scale, ys: Scale) -> list[str]:
+    points = [one for one in line.points if math.isfinite(one.y)]
+    kind = f"s{line.colour % 8}{' dashed' if line.dashed else ''}"
+    found = []
+    band = [one for one in points if one.low is not None and one.high is not None]
+    if len(band) > 1:
+        upper = [f"{xs(one.x)},{ys(one.high or 0.0)}" for one in band]
+        lower = [f"{xs(one.x)},{ys(one.low or 0.0)}" for one in reversed(band)]
+        found.append(f'<polygon class="band {kind}" points="{" ".join([*upper, *lower])}"/>')
+    found.append(f'<polyline class="line {kind}" points="{" ".join(f"{xs(one.x)},{ys(one.y)}" for one in points)}"/>')
+    if len(points) <= 60:
+        found += [f'<circle class="dot {kind}" cx="{xs(one.x)}" cy="{ys(one.y)}" r="1.8"/>' for one in points]
+    # What the pointer meets is as wide as the room to the next point, so that each can be hit.
+    wide = max(3.0, (xs.stop - xs.start) / max(1, len(points)))
+    for one in points:
+        if one.title:
+            at = xs(one.x) - wide / 2
+            hit = f'<rect class="hit" x="{at:.1f}" y="{TOP}" width="{wide:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
+            mark = f'<circle class="mark {kind}" cx="{xs(one.x)}" cy="{ys(one.y)}" r="3"/>'
+            found.append(f"<g>{hit}{mark}<title>{escape(one.title)}</title></g>")
+    return found
+
+
+def area_chart(title: str, xs_at: Sequence[float], layers: Mapping[str, Sequence[float]], *, x_name: str) -> Markup:
+    """Areas, one upon the other, in the order of the mapping; their names are the legend's."""
+    if not xs_at or not layers:
+        return Markup('<p class="none">nothing yet</p>')
+    totals = [sum(values) for values in zip(*layers.values(), strict=True)]
+    xs = Scale(min(xs_at), max(xs_at), LEFT, WIDTH - RIGHT)
+    ys = Scale(0.0, max(totals) * 1.05 or 1.0, HEIGHT - BOTTOM, TOP)
+    floor = [0.0] * len(xs_at)
+    parts = [_grid(xs, ys, x_name)]
+    for colour, (name, values) in enumerate(layers.items()):
+        roof = [below + value for below, value in zip(floor, values, strict=True)]
+        upper = [f"{xs(x)},{ys(y)}" for x, y in zip(xs_at, roof, strict=True)]
+        lower = [f"{xs(x)},{ys(y)}" for x, y in zip(reversed(xs_at), reversed(floor), strict=True)]
+        told = f"{name}: {sum(values):,.0f}"
+        parts.append(
+            f'<polygon class="area s{colour % 8}" points="{" ".join([*upper, *lower])}"><title>{escape(told)}</title></polygon>'
+        )
+        floor = roof
+    return _svg(title, parts)
+
+
+def spark(values: Sequence[float], title: str) -> Markup:
+    """A line without axes, as high as a word."""
+    kept = [value for value in values if math.isfinite(value)]
+    if len(kept) < 2:
+        return Markup("")
+    xs, ys = Scale(0, len(kept) - 1, 1, 79), Scale(min(0.0, *kept), max(kept) or 1.0, 17, 2)
+    points = " ".join(f"{xs(at)},{ys(value)}" for at, value in enumerate(kept))
+    return Markup(
+        f'<svg class="spark" viewBox="0 0 80 18" role="img" aria-label="{escape(title)}"><polyline class="line s0" '
+        f'points="{points}"/></svg>'
+    )
+
+
+def interval(share: float, low: float | None, high: float | None) -> Markup:
+    """A share with its 95 % interval on a line from 0 to 1."""
+    at = Scale(0.0, 1.0, 2, 118)
+    band = (
+        f'<rect class="band s0" x="{at(low)}" y="5" width="{max(1.0, at(high) - at(low)):.1f}" height="8" rx="2"/>'
+        if low is not None and high is not None
+        else ""
+    )
+    return Markup(
+        f'<svg class="interval" viewBox="0 0 120 18" aria-hidden="true"><line class="axis" x1="2" x2="118" y1="9" y2="9"/>'
+        f'{band}<circle class="dot s0" cx="{at(share)}" cy="9" r="3"/></svg>'
+    )
+
+
+def _grid(xs: Scale, ys: Scale, x_name: str) -> str:
+    found = []
+    for value in ticks(ys.low, ys.high):
+        y = ys(value)
+        found.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        found.append(f'<text class="tick end" x="{LEFT - 6}" y="{y + 3}">{short(value)}</text>')
+    for value in ticks(xs.low, xs.high, 5) if xs.high > xs.low else [xs.low]:
+        found.append(f'<text class="tick mid" x="{xs(value)}" y="{HEIGHT - 6}">{_x_label(value, x_name)}</text>')
+    return "".join(found)
+
+
+def _x_label(value: float, x_name: str) -> str:
+    return f"v{value:g}" if x_name == "version" else f"{value:g}m"
+
+
+def _svg(title: str, parts: Sequence[str]) -> Markup:
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    )

@@ -1,0 +1,74 @@
+"""Dead letters, tasks, what processors made, what is sealed: what the Data and Privacy pages list from the index."""
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SHOWN = 100
+
+
+def letters(database: sqlite3.Connection, reason: str, before_ms: int | None) -> Sequence[sqlite3.Row]:
+    """Dead letters, the newest first."""
+    return database.execute(
+        "SELECT * FROM letters WHERE (? = '' OR reason = ?) AND time_ms < ? ORDER BY time_ms DESC LIMIT ?",
+        (reason, reason, before_ms or 2**62, SHOWN),
+    ).fetchall()
+
+
+def letter_counts(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
+    """How many letters there are of each reason and stage, and how many went back."""
+    return database.execute(
+        "SELECT reason, stage, count(*) AS count, sum(done) AS done FROM letters GROUP BY reason, stage ORDER BY count DESC"
+        " LIMIT 50"
+    ).fetchall()
+
+
+def tasks(database: sqlite3.Connection, order: str, named: str) -> Sequence[sqlite3.Row]:
+    """Tasks with their mean score: the hardest, the easiest or the most asked ones."""
+    by = {"hardest": "share, judged DESC", "easiest": "share DESC, judged DESC"}.get(order, "judged DESC")
+    return database.execute(
+        "SELECT task, judged, total / judged AS share, newest FROM tasks WHERE task >= ? AND task < ? || char(1114111)"
+        f" ORDER BY {by} LIMIT ?",
+        (named, named, SHOWN),
+    ).fetchall()
+
+
+def task_shares(database: sqlite3.Connection) -> list[int]:
+    """How many tasks have a mean score in each tenth of 0 to 1."""
+    rows = database.execute(
+        "SELECT min(9, max(0, cast(10 * total / judged AS INTEGER))) AS tenth, count(*) AS count FROM tasks GROUP BY tenth"
+    ).fetchall()
+    found = [0] * 10
+    for row in rows:
+        found[row["tenth"]] = row["count"]
+    return found
+
+
+def made(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
+    """The newest experiences that processors made from others."""
+    return database.execute(
+        "SELECT answers.n, id, time_ms, lane, task, fate, asked, answered FROM answers LEFT JOIN texts ON"
+        " texts.n = answers.n WHERE made > 0 ORDER BY answers.n DESC LIMIT 20"
+    ).fetchall()
+
+
+def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
+    """How much is sealed, who was forgotten, and what was opened by whom."""
+    orders = database.execute(
+        "SELECT * FROM orders WHERE word IN ('open', 'forget') ORDER BY offset DESC LIMIT ?", (SHOWN,)
+    ).fetchall()
+    return {
+        "sealed": database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()[0],
+        "opened": [row for row in orders if row["word"] == "open"],
+        "forgotten": [row for row in orders if row["word"] == "forget"],
+        "newest": database.execute(
+            "SELECT id, time_ms, tenant FROM answers WHERE sealed > 0 ORDER BY n DESC LIMIT 20"
+        ).fetchall(),
+    }
+
+
+def openings_of(database: sqlite3.Connection, answer: str) -> Sequence[sqlite3.Row]:
+    """Who opened an answer, when and why."""
+    return database.execute(
+        "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (answer,)
+    ).fetchall()

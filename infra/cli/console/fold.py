@@ -1,0 +1,232 @@
+"""From the log to the index of the pages: what each record says of an answer, a version, a task.
+
+Read downstream first and folded upstream first, so that whatever a record is about was folded before it. A record that does
+not decode says nothing here: it is in dead-letters, where it has a page.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+from infra.cli.console.index import TRAINED, ConsoleIndex, key_of
+from infra.ledger.index import number
+from infra.log.blobs import is_claim
+from infra.log.bus import Record
+from infra.log.log import Log
+from schemas import (
+    Batch,
+    Block,
+    Closure,
+    Control,
+    DeadLetter,
+    Directive,
+    Drawn,
+    DropMarker,
+    EvalResult,
+    Experience,
+    Feedback,
+    Fence,
+    PolicyEvent,
+    Progress,
+    Rollback,
+    Skip,
+    decode,
+    topics,
+)
+from schemas.errors import BadFrame
+from schemas.ids import ANSWER_PREFIX
+from schemas.topics import Topic
+
+# What a group goes through, in order.
+FOLDED = (
+    topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.BATCHES,
+    topics.POLICIES, topics.DEAD_LETTERS,
+)  # fmt: skip
+MAX_RECORDS = 2000
+MARK = "re-delivered"  # stage of a letter that says another was delivered again
+Found = tuple[int, Record, Control | Block]  # time in ms, record, what it holds
+
+
+class Folder:
+    """Folds records of one run and one policy into an index."""
+
+    def __init__(self, index: ConsoleIndex, *, run: str, policy: str) -> None:
+        self._index = index
+        self._run = run
+        self._policy = policy
+
+    async def refresh(self, log: Log, on_left: Callable[[str, int], None] = lambda topic, left: None) -> None:
+        """Fold what has come since the last time. on_left: called with a topic and how many of its records are left."""
+        bounds = {topic: await log.bounds(topic) for topic in reversed(FOLDED)}
+        reads = self._index.reads()
+        if any(
+            bounds[topic][1].get(part, 0) < reads.get((topic.name, part), 0)
+            for topic in FOLDED
+            for part in bounds[topic][1]
+        ):
+            await asyncio.to_thread(self._index.begin_anew)
+            reads = {}
+        for topic in FOLDED:
+            begins, ends = bounds[topic]
+            following = {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in begins.items()}
+            if all(following[part] >= end for part, end in ends.items()):
+                on_left(topic.name, 0)
+                continue
+            async with aclosing(log.chunks(topic, following, ends, max_records=MAX_RECORDS)) as chunks:
+                async for records in chunks:
+                    following |= {record.partition: record.offset + 1 for record in records}
+                    claims = [(await log.decoded(one)).value if is_claim(one.value) else None for one in records]
+                    await asyncio.to_thread(self.fold, topic, records, following, claims)
+                    on_left(topic.name, sum(max(0, end - following[part]) for part, end in ends.items()))
+            await asyncio.to_thread(self.fold, topic, (), following | ends, ())
+
+    def fold(
+        self,
+        topic: Topic,
+        records: Sequence[Record],
+        following: dict[int, int],
+        claims: Sequence[Control | Block | None],
+    ) -> None:
+        """Records of one topic, in one transaction. claims: what was fetched from the store, beside each record."""
+        found = [
+            (record.timestamp_ms, record, value)
+            for record, claimed in zip(records, claims, strict=True)
+            if (value := claimed or _held(record)) is not None
+        ]
+        with self._index.database:
+            if topic in (topics.EXPERIENCES, topics.EXPERTS):
+                self._index.add(members_of(found))
+            elif topic in (topics.VERIFIED, topics.EVALS):
+                self._verified(found)
+                self._decided(found)
+            elif topic is topics.BUFFER:
+                self._buffered(found)
+            elif topic is topics.PROGRESS:
+                self._progress(found)
+            elif topic is topics.BATCHES:
+                self._journaled(found)
+            else:
+                self._decided(found)
+            self._index.note_reads(topic.name, following)
+
+    def _verified(self, found: Sequence[Found]) -> None:
+        members = members_of(found)
+        self._index.add(members)
+        self._index.many(
+            "INSERT OR REPLACE INTO scores SELECT ?, n, ? FROM answers WHERE key = ?",
+            [(score.name, score.value, key_of(one.id)) for _, one in members for score in one.scores],
+        )
+        self._index.many(
+            "INSERT INTO tasks VALUES (?, 1, ?, ?) ON CONFLICT DO UPDATE SET judged = judged + 1,"
+            " total = total + excluded.total, newest = max(newest, excluded.newest)",
+            [
+                (one.task, sum(score.value for score in one.scores) / len(one.scores), one.max_version)
+                for _, one in members
+                if one.task and one.scores
+            ],
+        )
+        self._index.end([(one.reason, key_of(one.id)) for _, _, one in found if isinstance(one, DropMarker)])
+        self._index.many(
+            "UPDATE answers SET said = said + 1, rated = coalesce(?, rated) WHERE key = ?",
+            [
+                (one.value, key_of(one.ref.removeprefix(ANSWER_PREFIX)))
+                for _, _, one in found
+                if isinstance(one, Feedback)
+            ],
+        )
+
+    def _buffered(self, found: Sequence[Found]) -> None:
+        members = [(time_ms, one) for time_ms, one in members_of(found) if one.kind != "withdrawal"]
+        self._index.add(members)
+        self._index.many(
+            "UPDATE answers SET reward = coalesce(?, reward), advantage = coalesce(?, advantage) WHERE key = ?",
+            [(one.reward, one.advantage, key_of(one.id)) for _, one in members],
+        )
+
+    def _progress(self, found: Sequence[Found]) -> None:
+        ended = []
+        for time_ms, _, one in found:
+            if isinstance(one, Closure) and one.outcome != "buffered":
+                mine = f"{one.group}.{one.attempt}-"
+                ended.append((one.reason or one.outcome, number(one.group), len(mine), mine))
+            elif isinstance(one, Drawn):
+                ended += [(why, number(group), 0, "") for group, why in one.dropped.items()]
+            elif isinstance(one, Progress) and one.role == "train" and one.version >= 0:
+                self._index.many(
+                    "INSERT OR REPLACE INTO curves VALUES (?, ?, ?, ?)",
+                    [(name, one.version, time_ms, value) for name, value in one.gauges.items() if "{" not in name],
+                )
+        self._index.many("UPDATE answers SET fate = ? WHERE grp = ? AND fate = '' AND substr(id, 1, ?) = ?", ended)
+
+    def _journaled(self, found: Sequence[Found]) -> None:
+        for time_ms, _, one in found:
+            if not isinstance(one, Batch | Skip | Rollback | Fence) or one.run != self._run:
+                continue
+            database = self._index.database
+            (highest,) = database.execute("SELECT max(token) FROM fence").fetchone()
+            if highest is not None and one.token < highest:
+                continue
+            match one:
+                case Fence():
+                    database.execute("INSERT INTO fence VALUES (?)", (one.token,))
+                case Batch():
+                    row = (one.step, one.token, time_ms, one.version)
+                    if database.execute("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", row).rowcount:
+                        self._index.many(
+                            "UPDATE answers SET fate = ?, step = ? WHERE key = ?",
+                            [(TRAINED, one.step, key_of(item.id)) for item in one.items],
+                        )
+                        pairs = zip(one.dropped, one.dropped_because, strict=False)
+                        self._index.end([(why, key_of(item.id)) for item, why in pairs])
+                case Skip():
+                    self._undone("step skipped", one.step, one.step)
+                case Rollback():
+                    self._undone("rolled back", one.from_step, one.to_step)
+
+    def _undone(self, why: str, first: int, last: int) -> None:
+        self._index.many("UPDATE answers SET fate = ? WHERE step BETWEEN ? AND ?", [(why, first, last)])
+
+    def _decided(self, found: Sequence[Found]) -> None:
+        row: tuple[object, ...]
+        for time_ms, record, one in found:
+            match one:
+                case EvalResult(policy=self._policy):
+                    low, high = one.interval or (None, None)
+                    asked = one.num_tasks * one.num_samples
+                    row = (one.suite, one.version, time_ms, one.num_correct, asked, low, high)
+                    self._index.many("INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?, ?)", [row])
+                case PolicyEvent(policy=self._policy, event="published"):
+                    row = (one.version, one.step, time_ms)
+                    self._index.many("INSERT OR REPLACE INTO published VALUES (?, ?, ?)", [row])
+                case Directive() if one.order not in ("lease", "eval"):
+                    row = (record.offset, time_ms, one.order, one.owner, one.about, one.reason)
+                    self._index.many("INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?)", [row])
+                case DeadLetter() if one.stage == MARK:
+                    row = (one.partition, one.offset)
+                    self._index.many("UPDATE letters SET done = 1 WHERE part = ? AND offset = ?", [row])
+                case DeadLetter():
+                    where = f"{one.topic}/{one.partition}@{one.offset}"
+                    row = (
+                        record.partition, record.offset, time_ms, one.topic, where, one.stage, one.reason, one.error[:2000],
+                        len(one.value),
+                    )  # fmt: skip
+                    self._index.many(
+                        "INSERT OR IGNORE INTO letters (part, offset, time_ms, topic, at, stage, reason, error, size)"
+                        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                        [row],
+                    )
+
+
+def members_of(found: Sequence[Found]) -> list[tuple[int, Experience]]:
+    """Every experience of these records, with its record's time."""
+    return [(time_ms, member) for time_ms, _, one in found if isinstance(one, Block) for member in one.experiences]
+
+
+def _held(record: Record) -> Control | Block | None:
+    """What a record holds, sealed sections shut; None where it does not decode. Raises UnknownMajor."""
+    if is_claim(record.value):
+        return None
+    try:
+        return decode(record.value)
+    except BadFrame:
+        return None

@@ -1,0 +1,215 @@
+"""What the pages search and draw: a SQLite file beside the run, folded from the log.
+
+Guarantees: a cache of the log and of nothing else, which may be removed at any time; a log that begins anew makes it begin
+anew; of what is sealed it holds headers and never text; what is older than the log keeps goes. One process writes it, any
+number read. Text is held up to MAX_TEXT characters: the last question, and the answer.
+"""
+
+import fcntl
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from infra.ledger.account import VALIDATION
+from infra.ledger.index import number
+from schemas import Experience
+from schemas.errors import BadFrame
+from schemas.ids import session_of
+
+LAYOUT = 1
+MAX_TEXT = 2000
+SCHEMA = """
+CREATE TABLE reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
+CREATE TABLE answers (
+  n INTEGER PRIMARY KEY, key INTEGER UNIQUE, id TEXT, grp INTEGER, time_ms INTEGER, lane TEXT, tenant TEXT, session TEXT,
+  suite TEXT, task TEXT, lo INTEGER, hi INTEGER, tokens INTEGER, sealed INTEGER, made INTEGER, reward REAL, advantage REAL,
+  fate TEXT NOT NULL DEFAULT '', said INTEGER NOT NULL DEFAULT 0, rated REAL, step INTEGER
+);
+CREATE TABLE scores (name TEXT, n INTEGER, value REAL, PRIMARY KEY (name, n)) WITHOUT ROWID;
+CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT);
+CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
+CREATE TABLE fates (version INTEGER, minute INTEGER, fate TEXT, count INTEGER, PRIMARY KEY (version, minute, fate))
+  WITHOUT ROWID;
+CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER) WITHOUT ROWID;
+CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, PRIMARY KEY (name, version)) WITHOUT ROWID;
+CREATE TABLE evals (suite TEXT, version INTEGER, time_ms INTEGER, right INTEGER, asked INTEGER, low REAL, high REAL,
+  PRIMARY KEY (suite, version)) WITHOUT ROWID;
+CREATE TABLE letters (part INTEGER, offset INTEGER, time_ms INTEGER, topic TEXT, at TEXT, stage TEXT, reason TEXT,
+  error TEXT, size INTEGER, done INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (part, offset)) WITHOUT ROWID;
+CREATE TABLE orders (offset INTEGER PRIMARY KEY, time_ms INTEGER, word TEXT, owner TEXT, about TEXT, reason TEXT);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, token INTEGER, time_ms INTEGER, version INTEGER);
+CREATE TABLE fence (token INTEGER);
+CREATE TABLE published (version INTEGER PRIMARY KEY, step INTEGER, time_ms INTEGER);
+CREATE INDEX by_group ON answers (grp);
+CREATE INDEX by_lane ON answers (lane);
+CREATE INDEX by_tenant ON answers (tenant);
+CREATE INDEX by_session ON answers (session) WHERE session != '';
+CREATE INDEX by_version ON answers (hi);
+CREATE INDEX by_fate ON answers (fate);
+CREATE INDEX by_said ON answers (said) WHERE said > 0;
+CREATE INDEX by_reward ON answers (reward) WHERE reward IS NOT NULL;
+CREATE INDEX by_suite ON answers (suite, hi) WHERE suite != '';
+CREATE INDEX by_step ON answers (step) WHERE step IS NOT NULL;
+CREATE INDEX by_task ON answers (task) WHERE task != '';
+CREATE INDEX by_made ON answers (made) WHERE made > 0;
+CREATE INDEX by_sealed ON answers (sealed) WHERE sealed > 0;
+CREATE TRIGGER came AFTER INSERT ON answers WHEN new.suite = '' BEGIN
+  INSERT INTO fates VALUES (new.hi, new.time_ms / 60000, new.fate, 1)
+    ON CONFLICT DO UPDATE SET count = count + 1;
+END;
+CREATE TRIGGER ended AFTER UPDATE OF fate ON answers WHEN new.suite = '' AND old.fate != new.fate BEGIN
+  UPDATE fates SET count = count - 1 WHERE version = old.hi AND minute = old.time_ms / 60000 AND fate = old.fate;
+  INSERT INTO fates VALUES (new.hi, new.time_ms / 60000, new.fate, 1)
+    ON CONFLICT DO UPDATE SET count = count + 1;
+END;
+"""
+TRAINED = "trained"
+
+
+def key_of(experience: str) -> int:
+    """An experience as 63 bits."""
+    return xxhash.xxh3_64_intdigest(experience.encode()) >> 1
+
+
+def reader_of(path: Path) -> sqlite3.Connection:
+    """A connection that only reads. Raises sqlite3.Error where there is no index."""
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
+    database.row_factory = sqlite3.Row
+    database.execute("PRAGMA cache_size = -8000")
+    return database
+
+
+class ConsoleIndex:
+    """The index as its one writer has it. Not safe for concurrent use; `is_writer` is False where another process writes."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._lock = path.with_suffix(".lock").open("w", encoding="ascii")
+        self.is_writer = False
+        self.claim()
+        self.database = sqlite3.connect(path, timeout=60.0, check_same_thread=False)
+        self.database.execute("PRAGMA journal_mode = WAL")
+        # A cache of the log: what the machine loses of it is read again.
+        self.database.execute("PRAGMA synchronous = OFF" if self.is_writer else "PRAGMA query_only = ON")
+        self.database.execute("PRAGMA cache_size = -32000")
+        if self.is_writer and self.database.execute("PRAGMA user_version").fetchone() != (LAYOUT,):
+            self.begin_anew()
+
+    def claim(self) -> bool:
+        """Become the writer if nobody is; the kernel lets go for one that dies."""
+        if not self.is_writer:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.is_writer = True
+            except BlockingIOError:
+                return False
+        return True
+
+    def take_over(self) -> bool:
+        """Write from here on, if the process that wrote is gone."""
+        if self.is_writer or not self.claim():
+            return False
+        self.database.execute("PRAGMA query_only = OFF")
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        self.database.close()
+        self._lock.close()
+
+    def begin_anew(self) -> None:
+        """Forget everything."""
+        found: list[tuple[str, str]] = self.database.execute(
+            "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' AND name NOT LIKE 'words_%'"
+            " AND type IN ('table', 'trigger')"
+        ).fetchall()
+        for kind, name in found:
+            self.database.execute(f"DROP {kind} IF EXISTS {name}")
+        self.database.executescript(SCHEMA)
+        self.database.execute(f"PRAGMA user_version = {LAYOUT}")
+
+    def reads(self) -> dict[tuple[str, int], int]:
+        """How far each partition was read."""
+        rows = self.database.execute("SELECT topic, part, next FROM reads")
+        return {(topic, part): following for topic, part, following in rows}
+
+    def note_reads(self, topic: str, following: dict[int, int]) -> None:
+        """Remember how far a topic was read."""
+        self.database.executemany(
+            "INSERT OR REPLACE INTO reads VALUES (?, ?, ?)", [(topic, part, at) for part, at in following.items()]
+        )
+
+    def prune(self, before_ms: int, at_most: int = 20_000) -> int:
+        """Forget answers older than the log keeps, some at a time; how many."""
+        last = self.database.execute(
+            "SELECT max(n) FROM (SELECT n, time_ms FROM answers ORDER BY n LIMIT ?) WHERE time_ms < ?",
+            (at_most, before_ms),
+        ).fetchone()[0]
+        if last is None:
+            return 0
+        with self.database:
+            self.database.execute(
+                "INSERT INTO words (words, rowid, asked, answered)"
+                " SELECT 'delete', n, asked, answered FROM texts WHERE n <= ?",
+                (last,),
+            )
+            self.database.execute("DELETE FROM texts WHERE n <= ?", (last,))
+            self.database.execute(
+                "DELETE FROM scores WHERE n <= ? AND name IN (SELECT DISTINCT name FROM scores)", (last,)
+            )
+            gone = self.database.execute("DELETE FROM answers WHERE n <= ?", (last,)).rowcount
+            self.database.execute("DELETE FROM fates WHERE minute < ?", (before_ms // 60_000,))
+            self.database.execute("DELETE FROM letters WHERE time_ms < ?", (before_ms,))
+        return gone
+
+    def add(self, members: Sequence[tuple[int, Experience]]) -> None:
+        """Answers as they were published, with their times."""
+        fresh = []
+        for time_ms, one in sorted(members, key=lambda pair: pair[0]):
+            row = _row(time_ms, one)
+            done = self.database.execute(
+                "INSERT OR IGNORE INTO answers (key, id, grp, time_ms, lane, tenant, session, suite, task, lo, hi, tokens,"
+                " sealed, made, fate) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
+            if done.rowcount and not one.key_id:
+                fresh.append((done.lastrowid, *texts_of(one)))
+        self.database.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", fresh)
+        self.database.executemany("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", fresh)
+
+    def end(self, rows: Sequence[tuple[str, int]]) -> None:
+        """Fates of experiences by key; the first word counts, unless it was trained."""
+        self.database.executemany("UPDATE answers SET fate = ? WHERE key = ? AND fate = ''", rows)
+
+    def many(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """One statement for many rows."""
+        self.database.executemany(statement, rows)
+
+
+def texts_of(one: Experience) -> tuple[str, str]:
+    """The last question and the answer, cut; what cannot be read is "" and its page says why."""
+    try:
+        messages = one.messages
+    except BadFrame:
+        return "", ""
+    asked = next((each.content for each in reversed(messages) if each.role != "assistant"), "")
+    answered = next((each.content for each in reversed(messages) if each.role == "assistant"), "")
+    return asked[:MAX_TEXT], answered[:MAX_TEXT]
+
+
+def _row(time_ms: int, one: Experience) -> tuple[object, ...]:
+    return (
+        key_of(one.id), one.id, number(one.group), time_ms, one.lane, one.tenant, session_of(one.group), one.suite, one.task,
+        one.min_version, one.max_version, one.num_sampled, int(bool(one.key_id)), int(bool(one.parent)),
+        VALIDATION if one.held_out and not one.suite else "",
+    )  # fmt: skip
+
+
+def plain(numbers: object) -> str:
+    """Small numbers as JSON."""
+    return json.dumps(numbers, sort_keys=True)

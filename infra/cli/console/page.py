@@ -1,0 +1,108 @@
+"""Pages from templates: what every page is told, and how foreign text gets into one.
+
+Guarantee: whatever a template shows went through `printable` and was escaped; markup comes from our own code alone.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from infra.cli.console.access import Access, Viewer
+from infra.cli.console.answers import Spell
+from infra.cli.console.charts import short
+from infra.cli.console.learning import Run
+from infra.cli.console.reading import Reading
+from infra.cli.terminal import printable
+
+NAV = (
+    ("/", "Flow"), ("/learning", "Learning"), ("/answers", "Answers"), ("/versions", "Versions"), ("/data", "Data"),
+    ("/privacy", "Privacy"),
+)  # fmt: skip
+SHORT = 140
+
+
+class Pages:
+    """Templates over one run. config: its settings file, for what runs as a process. beside: other runs' indexes.
+    spell: token ids as text, None where there is no tokenizer.
+    """
+
+    def __init__(self, reading: Reading, access: Access, config: Path | None, beside: Sequence[Run] = ()) -> None:
+        self.reading = reading
+        self.access = access
+        self.config = config
+        self.beside = beside
+        self.spell: Spell | None = None
+        self.busy = False  # whether a reprocess runs
+        self._environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
+            finalize=_safe, trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        self._environment.filters |= {
+            "clock": clock, "iso": iso, "brief": brief, "short": short, "share": share, "signed": signed,
+        }  # fmt: skip
+
+    def show(
+        self, request: Request, viewer: Viewer | None, template: str, status: int = 200, **values: Any
+    ) -> HTMLResponse:
+        """A page."""
+        about = {
+            "app": self.reading.settings.app,
+            "path": request.url.path,
+            "nav": NAV,
+            "status": status,
+            "viewer": viewer,
+            "token": self.access.form_token(viewer) if viewer else "",
+            "fault": self.reading.fault if viewer else "",
+            "folding": self.reading.folding if viewer else "",
+            "can_act": bool(viewer and viewer.may("operate")),
+            "done": request.query_params.get("done", "")[:200] if viewer else "",
+        }
+        text = self._environment.get_template(template).render(about | values)
+        return HTMLResponse(text.encode("utf-8", "replace"), status_code=status)
+
+    def sign_in(self, request: Request, why: str, status: int) -> HTMLResponse:
+        """The door, and why it is shut."""
+        return self.show(request, None, "enter.html", status, why=why)
+
+    def error(self, request: Request, viewer: Viewer | None, status: int, why: str) -> HTMLResponse:
+        """What is wrong, in words."""
+        return self.show(request, viewer, "error.html", status, why=why)
+
+
+def _safe(value: object) -> object:
+    """Foreign text with what would turn or hide text shown instead; markup of ours as it is."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return printable(value)
+    return value
+
+
+def clock(time_ms: float | None) -> str:
+    """Local time, as the commands show it."""
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(time_ms / 1000)) if time_ms else ""
+
+
+def iso(time_ms: float | None) -> str:
+    """For machines."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_ms / 1000)) if time_ms else ""
+
+
+def brief(text: str | None) -> str:
+    """The beginning of a text on one line."""
+    words = " ".join((text or "")[: 4 * SHORT].split())
+    return words if len(words) <= SHORT else words[: SHORT - 1] + "…"
+
+
+def share(value: float | None) -> str:
+    """A share, or a dash."""
+    return "–" if value is None else f"{value:.1%}"
+
+
+def signed(value: float | None) -> str:
+    """A number with its sign, or a dash."""
+    return "–" if value is None else f"{value:+.3g}"

@@ -1,0 +1,66 @@
+"""The pages that do something: a form that was let in, one record in the log, and back to where the viewer was."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from infra.cli.console import actions
+from infra.cli.console.access import Viewer
+from infra.cli.console.actions import MOVES, ORDERS, Refusal
+from infra.cli.console.answers import shown
+from infra.cli.console.page import Pages
+from infra.cli.console.pages_look import show_answer
+
+Form = Mapping[str, str]
+
+
+async def move(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
+    """promote, try, pin, unpin, rollback."""
+    return _back("/versions", await actions.move(pages.reading, viewer, action, form))
+
+
+async def order(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
+    """pause, resume."""
+    return _back("/versions", await actions.order(pages.reading, viewer, action, form))
+
+
+async def redeliver(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
+    """Dead letters once more."""
+    return _back("/data", await actions.redeliver(pages.reading))
+
+
+async def reprocess(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
+    """What the rules of the settings file would have changed; one at a time."""
+    if pages.config is None:
+        raise Refusal("an archive has no settings of stages to run")
+    if pages.busy:
+        raise Refusal("a comparison runs already; wait for it")
+    pages.busy = True
+    try:
+        report = await actions.reprocess(pages.config, form)
+    finally:
+        pages.busy = False
+    return pages.show(request, viewer, "reprocess.html", report=report)
+
+
+async def open_sealed(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
+    """A sealed answer, shown once, after the log has who and why."""
+    trace = await pages.reading.answer(form.get("answer", ""))
+    await actions.open_sealed(pages.reading, viewer, trace.id, form)
+    view = shown(trace, pages.spell, opened=True)
+    return await show_answer(pages, request, viewer, trace, view, opened=True)
+
+
+def _back(path: str, done: str) -> Response:
+    return RedirectResponse(f"{path}?{urlencode({'done': done})}", status_code=303)
+
+
+ACTIONS: Mapping[str, Callable[[Pages, Request, Viewer, str, Form], Awaitable[Response]]] = {
+    **dict.fromkeys(MOVES, move),
+    **dict.fromkeys(ORDERS, order),
+    "redeliver": redeliver,
+    "reprocess": reprocess,
+    "open": open_sealed,
+}

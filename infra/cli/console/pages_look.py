@@ -1,0 +1,203 @@
+"""The pages that show: each reads, fills a template, and changes nothing."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from infra.cli.console import data, learning, versions
+from infra.cli.console.access import Viewer
+from infra.cli.console.answers import ShownAnswer, beside, scores_of, shown
+from infra.cli.console.charts import interval, spark
+from infra.cli.console.flow import ARROWS, alarms_of, boxes_of, sentence
+from infra.cli.console.page import Pages
+from infra.cli.console.search import Query, choices, query_of, search
+from infra.ledger.trace import AnswerTrace
+from schemas.errors import NotInLog
+from schemas.ids import ANSWER_PREFIX, group_of
+
+HELP = ("see-what-happened", "decide-what-customers-get", "run-a-cluster", "send-feedback", "try-other-rules")
+HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
+IDS_SHOWN = 60
+
+
+async def flow(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """The system, as it is now."""
+    state, history = await pages.reading.status(), await pages.reading.history()
+    pulse = [
+        (name, values[-1], spark(list(values), f"{name} over the last minutes"))
+        for name, values in sorted(pages.reading.pulse.items())
+        if any(values)
+    ]
+    template = "flow_live.html" if request.query_params.get("fragment") else "flow.html"
+    return pages.show(
+        request, viewer, template, boxes=boxes_of(state, history.stable), arrows=ARROWS, alarms=alarms_of(state),
+        sentence=sentence(state, time.time()), state=state, pulse=pulse,
+    )  # fmt: skip
+
+
+async def learn(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """Curves over versions or time."""
+    by_time = request.query_params.get("over") == "time"
+    app = pages.reading.settings.app
+    charts = await pages.reading.ask(lambda one: learning.charts_of([(app, one), *pages.beside], by_time=by_time))
+    legend, fates = await pages.reading.ask(lambda one: learning.fates_chart(one, by_time=by_time))
+    return pages.show(
+        request, viewer, "learning.html", charts=charts, fates=fates, fates_legend=legend, by_time=by_time,
+        runs=[app, *(name for name, _ in pages.beside)],
+    )  # fmt: skip
+
+
+async def answers(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """Search; an id goes straight to its answer."""
+    asked = dict(request.query_params)
+    text = asked.get("text", "").strip()
+    if text.startswith(ANSWER_PREFIX) or (text.count("-") >= 2 and _is_id(text)):
+        return RedirectResponse(f"/answers/{quote(text)}", status_code=303)
+    query, faults = query_of(asked)
+    began_s = time.perf_counter()
+    page = await pages.reading.ask(lambda one: search(one, query))
+    offered = await pages.reading.held("choices", lambda: pages.reading.ask(choices), held_s=10.0)
+    further = urlencode(
+        {**{name: value for name, value in asked.items() if value and name != "before"}, "before": page.further or 0}
+    )
+    return pages.show(
+        request, viewer, "answers.html", query=query, faults=faults, page=page, choices=offered, further=further,
+        took_ms=round(1000 * (time.perf_counter() - began_s)), narrowed=query != Query(before=query.before),
+    )  # fmt: skip
+
+
+async def answer(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """One answer's whole life."""
+    trace = await pages.reading.answer(str(request.path_params["ref"]))
+    whole = request.query_params.get("whole") == "1"
+    return await show_answer(pages, request, viewer, trace, shown(trace, pages.spell, opened=False, whole=whole))
+
+
+async def show_answer(
+    pages: Pages, request: Request, viewer: Viewer, trace: AnswerTrace, view: ShownAnswer, *, opened: bool = False
+) -> Response:
+    """The page of one answer. opened: its sealed texts are shown, this once."""
+    neighbours = await pages.reading.ask(lambda one: beside(one, trace.id))
+    openings = await pages.reading.ask(lambda one: data.openings_of(one, trace.id))
+    return pages.show(
+        request, viewer, "answer.html", trace=trace, view=view, one=view.one, scores=scores_of(trace), opened=opened,
+        judged=trace.judged, beside=neighbours, openings=openings, group=group_of(trace.id), whole_limit=1,
+        may_open=viewer.may("unseal"),
+    )  # fmt: skip
+
+
+async def all_versions(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """The timeline, and every version with what was decided of it."""
+    history = await pages.reading.history()
+    query, _ = query_of(dict(request.query_params))
+    evals = await pages.reading.ask(versions.evals_of)
+    every = request.query_params.get("all") == "1"
+    rows = versions.rows_of(history, evals, query.before, every=every)
+    state = await pages.reading.status()
+    return pages.show(
+        request, viewer, "versions.html", rows=rows, stable=history.stable, timeline=versions.timeline(history),
+        decisions=history.decisions[-30:][::-1], word=versions.word, learning=state["learning"], every=every,
+        more=rows[-1].version if len(rows) == versions.SHOWN else None,
+    )  # fmt: skip
+
+
+async def version(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """One version: why it is where it is, and what it learned from."""
+    number = _number(str(request.path_params["version"]))
+    history = await pages.reading.history()
+    events = [(time_ms, one) for time_ms, one in history.events if one.version == number]
+    if not events:
+        raise NotInLog(f"version {number} was never published")
+    try:
+        made = await pages.reading.learned(number)
+    except NotInLog:
+        made = None
+    evals = await pages.reading.ask(lambda one: versions.evals_of(one))
+    said = [one for one in history.decisions if one.version == number]
+    before = [one.version for one in history.decisions if one.event == "promoted" and one.version < number]
+    return pages.show(
+        request, viewer, "version.html", number=number, events=events, made=made, decided=said, word=versions.word,
+        evals=[row for row in evals.get(number, ())], stable=history.stable, shown=IDS_SHOWN,
+        rival=before[-1] if before else max(0, number - 1), interval=interval,
+    )  # fmt: skip
+
+
+async def compare(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """Two versions on the recorded prompts that both answered."""
+    asked = request.query_params
+    evaluated = await pages.reading.ask(versions.evals_of)
+    numbers = sorted(evaluated)
+    left = _number(asked.get("a") or str(numbers[0] if numbers else 0))
+    right = _number(asked.get("b") or str(numbers[-1] if numbers else 0))
+    suites = await pages.reading.ask(lambda one: versions.suites_both(one, left, right))
+    suite = asked.get("suite") or (suites[0] if suites else "")
+    everything = asked.get("all") == "1"
+    pairs, counts = await pages.reading.ask(
+        lambda one: versions.pairs_of(one, suite, left, right, all_of_them=everything)
+    )
+    return pages.show(
+        request, viewer, "compare.html", left=left, right=right, suites=suites, suite=suite, pairs=pairs, counts=counts,
+        everything=everything, numbers=numbers,
+    )  # fmt: skip
+
+
+async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """Dead letters, tasks, and what was made."""
+    asked = request.query_params
+    before = asked.get("before", "")
+    reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
+    ask = pages.reading.ask
+    return pages.show(
+        request, viewer, "data.html", reason=reason, order=order, named=named,
+        letters=await ask(lambda one: data.letters(one, reason, int(before) if before.isdigit() else None)),
+        counts=await ask(data.letter_counts), tasks=await ask(lambda one: data.tasks(one, order, named)),
+        tenths=await ask(data.task_shares), made=await ask(data.made), busy=pages.busy, has_rules=pages.config is not None,
+    )  # fmt: skip
+
+
+async def privacy(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """What is sealed, who was forgotten, and what was opened by whom."""
+    found = await pages.reading.ask(data.privacy)
+    return pages.show(request, viewer, "privacy.html", 200, **found)
+
+
+async def help_page(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """A page of the documentation, as it is written."""
+    name = str(request.path_params["name"])
+    if name not in HELP:
+        raise NotInLog(f"there is no page {name}")
+    text = (HOWTO / f"{name}.md").read_text(encoding="utf-8")
+    return pages.show(request, viewer, "help.html", name=name, text=text)
+
+
+def _is_id(text: str) -> bool:
+    try:
+        return bool(group_of(text))
+    except ValueError:
+        return False
+
+
+def _number(text: str) -> int:
+    """A version that was asked for. Raises NotInLog."""
+    digits = text.removeprefix("v")
+    if not digits.isdecimal() or len(digits) > 15:
+        raise NotInLog(f"got {text[:40]!r}, expected a version")
+    return int(digits)
+
+
+LOOKS: Mapping[str, Callable[[Pages, Request, Viewer], Awaitable[Response]]] = {
+    "/": flow,
+    "/learning": learn,
+    "/answers": answers,
+    "/answers/{ref}": answer,
+    "/versions": all_versions,
+    "/versions/compare": compare,
+    "/versions/{version}": version,
+    "/data": all_data,
+    "/privacy": privacy,
+    "/help/{name}": help_page,
+}

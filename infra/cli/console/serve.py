@@ -1,0 +1,180 @@
+"""`headrace console`: the pages over a run, until Ctrl-C. The run may be at work, over, or an archive of `headrace export`."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sqlite3
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from infra.cli.connect import log_to_stderr, reading, store_of
+from infra.cli.console.access import Access
+from infra.cli.console.answers import Spell
+from infra.cli.console.app import make_app
+from infra.cli.console.index import reader_of
+from infra.cli.console.learning import Run
+from infra.cli.console.page import Pages
+from infra.cli.console.reading import FILE, Reading
+from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
+from infra.cli.source import opened
+from infra.log.log import Log
+from infra.settings.config import split_address
+from infra.store.store import Store
+from schemas.errors import ConfigError, HeadraceError
+
+LINK_VARIABLE = "HEADRACE_CONSOLE_LINK"  # in the environment: what the printed link says, made by `up`
+NICE = 10  # below every role: what people look at can wait
+
+
+async def run_console(config: Path, sets: list[str], listen: str) -> int:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError, BadFrame, BrokerUnavailable."""
+    log_to_stderr()
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    async with source_of(config, sets) as (settings, log, store, state):
+        sock = bound(listen or settings.console.listen)
+        given = os.environ.get(LINK_VARIABLE, "")  # then who gave it has told it, and a log is no place for it
+        link = given or secrets.token_urlsafe(24)
+        file = config if config.suffix == ".toml" else None
+        address = f"http://{shown_host(sock)}:{sock.getsockname()[1]}"
+        print(f"console {address}" + ("" if given else f"/enter?link={link}"), file=sys.stderr, flush=True)
+        print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
+        async with made(settings, log, store, state, link=link, config=file, port=sock.getsockname()[1]) as (app, _):
+            await serve(app, sock)
+    return 0
+
+
+@asynccontextmanager
+async def source_of(config: Path, sets: Sequence[str]) -> AsyncIterator[tuple[Settings, Log, Store, Path]]:
+    """Settings, log and store of a run or an archive, and the folder where its indexes lie."""
+    if config.suffix != ".toml" and await asyncio.to_thread(config.is_file):
+        async with opened(config) as archive:
+            await archive.log.create_topics(partitions=1, keep_ms=-1)
+            yield archive.settings, archive.log, archive.store, archive.settings.folder / "state"
+        return
+    settings = load_settings(config if config.suffix == ".toml" else config / DEFAULT_FILE, sets)
+    async with reading(settings) as log:
+        yield settings, log, store_of(settings), settings.folder / "state"
+
+
+@asynccontextmanager
+async def made(
+    settings: Settings, log: Log, store: Store, state: Path, *, link: str, config: Path | None, port: int
+) -> AsyncIterator[tuple[Starlette, Reading]]:
+    """The application and what it reads, kept up inside the `with`."""
+    access = Access(store, link)
+    with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
+        folder = state if writable(state) else Path(spare)
+        kept = Reading(settings, log, folder)
+        pages = Pages(kept, access, config, beside_of(settings))
+        pages.spell = speller_of(settings)
+        host = split_address(settings.console.listen)[0]
+        hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.hosts)
+        app = make_app(pages, access, hosts=hosts, cookie=f"headrace_{port}")
+        keeping = asyncio.create_task(kept.keep_up())
+        try:
+            yield app, kept
+        finally:
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeping
+            kept.close()
+            for _, database in pages.beside:
+                database.close()
+
+
+async def serve(app: Starlette, sock: socket.socket) -> None:
+    """Answer until SIGINT or SIGTERM."""
+    server = Server(server_options(app))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, server.leave)
+    await server.serve(sockets=[sock])
+
+
+def server_options(app: Starlette) -> uvicorn.Config:
+    """How the pages are served: bounded in how many ask at once, and silent of who asks."""
+    return uvicorn.Config(
+        app, access_log=False, log_config=None, lifespan="off", ws="none", server_header=False, proxy_headers=False,
+        timeout_graceful_shutdown=2, limit_concurrency=200, h11_max_incomplete_event_size=32 * 1024,
+    )  # fmt: skip
+
+
+class Server(uvicorn.Server):
+    """Signals are the command's, so that Ctrl-C ends it cleanly."""
+
+    def leave(self) -> None:
+        """Accept no more, and end."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        """None are taken."""
+        yield
+
+
+def bound(listen: str) -> socket.socket:
+    """A socket on host:port. Raises ConfigError where it cannot be had."""
+    try:
+        host, port = split_address(listen, "console.listen")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f'console.listen: cannot listen on "{listen}": {error.strerror}; --listen takes another'
+        ) from error
+    return sock
+
+
+def shown_host(sock: socket.socket) -> str:
+    """The host of an address to open, in brackets where it is IPv6."""
+    host = str(sock.getsockname()[0])
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def writable(folder: Path) -> bool:
+    """Whether the indexes can lie there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def beside_of(settings: Settings) -> list[Run]:
+    """The indexes of the runs that are drawn beside this one. Raises ConfigError for one that was never looked at."""
+    found: list[Run] = []
+    for name in settings.console.beside:
+        path = settings.folder / name / "state" / FILE
+        try:
+            found.append((Path(name).name, reader_of(path)))
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"console.beside: {name}: no index in {path}: run `headrace console` on that run once"
+            ) from error
+    return found
+
+
+def speller_of(settings: Settings) -> Spell | None:
+    """What token ids are as text; None where the model's tokenizer is not here: then ids are shown."""
+    try:
+        from infra.model.spelling import TokenTexts
+
+        return TokenTexts(settings.model_path).texts
+    except (ImportError, HeadraceError):
+        return None

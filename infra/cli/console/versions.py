@@ -1,0 +1,230 @@
+"""Versions: when each came, what the gate said of it and on what numbers, and two of them side by side."""
+
+import difflib
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from markupsafe import Markup, escape
+
+from infra.cli.channel import ChannelDecision
+from infra.cli.console.charts import Scale, interval
+from infra.cli.console.reading import History
+from infra.cli.console.search import score_names
+
+SHOWN = 60
+MAX_TASKS = 200
+MAX_COMPARED = 4000  # characters of two answers whose differences are marked
+_PIECE = re.compile(r"\s+|\w+|[^\w\s]", re.UNICODE)
+WORDS = {"promoted": "promoted", "held": "held back", "pinned": "pinned", "rolled_back": "rolled back"}
+
+
+class VersionRow(msgspec.Struct, frozen=True):
+    """One line of the timeline. said: the newest decision about it, "" for none."""
+
+    version: int
+    time_ms: int
+    step: int
+    parent: int
+    said: str
+    by: str
+    why: str
+    is_stable: bool
+    on_trial: bool
+    evals: Sequence[tuple[str, float, Markup]] = ()
+
+
+def rows_of(
+    history: History, evals: Mapping[int, Sequence[sqlite3.Row]], before: int | None, *, every: bool
+) -> list[VersionRow]:
+    """The newest versions first, at most SHOWN, below `before`; unless `every`, those that were decided or evaluated, and the
+    newest.
+    """
+    newest: dict[int, ChannelDecision] = {}
+    for one in history.decisions:
+        if one.version >= 0:
+            newest[one.version] = one
+    published = {event.version: (time_ms, event) for time_ms, event in history.events if event.event == "published"}
+    found = []
+    for version in sorted(published, reverse=True):
+        is_newest = before is None and version == max(published)
+        if (before is not None and version >= before) or not (
+            every or is_newest or version in newest or version in evals
+        ):
+            continue
+        time_ms, event = published[version]
+        said = newest.get(version)
+        found.append(
+            VersionRow(
+                version=version,
+                time_ms=time_ms,
+                step=event.step,
+                parent=event.parent,
+                said=word(said) if said else "",
+                by=said.by if said else "",
+                why=said.reason if said else "",
+                is_stable=version == history.stable.version,
+                on_trial=version == history.stable.trial,
+                evals=[
+                    (
+                        row["suite"],
+                        row["right"] / max(1, row["asked"]),
+                        interval(row["right"] / max(1, row["asked"]), row["low"], row["high"]),
+                    )
+                    for row in evals.get(version, ())
+                ],
+            )
+        )
+        if len(found) == SHOWN:
+            break
+    return found
+
+
+def word(one: ChannelDecision) -> str:
+    """A decision in a word or two."""
+    if one.channel == "canary" and one.event == "promoted":
+        return "on trial"
+    if one.event == "pinned" and one.version < 0:
+        return "unpinned"
+    return {"pause": "learning paused", "continue": "learning resumed", "drain": "drained"}.get(
+        one.event, WORDS.get(one.event, one.event)
+    )
+
+
+def evals_of(database: sqlite3.Connection) -> dict[int, list[sqlite3.Row]]:
+    """Every result by version."""
+    found: dict[int, list[sqlite3.Row]] = {}
+    for row in database.execute("SELECT * FROM evals ORDER BY version, suite"):
+        found.setdefault(row["version"], []).append(row)
+    return found
+
+
+def timeline(history: History) -> Markup:
+    """Published, gate, canary and stable over time, as one picture."""
+    moments = [time_ms for time_ms, _ in history.events] + [one.time_ms for one in history.decisions]
+    if not moments:
+        return Markup('<p class="none">no version was published yet</p>')
+    xs = Scale(min(moments), max(moments), 92, 948)
+    lanes = {"published": 22, "gate": 58, "canary": 94, "stable": 130}
+    parts = [
+        f'<text class="tick end" x="82" y="{y + 4}">{name}</text><line class="grid" x1="92" x2="948" y1="{y}" y2="{y}"/>'
+        for name, y in lanes.items()
+    ]
+    published = [(time_ms, one.version) for time_ms, one in history.events if one.event == "published"]
+    for time_ms, version in published[:: max(1, len(published) // 400)]:
+        parts.append(_tick(xs(time_ms), f"v{version} published"))
+    stable: list[tuple[float, int]] = []
+    for one in history.decisions[-400:]:
+        if one.version >= 0:
+            x = xs(one.time_ms)
+            parts.append(_dot(one, x, lanes["canary" if one.channel == "canary" else "gate"]))
+            if one.channel == "stable" and one.event != "held":
+                stable.append((x, one.version))
+    for index, (x, version) in enumerate(stable):
+        end = stable[index + 1][0] if index + 1 < len(stable) else 948.0
+        parts.append(_bar(x, end, version, "good" if index % 2 else "s0"))
+    told = f"{len(published)} versions published; {len(history.decisions)} decisions"
+    return Markup(
+        f'<svg class="timeline" viewBox="0 0 960 150" role="group" aria-label="{told}">{"".join(parts)}</svg>'
+    )
+
+
+def _tick(x: float, told: str) -> str:
+    return f'<line class="stroke s0" x1="{x}" x2="{x}" y1="15" y2="29"><title>{told}</title></line>'
+
+
+def _dot(one: ChannelDecision, x: float, y: int) -> str:
+    kind = {"held": "bad", "rolled_back": "bad", "promoted": "good"}.get(one.event, "s0")
+    told = escape(f"v{one.version} {word(one)} by {one.by}: {one.reason}")
+    circle = f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="5"><title>{told}</title></circle>'
+    return f'<a href="/versions/{one.version}" aria-label="{told}">{circle}</a>'
+
+
+def _bar(x: float, end: float, version: int, shade: str) -> str:
+    title = f"<title>v{version} is stable</title>"
+    bar = f'<rect class="bar {shade}" x="{x}" y="123" width="{max(1.0, end - x):.1f}" height="14">{title}</rect>'
+    return bar + (
+        f'<text class="tick mid on" x="{(x + end) / 2:.1f}" y="134">v{version}</text>' if end - x > 34 else ""
+    )
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """One recorded prompt and what two versions said. left, right: with the differences marked. verdicts: None for none."""
+
+    task: str
+    asked: str
+    left: Markup
+    right: Markup
+    left_id: str
+    right_id: str
+    left_score: float | None
+    right_score: float | None
+
+    @property
+    def changed(self) -> bool:
+        """Whether they differ."""
+        return self.left_score != self.right_score or self.left != self.right
+
+
+def pairs_of(
+    database: sqlite3.Connection, suite: str, left: int, right: int, *, all_of_them: bool
+) -> tuple[list[Pair], dict[str, int]]:
+    """What two versions answered to the tasks of a suite, where it differs first; and how often what happened."""
+    one, other = _answers(database, suite, left), _answers(database, suite, right)
+    counts = {"same": 0, "differ": 0, "better": 0, "worse": 0}
+    pairs = []
+    for task in one.keys() & other.keys():
+        a, b = one[task], other[task]
+        differs = a["answered"] != b["answered"]
+        counts["differ" if differs else "same"] += 1
+        low, high = a["score"], b["score"]
+        if low is not None and high is not None and low != high:
+            counts["better" if high > low else "worse"] += 1
+        if differs or all_of_them:
+            pairs.append((low == high, task, a, b))
+    pairs.sort(key=lambda pair: (pair[0], pair[1]))
+    return [_pair(task, a, b) for _, task, a, b in pairs[:MAX_TASKS]], counts
+
+
+def suites_both(database: sqlite3.Connection, left: int, right: int) -> list[str]:
+    """Suites that both versions answered."""
+    rows = database.execute(
+        "SELECT suite FROM evals WHERE version = ? INTERSECT SELECT suite FROM evals WHERE version = ?", (left, right)
+    )
+    return [row[0] for row in rows]
+
+
+def _answers(database: sqlite3.Connection, suite: str, version: int) -> dict[str, dict[str, Any]]:
+    names = score_names(database)
+    rows = database.execute(
+        "SELECT task, id, sealed, asked, answered,"
+        f" (SELECT avg(value) FROM scores WHERE name IN ({', '.join('?' * len(names))}) AND scores.n = answers.n) AS score"
+        " FROM answers LEFT JOIN texts ON texts.n = answers.n WHERE suite = ? AND hi = ? AND task != '' LIMIT 5000",
+        (*names, suite, version),
+    ).fetchall()
+    return {row["task"]: dict(row) for row in rows}
+
+
+def _pair(task: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Pair:
+    left, right = marked(a["answered"] or "", b["answered"] or "")
+    return Pair(task, a["asked"] or "", left, right, a["id"], b["id"], a["score"], b["score"])
+
+
+def marked(left: str, right: str) -> tuple[Markup, Markup]:
+    """Two texts with what only one of them says marked.
+
+    >>> marked("a b", "a c")
+    (Markup('a <del>b</del>'), Markup('a <ins>c</ins>'))
+    """
+    from infra.cli.terminal import printable
+
+    one, other = (_PIECE.findall(printable(text[:MAX_COMPARED])) for text in (left, right))
+    found: tuple[list[str], list[str]] = ([], [])
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        same = kind == "equal"
+        for side, text, tag in ((found[0], "".join(one[a:b]), "del"), (found[1], "".join(other[c:d]), "ins")):
+            if text:
+                side.append(str(escape(text)) if same else f"<{tag}>{escape(text)}</{tag}>")
+    return Markup("".join(found[0])), Markup("".join(found[1]))

@@ -1,0 +1,239 @@
+"""A run in memory with something on every page of the console, and the console over it on a port of its own."""
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from actors.gateway.access.keys import create_key, revoke_key
+from infra.cli.console.reading import Reading
+from infra.cli.console.serve import Server, bound, made, server_options
+from infra.cli.settings import Settings, load_settings
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
+from infra.store.seal import sealed
+from schemas import (
+    Batch,
+    BatchItem,
+    Block,
+    Closure,
+    DeadLetter,
+    DropMarker,
+    EvalResult,
+    Experience,
+    Feedback,
+    Fence,
+    Message,
+    PolicyEvent,
+    Progress,
+    Score,
+    Span,
+    make_experience,
+    topics,
+)
+from schemas.ids import answer_id, subject_of
+
+SESSION = "m" * 64
+HOSTILE = {
+    "markup": "<script>document.title='taken'</script><img src=x onerror=alert(1)><b>bold</b>",
+    "control": "a\x1b]0;taken\x07b\x00c\u202edesrever\u2066",
+    "turned": "שלום עולם, مرحبا بالعالم",
+    "emoji": "👩‍👩‍👧‍👦 🇩🇪 ✅",
+}
+SECRET = "my sister's name is Wilhelmina"
+LINK = "the-link-of-this-test"
+TOML = 'app = "t"\n[policy]\nmodel = "model"\n[store]\nurl = "store"\n'
+
+
+def live(number: int, asked: str, said: str, *, version: int = 3, **more: object) -> Experience:
+    """One answer of production, on two versions where `number` is even."""
+    group = f"{SESSION}.1-{number}"
+    spans = (Span(2, 4, version), Span(4, 6, version + 1)) if number % 2 == 0 else (Span(2, 6, version),)
+    header: dict[str, object] = {
+        "id": f"{group}.0-0-0", "group": group, "episode": 0, "group_size": 1, "spans": spans, "lane": "live",
+        "tenant": "acme", "turn": 0,
+    }  # fmt: skip
+    return make_experience(
+        tokens=[1, 2, 3, 4, 5, 6], logprobs=[-0.01, -0.7, -1.5, -4.0],
+        messages=(Message(role="user", content=asked), Message(role="assistant", content=said)),
+        **(header | more),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def of_suite(version: int, task: int) -> Experience:
+    """What a version answered to a task of the suite dev."""
+    group, right = f"eval-dev-{version}.{task}", (task + version) % 3 > 0
+    return make_experience(
+        id=f"{group}.0-0-0", group=group, episode=0, group_size=1, spans=(Span(2, 3, version, 0.0, False),), suite="dev",
+        task=f"add-{task}", answer="7", held_out=True, tokens=[1, 2, 3], logprobs=[-0.5],
+        messages=(
+            Message(role="user", content=f"what is {task} and {version % 2}?"),
+            Message(role="assistant", content=f"it is {task} and so on" if right else f"it is not {task} and so on"),
+        ),
+        scores=(Score("exact", float(right), None, "1"),),
+    )  # fmt: skip
+
+
+async def fill(log: Log) -> None:
+    """Versions with decisions, answers with all that can become of them, letters, and roles."""
+    await log.create_topics(partitions=2, keep_ms=-1)
+    publish = log.publish
+    await publish(topics.BATCHES, Fence(run="t", token=1))
+    for version in range(8):
+        event = PolicyEvent(event="published", policy="main", version=version, parent=version - 1, step=version * 2)
+        await publish(topics.POLICIES, event)
+        report = Progress(
+            role="train", instance="train/1", version=version, state="learning", counters={"steps": 2.0 * version},
+            gauges={"reward_mean": 0.1 * version, "live/entropy": 1.0 / (version + 1), "live/k3": 0.02, "grad_norm": 2.0},
+        )  # fmt: skip
+        await publish(topics.PROGRESS, report)
+        for task in range(6):
+            block = Block((of_suite(version, task),))
+            await publish(topics.EXPERIENCES, block)
+            await publish(topics.VERIFIED, block)
+        right = sum((task + version) % 3 > 0 for task in range(6))
+        result = EvalResult(
+            policy="main", version=version, suite="dev", num_tasks=6, num_correct=right, interval=(0.2, 0.9)
+        )
+        await publish(topics.EVALS, result)
+    await publish(
+        topics.POLICIES, PolicyEvent(event="promoted", policy="main", version=2, channel="stable", owner="ann")
+    )
+    held = PolicyEvent(
+        event="held", policy="main", version=5, channel="stable", owner="gate", token=1,
+        reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable dev": 0.667},
+    )  # fmt: skip
+    await publish(topics.POLICIES, held)
+    await answers(log)
+    letter = DeadLetter(
+        topic="experiences", partition=0, offset=9, stage="verify", reason="bad frame", value=b"HR", key=b"k"
+    )
+    await publish(topics.DEAD_LETTERS, letter)
+
+
+async def answers(log: Log) -> None:
+    """Twelve of production: trained, dropped, pending, sealed, hostile, long, many turns."""
+    assert log.keys is not None
+    texts = list(HOSTILE.items())
+    made_of = [live(number, f"question {number} about refunds", f"answer {number}") for number in range(6)]
+    made_of += [live(10 + at, f"{name} {text}", f"said {text}") for at, (name, text) in enumerate(texts)]
+    for one in made_of:
+        await log.publish(topics.EXPERIENCES, Block((one,)))
+        scored = msgspec.structs.replace(
+            one, stamps=("validate@1", "exact@1"), scores=(Score("exact", 1.0, None, "1"),)
+        )
+        await log.publish(topics.VERIFIED, Block((scored,)))
+    turns = tuple(Message(role="user" if at % 2 == 0 else "assistant", content=f"turn {at}") for at in range(40))
+    many = live(20, "", "").with_bulk(messages=turns)
+    await log.publish(topics.EXPERIENCES, Block((many,)))
+    await log.publish(topics.EXPERIENCES, Block((live(21, "long", "ten megabytes " * 750_000),)))
+    shut = live(22, SECRET, "a fine name", subject=subject_of("acme", "ann"))
+    await log.publish(topics.EXPERIENCES, sealed(Block((shut,)), log.keys, subject_of("acme", "ann")))
+    marker = DropMarker(
+        id=made_of[1].id,
+        group=made_of[1].group,
+        episode=0,
+        group_size=1,
+        reason="too short",
+        stage="verify",
+        processor="mine@1",
+    )
+    await log.publish(topics.VERIFIED, marker)
+    for value in (0.0, 1.0):
+        said = Feedback(ref=answer_id(made_of[0].id), id=f"f{value}", value=value, source="user", rater="r")
+        await log.publish(topics.VERIFIED, said)
+    item = BatchItem(id=made_of[0].id, partition=0, offset=0, index=0, lane="live", advantage=0.5, min_version=3)
+    await log.publish(topics.BUFFER, Block((msgspec.structs.replace(made_of[0], reward=1.0, advantage=0.5),)))
+    closed = Closure(group=made_of[0].group, outcome="buffered", lane="live", mean_reward=1.0, experiences=1)
+    await log.publish(topics.PROGRESS, closed)
+    await log.publish(topics.BATCHES, Batch(run="t", token=1, step=9, version=4, items=(item,)))
+
+
+class Console:
+    """A console that serves: where, with which keys, and what it reads."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.store = MemoryStore()
+        self.keys: dict[str, str] = {}
+        self.log: Log
+        self.reading: Reading
+        self.loop: asyncio.AbstractEventLoop
+        self.ready = threading.Event()
+        self.fault: BaseException | None = None
+        self._server: Server
+
+    def run(self, settings: Settings, config: Path) -> None:
+        """Until `stop`, in the thread of whoever calls."""
+        try:
+            asyncio.run(self._run(settings, config))
+        except BaseException as error:
+            self.fault = error
+            raise
+        finally:
+            self.ready.set()
+
+    async def _run(self, settings: Settings, config: Path) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.log = Log(MemoryBus(), "t", store=self.store)
+        await fill(self.log)
+        for name, scopes in (
+            ("look", ("look",)),
+            ("operate", ("operate",)),
+            ("unseal", ("unseal",)),
+            ("serve", ("serve",)),
+        ):
+            _, self.keys[name] = create_key(
+                self.store,
+                tenant="acme",
+                scopes=scopes,
+                train="no",
+                rpm=0,
+                tpm=0,  # type: ignore[arg-type]
+            )
+        gone, self.keys["revoked"] = create_key(
+            self.store, tenant="acme", scopes=("operate",), train="no", rpm=0, tpm=0
+        )
+        revoke_key(self.store, gone.id)
+        _, self.keys["expired"] = create_key(
+            self.store, tenant="acme", scopes=("operate",), train="no", rpm=0, tpm=0, lives_s=-1.0
+        )
+        sock = bound("127.0.0.1:0")
+        port = sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        state = settings.folder / "state"
+        async with made(settings, self.log, self.store, state, link=LINK, config=config, port=port) as (app, reading):
+            self.reading = reading
+            self._server = Server(server_options(app))
+            serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+            while not self._server.started or not reading.is_caught_up:  # noqa: ASYNC110 (uvicorn sets no event)
+                await asyncio.sleep(0.02)
+            self.ready.set()
+            await serving
+
+    def stop(self) -> None:
+        """End it."""
+        self.loop.call_soon_threadsafe(self._server.leave)
+
+
+@contextmanager
+def console() -> Iterator[Console]:
+    """A console over the run of `fill`."""
+    with tempfile.TemporaryDirectory() as name:
+        config = Path(name) / "headrace.toml"
+        config.write_text(TOML)
+        here = Console()
+        thread = threading.Thread(target=here.run, args=(load_settings(config), config), daemon=True)
+        thread.start()
+        here.ready.wait(timeout=60)
+        assert here.fault is None and here.url, here.fault
+        try:
+            yield here
+        finally:
+            here.stop()
+            thread.join(timeout=20)

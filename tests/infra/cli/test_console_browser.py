@@ -1,0 +1,159 @@
+"""Every page of the console in a real browser: nothing runs, nothing leaves the machine, anybody can use it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.infra.cli.console_rig import LINK, SESSION, Console, console
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+PAGES = {
+    "flow": "/", "learning": "/learning", "learning-time": "/learning?over=time", "answers": "/answers",
+    "search": "/answers?text=refunds&fate=trained", "answer": f"/answers/{SESSION}.1-0.0-0-0",
+    "markup": f"/answers/{SESSION}.1-10.0-0-0", "control": f"/answers/{SESSION}.1-11.0-0-0",
+    "right-to-left": f"/answers/{SESSION}.1-12.0-0-0", "emoji": f"/answers/{SESSION}.1-13.0-0-0",
+    "forty-turns": f"/answers/{SESSION}.1-20.0-0-0", "ten-megabytes": f"/answers/{SESSION}.1-21.0-0-0",
+    "sealed": f"/answers/{SESSION}.1-22.0-0-0", "versions": "/versions", "version": "/versions/5",
+    "compare": "/versions/compare?a=0&b=5&all=1", "data": "/data", "privacy": "/privacy", "help": "/help/run-a-cluster",
+}  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Console]:
+    with console() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def chromium() -> "Iterator[Browser]":
+    if not Path(CHROMIUM).exists():
+        assert not os.environ.get("HEADRACE_REQUIRE_BROWSER"), f"a browser was required: {CHROMIUM} is not there"
+        pytest.skip(f"no browser: {CHROMIUM} is not there (Debian's package chromium has it)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page of a browser, with everything it complained of and asked for."""
+
+    def __init__(self, browser: "Browser", url: str, scheme: Any) -> None:
+        self.context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 860})
+        self.page: Page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.asked: set[str] = set()
+        self.page.on(
+            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
+        )
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.complaints.append(f"a dialog: {dialog.message}"))
+        self.page.on("request", lambda request: self.asked.add(request.url))
+        self.url = url
+
+
+@pytest.fixture(scope="module", params=["light", "dark"])
+def watched(request: pytest.FixtureRequest, chromium: "Browser", here: Console) -> Iterator[Watched]:
+    found = Watched(chromium, here.url, request.param)
+    found.page.goto(f"{here.url}/enter?link={LINK}")
+    yield found
+    found.context.close()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_runs_nothing_foreign_asks_nobody_else_and_can_be_used_by_anybody(
+    watched: Watched, name: str, tmp_path: Path
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    watched.complaints.clear()
+    answer = watched.page.goto(watched.url + PAGES[name])
+    assert answer is not None and answer.status == 200
+    folder = Path(os.environ.get("HEADRACE_SCREENSHOTS", tmp_path))
+    scheme = "dark" if watched.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") else "light"
+    watched.page.screenshot(path=folder / f"{name}-{scheme}.png", full_page=True)
+    found = violations(watched, Axe())
+    assert not found, f"{name} {scheme}: {found}"
+    assert watched.page.title().endswith("· t")
+    assert not watched.complaints
+    assert {url for url in watched.asked if not url.startswith((watched.url, "data:"))} == set()
+
+
+def violations(watched: Watched, axe: Any) -> list[str]:
+    """Serious findings of axe, a line each."""
+    results = axe.run(watched.page, options={"runOnly": ["wcag2a", "wcag2aa", "best-practice"]})
+    return [
+        f"{one['id']}: {one['nodes'][0]['html'][:160]}"
+        for one in results.response["violations"]
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
+def test_the_flow_is_followed_from_a_version_to_its_reason_and_its_answers(watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{watched.url}/versions")
+    page.get_by_role("link", name="v5", exact=True).first.click()
+    assert "Held back by gate: dev: 0.500, expected at least 0.600." in page.inner_text("main")
+    page.get_by_role("link", name="All of them").click()
+    page.get_by_role("table").get_by_role("link").first.click()
+    assert "Learned in version 5" in page.inner_text("main") and "question 0 about refunds" in page.inner_text("main")
+
+
+def test_the_keyboard_reaches_the_page_and_the_search(watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{watched.url}/answers")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the page"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    page.keyboard.press("Tab")
+    page.keyboard.type("refunds")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**text=refunds**")
+    assert page.get_by_role("row").count() == 7  # six answers and the head
+
+
+def test_a_live_page_is_asked_for_again_and_says_when_it_cannot_be(watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{watched.url}/")
+    with page.expect_response("**/?fragment=1", timeout=20_000) as again:
+        pass
+    assert again.value.status == 200
+    page.context.set_offline(True)
+    page.wait_for_selector("[data-stale]", timeout=20_000)
+    page.context.set_offline(False)
+    page.wait_for_selector("[data-fragment]:not([data-stale])", timeout=20_000)
+    watched.complaints.clear()
+
+
+def test_an_operator_promotes_a_version_from_its_page(chromium: "Browser", here: Console) -> None:
+    found = Watched(chromium, here.url, "light")
+    page = found.page
+    page.goto(f"{here.url}/enter")
+    page.get_by_label("Key").fill(here.keys["operate"])
+    page.get_by_role("button", name="Look").click()
+    page.goto(f"{here.url}/versions/6")
+    form = page.locator("form[action='/actions/promote']")
+    form.get_by_label("Why").fill("looked at fifty answers")
+    form.get_by_role("button").click()
+    page.wait_for_url("**/versions?done=**")
+    text = page.inner_text("main")
+    assert "Customers get version 6" in text and "looked at fifty answers" in text
+    assert not found.complaints
+    page.get_by_role("button", name="Sign out").click()
+    assert "Sign in" in page.inner_text("main")
+    found.context.close()

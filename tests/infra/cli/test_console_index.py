@@ -1,0 +1,223 @@
+"""The console's index: what it says of a log is what the log says, whatever order it came in and however often it is asked."""
+
+import asyncio
+import sqlite3
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.cli.console.fold import Folder
+from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.reading import Reading
+from infra.cli.console.search import PAGE, Query, choices, query_of, search
+from infra.cli.console.serve import source_of
+from infra.cli.settings import Settings
+from infra.ledger.archive import ABOUT, ArchiveHead, writing
+from infra.ledger.audit import audit
+from infra.log.bus import Partition, Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
+from schemas import Block, topics
+from schemas.errors import BrokerUnavailable
+from schemas.topics import Topic
+from tests.infra.cli.console_rig import SECRET, fill, live
+
+
+def run_of(folder: Path) -> tuple[Log, ConsoleIndex, Folder]:
+    index = ConsoleIndex(folder / "console.sqlite")
+    return Log(MemoryBus(), "t", store=MemoryStore()), index, Folder(index, run="t", policy="main")
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110 (a page asks, too)
+            await asyncio.sleep(0.02)
+
+
+def test_what_became_of_answers_is_what_the_audit_says(tmp_path: Path) -> None:
+    log, index, folder = run_of(tmp_path)
+
+    async def main() -> Counter[str]:
+        await fill(log)
+        await folder.refresh(log)
+        await folder.refresh(log)  # again: nothing is counted twice
+        account = await audit(log, "t")
+        return Counter({"trained": account.trained, "": account.pending, **account.dropped})
+
+    expected = asyncio.run(main())
+    rows = index.database.execute("SELECT fate, count(*) FROM answers WHERE suite = '' GROUP BY fate").fetchall()
+    assert Counter(dict(rows)) == +expected
+    totals = index.database.execute("SELECT fate, sum(count) FROM fates GROUP BY fate HAVING sum(count) > 0").fetchall()
+    assert dict(totals) == dict(rows), "the areas of the chart are the same answers"
+    index.close()
+
+
+def test_nothing_that_is_sealed_is_in_the_file(tmp_path: Path) -> None:
+    log, index, folder = run_of(tmp_path)
+
+    async def main() -> None:
+        await fill(log)
+        await folder.refresh(log)
+
+    asyncio.run(main())
+    (sealed,) = index.database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()
+    index.close()
+    written = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert sealed == 1 and b"about refunds" in written
+    assert SECRET.encode() not in written and b"Wilhelmina" not in written and b"wilhelmina" not in written
+
+
+def test_a_log_that_begins_anew_makes_the_index_begin_anew(tmp_path: Path) -> None:
+    log, index, folder = run_of(tmp_path)
+    other = Log(MemoryBus(), "t", store=MemoryStore())
+
+    async def main() -> None:
+        await fill(log)
+        await folder.refresh(log)
+        await other.create_topics(partitions=2, keep_ms=-1)
+        await other.publish(topics.EXPERIENCES, Block((live(1, "another", "log"),)))
+        await folder.refresh(other)
+
+    asyncio.run(main())
+    assert [row[0] for row in index.database.execute("SELECT asked FROM texts")] == ["another"]
+    index.close()
+
+
+def test_pages_of_a_search_hold_every_answer_once(tmp_path: Path) -> None:
+    log, index, folder = run_of(tmp_path)
+    wanted = 3 * PAGE + 7
+
+    async def main() -> None:
+        await log.create_topics(partitions=1, keep_ms=-1)
+        for number in range(2 * wanted):
+            tenant = "acme" if number % 2 else "globex"
+            await log.publish(topics.EXPERIENCES, Block((live(number, "where is it", "here", tenant=tenant),)))
+        await folder.refresh(log)
+
+    asyncio.run(main())
+    database = reader_of(index.path)
+    for query in (
+        Query(tenant="acme"),
+        Query(tenant="acme", text="where"),
+        Query(tenant="acme", text="her", lane="live"),
+    ):
+        seen: list[str] = []
+        before = None
+        while True:
+            page = search(database, msgspec.structs.replace(query, before=before))
+            seen += [row["id"] for row in page.rows]
+            if page.further is None:
+                break
+            before = page.further
+        assert len(seen) == len(set(seen)) == wanted
+    hurried = search(database, Query(tenant="nobody"), longest_s=-1.0)
+    assert not hurried.rows and hurried.further is not None and hurried.looked_at_ms, "it says how far back it looked"
+    assert choices(database)["tenant"] == ["acme", "globex"]
+    database.close()
+    index.close()
+
+
+@given(st.dictionaries(st.sampled_from([one.name for one in msgspec.structs.fields(Query)]), st.text(max_size=30)))
+def test_a_query_takes_whatever_a_form_holds(asked: dict[str, str]) -> None:
+    query, faults = query_of(asked)
+    assert set(faults) <= set(asked)
+    assert isinstance(query, Query)
+
+
+def test_of_two_consoles_one_writes_and_the_other_takes_over_when_it_is_gone(tmp_path: Path) -> None:
+    one, other = ConsoleIndex(tmp_path / "console.sqlite"), ConsoleIndex(tmp_path / "console.sqlite")
+    assert one.is_writer and not other.is_writer and not other.take_over()
+    one.close()
+    assert other.take_over()
+    other.begin_anew()
+    other.close()
+
+
+class Away(MemoryBus):
+    """A broker that goes, and comes back."""
+
+    is_away = False
+
+    async def end_offsets(self, topic: str) -> dict[Partition, int]:
+        if self.is_away:
+            raise BrokerUnavailable("the broker is away")
+        return await super().end_offsets(topic)
+
+
+def test_while_the_log_is_away_what_was_known_is_shown_and_the_page_says_so(tmp_path: Path) -> None:
+    bus = Away()
+
+    async def main() -> None:
+        log = Log(bus, "t", store=MemoryStore())
+        await fill(log)
+        reading = Reading(Settings(app="t", folder=tmp_path), log, tmp_path)
+        keeping = asyncio.create_task(reading.keep_up())
+        await until(lambda: reading.is_caught_up)
+        before = await reading.status()
+        bus.is_away = True
+        await until(lambda: "away" in reading.fault)
+        reading.forget_fresh()
+        assert await reading.status() == before
+        page = await reading.ask(lambda one: search(one, Query(text="refunds")))
+        assert len(page.rows) == 6
+        bus.is_away = False
+        await until(lambda: not reading.fault)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        reading.close()
+
+    asyncio.run(main())
+
+
+def test_what_an_archive_holds_can_be_looked_at(tmp_path: Path) -> None:
+    file = tmp_path / "run.tar.zst"
+    held: tuple[Topic, ...] = (topics.BATCHES, topics.BUFFER)
+
+    async def main() -> None:
+        store = MemoryStore()
+        log = Log(MemoryBus(), "t", store=store)
+        await fill(log)
+        with writing(file) as archive:
+            about = ArchiveHead(
+                settings={"app": "t", "policy": {"model": "x/y"}}, topics=tuple(one.name for one in held)
+            )
+            archive.add(ABOUT, msgspec.json.encode(about))
+            for topic in held:
+                found = [message.record async for message in log.read_all(topic)]
+
+                async def records(found: list[Record] = found) -> AsyncIterator[Record]:
+                    for one in found:
+                        yield one
+
+                await archive.add_records(topic, records(), store)
+            archive.close()
+        async with source_of(file, []) as (settings, restored, _, state):
+            reading = Reading(settings, restored, state)
+            keeping = asyncio.create_task(reading.keep_up())
+            await until(lambda: reading.is_caught_up)
+            page = await reading.ask(lambda one: search(one, Query(fate="trained")))
+            assert [row["asked"] for row in page.rows] == ["question 0 about refunds"]
+            trace = await reading.answer(page.rows[0]["id"])
+            assert [use.step for use in trace.uses] == [9]
+            assert (await reading.status())["roles"] == []
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            reading.close()
+
+    asyncio.run(main())
+
+
+def test_an_index_of_another_layout_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "console.sqlite"
+    with sqlite3.connect(path) as old:
+        old.execute("CREATE TABLE answers (x)")
+        old.execute("PRAGMA user_version = 999")
+    old.close()
+    index = ConsoleIndex(path)
+    assert index.database.execute("SELECT count(*) FROM fates").fetchone() == (0,)
+    index.close()
