@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-LONGEST_S = 0.2
-WINDOW = 50_000
+LONGEST_S = 0.1
+WINDOW = 20_000
 PAGE = 50
 _WORD = re.compile(r"\w+", re.UNICODE)
 
