@@ -119,7 +119,7 @@ def beside(database: sqlite3.Connection, ref: str) -> list[Mapping[str, Any]]:
     """The other members of the answer's group; of a session the other turns."""
     group = group_of(ref)
     session = session_of(group)
-    where, value = ("session = ?", session) if session else ("grp = ?", number(group))
+    where, value = ("session = ? AND session != ''", session) if session else ("grp = ?", number(group))
     rows = database.execute(
         "SELECT answers.n, id, time_ms, hi, reward, advantage, fate, said, sealed, asked, answered FROM answers"
         f" LEFT JOIN texts ON texts.n = answers.n WHERE {where} ORDER BY answers.n LIMIT {MAX_BESIDE}",

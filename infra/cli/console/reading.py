@@ -169,9 +169,9 @@ class Reading:
         return database
 
     def _prune(self) -> None:
-        newest = self.index.database.execute("SELECT max(time_ms) FROM answers").fetchone()[0]
+        newest = self.index.database.execute("SELECT time_ms FROM answers ORDER BY n DESC LIMIT 1").fetchone()
         if newest is not None:
-            self.index.prune(newest - int(duration_s(self.settings.keep.replay) * 1000))
+            self.index.prune(newest[0] - int(duration_s(self.settings.keep.replay) * 1000))
 
     def _beat(self, state: State) -> None:
         for role in state["roles"]:

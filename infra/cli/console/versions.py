@@ -201,7 +201,8 @@ def _answers(database: sqlite3.Connection, suite: str, version: int) -> dict[str
     rows = database.execute(
         "SELECT task, id, sealed, asked, answered,"
         f" (SELECT avg(value) FROM scores WHERE name IN ({', '.join('?' * len(names))}) AND scores.n = answers.n) AS score"
-        " FROM answers LEFT JOIN texts ON texts.n = answers.n WHERE suite = ? AND hi = ? AND task != '' LIMIT 5000",
+        " FROM answers LEFT JOIN texts ON texts.n = answers.n WHERE suite = ? AND suite != ''"
+        " AND hi = ? AND task != '' LIMIT 5000",
         (*names, suite, version),
     ).fetchall()
     return {row["task"]: dict(row) for row in rows}
