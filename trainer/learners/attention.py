@@ -169,8 +169,9 @@ def _is_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, setti
         return False
     if num_T <= DENSE_TOKENS:
         return True
-    choice = torch._fused_sdp_choice(query[:, :1], key[:, :1], value[:, :1], is_causal=True)
-    return bool(choice != SDPBackend.MATH.value)
+    return bool(
+        torch._fused_sdp_choice(query[:, :1], key[:, :1], value[:, :1], is_causal=True) != SDPBackend.MATH.value
+    )
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
