@@ -163,13 +163,11 @@ def _attend_tree(
 
 def _is_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: dict[str, Any]) -> bool:
     """Whether SDPA computes attention to all before; beyond DENSE_TOKENS without a T × T of anything."""
-    num_T = query.shape[2]
-    if settings.get("softcap") is not None or 0 < (settings.get("sliding_window") or 0) < num_T:
+    num_T, window = query.shape[2], settings.get("sliding_window") or 0
+    if settings.get("softcap") is not None or 0 < window < num_T:
         return False
-    if num_T <= DENSE_TOKENS:
-        return True
-    choice = torch._fused_sdp_choice(query[:, :1], key[:, :1], value[:, :1], is_causal=True)
-    return bool(choice != SDPBackend.MATH.value)
+    heads = (one[:, :1] for one in (query, key, value))
+    return num_T <= DENSE_TOKENS or bool(torch._fused_sdp_choice(*heads, is_causal=True))
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
