@@ -26,6 +26,7 @@ from tests.e2e.test_live_answer_is_trained import WINDOW_MS, Clock, settings_in
 from tests.role import role_of
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import working
+from tests.trainer.trainer_samples import num_positions
 from trainer.batch.assemble import batch_items, items_of
 from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.blocks import read_blocks
@@ -43,11 +44,11 @@ def check_once(items: Sequence[TrainItem], turns: Sequence[Experience]) -> None:
     packed = pack(items, max_tokens=256)  # less than the session
     sampled = sum(one.num_sampled for one in turns)
     assert packed.num_tokens == sampled and sum(len(m.target_N) for m in packed.microbatches) == sampled
-    assert packed.num_inputs / whole.num_tokens == pytest.approx(1.0, abs=0.01)
+    assert num_positions(packed) / whole.num_tokens == pytest.approx(1.0, abs=0.01)
     alone = [
         msgspec.structs.replace(one, experience=msgspec.structs.replace(one.experience, join=None)) for one in items
     ]
-    assert pack(alone, max_tokens=256).num_inputs / whole.num_tokens >= TURNS / 2
+    assert num_positions(pack(alone, max_tokens=256)) / whole.num_tokens >= TURNS / 2
 
 
 async def first_of(log: Log, topic: Topic, kind: type[Any]) -> Any:

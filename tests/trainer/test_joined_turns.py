@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from test_pack import check_faithful
-from trainer_samples import make_item
+from trainer_samples import make_item, num_positions
 
 from schemas import Block, Join, Span, encode, ids, make_experience
 from trainer.batch.batch import TrainItem, pack
@@ -37,7 +37,7 @@ def joined(one: TrainItem, join: Join) -> TrainItem:
 
 def computed_per_token(items: list[TrainItem], max_tokens: int) -> float:
     """Positions that the learner computes for each token of the session."""
-    return pack(items, max_tokens=max_tokens).num_inputs / max(one.experience.num_tokens for one in items)
+    return num_positions(pack(items, max_tokens=max_tokens)) / max(one.experience.num_tokens for one in items)
 
 
 @pytest.mark.parametrize("max_tokens", [100_000, 512, 100])
@@ -66,7 +66,7 @@ def test_branches_of_a_session_share_what_they_have_in_common() -> None:
     items = [*base, joined(again, Join("s0.0", 1)), joined(other, Join("s0.0", 0))]
     batch = pack(items, max_tokens=1000)
     check_faithful(items, batch)
-    assert batch.num_inputs == (120 - 1) + (30 - 1) + (30 - 1)
+    assert num_positions(batch) == (120 - 1) + (30 - 1) + (30 - 1)
 
 
 def test_turns_of_logs_written_before_there_were_joins_are_laid_out_as_they_were() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from infra.cli.bench.tiny_models import build_tiny_model
 from schemas import BatchItem, Lane, Span, make_experience
 from schemas.wire.routing import with_routing
-from trainer.batch.batch import Microbatch, TrainItem, pack
+from trainer.batch.batch import Microbatch, PackedBatch, TrainItem, pack
 
 
 def make_item(
@@ -111,3 +111,8 @@ def random_routing(items: list[TrainItem], *, seed: int = 0, layers: int = 2) ->
 def with_experts(items: list[TrainItem], experts: list[np.ndarray]) -> list[TrainItem]:
     """The items, each with the experts of its tokens."""
     return [TrainItem(with_routing(one.experience, each), one.item) for one, each in zip(items, experts, strict=True)]
+
+
+def num_positions(batch: PackedBatch) -> int:
+    """Positions that a learner computes, padding included."""
+    return sum(one.tokens_BT.size for one in batch.microbatches)

@@ -5,12 +5,13 @@ from infra.cli.settings import Settings
 from streams.config import FeedbackConfig, From
 
 
-def test_a_word_of_people_counts_as_long_as_any_feedback_is_waited_for_unless_said_otherwise() -> None:
+def test_a_word_of_people_counts_as_long_as_a_session_and_any_feedback_are_waited_for_unless_said_otherwise() -> None:
     heard = From(webhook="/v1/feedback")
     feedback = tuple(
         FeedbackConfig(name=name, use="a:b", from_=heard, window=window) for name, window in (("a", "90m"), ("b", "1h"))
     )
     said = MasterConfig(gate=GateConfig(people=PeopleConfig(mature="2h")))
-    assert Settings(app="a", feedback=feedback).gate().gate.people.mature == "90m"
+    minutes = 90 + 5  # of a session's silence
+    assert Settings(app="a", feedback=feedback).gate().gate.people.mature == f"{minutes * 60_000}ms"
     assert Settings(app="a", feedback=feedback, master=said).gate().gate.people.mature == "2h"
     assert Settings(app="a").gate().gate.people.mature == "0s"
