@@ -51,7 +51,7 @@ test: sandbox-told check agents ## everything: linters, types, unit and end-to-e
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu" --reruns 1 $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --reruns 1 --durations=20 $(ARGS)
 
-test-fast: sandbox-told install ## the tests that need no broker, no engine process and no long search
+test-fast: sandbox-told install ## the first case of every grid; no broker, no engine process, no long search
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu and not long" $(ARGS)
 
 sandbox-told:

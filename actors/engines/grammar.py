@@ -3,8 +3,8 @@
 Guarantee: a schema that the vocabulary cannot spell, or that does not compile in time (`actors.engines.judge`), is refused
 before a token is sampled.
 
-llguidance compiles the same schemas some hundred times faster. It is not used: it spells some numbers of a schema one digit
-off, and as vLLM calls it an answer can end with the tokenizer's own end alone, whatever `stop` says.
+llguidance compiles the same schemas faster. It is not used: it spells some numbers of a schema one digit off (an example of
+`test_what_is_drawn_under_a_rewritten_schema_follows_the_schema_itself`).
 """
 
 from collections.abc import Callable, Sequence
