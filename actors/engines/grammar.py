@@ -4,7 +4,7 @@ Guarantee: a schema that the vocabulary cannot spell, or that does not compile i
 before a token is sampled.
 
 llguidance compiles the same schemas faster. It is not used: it spells some numbers of a schema one digit off (an example of
-`test_what_is_drawn_under_a_rewritten_schema_follows_the_schema_itself`).
+`test_what_is_drawn_under_a_rewritten_schema_is_an_instance_of_the_one_that_was_sent`).
 """
 
 from collections.abc import Callable, Sequence
