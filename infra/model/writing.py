@@ -104,7 +104,8 @@ def as_template_takes(message: Mapping[str, Any], writing: Writing) -> dict[str,
     if writing.tools == "mistral":
         found |= {"tool_call_id": _nine(found["tool_call_id"])} if "tool_call_id" in found else {}
         if "tool_calls" in found:
-            found["tool_calls"] = [{**call, "id": _nine(call["id"])} for call in found["tool_calls"]]
+            calls = found["tool_calls"]
+            found["tool_calls"] = [{**call, "id": _nine(call["id"])} if "id" in call else call for call in calls]
     return found
 
 

@@ -4,7 +4,7 @@
 
 Guarantees: what the file says was folded was published; a file that is missing, older than the group's offset or of
 another log is brought up to it by reading the log through the same fold; what already has a closure in `progress` is
-not sent again.
+not sent again, whoever closed it: two workers may fold a partition at once while it changes hands.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,7 +49,8 @@ ClosureKey = tuple[str, int, int]
 
 
 class CollectSettings(msgspec.Struct, frozen=True):
-    """What every partition's collector shares. folder: of the state files. give_up_s: of publishing one decision.
+    """What every partition's collector shares. folder: of the state files. give_up_s: of publishing one decision. mark_every:
+    about how many records of `progress` a worker that begins reads again.
 
     Example: CollectSettings(folder=Path("state"), rules=Rules(deadline_ms=300_000, keep_ms=86_400_000), steps=())
     """
@@ -57,6 +59,14 @@ class CollectSettings(msgspec.Struct, frozen=True):
     rules: Rules
     steps: tuple[Step, ...]
     give_up_s: float = 120.0
+    mark_every: int = 10_000
+
+
+class Mark(NamedTuple):
+    """Closures below `progress` are of records below `verified`: its end was read after theirs was known."""
+
+    progress: int
+    verified: int
 
 
 class TakenAway(Exception):
@@ -76,7 +86,7 @@ class Collector:
         self._pending = PendingFile(settings.folder / f"collect-{partition}.sqlite", log.find_seal)
         self._state = State()
         self._published: set[ClosureKey] = set()
-        self._published_until = 0
+        self._mark: Mark | None = None
 
     @property
     def next_offset(self) -> int:
@@ -95,6 +105,11 @@ class Collector:
         """Turns that wait for their session."""
         return self._state.num_held()
 
+    @property
+    def closures_known_to(self) -> int:
+        """Offset in `progress`: what is not folded yet has its closures, if any, from there on."""
+        return self._pending.progress_offset
+
     def close(self) -> None:
         """Close the state file."""
         self._pending.close()
@@ -104,15 +119,15 @@ class Collector:
         topic = self._log.name(VERIFIED)
         at = Partition(topic, self.partition)
         begin = (await self._log.bus.beginning_offsets(topic))[at]
-        end = (await self._log.bus.end_offsets(topic))[at]
+        end = await self._end()
         self._state = self._pending.load(self._memories())
         if self._state.next_offset and not await self._is_of_this_log(begin, end):
             logger.warning("collect_state_foreign partition=%d next_offset=%d", self.partition, self._state.next_offset)
             self._pending.clear()
             self._state = self._pending.load(self._memories())
         self._state.next_offset = max(self._state.next_offset, begin)
-        self._published = await self._closures_since(self._pending.progress_offset)
-        self._published_until = end
+        self._published, known_to = await self._closures_since(self._pending.progress_offset)
+        self._mark = Mark(known_to, await self._end())
         if self._state.next_offset < committed:
             logger.info("collect_rebuild partition=%d from=%d to=%d", self.partition, self.next_offset, committed)
             await self._replay(committed, taken_away)
@@ -190,8 +205,9 @@ class Collector:
         decisions = [decision for one in folded for decision in one.decisions if self._is_new(decision)]
         letters += [Output(DEAD_LETTERS, dead) for one in folded for dead in one.letters]
         await self._emit(decisions, letters)
-        if self.next_offset >= self._published_until:
-            self._published = set()
+        if self._mark is not None and self.next_offset >= self._mark.verified:
+            self._pending.progress_offset = max(self._pending.progress_offset, self._mark.progress)
+            self._published, self._mark = set(), None
         await self.save()
         if counted:
             self._count(folded, decisions)
@@ -210,8 +226,9 @@ class Collector:
         await self._publish([Output(BUFFER, block) for block in blocks if not is_followed(block)])
         closures = [decision.closure for decision in decisions]
         if closures:
-            positions = await asyncio.gather(*(self._close(closure) for closure in closures))
-            self._pending.progress_offset = max(self._pending.progress_offset, max(positions) + 1)
+            reached = max(await asyncio.gather(*(self._close(closure) for closure in closures))) + 1
+            if self._mark is None and reached - self._pending.progress_offset >= self._settings.mark_every:
+                self._mark = Mark(reached, await self._end())
 
     async def _close(self, closure: Closure) -> int:
         position = await confirmed(lambda: self._log.publish(PROGRESS, closure), "progress", self._settings.give_up_s)
@@ -245,8 +262,13 @@ class Collector:
         found = (await self._log.at(VERIFIED, self.partition, [last])).get(last)
         return found is not None and found.timestamp_ms == state.last_ms
 
-    async def _closures_since(self, offset: int) -> set[ClosureKey]:
-        """Closures in `progress` from `offset` to its end now: they were published, whoever did it."""
+    async def _end(self) -> int:
+        """Where `verified` ends now."""
+        topic = self._log.name(VERIFIED)
+        return (await self._log.bus.end_offsets(topic))[Partition(topic, self.partition)]
+
+    async def _closures_since(self, offset: int) -> tuple[set[ClosureKey], int]:
+        """Closures in `progress` from `offset` to its end now, and that end: they were published, whoever did it."""
         topic = self._log.name(PROGRESS)
         at = Partition(topic, 0)
         end = (await self._log.bus.end_offsets(topic))[at]
@@ -257,7 +279,7 @@ class Collector:
                 closure = message.value
                 if isinstance(closure, Closure):
                     found.add((closure.group, closure.attempt, closure.revision))
-        return found
+        return found, end
 
     async def _blocks_at(self, offsets: Sequence[int]) -> dict[int, Block]:
         """Blocks of `verified` at these offsets; those that retention has removed are missing."""

@@ -129,6 +129,46 @@ def test_a_worker_that_died_before_saving_sends_no_second_closure(tmp_path: Path
     asyncio.run(run())
 
 
+def test_a_worker_that_closed_late_what_another_had_closed_sends_nothing_of_what_the_other_closed_after_it(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            await feed(log, "t.0")
+            slow = await opened(log, tmp_path / "a")
+            await feed(log, "u.0")
+            other = await opened(log, tmp_path / "b")
+            await fold_everything(log, other)
+            other.close()
+            records = [message.record for message in await stored(log, VERIFIED)]
+            await slow.take(records[:2])  # it did not know yet that the partition was another's
+            slow.close()
+            assert await closed_groups(log) == ["t.0", "u.0", "t.0"]
+            back = await opened(log, tmp_path / "a", committed=4)
+            back.close()
+            assert await closed_groups(log) == ["t.0", "u.0", "t.0"]
+
+    asyncio.run(run())
+
+
+def test_how_far_closures_are_known_moves_on_while_a_worker_goes_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with memory_log() as log:
+            collector = Collector(log, Metrics("process"), 0, msgspec.structs.replace(settings(tmp_path), mark_every=2))
+            await collector.recover(0, lambda: False)
+            for number in range(8):
+                await feed(log, f"t{number}.0")
+                await fold_everything(log, collector)
+            assert collector.closures_known_to >= 6
+            collector.close()
+            back = await opened(log, tmp_path, committed=16)
+            assert back.closures_known_to >= 6
+            back.close()
+            assert len(await closed_groups(log)) == 8
+
+    asyncio.run(run())
+
+
 def test_a_file_of_another_log_is_not_believed(tmp_path: Path) -> None:
     async def run() -> None:
         async with memory_log() as log:
