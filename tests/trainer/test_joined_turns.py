@@ -118,6 +118,12 @@ def test_a_join_is_whole_also_where_its_last_turn_is_refused_or_cannot_be_read()
     assert numbers(buffer.drawable("live")) == ["s0.0"]
 
 
+def test_a_turn_that_comes_again_after_the_last_of_its_join_keeps_none_of_them_waiting() -> None:
+    first, last = turn(0, Join("s0.0", 1)), turn(1, Join("s0.0", 0))
+    buffer = filled(first, last, first)
+    assert numbers(buffer.drawable("live")) == ["s0.0", "s0.1"]
+
+
 def test_what_is_awaited_is_bounded() -> None:
     buffer = filled(*(turn(0, Join(f"s{at}.0", 1), session=at) for at in range(MAX_AWAITED + 3)))
     assert numbers(buffer.drawable("live")) == ["s0.0", "s1.0", "s2.0"]

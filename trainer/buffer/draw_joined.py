@@ -16,10 +16,11 @@ MAX_AWAITED = 1024
 
 
 class Awaited:
-    """Names of the joins of which more is on its way."""
+    """Names of the joins of which more is on its way. A turn that comes again, after the last of its join, awaits nothing."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
+        self._whole: dict[str, None] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -28,16 +29,21 @@ class Awaited:
         """One more has come; the last of a join says that no other follows."""
         if one.join is None or one.revision:
             return
-        if one.join.more:
-            self._names[one.join.name] = None
-            if len(self._names) > MAX_AWAITED:
-                del self._names[next(iter(self._names))]
-        else:
+        if not one.join.more:
             self._names.pop(one.join.name, None)
+            _remember(self._whole, one.join.name)
+        elif one.join.name not in self._whole:
+            _remember(self._names, one.join.name)
 
     def clear(self) -> None:
         """Nothing is on its way."""
         self._names.clear()
+
+
+def _remember(names: dict[str, None], name: str) -> None:
+    names[name] = None
+    if len(names) > MAX_AWAITED:
+        del names[next(iter(names))]
 
 
 def united(candidates: Sequence[Candidate]) -> list[Candidate]:
