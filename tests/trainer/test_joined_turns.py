@@ -120,7 +120,8 @@ def test_a_join_is_whole_also_where_its_last_turn_is_refused_or_cannot_be_read()
 
 def test_a_turn_that_comes_again_after_the_last_of_its_join_keeps_none_of_them_waiting() -> None:
     first, last = turn(0, Join("s0.0", 1)), turn(1, Join("s0.0", 0))
-    buffer = filled(first, last, first)
+    buffer = filled(first, last)
+    assert buffer.add(9, encode(first), first) == "duplicate"
     assert numbers(buffer.drawable("live")) == ["s0.0", "s0.1"]
 
 
