@@ -7,7 +7,7 @@ Guarantee: text has no control tokens, whatever it says (see `infra.model.contro
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,13 +33,8 @@ class TokenizerFile:
     """The tokenizer in a model folder (or of a model in the local Hugging Face cache). Raises ConfigError."""
 
     def __init__(self, model: str) -> None:
-        from tokenizers import Tokenizer
-
         path = _file(model, FILE)
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"policy.model: {path} cannot be read as a tokenizer: {error}") from error
+        self._tokenizer = _opened(path)
         name = _end_name(_file(model, "tokenizer_config.json"))
         end = self._tokenizer.token_to_id(name)
         if end is None:
@@ -61,13 +56,7 @@ class TokenTexts:
     """What token ids are as text, by the tokenizer in a model folder (or of a model in the cache). Raises ConfigError."""
 
     def __init__(self, model: str) -> None:
-        from tokenizers import Tokenizer
-
-        path = _file(model, FILE)
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"policy.model: {path} cannot be read as a tokenizer: {error}") from error
+        self._tokenizer = _opened(_file(model, FILE))
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each id; of ids that spell a character only together the last has it, and the others ""."""
@@ -80,6 +69,16 @@ class TokenTexts:
             if not is_half:
                 waiting = []
         return found
+
+
+def _opened(path: Path) -> Any:
+    """The tokenizer in a file. Raises ConfigError."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"policy.model: {path} cannot be read as a tokenizer: {error}") from error
 
 
 def _file(model: str, name: str) -> Path:

@@ -1,10 +1,10 @@
 """Several deltas as one from their anchor, made from the deltas alone: the anchor itself is not read back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from infra.policies.delta import Encoded, compose
 from infra.policies.fetch import read_manifest, read_shards, slice_of
-from infra.policies.manifest import PolicyManifest, TensorEntry
+from infra.policies.manifest import PolicyManifest
 from infra.policies.threads import in_threads
 from infra.store.store import Store
 from schemas.errors import PolicyRefused
@@ -13,26 +13,25 @@ Payload = tuple[str, bytes | memoryview]  # encoder and bytes
 
 
 def consolidated(
-    store: Store, parent: PolicyManifest, newest: Mapping[str, Encoded], anchor: PolicyManifest
+    store: Store, parent: PolicyManifest, newest: Mapping[str, Encoded], anchor: PolicyManifest, names: Sequence[str]
 ) -> dict[str, Encoded] | None:
     """What differs between an anchor and a child of `parent`, by name; None where that needs the anchor's own values.
 
-    newest: what differs between the parent and the child. Raises PolicyRefused and NotInStore where what was published is
-    damaged, StoreError.
+    newest: what differs between the parent and the child. names: of the tensors that differ from the anchor. Raises
+    PolicyRefused and NotInStore where what was published is damaged, StoreError.
     """
     payloads: dict[str, list[Payload]] = {}
-    for step in _walk(store, parent, anchor.version):
+    last: dict[str, Payload] = {name: (one.encoder, one.payload) for name, one in newest.items()}
+    for step in (*reversed(_walk(store, parent, anchor.version)), last):
         for name, payload in step.items():
-            payloads.setdefault(name, []).insert(0, payload)
-    for name, one in newest.items():
-        payloads.setdefault(name, []).append((one.encoder, one.payload))
+            payloads.setdefault(name, []).append(payload)
     entries = {entry.name: entry for entry in anchor.tensors}
 
     def composed(name: str) -> Encoded | None:
         return compose(payloads[name], entries[name].dtype, entries[name].shape)
 
     try:
-        found = dict(zip(payloads, in_threads(composed, payloads), strict=True))
+        found = dict(zip(names, in_threads(composed, names), strict=True))
     except (KeyError, ValueError) as error:
         raise PolicyRefused(f"the deltas from version {anchor.version} do not compose: {error}") from error
     known = {name: one for name, one in found.items() if one is not None}
@@ -45,12 +44,6 @@ def check_there(store: Store, anchor: PolicyManifest) -> None:
     for shard in () if source is None else source.shards:
         if (size := store.size(shard.key)) != shard.num_bytes:
             raise PolicyRefused(f"{shard.key}: got {size} bytes, expected {shard.num_bytes}")
-
-
-def differs(anchor: PolicyManifest, entries: tuple[TensorEntry, ...]) -> frozenset[str]:
-    """Names of the tensors whose values are not the anchor's."""
-    hashes = {entry.name: entry.xxh3 for entry in anchor.tensors}
-    return frozenset(entry.name for entry in entries if hashes.get(entry.name) != entry.xxh3)
 
 
 def _walk(store: Store, parent: PolicyManifest, anchor: int) -> list[dict[str, Payload]]:

@@ -176,6 +176,12 @@ def first_difference(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, 
     return f"{min(have)} is not expected" if have else None
 
 
+def differing(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...]) -> list[str]:
+    """Names of the tensors of `got`, in order, whose values are not those of `expected`."""
+    hashes = {entry.name: entry.xxh3 for entry in expected}
+    return [entry.name for entry in got if hashes.get(entry.name) != entry.xxh3]
+
+
 def sha256_hex(data: bytes | memoryview) -> str:
     """sha256, hexadecimal."""
     return hashlib.sha256(data).hexdigest()

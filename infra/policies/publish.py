@@ -15,7 +15,7 @@ import numpy as np
 
 from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter
-from infra.policies.consolidate import check_there, consolidated, differs
+from infra.policies.consolidate import check_there, consolidated
 from infra.policies.delta import Encoded, encode_tensor
 from infra.policies.fetch import read_anchor, read_manifest
 from infra.policies.manifest import (
@@ -24,6 +24,7 @@ from infra.policies.manifest import (
     Shard,
     TensorEntry,
     WeightSource,
+    differing,
     encode_manifest,
     entries_of,
     first_difference,
@@ -171,8 +172,7 @@ def _encode(
     entries: tuple[TensorEntry, ...],
 ) -> dict[str, Encoded] | None:
     """What differs between two versions, by name; None where a delta cannot be worth it."""
-    hashes = {entry.name: entry.xxh3 for entry in published}
-    names = [entry.name for entry in entries if entry.xxh3 != hashes[entry.name]]
+    names = differing(entries, published)
     if _dense(old, new, names):
         return None
     return dict(zip(names, in_threads(lambda name: encode_tensor(old[name], new[name]), names), strict=True))
@@ -226,7 +226,7 @@ def _consolidate(
     try:
         anchor, digest = read_manifest(target.store, key)
         check_there(target.store, anchor)
-        encoded = consolidated(target.store, parent, newest, anchor)
+        encoded = consolidated(target.store, parent, newest, anchor, differing(entries, anchor.tensors))
         if encoded is None:
             encoded = _encode(read_anchor(target.store, anchor), anchor.tensors, tensors, entries)
     except (PolicyRefused, NotInStore) as error:
@@ -234,8 +234,6 @@ def _consolidate(
         return _store_anchor(target, tensors)
     if encoded is None:
         return _store_anchor(target, tensors)
-    wanted = differs(anchor, entries)
-    encoded = {name: one for name, one in sorted(encoded.items()) if name in wanted}
     return _store_delta(target, encoded, parent.anchor, key, digest)
 
 

@@ -12,7 +12,7 @@ Guarantees: what counts of a turn is its own, as if it were alone; a turn waits 
 a session that never ends is closed in runs of MAX_JOINED turns. All follows from the log and its times.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -78,27 +78,21 @@ def joined(decisions: Sequence[Decision], name: str) -> list[Decision]:
     left = sum(_is_answer(one, decision) for decision in decisions for one in _all(decision.blocks))
     if left < 2:
         return list(decisions)
-    found = []
-    for decision in decisions:
-        blocks = []
-        for block in decision.blocks:
-            members = []
-            for one in block.experiences:
-                if _is_answer(one, decision):
-                    left -= 1
-                    one = msgspec.structs.replace(one, join=Join(name, left))
-                members.append(one)
-            blocks.append(Block(tuple(members)))
-        found.append(msgspec.structs.replace(decision, blocks=tuple(blocks)))
-    return found
+    following = iter(range(left - 1, -1, -1))
+    return [_in_joins(decision, lambda: Join(name, next(following))) for decision in decisions]
 
 
 def joined_again(decision: Decision, name: str) -> Decision:
     """A decision about a turn that was closed in a join before."""
+    return _in_joins(decision, lambda: Join(name))
+
+
+def _in_joins(decision: Decision, join: Callable[[], Join]) -> Decision:
+    """A decision whose answers have each the next join."""
     blocks = tuple(
         Block(
             tuple(
-                msgspec.structs.replace(one, join=Join(name)) if _is_answer(one, decision) else one
+                msgspec.structs.replace(one, join=join()) if _is_answer(one, decision) else one
                 for one in block.experiences
             )
         )

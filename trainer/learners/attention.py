@@ -166,8 +166,9 @@ def _is_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, setti
     num_T, window = query.shape[2], settings.get("sliding_window") or 0
     if settings.get("softcap") is not None or 0 < window < num_T:
         return False
-    fused = torch._fused_sdp_choice(query[:, :1], key[:, :1], value[:, :1], is_causal=True)  # 0: none
-    return num_T <= DENSE_TOKENS or bool(fused)
+    if num_T <= DENSE_TOKENS:
+        return True
+    return bool(torch._fused_sdp_choice(query[:, :1], key[:, :1], value[:, :1], is_causal=True))  # 0: none
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
