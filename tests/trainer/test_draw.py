@@ -1,10 +1,11 @@
 """The draw: issue order, the staleness bound, and what is worth waiting for."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.buffer.draw import Candidate, Draw, draw_in_order, missing, unfit, worth_waiting_for
-from trainer.buffer.draw_spread import draw_spread
+from trainer.buffer.draw_spread import draw_spread, shuffled
 
 
 def group(sequence: int, version: int = 0, **more: int) -> Candidate:
@@ -126,8 +127,18 @@ def test_the_next_in_issue_order_stands_for_a_missing_group_and_nobody_else() ->
 def test_the_seed_gives_the_same_order_in_every_release() -> None:
     lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=1) for at in range(10)]
     draw = draw_spread(lane, num_experiences=10, max_uses=1, seed=7)
-    assert [one.offset for one in draw.taken] == [2, 5, 4, 1, 6, 9, 3, 8, 7, 0]
+    assert [one.offset for one in draw.taken] == [8, 1, 0, 9, 4, 7, 2, 5, 6, 3]
     assert draw.wait is False and draw.held_back == 0
+
+
+def test_where_a_group_comes_in_an_even_draw_does_not_hang_on_the_others_or_on_its_neighbours() -> None:
+    place_N = shuffled(3, np.arange(4000, dtype=np.uint64))
+    assert np.array_equal(shuffled(3, np.arange(1000, 1010, dtype=np.uint64)), place_N[1000:1010])
+    assert len(set(place_N.tolist())) == 4000 and not set(place_N.tolist()) & set(
+        shuffled(4, np.arange(4000, dtype=np.uint64)).tolist()
+    )
+    unit_N = place_N / 2.0**64
+    assert abs(unit_N.mean() - 0.5) < 0.02 and abs(np.corrcoef(unit_N[1:], unit_N[:-1])[0, 1]) < 0.06  # 4 deviations
 
 
 def test_a_group_is_drawn_as_long_as_one_of_its_tokens_is_young_enough_and_a_pair_only_as_a_whole() -> None:

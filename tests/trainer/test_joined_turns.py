@@ -10,7 +10,7 @@ from schemas import Block, Join, Span, encode, ids, make_experience
 from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.draw import Candidate, Draw
-from trainer.buffer.draw_joined import MAX_AWAITED, parted, united
+from trainer.buffer.draw_joined import MAX_AWAITED, joins_of, parted, united
 from trainer.config import LaneConfig
 from trainer.loop.supply import drawn_from
 
@@ -132,13 +132,10 @@ def test_what_is_awaited_is_bounded() -> None:
 
 def test_a_revision_is_drawn_with_what_is_left_of_its_join() -> None:
     buffer = filled(turn(0, Join("s0.0", 1)), turn(1, Join("s0.0", 0)), turn(0, Join("s0.0", 0), revision=1))
-    (unit,) = united(buffer.drawable("live"))
-    assert unit.num_experiences == 2 and sorted(
-        numbers(parted(Draw(taken=(unit,)), buffer.drawable("live")).taken)
-    ) == [
-        "s0.0",
-        "s0.1",
-    ]
+    joins = joins_of(buffer.drawable("live"))
+    (unit,) = united(buffer.drawable("live"), joins)
+    assert unit.num_experiences == 2
+    assert sorted(numbers(parted(Draw(taken=(unit,)), joins).taken)) == ["s0.0", "s0.1"]
 
 
 def candidates(joins: int, turns: int, alone: int) -> list[Candidate]:
@@ -173,6 +170,7 @@ def test_no_draw_parts_a_join_and_all_of_its_turns_weigh_alike(draw: str, share:
 
 def test_without_joins_the_draw_is_what_it_was() -> None:
     held = candidates(0, 0, 30)
-    assert united(held) == held
+    joins = joins_of(held)
+    assert united(held, joins) == held
     draw = Draw(taken=tuple(held[:3]))
-    assert parted(draw, held) is draw
+    assert parted(draw, joins) is draw

@@ -46,35 +46,41 @@ def _remember(names: dict[str, None], name: str) -> None:
         del names[next(iter(names))]
 
 
-def united(candidates: Sequence[Candidate]) -> list[Candidate]:
+Joins = dict[tuple[str, int], list[Candidate]]  # members by name and how often they were used
+
+
+def joins_of(candidates: Sequence[Candidate]) -> Joins:
+    """What is drawn together: the members of each join that were used as often."""
+    found: Joins = {}
+    for one in candidates:
+        if one.join:
+            found.setdefault((one.join, one.uses), []).append(one)
+    return found
+
+
+def united(candidates: Sequence[Candidate], joins: Joins) -> list[Candidate]:
     """The candidates, those of a join as one, in the place of its first."""
-    parts = _parts(candidates)
-    if len(parts) == len(candidates):
+    if not joins:
         return list(candidates)
-    return [members[0] if len(members) == 1 else _as_one(members) for members in parts.values()]
+    return [_whole(one, joins) for one in candidates if not one.join or joins[one.join, one.uses][0] is one]
 
 
-def parted(draw: Draw, candidates: Sequence[Candidate]) -> Draw:
-    """The draw from `united(candidates)` with the members of each join, each with its weight."""
-    parts = _parts(candidates)
-    if len(parts) == len(candidates):
+def parted(draw: Draw, joins: Joins) -> Draw:
+    """The draw from `united` with the members of each join, each with its weight."""
+    if not joins:
         return draw
     taken = [
-        msgspec.structs.replace(member, weight=one.weight) for one in draw.taken for member in parts[_part_of(one)]
+        msgspec.structs.replace(member, weight=one.weight)
+        for one in draw.taken
+        for member in (joins[one.join, one.uses] if one.join else (one,))
     ]
     return msgspec.structs.replace(draw, taken=tuple(taken))
 
 
-def _parts(candidates: Sequence[Candidate]) -> dict[tuple[str, int], list[Candidate]]:
-    found: dict[tuple[str, int], list[Candidate]] = {}
-    for one in candidates:
-        found.setdefault(_part_of(one), []).append(one)
-    return found
-
-
-def _part_of(one: Candidate) -> tuple[str, int]:
-    """What a candidate is drawn together with: its join as often used, or itself. Names of joins are never empty."""
-    return (one.join, one.uses) if one.join else ("", one.offset)
+def _whole(one: Candidate, joins: Joins) -> Candidate:
+    """A candidate, or all of the join whose first it is."""
+    members = joins[one.join, one.uses] if one.join else [one]
+    return one if len(members) == 1 else _as_one(members)
 
 
 def _as_one(members: Sequence[Candidate]) -> Candidate:

@@ -12,7 +12,7 @@ from schemas import Lane
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch_chain import PACED
 from trainer.buffer.draw import Candidate, Draw, draw_in_order, unfit, worth_waiting_for
-from trainer.buffer.draw_joined import parted, united
+from trainer.buffer.draw_joined import joins_of, parted, united
 from trainer.buffer.draw_priority import draw_by_priority
 from trainer.buffer.draw_share import ShareLimits
 from trainer.buffer.draw_spread import draw_spread
@@ -117,7 +117,8 @@ def drawn_from(
 ) -> Draw:
     """The draw of a lane that is not paced, as its settings say."""
     limits = ShareLimits(tenant=config.tenant_share, subject=config.subject_share, least=least)
-    units = united(candidates)
+    joins = joins_of(candidates)
+    units = united(candidates, joins)
     if config.draw == "priority":
         draw = draw_by_priority(
             units,
@@ -130,7 +131,7 @@ def drawn_from(
         )
     else:
         draw = draw_spread(units, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed, limits=limits)
-    return parted(draw, candidates)
+    return parted(draw, joins)
 
 
 def unfit_of(supply: Supply, lane: Lane, candidates: Sequence[Candidate]) -> list[tuple[Candidate, str]]:

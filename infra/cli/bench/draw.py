@@ -1,4 +1,4 @@
-"""Measures the draw by priority: 1,000 groups from a buffer of 100,000 experiences, in groups of 16 and all alone.
+"""Measures the draws by priority and even ones: 1,000 groups from a buffer of 100,000 experiences, in groups of 16 and alone.
 
 What is timed is all between the buffer and the list of what to train on; decoding that is timed apart. The blocks are of
 one content under names of their own, their priorities spread from 0 to 1. Milliseconds are of this process's CPU time: one
@@ -20,7 +20,8 @@ from trainer.loop.supply import drawn_from
 
 NUM_EXPERIENCES = 100_000
 NUM_DRAWN = 1_000
-LANE = LaneConfig(draw="priority", max_uses=1_000_000)
+USES = 1_000_000
+LANES = {"priority": LaneConfig(draw="priority", max_uses=USES), "spread": LaneConfig(draw="spread", max_uses=USES)}
 
 
 def run(*, num_experiences: int = NUM_EXPERIENCES, num_drawn: int = NUM_DRAWN, rounds: int = 20) -> dict[str, float]:
@@ -28,27 +29,28 @@ def run(*, num_experiences: int = NUM_EXPERIENCES, num_drawn: int = NUM_DRAWN, r
     figures: dict[str, float] = {"experiences": num_experiences, "groups_drawn": num_drawn}
     for name, size in (("groups_of_16", 16), ("alone", 1)):
         buffer = filled(num_experiences // size, size)
-        times_ms = []
-        for seed in range(rounds):
-            started_s = time.process_time()
-            candidates = buffer.candidates("live")
-            assert not unfit(candidates, ratio=True, pairs=False)
-            draw = drawn_from(candidates, LANE, num_experiences=num_drawn * size, seed=seed)
-            times_ms.append((time.process_time() - started_s) * 1000)
-        assert len(draw.taken) == num_drawn
+        for draw, lane in LANES.items():
+            times_ms = []
+            for seed in range(rounds):
+                started_s = time.process_time()
+                candidates = buffer.candidates("live")
+                assert not unfit(candidates, ratio=True, pairs=False)
+                drawn = drawn_from(candidates, lane, num_experiences=num_drawn * size, seed=seed)
+                times_ms.append((time.process_time() - started_s) * 1000)
+            assert len(drawn.taken) == num_drawn
+            figures |= {
+                f"{name}_{draw}_ms_p50": statistics.median(times_ms),
+                f"{name}_{draw}_ms_max": max(times_ms),
+            }
         started_s = time.process_time()
-        buffer.look_at(draw.taken)
-        figures |= {
-            f"{name}_draw_ms_p50": statistics.median(times_ms),
-            f"{name}_draw_ms_max": max(times_ms),
-            f"{name}_decode_ms": (time.process_time() - started_s) * 1000,
-        }
+        buffer.look_at(drawn.taken)
+        figures[f"{name}_decode_ms"] = (time.process_time() - started_s) * 1000
     return figures
 
 
 def filled(num_groups: int, size: int) -> Buffer:
     """A buffer of the lane "live" with so many groups of `size`."""
-    buffer = Buffer({"live": LANE.max_uses})
+    buffer = Buffer({"live": USES})
     one = group_of(size)
     frame = encode(one)
     for offset, priority in enumerate(np.random.default_rng(0).random(num_groups).tolist()):
