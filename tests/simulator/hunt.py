@@ -46,9 +46,9 @@ def read_bug(path: Path) -> dict[str, Any]:
 
 
 def planted(bug: dict[str, Any], folder: Path) -> Path:
-    """A copy of the source with the bug in it."""
+    """A copy of the source with the bug in it. Its bytecode comes along: what is not edited is not compiled anew."""
     for name in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__", "pictures")
+        ignored = shutil.ignore_patterns("docs", "pictures")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in COPIED_FILES:
         shutil.copy(ROOT / name, folder / name)
