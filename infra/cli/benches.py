@@ -87,6 +87,12 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "stream": {"events_per_s": (20_000.0, float("inf")), "gap_ms_p99": (0.0, 100.0)},
     "turn": {"explorer_held_ms": (0.0, 5.0), "gateway_held_ms": (0.0, 5.0)},
     "console": {"first_page_s": (0.0, 1.0), "search_ms_p95": (0.0, 300.0), "memory_mb": (0.0, 300.0)},
+    # Within two standard errors of nothing, and these small enough to say so.
+    "console-load": {
+        "slower_in_errors": (float("-inf"), 2.0),
+        "slower_share_error": (0.0, 0.03),
+        "pages_failed": (0.0, 0.0),
+    },
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }
@@ -131,6 +137,14 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
 
     figures = run(minutes, per_s=per_s)
     return show("outage", figures, as_json)
+
+
+def run_console_load(pairs: int, seconds: float, people: int, as_json: bool) -> int:
+    """Run `infra/cli/bench/console_load.py` as asked."""
+    from infra.cli.bench.console_load import LoadPlan, run
+
+    plan = LoadPlan(pairs=pairs, piece_s=seconds, people=people)
+    return show("console-load", run(plan, Screen(stderr=True).print), as_json)
 
 
 def run_weights(gb: float, share: float, as_json: bool) -> int:

@@ -157,7 +157,7 @@ async def serve(folder: Path) -> None:
     sock = serving.bound("127.0.0.1:0")
     port = sock.getsockname()[1]
     settings = Settings(app="bench", folder=folder)
-    async with serving.made(settings, log, store, folder / "state", link=LINK, config=None, port=port) as (app, _):
+    async with serving.made(settings, log, store, folder / "state", link=LINK, command=(), port=port) as (app, _):
         sock.listen()
         print(port, flush=True)
         await serving.serve(app, sock)

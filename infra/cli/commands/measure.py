@@ -202,3 +202,15 @@ def bench_outage(
     from infra.cli.benches import run_outage
 
     exit_with(lambda: run_outage(minutes, per_s, as_json))
+
+
+def bench_console_load(
+    pairs: Annotated[int, typer.Option(min=2, help="Pieces of the run with people and without.")] = 6,
+    seconds: Annotated[float, typer.Option(min=20, help="Of each piece.")] = 60.0,
+    people: Annotated[int, typer.Option(min=1, help="Who look at once.")] = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """The demo's steps a second while people look at its console and while nobody does, in pairs. A quarter of an hour."""
+    from infra.cli.benches import run_console_load
+
+    exit_with(lambda: run_console_load(pairs, seconds, people, as_json))

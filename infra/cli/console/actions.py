@@ -5,8 +5,7 @@ Each is refused before anything is written unless the viewer's key has its scope
 
 import asyncio
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -101,15 +100,16 @@ async def redeliver(reading: Reading) -> str:
     return f"delivered again: {went}" + (f"; left: {left}" if left else "")
 
 
-async def reprocess(config: Path, form: Mapping[str, str]) -> dict[str, Any]:
-    """The report of `headrace reprocess STAGE --diff`, run as a process of its own: rules may take all memory there is."""
+async def reprocess(command: Sequence[str], form: Mapping[str, str]) -> dict[str, Any]:
+    """The report of `headrace reprocess STAGE --diff`, run as a process of its own: rules may take all memory there is.
+    command: the arguments by which it reads the run."""
     stage, begin = form.get("stage", ""), form.get("from", "").strip() or "beginning"
     if stage not in STAGES:
         raise Refusal(f'got stage "{stage[:40]}", expected one of {", ".join(STAGES)}')
     if len(begin) > 80 or begin.startswith("-"):
         raise Refusal(f'got "{begin[:80]}", expected a place such as beginning, 2:1000 or 2026-11-21T12:00')
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "infra.cli.main", "reprocess", stage, "--diff", "--json", "--from", begin, "-c", str(config),
+        sys.executable, "-m", "infra.cli.main", "reprocess", stage, "--diff", "--json", "--from", begin, *command,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -5,6 +5,7 @@ and every action is behind `Access`; a GET changes nothing.
 """
 
 import logging
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -156,6 +157,9 @@ class Doors:
             return self._pages.error(request, viewer, 404, str(error))
         except Refusal as error:
             return self._pages.error(request, viewer, 400, str(error))
+        except sqlite3.OperationalError as error:
+            _log.warning("index_not_read path=%s error=%s", request.url.path, error)
+            return self._pages.error(request, viewer, 503, "The index is being built anew: look again in a moment.")
         except HeadraceError as error:
             _log.warning("page_failed path=%s error=%s", request.url.path, error)
             return self._pages.error(request, viewer, 503, str(error))

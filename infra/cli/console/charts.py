@@ -6,6 +6,7 @@ a browser shows where the pointer rests.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 from markupsafe import Markup, escape
@@ -111,6 +112,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x_name: str = "version", ze
     parts = [_grid(xs, ys, x_name)]
     for line in lines:
         parts += _line(line, xs, ys)
+    parts += _hits(lines, xs, ys)
     newest = ", ".join(f"{line.name} {short(line.points[-1].y)}" for line in lines)
     return _svg(f"{title}; newest: {newest}", parts)
 
@@ -127,15 +129,35 @@ def _line(line: Line, xs: Scale, ys: Scale) -> list[str]:
     found.append(f'<polyline class="line {kind}" points="{" ".join(f"{xs(one.x)},{ys(one.y)}" for one in points)}"/>')
     if len(points) <= 60:
         found += [f'<circle class="dot {kind}" cx="{xs(one.x)}" cy="{ys(one.y)}" r="1.8"/>' for one in points]
-    # What the pointer meets is as wide as the room to the next point, so that each can be hit.
-    wide = max(3.0, (xs.stop - xs.start) / max(1, len(points)))
-    for one in points:
-        if one.title:
-            at = xs(one.x) - wide / 2
-            hit = f'<rect class="hit" x="{at:.1f}" y="{TOP}" width="{wide:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
-            mark = f'<circle class="mark {kind}" cx="{xs(one.x)}" cy="{ys(one.y)}" r="3"/>'
-            found.append(f"<g>{hit}{mark}<title>{escape(one.title)}</title></g>")
     return found
+
+
+def _hits(lines: Sequence[Line], xs: Scale, ys: Scale) -> list[str]:
+    """What the pointer meets: at each x the points of every line, each named by its line where there are several."""
+    places: dict[float, list[tuple[Line, Point]]] = {}
+    for line in lines:
+        for one in line.points:
+            if one.title and math.isfinite(one.y):
+                places.setdefault(xs(one.x), []).append((line, one))
+    found = []
+    for at, left, wide in _rooms(sorted(places), xs):
+        mine = places[at]
+        told = "\n".join(f"{line.name} {one.title}" if len(lines) > 1 else one.title for line, one in mine)
+        marks = "".join(
+            f'<circle class="mark s{line.colour % 8}" cx="{at}" cy="{ys(one.y)}" r="3"/>' for line, one in mine
+        )
+        found.append(f"<g>{_hit(left, wide)}{marks}<title>{escape(told)}</title></g>")
+    return found
+
+
+def _rooms(places: Sequence[float], xs: Scale) -> list[tuple[float, float, float]]:
+    """Each place with the room around it that is nearer to it than to its neighbours: its left edge and its width."""
+    edges = [xs.start, *((one + other) / 2 for one, other in pairwise(places)), xs.stop]
+    return [(at, left, right - left) for at, (left, right) in zip(places, pairwise(edges), strict=True)]
+
+
+def _hit(left: float, wide: float) -> str:
+    return f'<rect class="hit" x="{left:.1f}" y="{TOP}" width="{wide:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
 
 
 def area_chart(title: str, xs_at: Sequence[float], layers: Mapping[str, Sequence[float]], *, x_name: str) -> Markup:
@@ -156,6 +178,13 @@ def area_chart(title: str, xs_at: Sequence[float], layers: Mapping[str, Sequence
             f'<polygon class="area s{colour % 8}" points="{" ".join([*upper, *lower])}"><title>{escape(told)}</title></polygon>'
         )
         floor = roof
+    # Over the areas, so that the pointer is told of every layer at once.
+    place_of = {xs(x): at for at, x in enumerate(xs_at)}
+    for at, left, wide in _rooms(sorted(place_of), xs):
+        index = place_of[at]
+        counts = [f"{name} {values[index]:,.0f}" for name, values in layers.items() if values[index]]
+        where = "\n".join([_x_label(xs_at[index], x_name), *counts])
+        parts.append(f"<g>{_hit(left, wide)}<title>{escape(where)}</title></g>")
     return _svg(title, parts)
 
 

@@ -172,9 +172,11 @@ class Folder:
                 case Batch():
                     row = (one.step, one.token, time_ms, one.version)
                     if database.execute("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", row).rowcount:
+                        keys = [key_of(item.id) for item in one.items]
+                        self._index.many("UPDATE answers SET fate = ? WHERE key = ?", [(TRAINED, key) for key in keys])
                         self._index.many(
-                            "UPDATE answers SET fate = ?, step = ? WHERE key = ?",
-                            [(TRAINED, one.step, key_of(item.id)) for item in one.items],
+                            "INSERT OR IGNORE INTO uses SELECT ?, n FROM answers WHERE key = ?",
+                            [(one.step, key) for key in keys],
                         )
                         pairs = zip(one.dropped, one.dropped_because, strict=False)
                         self._index.end([(why, key_of(item.id)) for item, why in pairs])
@@ -184,7 +186,13 @@ class Folder:
                     self._undone("rolled back", one.from_step, one.to_step)
 
     def _undone(self, why: str, first: int, last: int) -> None:
-        self._index.many("UPDATE answers SET fate = ? WHERE step BETWEEN ? AND ?", [(why, first, last)])
+        """What only these steps used is trained no more."""
+        self._index.many(
+            "UPDATE answers SET fate = ? WHERE n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)"
+            " AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.n = answers.n AND step NOT BETWEEN ? AND ?)",
+            [(why, first, last, first, last)],
+        )
+        self._index.many("DELETE FROM uses WHERE step BETWEEN ? AND ?", [(first, last)])
 
     def _decided(self, found: Sequence[Found]) -> None:
         row: tuple[object, ...]

@@ -20,16 +20,17 @@ from schemas import Experience
 from schemas.errors import BadFrame
 from schemas.ids import session_of
 
-LAYOUT = 1
+LAYOUT = 2
 MAX_TEXT = 2000
 SCHEMA = """
 CREATE TABLE reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
 CREATE TABLE answers (
   n INTEGER PRIMARY KEY, key INTEGER UNIQUE, id TEXT, grp INTEGER, time_ms INTEGER, lane TEXT, tenant TEXT, session TEXT,
   suite TEXT, task TEXT, lo INTEGER, hi INTEGER, tokens INTEGER, sealed INTEGER, made INTEGER, reward REAL, advantage REAL,
-  fate TEXT NOT NULL DEFAULT '', said INTEGER NOT NULL DEFAULT 0, rated REAL, step INTEGER
+  fate TEXT NOT NULL DEFAULT '', said INTEGER NOT NULL DEFAULT 0, rated REAL
 );
 CREATE TABLE scores (name TEXT, n INTEGER, value REAL, PRIMARY KEY (name, n)) WITHOUT ROWID;
+CREATE TABLE uses (step INTEGER, n INTEGER, PRIMARY KEY (step, n)) WITHOUT ROWID;
 CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT);
 CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
 CREATE TABLE fates (version INTEGER, minute INTEGER, fate TEXT, count INTEGER, PRIMARY KEY (version, minute, fate))
@@ -53,7 +54,7 @@ CREATE INDEX by_fate ON answers (fate);
 CREATE INDEX by_said ON answers (said) WHERE said > 0;
 CREATE INDEX by_reward ON answers (reward) WHERE reward IS NOT NULL;
 CREATE INDEX by_suite ON answers (suite, hi) WHERE suite != '';
-CREATE INDEX by_step ON answers (step) WHERE step IS NOT NULL;
+CREATE INDEX by_answer ON uses (n);
 CREATE INDEX by_task ON answers (task) WHERE task != '';
 CREATE INDEX by_made ON answers (made) WHERE made > 0;
 CREATE INDEX by_sealed ON answers (sealed) WHERE sealed > 0;
@@ -123,15 +124,13 @@ class ConsoleIndex:
         self._lock.close()
 
     def begin_anew(self) -> None:
-        """Forget everything."""
+        """Forget everything, at once: who reads meanwhile finds all as it was, or nothing yet."""
         found: list[tuple[str, str]] = self.database.execute(
             "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' AND name NOT LIKE 'words_%'"
             " AND type IN ('table', 'trigger')"
         ).fetchall()
-        for kind, name in found:
-            self.database.execute(f"DROP {kind} IF EXISTS {name}")
-        self.database.executescript(SCHEMA)
-        self.database.execute(f"PRAGMA user_version = {LAYOUT}")
+        drops = "".join(f"DROP {kind} IF EXISTS {name};\n" for kind, name in found)
+        self.database.executescript(f"BEGIN IMMEDIATE;\n{drops}{SCHEMA}PRAGMA user_version = {LAYOUT};\nCOMMIT;")
 
     def reads(self) -> dict[tuple[str, int], int]:
         """How far each partition was read."""
@@ -162,6 +161,7 @@ class ConsoleIndex:
             self.database.execute(
                 "DELETE FROM scores WHERE n <= ? AND name IN (SELECT DISTINCT name FROM scores)", (last,)
             )
+            self.database.execute("DELETE FROM uses WHERE n <= ?", (last,))
             gone = self.database.execute("DELETE FROM answers WHERE n <= ?", (last,)).rowcount
             self.database.execute("DELETE FROM fates WHERE minute < ?", (before_ms // 60_000,))
             self.database.execute("DELETE FROM letters WHERE time_ms < ?", (before_ms,))

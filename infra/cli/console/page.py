@@ -28,14 +28,14 @@ SHORT = 140
 
 
 class Pages:
-    """Templates over one run. config: its settings file, for what runs as a process. beside: other runs' indexes.
-    spell: token ids as text, None where there is no tokenizer.
+    """Templates over one run. command: the arguments by which a command of its own reads this run, none for an archive.
+    beside: other runs' indexes. spell: token ids as text, None where there is no tokenizer.
     """
 
-    def __init__(self, reading: Reading, access: Access, config: Path | None, beside: Sequence[Run] = ()) -> None:
+    def __init__(self, reading: Reading, access: Access, command: Sequence[str], beside: Sequence[Run] = ()) -> None:
         self.reading = reading
         self.access = access
-        self.config = config
+        self.command = tuple(command)
         self.beside = beside
         self.spell: Spell | None = None
         self.busy = False  # whether a reprocess runs

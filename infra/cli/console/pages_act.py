@@ -33,13 +33,13 @@ async def redeliver(pages: Pages, request: Request, viewer: Viewer, action: str,
 
 async def reprocess(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
     """What the rules of the settings file would have changed; one at a time."""
-    if pages.config is None:
+    if not pages.command:
         raise Refusal("an archive has no settings of stages to run")
     if pages.busy:
         raise Refusal("a comparison runs already; wait for it")
     pages.busy = True
     try:
-        report = await actions.reprocess(pages.config, form)
+        report = await actions.reprocess(pages.command, form)
     finally:
         pages.busy = False
     return pages.show(request, viewer, "reprocess.html", report=report)
@@ -48,6 +48,8 @@ async def reprocess(pages: Pages, request: Request, viewer: Viewer, action: str,
 async def open_sealed(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
     """A sealed answer, shown once, after the log has who and why."""
     trace = await pages.reading.answer(form.get("answer", ""))
+    if shown(trace, None, opened=False).shut == "forgotten":
+        raise Refusal("its user was forgotten: nobody can open it")
     await actions.open_sealed(pages.reading, viewer, trace.id, form)
     view = shown(trace, pages.spell, opened=True)
     return await show_answer(pages, request, viewer, trace, view, opened=True)

@@ -21,7 +21,7 @@ from schemas.ids import ANSWER_PREFIX, group_of
 
 HELP = ("see-what-happened", "decide-what-customers-get", "run-a-cluster", "send-feedback", "try-other-rules")
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
-IDS_SHOWN = 60
+SHOWN = 20  # answers on the page of what learned from them
 
 
 async def flow(pages: Pages, request: Request, viewer: Viewer) -> Response:
@@ -117,11 +117,12 @@ async def version(pages: Pages, request: Request, viewer: Viewer) -> Response:
     except NotInLog:
         made = None
     evals = await pages.reading.ask(lambda one: versions.evals_of(one))
+    learned = await pages.reading.ask(lambda one: search(one, Query(learned=number)))
     said = [one for one in history.decisions if one.version == number]
     before = [one.version for one in history.decisions if one.event == "promoted" and one.version < number]
     return pages.show(
         request, viewer, "version.html", number=number, events=events, made=made, decided=said, word=versions.word,
-        evals=[row for row in evals.get(number, ())], stable=history.stable, shown=IDS_SHOWN,
+        evals=[row for row in evals.get(number, ())], stable=history.stable, learned=learned.rows[:SHOWN],
         rival=before[-1] if before else max(0, number - 1), interval=interval,
     )  # fmt: skip
 
@@ -155,7 +156,7 @@ async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
         request, viewer, "data.html", reason=reason, order=order, named=named,
         letters=await ask(lambda one: data.letters(one, reason, int(before) if before.isdigit() else None)),
         counts=await ask(data.letter_counts), tasks=await ask(lambda one: data.tasks(one, order, named)),
-        tenths=await ask(data.task_shares), made=await ask(data.made), busy=pages.busy, has_rules=pages.config is not None,
+        tenths=await ask(data.task_shares), made=await ask(data.made), busy=pages.busy, has_rules=bool(pages.command),
     )  # fmt: skip
 
 

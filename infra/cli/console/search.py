@@ -86,7 +86,7 @@ def conditions(query: Query, steps: tuple[int, int] | None) -> tuple[list[str], 
     if query.version is not None:
         add("hi >= ? AND lo <= ? AND (hi = ? OR lo = ? OR hi > lo)", *[query.version] * 4)
     if query.learned is not None:
-        add("step BETWEEN ? AND ?", *(steps or (0, -1)))
+        add("n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)", *(steps or (0, -1)))
     for name in ("lane", "tenant", "session", "suite", "task"):
         if value := getattr(query, name):
             add(f"{name} = ? AND {name} != ''", value)  # the second lets SQLite use an index that leaves "" out
@@ -122,11 +122,11 @@ def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LON
     high = top[0] if query.before is None else min(top[0], query.before - 1)
     began_s = time.monotonic()
     rows: list[Mapping[str, Any]] = []
-    is_narrow = (
-        bool(query.session or query.task) and not query.text
-    )  # few fit, and an index has them: then all are looked at
+    # Few fit, and an index has them: then all are looked at.
+    is_narrow = bool(query.session or query.task or query.learned is not None) and not query.text
     size, place = (top[0], "+n") if is_narrow else (WINDOW, "n")
-    index = f" INDEXED BY by_{'session' if query.session else 'task'}" if is_narrow else ""
+    by = "session" if query.session else "task" if query.task else ""
+    index = f" INDEXED BY by_{by}" if is_narrow and by else ""
     while high >= top[1] and high > 0:
         low = max(top[1], high - size + 1)
         where = (

@@ -44,11 +44,14 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         sock = bound(listen or settings.console.listen)
         given = os.environ.get(LINK_VARIABLE, "")  # then who gave it has told it, and a log is no place for it
         link = given or secrets.token_urlsafe(24)
-        file = config if config.suffix == ".toml" else None
+        command = command_of(config, sets)
         address = f"http://{shown_host(sock)}:{sock.getsockname()[1]}"
         print(f"console {address}" + ("" if given else f"/enter?link={link}"), file=sys.stderr, flush=True)
         print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
-        async with made(settings, log, store, state, link=link, config=file, port=sock.getsockname()[1]) as (app, _):
+        async with made(settings, log, store, state, link=link, command=command, port=sock.getsockname()[1]) as (
+            app,
+            _,
+        ):
             await serve(app, sock)
     return 0
 
@@ -66,16 +69,29 @@ async def source_of(config: Path, sets: Sequence[str]) -> AsyncIterator[tuple[Se
         yield settings, log, store_of(settings), settings.folder / "state"
 
 
+def command_of(config: Path, sets: Sequence[str]) -> tuple[str, ...]:
+    """The arguments by which another command reads the same run with the same settings; none for an archive.
+
+    >>> command_of(Path("runs/demo"), ["app=mine"])
+    ('--config', 'runs/demo/headrace.toml', '--set', 'app=mine')
+    """
+    if config.suffix != ".toml":
+        if config.is_file():
+            return ()
+        config /= DEFAULT_FILE
+    return ("--config", str(config), *(argument for one in sets for argument in ("--set", one)))
+
+
 @asynccontextmanager
 async def made(
-    settings: Settings, log: Log, store: Store, state: Path, *, link: str, config: Path | None, port: int
+    settings: Settings, log: Log, store: Store, state: Path, *, link: str, command: Sequence[str], port: int
 ) -> AsyncIterator[tuple[Starlette, Reading]]:
     """The application and what it reads, kept up inside the `with`."""
     access = Access(store, link)
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
         kept = Reading(settings, log, folder)
-        pages = Pages(kept, access, config, beside_of(settings))
+        pages = Pages(kept, access, command, beside_of(settings))
         pages.spell = speller_of(settings)
         host = split_address(settings.console.listen)[0]
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.hosts)

@@ -3,15 +3,17 @@
 import asyncio
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import httpx
 import msgspec
 
 from actors.gateway.access.keys import create_key, revoke_key
+from infra.cli.console.config import ConsoleConfig
 from infra.cli.console.reading import Reading
-from infra.cli.console.serve import Server, bound, made, server_options
+from infra.cli.console.serve import Server, bound, command_of, made, server_options
 from infra.cli.settings import Settings, load_settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -45,6 +47,7 @@ HOSTILE = {
     "turned": "שלום עולם, مرحبا بالعالم",
     "emoji": "👩‍👩‍👧‍👦 🇩🇪 ✅",
 }
+ANN, BOB, MADE = (f"{SESSION}.1-{number}.0-0-0" for number in (22, 23, 24))
 SECRET = "my sister's name is Wilhelmina"
 LINK = "the-link-of-this-test"
 TOML = 'app = "t"\n[policy]\nmodel = "model"\n[store]\nurl = "store"\n'
@@ -134,6 +137,9 @@ async def answers(log: Log) -> None:
     await log.publish(topics.EXPERIENCES, Block((live(21, "long", "ten megabytes " * 750_000),)))
     shut = live(22, SECRET, "a fine name", subject=subject_of("acme", "ann"))
     await log.publish(topics.EXPERIENCES, sealed(Block((shut,)), log.keys, subject_of("acme", "ann")))
+    other = live(23, "call me Theodor", "gladly", subject=subject_of("acme", "bob"))
+    await log.publish(topics.EXPERIENCES, sealed(Block((other,)), log.keys, subject_of("acme", "bob")))
+    await log.publish(topics.EXPERIENCES, Block((live(24, "made from question 0", "made", parent=made_of[0].id),)))
     marker = DropMarker(
         id=made_of[1].id,
         group=made_of[1].group,
@@ -207,7 +213,9 @@ class Console:
         port = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         state = settings.folder / "state"
-        async with made(settings, self.log, self.store, state, link=LINK, config=config, port=port) as (app, reading):
+        async with made(
+            settings, self.log, self.store, state, link=LINK, command=command_of(config, []), port=port
+        ) as (app, reading):
             self.reading = reading
             self._server = Server(server_options(app))
             serving = asyncio.create_task(self._server.serve(sockets=[sock]))
@@ -219,6 +227,33 @@ class Console:
     def stop(self) -> None:
         """End it."""
         self.loop.call_soon_threadsafe(self._server.leave)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Until it is so."""
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110 (a page asks, too)
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def looking(
+    folder: Path, log: Log, console: ConsoleConfig | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
+    """Somebody who looks at a console over a log, in this process. folder: of the run."""
+    settings = Settings(app="t", folder=folder, console=console or ConsoleConfig())
+    async with looking_at(settings, log, folder / "state") as found:
+        yield found
+
+
+@asynccontextmanager
+async def looking_at(settings: Settings, log: Log, state: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
+    """Somebody who looks at a console with these settings, once it has read what there is."""
+    async with made(settings, log, MemoryStore(), state, link=LINK, command=(), port=1) as (app, reading):
+        await until(lambda: reading.is_caught_up)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            await client.get("/enter", params={"link": LINK})
+            yield client, reading
 
 
 @contextmanager

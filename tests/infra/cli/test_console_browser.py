@@ -1,6 +1,7 @@
 """Every page of the console in a real browser: nothing runs, nothing leaves the machine, anybody can use it."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,14 +104,46 @@ def violations(watched: Watched, axe: Any) -> list[str]:
     ]
 
 
-def test_the_flow_is_followed_from_a_version_to_its_reason_and_its_answers(watched: Watched) -> None:
+@pytest.mark.parametrize("by", ["the table", "the timeline"])
+def test_from_the_first_page_links_lead_to_why_a_version_was_not_promoted_and_what_it_learned_from(
+    watched: Watched, by: str
+) -> None:
     page = watched.page
-    page.goto(f"{watched.url}/versions")
-    page.get_by_role("link", name="v5", exact=True).first.click()
-    assert "Held back by gate: dev: 0.500, expected at least 0.600." in page.inner_text("main")
+    page.goto(f"{watched.url}/")
+    page.get_by_role("link", name=re.compile("^Versions: v7 published")).click()
+    held = "v5" if by == "the table" else re.compile("^v5 held back by gate: dev: 0.500")
+    page.get_by_role("link", name=held, exact=True).first.click()
+    page.get_by_role("heading", name="Version 5").wait_for()
+    text = page.inner_text("main")
+    assert "Held back by gate: dev: 0.500, expected at least 0.600." in text, "why"
+    assert "stable dev" in text and "0.667" in text, "and on which numbers"
+    learned = page.get_by_role("region", name="Answers found")
+    assert "question 0 about refunds" in learned.inner_text(), "what it learned from, on the same page"
     page.get_by_role("link", name="All of them").click()
+    page.get_by_role("heading", name="Answers").wait_for()
+    assert page.get_by_role("row").count() == 2
     page.get_by_role("table").get_by_role("link").first.click()
-    assert "Learned in version 5" in page.inner_text("main") and "question 0 about refunds" in page.inner_text("main")
+    page.get_by_role("heading", name="Its way").wait_for()
+    text = page.inner_text("main")
+    assert "First learned in version 5" in text and "question 0 about refunds" in text
+
+
+def test_an_alarm_of_the_flow_leads_to_the_page_that_says_what_to_do(watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{watched.url}/")
+    alarm = page.get_by_role("listitem").filter(has_text="no master runs: none has ever spoken")
+    alarm.get_by_role("link", name="what to do").click()
+    page.wait_for_url("**/help/run-a-cluster")
+    assert "How do I run it on several machines?" in page.inner_text("main")
+
+
+def test_the_pointer_on_a_curve_is_told_its_version(watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{watched.url}/learning")
+    spot = page.locator("figure", has_text="Suite dev").locator("g", has_text="v5:")
+    spot.hover()
+    assert spot.locator("title").text_content() == "v5: 66.7% (20.0% to 90.0%), 4 of 6"
+    assert spot.locator("circle").evaluate("one => getComputedStyle(one).opacity") == "1"
 
 
 def test_the_keyboard_reaches_the_page_and_the_search(watched: Watched) -> None:

@@ -1,0 +1,260 @@
+"""What it costs a run that people look at it: optimizer steps a second with a console and ten people, and without.
+
+One run of the demo goes on throughout, past its warm-up. Pieces of it come in pairs, one alone and one looked at, in turns
+which comes first: so that what drifts over the run, and what else the machine does, falls on both.
+
+    wait: warm-up over ─> [settle, piece alone] [settle, console starts and catches up, people look, piece] ─> …
+
+In a piece alone no console runs. A piece's rate is taken between the first and the last step journaled in it.
+`console_cpu_ms_per_page` is processor time of the console while people look, less what it takes while nobody does, over
+the pages they saw: unlike the rates it means the same on a machine that does other work too.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from infra.cli.bench.looking import Seen
+
+if TYPE_CHECKING:
+    from infra.cli.settings import Settings
+
+LINK = "bench"
+BEGIN_S = 1200.0  # for the demo to leave its warm-up
+FIRST_STEPS = 10  # of reinforcement, before the first piece
+ANSWER_S = 120.0  # for a console to answer
+LOOK_S = 2.0
+
+
+class LoadPlan(msgspec.Struct, frozen=True):
+    """pairs: of pieces. piece_s: of each. settle_s: before each, uncounted; in it a console catches up.
+
+    Example: LoadPlan(pairs=6, piece_s=60.0)
+    """
+
+    pairs: int = 6
+    piece_s: float = 60.0
+    settle_s: float = 20.0
+    people: int = 10
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A stretch of the run, in ms. is_watched: whether people looked."""
+
+    is_watched: bool
+    begin_ms: int
+    end_ms: int
+
+
+class Watching(msgspec.Struct):
+    """What consoles spent and people saw. calm_s, busy_s: seconds nobody looked, people looked; *_cpu_s: of the console."""
+
+    calm_s: float = 0.0
+    calm_cpu_s: float = 0.0
+    busy_s: float = 0.0
+    busy_cpu_s: float = 0.0
+    seen: Seen = msgspec.field(default_factory=Seen)
+
+
+def run(plan: LoadPlan, say: Callable[[str], None] = print) -> dict[str, float]:
+    """Steps a second with and without people, and the console's processor time."""
+    from infra.cli.settings import load_settings
+
+    with tempfile.TemporaryDirectory() as name, demo(Path(name)) as began:
+        settings = load_settings(began)
+        say("the demo begins; its warm-up takes minutes")
+        asyncio.run(_until_it_learns(settings))
+        pieces: list[Piece] = []
+        watching = Watching()
+        for pair in range(plan.pairs):
+            for is_watched in (False, True) if pair % 2 == 0 else (True, False):
+                pieces.append(_watched(plan, began, watching) if is_watched else _alone(plan))
+            say(f"pair {pair + 1} of {plan.pairs}")
+        steps = asyncio.run(_steps(settings))
+    return figures_of(pieces, steps, watching, plan.people)
+
+
+def figures_of(pieces: Sequence[Piece], steps_ms: Sequence[int], watching: Watching, people: int) -> dict[str, float]:
+    """The figures. pieces: pair after pair. steps_ms: when each step was journaled."""
+    rates = [(one.is_watched, rate_of(steps_ms, one)) for one in pieces]
+    alone = [rate for is_watched, rate in rates if not is_watched]
+    watched = [rate for is_watched, rate in rates if is_watched]
+    changes = [math.log(one / other) for one, other in zip(watched, alone, strict=True)]
+    slower = -statistics.fmean(changes)
+    error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
+    took_ms = sorted(watching.seen.took_ms)
+    calm, busy = (
+        cpu_s / spent_s
+        for cpu_s, spent_s in ((watching.calm_cpu_s, watching.calm_s), (watching.busy_cpu_s, watching.busy_s))
+    )
+    return {
+        "pairs": float(len(changes)), "people": float(people),
+        "steps_per_s_alone": statistics.fmean(alone), "steps_per_s_looked_at": statistics.fmean(watched),
+        "slower_share": slower, "slower_share_error": error, "slower_in_errors": slower / error if error else 0.0,
+        "pages_seen": float(len(took_ms)), "pages_failed": float(sum(watching.seen.failed.values())),
+        "pages_per_s": len(took_ms) / watching.busy_s,
+        "page_ms_p50": took_ms[len(took_ms) // 2], "page_ms_p95": took_ms[len(took_ms) * 95 // 100],
+        "console_cpu_share_calm": calm, "console_cpu_share_looked_at": busy,
+        "console_cpu_ms_per_page": 1000 * (busy - calm) * watching.busy_s / len(took_ms),
+    }  # fmt: skip
+
+
+def rate_of(steps_ms: Sequence[int], piece: Piece) -> float:
+    """Steps a second between the first and the last step of a piece. Raises ValueError for fewer than three.
+
+    >>> rate_of([0, 1000, 3000, 5000, 9000], Piece(False, 500, 6000))
+    0.5
+    """
+    mine = [at for at in steps_ms if piece.begin_ms <= at < piece.end_ms]
+    if len(mine) < 3:
+        raise ValueError(f"got {len(mine)} steps in a piece, expected 3 or more: --seconds takes longer pieces")
+    return 1000 * (len(mine) - 1) / (mine[-1] - mine[0])
+
+
+def _alone(plan: LoadPlan) -> Piece:
+    time.sleep(plan.settle_s)
+    began_ms = _now_ms()
+    time.sleep(plan.piece_s)
+    return Piece(False, began_ms, _now_ms())
+
+
+def _watched(plan: LoadPlan, config: Path, watching: Watching) -> Piece:
+    """A piece that people look at, through a console of its own."""
+    with console(config) as (url, pid):
+        time.sleep(plan.settle_s / 2)
+        cpu_s, began_s = cpu_of(pid), time.monotonic()
+        time.sleep(plan.settle_s / 2)
+        watching.calm_cpu_s += cpu_of(pid) - cpu_s
+        watching.calm_s += time.monotonic() - began_s
+        command = [sys.executable, "-m", "infra.cli.bench.looking", url, LINK, str(plan.people), str(plan.piece_s)]
+        began_ms, cpu_s, began_s = _now_ms(), cpu_of(pid), time.monotonic()
+        done = subprocess.run(command, check=True, capture_output=True)
+        ended_ms = _now_ms()
+        watching.busy_cpu_s += cpu_of(pid) - cpu_s
+        watching.busy_s += time.monotonic() - began_s
+        seen = msgspec.json.decode(done.stdout, type=Seen)
+        watching.seen.took_ms += seen.took_ms
+        for status, count in seen.failed.items():
+            watching.seen.failed[status] = watching.seen.failed.get(status, 0) + count
+    return Piece(True, began_ms, ended_ms)
+
+
+@contextmanager
+def demo(folder: Path) -> Iterator[Path]:
+    """A demo that goes on for the length of the block; its settings file, once its broker answers."""
+    config = folder / "run" / "headrace.toml"
+    with _process(folder / "demo.log", "infra.cli.bench.console_load", str(folder / "run")) as child:
+        until_s = time.monotonic() + BEGIN_S
+        while not (folder / "run" / "logs" / "train.log").exists():
+            if child.poll() is not None or time.monotonic() > until_s:
+                raise RuntimeError("the demo did not begin")
+            time.sleep(0.2)
+        yield config
+
+
+@contextmanager
+def console(config: Path) -> Iterator[tuple[str, int]]:
+    """A console over a run for the length of a block: its address and its process, once it answers."""
+    from infra.cli.console.serve import LINK_VARIABLE
+    from infra.local.address import choose_address
+
+    port = choose_address().port
+    arguments = ("console", "-c", str(config), "--listen", f"127.0.0.1:{port}")
+    log = config.parent / "logs" / "console.log"
+    with _process(log, "infra.cli.main", *arguments, env={LINK_VARIABLE: LINK}) as child:
+        until_s = time.monotonic() + ANSWER_S
+        while not _answers(port):
+            if child.poll() is not None or time.monotonic() > until_s:
+                raise RuntimeError("the console did not answer")
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}", child.pid
+
+
+@contextmanager
+def _process(
+    log: Path, module: str, *arguments: str, env: dict[str, str] | None = None
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """A module's process, ended as Ctrl-C ends it; the end of its log is printed where something failed."""
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdout=output, stderr=output, env=os.environ | (env or {})
+        )
+    try:
+        yield child
+    except BaseException:
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        raise
+    finally:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def cpu_of(pid: int) -> float:
+    """Processor seconds that a process has spent, in all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _answers(port: int) -> bool:
+    client = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        client.request("GET", f"/enter?link={LINK}")
+        return client.getresponse().status == 303
+    except (OSError, HTTPException):
+        return False
+    finally:
+        client.close()
+
+
+async def _until_it_learns(settings: "Settings") -> None:
+    """Until so many steps of reinforcement were journaled. Raises TimeoutError."""
+    async with asyncio.timeout(BEGIN_S):
+        while len(await _steps(settings)) < FIRST_STEPS:  # noqa: ASYNC110 (the log tells no one)
+            await asyncio.sleep(LOOK_S)
+
+
+async def _steps(settings: "Settings") -> list[int]:
+    """When each step of reinforcement was journaled, in ms; none while there is no log yet."""
+    from infra.cli.connect import connected
+    from schemas import Batch, topics
+    from schemas.errors import BrokerUnavailable, ConfigError
+
+    with contextlib.suppress(BrokerUnavailable, ConfigError):
+        async with connected(settings) as log:
+            found = [one async for one in log.read_all(topics.BATCHES)]
+            return [one.timestamp_ms for one in found if isinstance(one.value, Batch) and one.value.phase == "train"]
+    return []
+
+
+def _now_ms() -> int:
+    return int(1000 * time.time())
+
+
+async def go_on(folder: Path) -> int:
+    """A demo without an end: no accuracy stops it, and no time that a bench takes."""
+    from infra.cli.demo.demo import run_demo
+    from infra.cli.demo.settings import DemoOptions
+
+    return await run_demo(DemoOptions(directory=folder, engine="torch", minutes=600.0, stop_at=1.0, quiet=True))
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(go_on(Path(sys.argv[1]))))
