@@ -7,7 +7,8 @@
 
 Guarantees: what comes out has the digest that was asked for, or is what was fetched just now. Whoever asks while another
 fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks. What the folder
-holds, unfinished objects included, stays within `max_bytes` and MAX_OBJECTS: the longest unused goes first. Where the folder
+holds, unfinished objects included, stays within `max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes
+first. Where the folder
 cannot be used, or its disk is full, everything goes on without it: counted, and said once. Nothing is synced: what a machine
 loses with its power has another digest then.
 """
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 DIGEST_LETTERS = 32  # 128 bits of a sha256
 MAX_OBJECTS = 10_000  # each is looked at when one is added
-FREE_SHARE = 0.05  # of the disk, left to whoever else writes there
+LEFT_FREE = 0.05  # of the disk, for whoever else writes there
 WAIT_S = 120.0
 POLL_S = 0.02
 
@@ -37,15 +38,18 @@ POLL_S = 0.02
 class HostCache:
     """The folder, as one process uses it. Threads may share it. Made by the first that keeps something.
 
-    wait_s: how long another may take to fetch an object before it is fetched here too.
+    wait_s: how long another may take to fetch an object before it is fetched here too. left_free: share of the disk.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, metrics: Metrics, wait_s: float = WAIT_S) -> None:
+    def __init__(
+        self, folder: Path, *, max_bytes: int, metrics: Metrics, wait_s: float = WAIT_S, left_free: float = LEFT_FREE
+    ) -> None:
         self._objects = folder / "objects"
         self._locks = folder / "locks"
         self._max_bytes = max_bytes
         self._metrics = metrics
         self._wait_s = wait_s
+        self._left_free = left_free
         self._warned = threading.Event()
         metrics.gauge("host_cache_max_bytes").set(max_bytes)
         metrics.gauge("host_cache_bytes").set(self._num_bytes())
@@ -134,23 +138,22 @@ class HostCache:
 
     def _reserve(self, part: Path, num_bytes: int) -> bool:
         """Give the unfinished object its size, so that others count it, after the longest unused made room for it."""
-        if num_bytes > self._max_bytes:
-            self._go_without(f"an object of {num_bytes:,} bytes is larger than store.cache_gb allows")
-            return False
         with self._locked("room") as mine:
             if not mine:
                 return False
-            held = sorted(self._held())
+            held, disk = sorted(self._held()), shutil.disk_usage(self._objects)
             total = sum(size for _, size, _ in held)
+            most = min(self._max_bytes, int(total + disk.free - self._left_free * disk.total))
+            if num_bytes > most:
+                self._go_without(
+                    f"an object has {num_bytes:,} bytes, and store.cache_gb and the disk allow {most:,} in all"
+                )
+                return False
             for gone, (_, size, path) in enumerate(held):
-                if total + num_bytes <= self._max_bytes and len(held) - gone < MAX_OBJECTS:
+                if total + num_bytes <= most and len(held) - gone < MAX_OBJECTS:
                     break
                 path.unlink(missing_ok=True)
                 total -= size
-            disk = shutil.disk_usage(self._objects)
-            if disk.free - num_bytes < FREE_SHARE * disk.total:
-                self._go_without(f"{disk.free:,} bytes are free on its disk: {FREE_SHARE:.0%} are left to others")
-                return False
             with open(part, "wb") as file:
                 file.truncate(num_bytes)
             self._metrics.gauge("host_cache_bytes").set(total + num_bytes)

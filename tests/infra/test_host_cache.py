@@ -1,5 +1,6 @@
 """The cache of weights that the engines of one machine share: once over the network, within its bound, never in the way."""
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -14,7 +15,10 @@ import numpy as np
 import pytest
 
 from infra.cli.connect import cache_folder
+from infra.cli.roles import role_of
 from infra.cli.settings import Settings
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
@@ -22,7 +26,7 @@ from infra.policies.tensors import Tensor, from_numpy
 from infra.settings.config import StoreConfig
 from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import HostCache, digest_of
+from infra.store.host_cache import MAX_OBJECTS, HostCache, digest_of
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import PolicyEvent
@@ -178,6 +182,21 @@ def test_any_order_of_objects_stays_within_the_bound(tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in files(tmp_path)) <= 1000
 
 
+def test_the_number_of_objects_is_bounded_too(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    for number in range(MAX_OBJECTS + 20):
+        (tmp_path / "objects" / f"{number:032x}").touch()
+    HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x")).get(*held(1))
+    assert len(files(tmp_path)) == MAX_OBJECTS and (tmp_path / "objects" / named(1)[0]).exists()
+
+
+def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path) -> None:
+    metrics = Metrics("x")
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=metrics, left_free=1.0)
+    assert cache.get(*held(1)) == named(1)[1]
+    assert not files(tmp_path) and counters(metrics) == {"misses": 1.0, "skipped": 1.0}
+
+
 def test_what_a_killed_writer_left_counts_and_goes_like_any_other(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, max_bytes=250, metrics=Metrics("x"))
     cache.get(*held(1))
@@ -262,6 +281,14 @@ def test_a_store_behind_a_network_is_kept_and_a_folder_only_where_it_is_said(
 ) -> None:
     settings = msgspec.structs.replace(Settings(app="app"), store=config, folder=Path("app"))
     assert cache_folder(settings) == (expected and Path(expected))
+
+
+@pytest.mark.parametrize(("role", "keeps"), [("explore", True), ("serve", True), ("train", False), ("process", False)])
+def test_roles_with_an_engine_have_the_cache(role: str, keeps: bool, tmp_path: Path) -> None:
+    config = StoreConfig(cache="kept")
+    settings = msgspec.structs.replace(Settings(app="app"), store=config, folder=tmp_path)
+    given = role_of(role, settings, Log(MemoryBus(), "app"), Metrics(role), asyncio.Event())
+    assert isinstance(given.store, CachedStore) == keeps
 
 
 def test_s3_is_kept_in_the_users_cache_folder_by_default() -> None:
