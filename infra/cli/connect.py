@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +13,9 @@ from infra.cli.settings import Settings
 from infra.cli.terminal import LineFormatter
 from infra.log.access import EMBEDDED_FOLDER
 from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.store.cached import CachedStore
+from infra.store.host_cache import HostCache
 from infra.store.open import open_store
 from infra.store.store import DividedStore, Store
 from schemas.errors import ConfigError
@@ -54,6 +59,31 @@ def main_store_of(settings: Settings) -> Store:
     add_plugin_folders(settings.folder, settings.plugins)
     store: Store = load(config.use, config.options, "store")
     return store
+
+
+def cached_store_of(settings: Settings, metrics: Metrics) -> Store:
+    """The configured object store, for a role with an engine: weights are fetched once for all of this machine."""
+    store = store_of(settings)
+    folder = cache_folder(settings)
+    if folder is None:
+        return store
+    return CachedStore(store, HostCache(folder, max_bytes=int(settings.store.cache_gb * 1e9), metrics=metrics))
+
+
+def cache_folder(settings: Settings) -> Path | None:
+    """Where this machine keeps weights of the store; None for nowhere."""
+    config = settings.store
+    if not config.cache_gb:
+        return None
+    if config.cache:
+        return settings.folder / Path(config.cache).expanduser()
+    if config.use or not config.url.startswith("s3://"):
+        return None
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}" / "weights"
+    return base / "headrace" / "weights"
 
 
 @asynccontextmanager

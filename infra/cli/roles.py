@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from actors.gateway.config import GatewayConfig, Webhook
-from infra.cli.connect import bootstrap_of, connected, log_to_stderr, store_of
+from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, store_of
 from infra.cli.private import open_to_others
 from infra.cli.ranks import open_on_rank, several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 SAY_S = 5.0
 FIT_S = 2.0
+WITH_ENGINE = ("explore", "serve")
 MAX_REASON = 1000  # characters
 STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever wants it sooner sends SIGKILL
 
@@ -94,7 +95,7 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
 
 def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
     """What a role of these settings is given."""
-    store = store_of(settings)
+    store = cached_store_of(settings, metrics) if name in WITH_ENGINE else store_of(settings)
     return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_of(name))
 
 

@@ -76,6 +76,7 @@ async def read_status(
             what: by_reason([one[-1][0] for one in reports.values()], f"{what}_cancelled")
             for what in ("episodes", "tokens")
         },
+        "caches": caches(roles),
         "masked": int(sum(one[-1][0].counters.get("tokens_masked", 0.0) for one in reports.values())),
         "accuracy": {
             message.value.suite: {
@@ -150,6 +151,18 @@ def chains(reports: Sequence[Progress]) -> dict[str, dict[str, str]]:
             for partition in report.partitions.get(stage, ()):
                 found.setdefault(stage, {})[str(partition)] = chain
     return {stage: dict(sorted(held.items(), key=lambda one: int(one[0]))) for stage, held in found.items()}
+
+
+def caches(roles: Sequence[State]) -> dict[str, dict[str, float]]:
+    """What each machine keeps of the store's weights: its name → bytes, max_bytes, as who spoke last there says."""
+    return {
+        role["instance"].split("/")[1]: {
+            "bytes": role["gauges"]["host_cache_bytes"],
+            "max_bytes": role["gauges"]["host_cache_max_bytes"],
+        }
+        for role in sorted(roles, key=lambda one: -one["age_s"])
+        if "host_cache_max_bytes" in role["gauges"]
+    }
 
 
 def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
@@ -300,6 +313,9 @@ def show(console: Console, state: State) -> None:
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
     console.print(f"dropped    {drops or 'nothing'}", markup=False)
+    for host, held in state["caches"].items():
+        of = f"{held['bytes'] / 1e9:.1f} of {held['max_bytes'] / 1e9:g} GB"
+        console.print(f"cache      {of} of weights at {host} (store.cache_gb)", markup=False)
     if state["masked"]:
         console.print(
             f"masked     {state['masked']:,} sampled tokens were older than pacing.max_staleness: not trained"

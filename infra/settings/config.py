@@ -43,6 +43,7 @@ UsePath = Annotated[
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number of 1 or more")]
 NonNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number of 0 or more")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, description="seconds, above 0")]
+Gigabytes = Annotated[float, msgspec.Meta(ge=0, description="10⁹ bytes, 0 or more")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +118,10 @@ class StoreConfig(Section, frozen=True):
     can be shared with whoever must not read customers: gateways, stream workers, `forget` and `keys` need to write there,
     trainer, explorers, `trace` and `replay` to read. Neither place may keep old versions of these objects. To move them,
     stop the app and copy both folders. use: a store of your own instead of url, as `module:name`. options: what it is built
-    with.
+    with. cache: a folder (relative to the TOML) in which explorers and gateways of one machine keep the weights they fetched,
+    each object once for all of them; it may be deleted at any time. "" takes `headrace/weights` in the user's
+    cache folder for S3, and none for a folder or a store of your own. cache_gb: how much it may hold, 0 for no cache; the
+    longest unused goes first. Less than the weights of one version helps little.
 
     Example: StoreConfig(url="s3://ml/support-bot", keys="s3://ml-secrets/support-bot")
     """
@@ -126,6 +130,8 @@ class StoreConfig(Section, frozen=True):
     keys: str = ""
     use: UsePath | Literal[""] = ""
     options: Table = {}
+    cache: str = ""
+    cache_gb: Gigabytes = 20.0
 
     @property
     def shown(self) -> str:

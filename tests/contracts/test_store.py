@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
+from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
+from infra.store.host_cache import HostCache, digest_of
 from infra.store.memory import MemoryStore
 from infra.store.s3 import S3Credentials, S3Store
 from infra.store.store import MAX_KEY_BYTES, Store
@@ -66,7 +69,7 @@ def docker_answers() -> bool:
     return True
 
 
-STORES = ["memory", "plugin", "directory", "moto", pytest.param("minio", marks=pytest.mark.slow)]
+STORES = ["memory", "plugin", "directory", "cached", "moto", pytest.param("minio", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=STORES)
@@ -81,6 +84,9 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
             return lambda prefix: shelves.setdefault(prefix, Shelf())
         case "directory":
             return lambda prefix: DirectoryStore(tmp_path / "store" / prefix)
+        case "cached":
+            cache = HostCache(tmp_path / "cache", max_bytes=10_000_000, metrics=Metrics("contract"))
+            return lambda prefix: CachedStore(DirectoryStore(tmp_path / "store" / prefix), cache)
         case "moto":
             endpoint = request.getfixturevalue("moto_endpoint")
             server = MinioServer(endpoint, "test", "test-secret")
@@ -93,6 +99,18 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
 @pytest.fixture
 def store(make_store: MakeStore) -> Store:
     return make_store("app")
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 6_000_000])
+def test_an_object_named_by_its_content_comes_back_and_goes_with_its_deletion(store: Store, size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    key = f"policies/main/17/anchors/3/{digest_of(data)}.safetensors"
+    store.put(key, data)
+    assert store.get(key) == store.get(key) == data
+    assert store.read(key, size // 2, 9) == data[size // 2 : size // 2 + 9] and store.size(key) == size
+    store.delete(key)
+    with pytest.raises(NotInStore):
+        store.get(key)
 
 
 @pytest.mark.parametrize("size", [0, 1, 70_000, 6_000_000])

@@ -207,6 +207,22 @@ def test_what_waits_for_the_share_of_a_tenant_is_shown() -> None:
     assert "held back  1,234 experiences wait" in shown(state_of((0, report), now_s=1))
 
 
+def test_the_weights_that_a_machine_keeps_are_shown_with_their_bound_as_who_spoke_last_says() -> None:
+    report = lambda name, held: Progress(  # noqa: E731
+        role="explore",
+        instance=f"explore/{name}",
+        state="running",
+        gauges={"host_cache_bytes": held, "host_cache_max_bytes": 20e9},
+    )
+    state = state_of((0, report("a/2", 3e9)), (1, report("a/1", 5e9)), (1, report("b/1", 0.0)), now_s=2)
+    assert state["caches"] == {
+        "a": {"bytes": 5e9, "max_bytes": 20e9},
+        "b": {"bytes": 0.0, "max_bytes": 20e9},
+    }
+    assert "cache      5.0 of 20 GB of weights at a (store.cache_gb)" in shown(state)
+    assert "cache" not in shown(state_of((0, progress("explore")), now_s=1))
+
+
 def test_the_chain_in_force_on_each_partition_is_listed_while_workers_are_replaced_one_by_one() -> None:
     def worker(name: str, chain: str, *held: int, state: str = "running") -> Progress:
         return Progress(

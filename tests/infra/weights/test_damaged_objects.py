@@ -3,16 +3,22 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
 
 from actors.engines.engine import Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine
+from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
+from infra.store.cached import CachedStore
+from infra.store.host_cache import HostCache
 from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused
 
@@ -83,11 +89,40 @@ def stored(objects: Objects) -> MemoryStore:
     return store
 
 
+def cached(chosen: random.Random, store: MemoryStore, objects: Objects, folder: Path, metrics: Metrics) -> Store:
+    """The store behind a cache that holds some of the objects, about half of them damaged like those of the store."""
+    cache = HostCache(folder, max_bytes=10_000_000, metrics=metrics)
+    (folder / "objects").mkdir(parents=True, exist_ok=True)
+    weights = [key for key in sorted(objects) if "/manifests/" not in key]
+    for key in weights:
+        digest = Path(key).stem
+        cache.drop(digest)
+        if chosen.random() < 0.4:
+            _, altered = damaged(
+                chosen, {one: objects[one] for one in (key, chosen.choice(weights), weights[0], weights[1])}
+            )
+            (folder / "objects" / digest).write_bytes(altered.get(key, b""))
+    return CachedStore(store, cache)
+
+
 def test_a_thousand_damages_load_nothing_and_fail_no_request() -> None:
-    asyncio.run(serve_through_damages())
+    outcomes = asyncio.run(serve_through_damages(lambda chosen, store, objects: store))
+    assert min(outcomes.values()) >= 20, outcomes
 
 
-async def serve_through_damages() -> None:
+def test_a_thousand_damages_load_nothing_and_fail_no_request_with_the_cache_damaged_too(tmp_path: Path) -> None:
+    metrics = Metrics("follower")
+    outcomes = asyncio.run(
+        serve_through_damages(lambda chosen, store, objects: cached(chosen, store, objects, tmp_path, metrics))
+    )
+    assert min(outcomes.values()) >= 20, outcomes
+    counts = metrics.counters()
+    assert min(counts["host_cache_damaged"], counts["host_cache_hits"]) >= 50, counts
+    assert "host_cache_skipped" not in counts
+
+
+async def serve_through_damages(behind: Callable[[random.Random, MemoryStore, Objects], Store]) -> Counter[str]:
+    """What became of each damage. behind: the store that is damaged → the one that is followed."""
     store, events, weights = published()
     objects = {key: store.get(key) for key in store.keys("")}
     kinds = {key.split("/")[3] for key in objects}
@@ -101,7 +136,7 @@ async def serve_through_damages() -> None:
     for _ in range(DAMAGES):
         kind, altered = damaged(chosen, objects)
         version = chosen.randrange(1, NUM_VERSIONS)
-        kept = stored(altered)
+        kept = behind(chosen, stored(altered), objects)
         follower = PolicyFetcher(kept, "main")
         if chosen.random() < 0.5:  # one that follows step by step holds the version before
             before = NewVersion(policy="main", token=4, version=version - 1, parent=-1, step=version - 1)
@@ -126,4 +161,5 @@ async def serve_through_damages() -> None:
             assert table == weights[version][TENSOR]
     await engine.close()
     assert sum(outcomes.values()) == DAMAGES
-    assert len(outcomes) == 7 and min(outcomes.values()) >= 20, outcomes
+    assert len(outcomes) == 7
+    return outcomes

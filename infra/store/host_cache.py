@@ -1,0 +1,184 @@
+"""Objects that are named by their content, kept in a folder of one machine for all processes there.
+
+    <folder>/objects/<digest>        an object; its name is the beginning of its sha256
+    <folder>/objects/<digest>.part   one that is being written, or that a killed process left
+    <folder>/locks/<00 to ff>        who fetches the objects whose digest begins so
+    <folder>/locks/room              who makes room
+
+Guarantees: what comes out has the digest that was asked for, or is what was fetched just now. Whoever asks while another
+fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks. What the folder
+holds, unfinished objects included, stays within `max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes
+first. Where the folder
+cannot be used, or its disk is full, everything goes on without it: counted, and said once. Nothing is synced: what a machine
+loses with its power has another digest then.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from infra.observe.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+DIGEST_LETTERS = 32  # 128 bits of a sha256
+MAX_OBJECTS = 10_000  # each is looked at when one is added
+LEFT_FREE = 0.05  # of the disk, for whoever else writes there
+WAIT_S = 120.0
+POLL_S = 0.02
+
+
+class HostCache:
+    """The folder, as one process uses it. Threads may share it. Made by the first that keeps something.
+
+    wait_s: how long another may take to fetch an object before it is fetched here too. left_free: share of the disk.
+    """
+
+    def __init__(
+        self, folder: Path, *, max_bytes: int, metrics: Metrics, wait_s: float = WAIT_S, left_free: float = LEFT_FREE
+    ) -> None:
+        self._objects = folder / "objects"
+        self._locks = folder / "locks"
+        self._max_bytes = max_bytes
+        self._metrics = metrics
+        self._wait_s = wait_s
+        self._left_free = left_free
+        self._warned = threading.Event()
+        metrics.gauge("host_cache_max_bytes").set(max_bytes)
+        metrics.gauge("host_cache_bytes").set(self._num_bytes())
+
+    def __repr__(self) -> str:
+        return f"HostCache({str(self._objects.parent)!r})"
+
+    def get(self, digest: str, fetch: Callable[[], bytes]) -> bytes:
+        """The object of this digest, fetched where it is not here. Raises what `fetch` raises."""
+        if (found := self._read(digest)) is not None:
+            return found
+        with self._locked(digest[:2]) as mine:
+            if mine and (found := self._read(digest)) is not None:
+                return found
+            data = fetch()
+            self._metrics.counter("host_cache_misses").inc()
+            if mine and digest_of(data) == digest:
+                self._keep(digest, data)
+            return data
+
+    def drop(self, digest: str) -> None:
+        """Forget an object; absent is fine."""
+        with suppress(OSError):
+            (self._objects / digest).unlink()
+
+    def _read(self, digest: str) -> bytes | None:
+        """The object where it is here and sound."""
+        path = self._objects / digest
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if digest_of(data) != digest:
+            self._metrics.counter("host_cache_damaged").inc()
+            log.warning("host_cache_damaged object=%s bytes=%d: it is fetched again", path, len(data))
+            self.drop(digest)
+            return None
+        self._metrics.counter("host_cache_hits").inc()
+        self._metrics.gauge("host_cache_bytes").set(self._num_bytes())
+        with suppress(OSError):
+            os.utime(path)  # used now: it goes last
+        return data
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[bool]:
+        """Whether the lock is held inside the `with`: not where it cannot be had, or another had it for too long."""
+        with ExitStack() as closed:  # which lets go of the lock
+            try:
+                self._objects.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._locks.mkdir(exist_ok=True, mode=0o700)
+                file = closed.enter_context(open(self._locks / name, "ab"))
+            except OSError as error:
+                self._go_without(str(error))
+                yield False
+            else:
+                yield self._take(file.fileno(), name)
+
+    def _take(self, lock: int, name: str) -> bool:
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self._go_without(f"another process has held {self._locks / name} for {self._wait_s:g} s")
+                    return False
+                time.sleep(POLL_S)
+            except OSError as error:
+                self._go_without(str(error))
+                return False
+
+    def _keep(self, digest: str, data: bytes) -> None:
+        """Write the object, room made for it before. Its lock is held."""
+        part = self._objects / f"{digest}.part"
+        try:
+            if not self._reserve(part, len(data)):
+                return
+            with open(part, "r+b") as file:
+                file.write(data)
+            os.replace(part, self._objects / digest)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            self._go_without(str(error))
+
+    def _reserve(self, part: Path, num_bytes: int) -> bool:
+        """Give the unfinished object its size, so that others count it, after the longest unused made room for it."""
+        with self._locked("room") as mine:
+            if not mine:
+                return False
+            held, disk = sorted(self._held()), shutil.disk_usage(self._objects)
+            total = sum(size for _, size, _ in held)
+            most = min(self._max_bytes, int(total + disk.free - self._left_free * disk.total))
+            if num_bytes > most:
+                self._go_without(
+                    f"an object has {num_bytes:,} bytes, and store.cache_gb and the disk allow {most:,} in all"
+                )
+                return False
+            for gone, (_, size, path) in enumerate(held):
+                if total + num_bytes <= most and len(held) - gone < MAX_OBJECTS:
+                    break
+                path.unlink(missing_ok=True)
+                total -= size
+            with open(part, "wb") as file:
+                file.truncate(num_bytes)
+            self._metrics.gauge("host_cache_bytes").set(total + num_bytes)
+            return True
+
+    def _num_bytes(self) -> int:
+        return sum(size for _, size, _ in self._held())
+
+    def _held(self) -> list[tuple[float, int, Path]]:
+        """When each object was last used, its bytes, and where it is."""
+        held = []
+        with suppress(OSError):
+            for entry in os.scandir(self._objects):
+                with suppress(FileNotFoundError):  # another process made room
+                    found = entry.stat(follow_symlinks=False)
+                    held.append((found.st_mtime, found.st_size, Path(entry.path)))
+        return held
+
+    def _go_without(self, reason: str) -> None:
+        self._metrics.counter("host_cache_skipped").inc()
+        if not self._warned.is_set():
+            self._warned.set()
+            log.warning("host_cache_skipped cache=%r: weights are read from the store instead: %s", self, reason)
+
+
+def digest_of(data: bytes) -> str:
+    """How an object of these bytes is named."""
+    return hashlib.sha256(data).hexdigest()[:DIGEST_LETTERS]

@@ -1,0 +1,296 @@
+"""The cache of weights that the engines of one machine share: once over the network, within its bound, never in the way."""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from infra.cli.connect import cache_folder
+from infra.cli.roles import role_of
+from infra.cli.settings import Settings
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.policies.fetch import PolicyFetcher
+from infra.policies.publish import NewVersion, publish
+from infra.policies.tensors import Tensor, from_numpy
+from infra.settings.config import StoreConfig
+from infra.store.cached import CachedStore
+from infra.store.directory import DirectoryStore
+from infra.store.host_cache import MAX_OBJECTS, HostCache, digest_of
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
+from schemas import PolicyEvent
+from schemas.errors import PolicyRefused, StoreError
+from tests.infra.host_processes import fetched_by_a_holder_that_hangs, follow
+
+NUM_FOLLOWERS = 8
+NUM_VERSIONS = 7
+Counters = dict[str, float]
+
+
+def published(store: Store) -> tuple[list[PolicyEvent], list[dict[str, Tensor]]]:
+    """Versions in single deltas, one consolidated, and an anchor of several objects."""
+    generator = np.random.default_rng(5)
+    table = generator.normal(size=(64, 64)).astype(np.float32)
+    events: list[PolicyEvent] = []
+    weights: list[dict[str, Tensor]] = []
+    for version in range(NUM_VERSIONS):
+        table = table.copy()
+        table[version] += 0.01
+        tensors = {f"w{row}": from_numpy(table[8 * row : 8 * row + 8].copy()) for row in range(8)}
+        new = NewVersion(policy="main", token=3, version=version, parent=version - 1, step=version)
+        previous = weights[-1] if weights else None
+        events.append(publish(store, new, tensors, previous=previous, probe=None, shard_bytes=4096))
+        weights.append(tensors)
+    return events, weights
+
+
+@contextmanager
+def holder(folder: Path, digest: str) -> Iterator[multiprocessing.process.BaseProcess]:
+    """A process that fetches an object and never ends."""
+    process = multiprocessing.get_context("spawn").Process(target=fetched_by_a_holder_that_hangs, args=(folder, digest))
+    folder.mkdir(exist_ok=True)
+    process.start()
+    while not (folder / "held").exists():
+        assert process.is_alive()
+        process.join(0.02)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def counters(metrics: Metrics) -> Counters:
+    return {name.removeprefix("host_cache_"): value for name, value in metrics.counters().items()}
+
+
+def named(number: int, size: int = 100) -> tuple[str, bytes]:
+    data = bytes([number]) * size
+    return digest_of(data), data
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.parent.name == "objects"]
+
+
+def fails() -> bytes:
+    raise StoreError("nothing may be asked of the store")
+
+
+def test_eight_followers_on_one_host_read_each_object_from_the_store_once(tmp_path: Path) -> None:
+    events, _ = published(DirectoryStore(tmp_path / "store"))
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=follow, args=(tmp_path, events))
+        for _ in range(NUM_FOLLOWERS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [done.read_text() for done in tmp_path.glob("done-*")] == [str(NUM_VERSIONS - 1)] * NUM_FOLLOWERS
+    asked = (tmp_path / "asked").read_text().splitlines()
+    weights = [key for key in asked if "/manifests/" not in key]
+    assert len(weights) == len(set(weights)) >= NUM_VERSIONS, "each object of weights came over the network once"
+    assert {key.split("/")[3] for key in weights} == {"anchors", "deltas"}
+
+
+def test_whoever_asks_while_another_fetches_waits_for_it(tmp_path: Path) -> None:
+    digest, data = named(1)
+    begun, go, fetches = threading.Event(), threading.Event(), []
+
+    def slow() -> bytes:
+        fetches.append(1)
+        begun.set()
+        go.wait()
+        return data
+
+    def ask(_: int) -> None:
+        cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))  # a process of its own, as far as locks see
+        assert cache.get(digest, slow) == data
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert len(fetches) == 1
+
+
+def test_a_holder_that_is_killed_lets_the_next_one_fetch(tmp_path: Path) -> None:
+    digest, data = named(1)
+    metrics = Metrics("x")
+    with holder(tmp_path, digest) as process:
+        process.kill()
+        assert HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=600.0).get(digest, lambda: data) == data
+    assert counters(metrics) == {"misses": 1.0}
+
+
+def test_a_holder_that_hangs_is_waited_for_no_longer_than_is_said(tmp_path: Path) -> None:
+    digest, data = named(1)
+    metrics = Metrics("x")
+    with holder(tmp_path, digest):
+        assert HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=0.05).get(digest, lambda: data) == data
+    assert counters(metrics) == {"misses": 1.0, "skipped": 1.0}
+
+
+def test_a_fetch_that_fails_is_raised_and_the_next_one_tries_again(tmp_path: Path) -> None:
+    digest, data = named(1)
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
+    with pytest.raises(StoreError):
+        cache.get(digest, fails)
+    assert cache.get(digest, lambda: data) == data
+
+
+def test_the_longest_unused_goes_first_and_the_bound_holds(tmp_path: Path) -> None:
+    metrics = Metrics("x")
+    cache = HostCache(tmp_path, max_bytes=350, metrics=metrics)
+    for number in range(3):
+        cache.get(*held(number))
+        os.utime(tmp_path / "objects" / named(number)[0], (number, number))
+    cache.get(named(0)[0], fails)  # used again
+    cache.get(*held(3))
+    assert {path.name for path in files(tmp_path)} == {named(number)[0] for number in (0, 2, 3)}
+    gauges = metrics.gauges()
+    assert (gauges["host_cache_bytes"], gauges["host_cache_max_bytes"]) == (300.0, 350.0)
+
+
+def held(number: int, size: int = 100) -> tuple[str, Callable[[], bytes]]:
+    digest, data = named(number, size)
+    return digest, lambda: data
+
+
+def test_any_order_of_objects_stays_within_the_bound(tmp_path: Path) -> None:
+    generator = np.random.default_rng(3)
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
+    for _ in range(200):
+        number = int(generator.integers(30))
+        size = 1 + 47 * number  # the largest are larger than the bound
+        assert cache.get(*held(number, size)) == named(number, size)[1]
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= 1000
+
+
+def test_the_number_of_objects_is_bounded_too(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    for number in range(MAX_OBJECTS + 20):
+        (tmp_path / "objects" / f"{number:032x}").touch()
+    HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x")).get(*held(1))
+    assert len(files(tmp_path)) == MAX_OBJECTS and (tmp_path / "objects" / named(1)[0]).exists()
+
+
+def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path) -> None:
+    metrics = Metrics("x")
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=metrics, left_free=1.0)
+    assert cache.get(*held(1)) == named(1)[1]
+    assert not files(tmp_path) and counters(metrics) == {"misses": 1.0, "skipped": 1.0}
+
+
+def test_what_a_killed_writer_left_counts_and_goes_like_any_other(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path, max_bytes=250, metrics=Metrics("x"))
+    cache.get(*held(1))
+    left = tmp_path / "objects" / f"{named(2)[0]}.part"
+    left.write_bytes(b"h" * 100)
+    os.utime(left, (1, 1))
+    cache.get(*held(3))
+    assert {path.name for path in files(tmp_path)} == {named(1)[0], named(3)[0]}
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 100, b"\1" * 99, b"\1" * 101], ids=["empty", "zeros", "short", "long"])
+def test_a_damaged_entry_is_noticed_by_its_digest_and_fetched_again(tmp_path: Path, damage: bytes) -> None:
+    metrics = Metrics("x")
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=metrics)
+    digest, data = named(1)
+    cache.get(digest, lambda: data)
+    (tmp_path / "objects" / digest).write_bytes(damage)
+    assert cache.get(digest, lambda: data) == data
+    assert cache.get(digest, fails) == data, "it was put in order"
+    assert counters(metrics) == {"misses": 2.0, "damaged": 1.0, "hits": 1.0}
+
+
+def test_bytes_that_are_not_what_was_asked_for_are_handed_on_and_not_kept(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
+    assert cache.get(named(1)[0], lambda: b"something else") == b"something else"
+    assert not files(tmp_path)
+
+
+def test_a_full_disk_is_gone_on_without_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics("x")
+    cache = HostCache(tmp_path, max_bytes=10_000_000, metrics=metrics)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # the kernel refuses to write more
+            try:
+                found = cache.get(*held(number, 100_000))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            assert found == named(number, 100_000)[1]
+    assert counters(metrics) == {"misses": 3.0, "skipped": 3.0} and not files(tmp_path)
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["host_cache_skipped"]
+    assert cache.get(*held(1)) and len(files(tmp_path)) == 1, "it is used again once it can be"
+
+
+def test_a_folder_that_cannot_be_used_is_gone_on_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    metrics = Metrics("x")
+    cache = HostCache(tmp_path / "file" / "cache", max_bytes=1000, metrics=metrics)
+    assert cache.get(*held(1)) == named(1)[1]
+    assert counters(metrics) == {"misses": 1.0, "skipped": 1.0}
+
+
+def test_a_cache_of_another_store_with_the_same_keys_is_harmless(tmp_path: Path) -> None:
+    ours, other = MemoryStore(), MemoryStore()
+    events, weights = published(ours)
+    new = NewVersion(policy="main", token=3, version=0, parent=-1, step=0)
+    theirs = {name: from_numpy(np.full((8, 64), 7, np.float32)) for name in weights[0]}
+    event = publish(other, new, theirs, previous=None, probe=None, shard_bytes=4096)
+    cache = HostCache(tmp_path, max_bytes=10_000_000, metrics=Metrics("x"))
+    assert dict(PolicyFetcher(CachedStore(other, cache), "main").fetch(event).tensors) == theirs
+    for version, expected in enumerate(weights):
+        assert dict(PolicyFetcher(CachedStore(ours, cache), "main").fetch(events[version]).tensors) == expected
+    with pytest.raises(PolicyRefused):
+        PolicyFetcher(CachedStore(ours, cache), "main").fetch(event)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (StoreConfig(), None),
+        (StoreConfig(cache="kept"), "app/kept"),
+        (StoreConfig(cache="kept", cache_gb=0), None),
+        (StoreConfig(use="plugins:Shelf"), None),
+        (StoreConfig(use="plugins:Shelf", cache="kept"), "app/kept"),
+        (StoreConfig(url="s3://bucket", cache_gb=0), None),
+        (StoreConfig(url="s3://bucket", cache="kept"), "app/kept"),
+    ],
+)
+def test_a_store_behind_a_network_is_kept_and_a_folder_only_where_it_is_said(
+    config: StoreConfig, expected: str | None
+) -> None:
+    settings = msgspec.structs.replace(Settings(app="app"), store=config, folder=Path("app"))
+    assert cache_folder(settings) == (expected and Path(expected))
+
+
+@pytest.mark.parametrize(("role", "keeps"), [("explore", True), ("serve", True), ("train", False), ("process", False)])
+def test_roles_with_an_engine_have_the_cache(role: str, keeps: bool, tmp_path: Path) -> None:
+    config = StoreConfig(cache="kept")
+    settings = msgspec.structs.replace(Settings(app="app"), store=config, folder=tmp_path)
+    given = role_of(role, settings, Log(MemoryBus(), "app"), Metrics(role), asyncio.Event())
+    assert isinstance(given.store, CachedStore) == keeps
+
+
+def test_s3_is_kept_in_the_users_cache_folder_by_default() -> None:
+    folder = cache_folder(Settings(app="app", store=StoreConfig(url="s3://bucket/prefix")))
+    assert folder is not None and folder.parts[-2:] == ("headrace", "weights")
