@@ -156,6 +156,15 @@ class MetricsConfig(Section, frozen=True):
         split_address(self.listen, "metrics.listen")
 
 
+class LogsConfig(Section, frozen=True):
+    """[logs]. format: of what a role writes to stderr, "text" for people or "json", one object a line, for machines.
+
+    Example: LogsConfig(format="json")
+    """
+
+    format: Literal["text", "json"] = "text"
+
+
 def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
     """Host and port of `host:port`; ValueError says what was expected. name: of the setting.
 
@@ -239,6 +248,7 @@ class Floor(Section, frozen=True):
     policy: PolicyConfig = PolicyConfig()
     pacing: Pacing = Pacing()
     metrics: MetricsConfig = MetricsConfig()
+    logs: LogsConfig = LogsConfig()
     folder: Path = Path()
 
     @property
