@@ -13,6 +13,7 @@ from infra.cli.expected import missing
 from infra.cli.status import alarms, failing
 from infra.observe.alarms import ALARMS, RUNBOOK, STILL, TOLD, Alarm, alarm_of, raised, rules
 from infra.observe.measures import MEASURES
+from infra.observe.metrics import Metrics
 from infra.policies.channel import Stable
 from infra.roles.absence import MISSING_S
 from tests.actors.rated import crowd, rated
@@ -157,3 +158,19 @@ def test_promtool_takes_the_rules_and_they_fire_when_they_should(command: tuple[
     shutil.copy(ROOT / "tests" / "infra" / "alerts_test.yml", tmp_path)
     done = subprocess.run([PROMTOOL, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on PATH: apt-get install prometheus")
+def test_promtool_finds_nothing_to_say_of_a_scrape_with_every_metric() -> None:
+    assert PROMTOOL is not None
+    metrics = Metrics("all")
+    for one in MEASURES:
+        labels = dict.fromkeys(one.labels, "x")
+        if one.kind == "counter":
+            metrics.counter(one.name, **labels).inc()
+        elif one.kind == "gauge":
+            metrics.gauge(one.name, **labels).set(1)
+        else:
+            metrics.histogram(one.name, **labels).observe(1)
+    done = subprocess.run([PROMTOOL, "check", "metrics"], input=metrics.exposition(), capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")

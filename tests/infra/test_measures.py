@@ -61,7 +61,7 @@ def test_every_metric_of_the_code_is_in_the_table_and_no_other_is() -> None:
 
 
 def test_a_name_and_a_meaning_stand_once_in_the_table() -> None:
-    names = Counter((one.shown, one.shown_labels, exposed(one.name).labels.get("quantile")) for one in MEASURES)
+    names = Counter((one.shown, one.shown_labels, exposed(one.name).labels.get("percentile")) for one in MEASURES)
     assert [name for name, count in names.items() if count > 1] == []
     families = Counter(exposed(one.name).name for one in MEASURES)
     assert [name for name, count in families.items() if count > 1] == [], "two kinds under one name"
@@ -97,8 +97,8 @@ def test_a_scrape_has_the_names_the_units_and_the_meanings_of_the_table() -> Non
         'headrace_step_ess{lane="usual"} 0.5',
         'headrace_step_ess{lane="live"} 0.25',
         "headrace_tokens_per_second 7.0",
-        'headrace_recent_reload_pause_seconds{quantile="0.5"} 0.03',
-        'headrace_recent_reload_pause_seconds{quantile="0.95"} 0.04',
+        'headrace_recent_reload_pause_seconds{percentile="50"} 0.03',
+        'headrace_recent_reload_pause_seconds{percentile="95"} 0.04',
         'headrace_dropped_total{reason="too short"} 2.0',
         'headrace_reload_pause_seconds_bucket{le="0.2"} 1.0',
         f"# HELP headrace_dropped_total {HELP['headrace_dropped']}",
