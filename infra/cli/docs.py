@@ -16,6 +16,7 @@ import msgspec
 from infra.cli.docs_parts import parts
 from infra.cli.docs_text import anchor, cell, labelled, toml
 from infra.observe.alarms import rules
+from infra.observe.dashboards import dashboards
 from infra.observe.measures import MEASURES
 from infra.settings.config import Section
 from infra.settings.words import words_of
@@ -99,6 +100,7 @@ def pages() -> dict[str, str]:
         "reference/options.md": OPTIONS + "".join(parts()),
         "reference/metrics.md": METRICS + "".join(metrics()),
         "../deploy/alerts.yml": rules(),
+        **dashboards(),
     }
 
 
