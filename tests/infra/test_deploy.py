@@ -165,7 +165,11 @@ def test_helm_renders_every_role_with_its_probes_its_budget_and_its_disk(tmp_pat
         claims = kinds["StatefulSet", f"main-{role}"]["spec"].get("volumeClaimTemplates", ())
         given = {one["name"] for one in pod["volumes"]} | {one["metadata"]["name"] for one in claims}
         assert mounted == given, role
-    assert {name for kind, name in kinds if kind == "PodDisruptionBudget"} == {"main-process", "main-serve"}
+    assert {name for kind, name in kinds if kind == "PodDisruptionBudget"} == {
+        "main-process",
+        "main-serve",
+        "main-explore",
+    }
     assert kinds["HorizontalPodAutoscaler", "main-explore"]["spec"]["scaleTargetRef"]["name"] == "main-explore"
     assert "replicas" not in kinds["StatefulSet", "main-explore"]["spec"]
     assert kinds["ConfigMap", "main"]["data"]["headrace.toml"] == 'app = "main"\n'
