@@ -23,6 +23,7 @@ from infra.log.blob_prune import prune_frames
 from infra.log.blobs import day_of
 from infra.log.log import Log, LogMessage
 from infra.log.reading import follow, readable
+from infra.observe.alarms import raised
 from infra.observe.metrics import Metrics
 from infra.roles.role import Role, run_until
 from infra.settings.config import duration_s
@@ -91,7 +92,7 @@ def _apply(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
         plan.task(record)
     elif isinstance(record, Closure):
         plan.closure(record, message.timestamp_ms)
-        metrics.counter("closures", outcome=record.outcome, reason=record.reason).inc()
+        metrics.counter("closures_read", outcome=record.outcome, reason=record.reason).inc()
     elif isinstance(record, Drawn):
         metrics.counter("groups_drawn").inc(plan.drawn(record))
     elif isinstance(record, Progress):
@@ -168,6 +169,9 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
         if plan.placing.look(plan.clock_ms):
             _log.warning("explorers_without_partition explorers=%s", ",".join(plan.placing.idle(plan.clock_ms)))
         metrics.gauge("explorers_without_partition").set(len(plan.placing.idle(plan.clock_ms)))
+        alarms = (*plan.gate.alarms(), *plan.placing.alarms(plan.clock_ms))
+        for name, is_raised in raised(alarms).items():
+            metrics.gauge("alarm_raised", alarm=name).set(is_raised)
         metrics.gauge("tasks").set(len(plan.book.tasks))
         metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
         await role.log.publish(
@@ -181,7 +185,7 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
                 state=state.state,
                 life="ended" if state.state == "done" else "working",
                 master=state,
-                alarms=(*plan.gate.alarms(), *plan.placing.alarms(plan.clock_ms)),
+                alarms=alarms,
             ),
         )
         await asyncio.sleep(every_s)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from infra.cli.settings import Settings
-from infra.cli.terminal import LineFormatter
+from infra.cli.terminal import JsonFormatter, LineFormatter
 from infra.log.access import EMBEDDED_FOLDER
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
@@ -146,10 +146,10 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
         await asyncio.to_thread(broker.stop)
 
 
-def log_to_stderr(level: int = logging.INFO) -> None:
-    """Plain lines on stderr: the supervisor sends them to a file per role."""
+def log_to_stderr(level: int = logging.INFO, *, as_json: bool = False) -> None:
+    """Lines on stderr: the supervisor sends them to a file per role."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
+    handler.setFormatter(JsonFormatter() if as_json else LineFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)
     for noisy in ("faust", "httpx", "mode", "urllib3", "vllm"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -15,6 +15,9 @@ import msgspec
 
 from infra.cli.docs_parts import parts
 from infra.cli.docs_text import anchor, cell, labelled, toml
+from infra.observe.alarms import rules
+from infra.observe.dashboards import dashboards
+from infra.observe.measures import MEASURES
 from infra.settings.config import Section
 from infra.settings.words import words_of
 
@@ -59,6 +62,18 @@ For whoever names a part in `use`: its options, which go into the table beside i
 `max_loras` says how many of them live at once, 4 by default: the one that serves, the one that is being proved, and those that
 requests still run under. Where all are taken, the requests of the oldest go on under the one that serves.
 """
+METRICS = f"""\
+# Every metric
+
+For whoever draws or watches them: what every role serves at `/metrics`, with its labels.
+
+{BY}Every role also has `headrace_build_info` (role, release) and the metrics of its process (`process_*`). What a report in the
+log carries has the same values under shorter names: `tokens_per_s` for `headrace_tokens_per_second`, `usual/ess` for
+`headrace_step_ess{{lane="usual"}}`. A metric is there from the first time that it is counted or set on.
+
+| metric | kind | labels | role | meaning |
+|---|---|---|---|---|
+"""
 # Keys that mean the same in every table.
 COMMON = {
     "on": "whether it is part of the chain.",
@@ -83,7 +98,17 @@ def pages() -> dict[str, str]:
         "reference/commands.md": COMMANDS + "".join(commands()),
         "reference/headrace.md": NAMES + "".join(names()),
         "reference/options.md": OPTIONS + "".join(parts()),
+        "reference/metrics.md": METRICS + "".join(metrics()),
+        "../deploy/alerts.yml": rules(),
+        **dashboards(),
     }
+
+
+def metrics() -> Iterator[str]:
+    """The rows of the table of metrics, by name."""
+    for one in sorted(MEASURES, key=lambda one: one.shown):
+        labels = ", ".join(f"`{label}`" for label in one.shown_labels)
+        yield f"| `{one.shown}` | {one.kind} | {labels} | {one.roles} | {one.meaning}. |\n"
 
 
 def tables(struct: type[msgspec.Struct], path: str, header: str = "") -> Iterator[str]:

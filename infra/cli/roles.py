@@ -40,7 +40,7 @@ STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever 
 async def run_role(role: str, config: Path, sets: list[str]) -> int:
     """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud."""
     settings = load_settings(config, sets)
-    log_to_stderr()
+    log_to_stderr(as_json=settings.logs.format == "json")
     for line in open_to_others(settings):
         logger.warning("open_to_others %s", line)
     failpoint.check()

@@ -18,6 +18,7 @@ from infra.cli.settings import load_settings
 from infra.cli.skip import READS
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import Log
+from infra.observe.alarms import STILL, alarm_of
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
@@ -27,11 +28,6 @@ NEWEST = 64  # records of experiences looked at for the newest answer
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
 FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
 GONE_S = 15.0  # a role that has not spoken for so long is silent
-# Counters that should stand still: one that grew in the last minute is an alarm.
-ALARMING = (
-    "alarms", "steps_skipped", "rollbacks", "policies_refused", "policy_fetch_failed", "requests_failed",
-    "spans_dropped", "feedback_polls_failed",
-)  # fmt: skip
 
 _STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
 
@@ -111,9 +107,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "per_s": {
             name: round(more / span_s, 2) for name, more in sorted(grown.items()) if more > 0 and "{" not in name
         },
-        "grown": {
-            name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in ALARMING
-        },
+        "grown": {name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in STILL},
         "failing": failing(grown),
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
     }
@@ -335,6 +329,8 @@ def show(console: Console, state: State) -> None:
             )
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
+    for section in dict.fromkeys(one.section for line in state["alarms"] if (one := alarm_of(line)) is not None):
+        console.print(f"runbook    {section}", markup=False)
 
 
 def accuracy_text(found: State) -> str:

@@ -5,8 +5,10 @@ markup as it is written; only the styles of our own code reach the terminal. Eve
 `printable`; a log record is one line, but for its traceback.
 """
 
+import json
 import logging
 import re
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,3 +61,20 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line, and the traceback if there is one."""
         return printable(super().format(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """Log records as one JSON object a line: time (UTC), level, logger, message, and the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object; printable as it is."""
+        second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        told = {
+            "time": f"{second}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return printable_json(json.dumps(told, ensure_ascii=False))

@@ -1,20 +1,24 @@
 """Metrics of one role: a Prometheus registry of its own, served over HTTP with a health check.
 
 Guarantees: names and labels are created on first use and never clash between roles in one process; `/healthz` answers
-200 only while every registered check passes, and names those that do not.
+200 only while every registered check passes, and names those that do not. What a metric is called in Prometheus is said in
+`infra.observe.exposed`, and what each means in `infra.observe.measures`.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
+from infra.observe.exposed import PREFIX, exposed
+from infra.observe.measures import HELP
 from infra.observe.release import release
 from schemas.errors import ConfigError
 
-PREFIX = "headrace_"
 LISTEN_VARIABLE = (
     "HEADRACE_METRICS_LISTEN"  # in the environment of one role: host:port, before metrics.listen of the file
 )
@@ -39,7 +43,7 @@ class Metrics:
         self._server: ThreadingHTTPServer | None = None
 
     def counter(self, name: str, **labels: str) -> Counter:
-        """The counter `name` (exported as headrace_<name>_total) under these labels; `.inc(amount)` it."""
+        """The counter `name` under these labels; `.inc(amount)` it."""
         family = self._family(name, labels, lambda: Counter(PREFIX + name, name, list(labels), registry=self.registry))
         assert isinstance(family, Counter)
         return family.labels(**labels) if labels else family
@@ -89,8 +93,8 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Everything, as Prometheus reads it."""
-        exposed: bytes = generate_latest(self.registry)
-        return exposed
+        told: bytes = generate_latest(_Told(self.registry))
+        return told
 
     def serve(self, port: int = 0, host: str = "127.0.0.1") -> int:
         """Serve /metrics and /healthz from a daemon thread; returns the port (0 picks a free one). Raises ConfigError."""
@@ -134,6 +138,36 @@ class Metrics:
                 name = sample.name.removeprefix(PREFIX).removesuffix("_total")
                 values[f"{name}{{{labels}}}" if labels else name] = sample.value
         return values
+
+
+class _Told(CollectorRegistry):
+    """The families of a registry under the names that Prometheus is told; those of one name are one family."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(auto_describe=False)
+        self.register(_Renamed(registry))
+
+
+class _Renamed(Collector):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after the other."""
+        found: dict[str, Metric] = {}
+        for family in self._registry.collect():
+            if not family.name.startswith(PREFIX):
+                yield family
+                continue
+            told = exposed(family.name.removeprefix(PREFIX))
+            help = HELP.get(told.name, family.documentation)
+            into = found.setdefault(told.name, Metric(told.name, help, family.type))
+            for one in family.samples:
+                name = told.name + one.name.removeprefix(family.name)
+                into.add_sample(
+                    name, {**one.labels, **told.labels}, one.value * told.scale, one.timestamp, one.exemplar
+                )
+        yield from found.values()
 
 
 def _handler(metrics: Metrics) -> type[BaseHTTPRequestHandler]:

@@ -20,13 +20,11 @@ from schemas.errors import ConfigError
 Decoded = TypeVar("Decoded")
 Table = dict[str, Any]
 # What a chat template is told of a conversation, by headrace and by transformers.
-OF_TEMPLATES = frozenset(
-    re.findall(
-        r"\w+",
-        "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
-        "truncation max_length return_tensors return_dict tokenizer_kwargs return_assistant_tokens_mask",
-    )
+_OF_TEMPLATES = (
+    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
+    "truncation max_length return_tensors return_dict tokenizer_kwargs return_assistant_tokens_mask"
 )
+OF_TEMPLATES = frozenset(_OF_TEMPLATES.split())
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h|d|w)$")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -162,6 +160,15 @@ class MetricsConfig(Section, frozen=True):
         split_address(self.listen, "metrics.listen")
 
 
+class LogsConfig(Section, frozen=True):
+    """[logs]. format: of what a role writes to stderr, "text" for people or "json", one object a line, for machines.
+
+    Example: LogsConfig(format="json")
+    """
+
+    format: Literal["text", "json"] = "text"
+
+
 def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
     """Host and port of `host:port`; ValueError says what was expected. name: of the setting.
 
@@ -245,6 +252,7 @@ class Floor(Section, frozen=True):
     policy: PolicyConfig = PolicyConfig()
     pacing: Pacing = Pacing()
     metrics: MetricsConfig = MetricsConfig()
+    logs: LogsConfig = LogsConfig()
     folder: Path = Path()
 
     @property

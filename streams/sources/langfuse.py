@@ -147,7 +147,7 @@ async def take_round(
     events = [Event(msgspec.json.encode(score), f"{LANGFUSE}{source.name}", 0, at_ms) for at_ms, _, score in new]
     if events:
         await publish_events(source, events, log, metrics)
-    metrics.gauge("feedback_read_to_s", source=source.name).set(to_ms / 1000)
+    metrics.gauge("feedback_read_to_timestamp_s", source=source.name).set(to_ms / 1000)
     young = {named: at_ms for named, at_ms in known.seen.items() if at_ms >= to_ms - overlap_ms}
     young |= {named: at_ms for at_ms, named, _ in new}
     read = LangfuseState(read_to_ms=to_ms, seen=dict(list(young.items())[-MAX_SEEN:]))

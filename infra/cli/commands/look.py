@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from infra.cli.options import DEFAULT, ConfigOption, JsonOption, SetOption, exit_with
+from infra.observe.alarms import MAX_LAG
 
 
 def status(
@@ -15,7 +16,9 @@ def status(
     sets: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there is an alarm, for monitoring.")] = False,
-    max_lag: Annotated[int, typer.Option(help="Records waiting for a stage above which its lag is an alarm.")] = 10_000,
+    max_lag: Annotated[
+        int, typer.Option(help="Records waiting for a stage above which its lag is an alarm.")
+    ] = MAX_LAG,
 ) -> None:
     """Roles, versions, rates, lags, drops by reason, and alarms.
 

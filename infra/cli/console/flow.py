@@ -7,14 +7,11 @@ import msgspec
 
 from infra.cli.console.charts import short
 from infra.cli.status import State
+from infra.observe.alarms import alarm_of
 from infra.policies.channel import Stable
 
 WAITS = 0.4  # share of a minute above which a wait is worth a word
 BEHIND = 1000  # records that wait for a stage
-HELP = (
-    ("live/", "see-what-happened"), ("usual/", "see-what-happened"), ("alarms{", "see-what-happened"),
-    ("canary", "decide-what-customers-get"), ("trial", "decide-what-customers-get"), ("policy v", "run-a-cluster"),
-)  # fmt: skip
 
 
 class Box(msgspec.Struct, frozen=True):
@@ -141,7 +138,7 @@ def since(seconds: float) -> str:
 
 def alarms_of(state: State) -> list[tuple[str, str]]:
     """Every alarm with the page of help it has."""
-    return [(line, next((page for part, page in HELP if part in line), "run-a-cluster")) for line in state["alarms"]]
+    return [(line, "run-a-cluster" if alarm_of(line) is None else "runbook") for line in state["alarms"]]
 
 
 def _issues(state: State) -> bool:

@@ -19,7 +19,14 @@ from infra.ledger.trace import AnswerTrace
 from schemas.errors import NotInLog
 from schemas.ids import ANSWER_PREFIX, group_of
 
-HELP = ("see-what-happened", "decide-what-customers-get", "run-a-cluster", "send-feedback", "try-other-rules")
+HELP = (
+    "see-what-happened",
+    "decide-what-customers-get",
+    "run-a-cluster",
+    "send-feedback",
+    "try-other-rules",
+    "runbook",
+)
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
 SHOWN = 20  # answers on the page of what learned from them
 

@@ -30,6 +30,7 @@ from infra.cli.status import State, read_status
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.log import Log
+from infra.observe.alarms import MAX_LAG
 from infra.policies.channel import Stable
 from infra.settings.config import duration_s
 from schemas import PolicyEvent
@@ -38,7 +39,7 @@ from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, StoreErro
 EVERY_S = 1.0
 HELD_S = 2.0
 PULSE = 120  # values held of each line of the flow
-MAX_LAG = 10_000
+
 FILE = "console.sqlite"
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from infra.cli import forget, keys, load, peek, status, trace, up
 from infra.cli.main import app
 from infra.cli.newest import newest
 from infra.cli.options import exit_with
-from infra.cli.terminal import LineFormatter, Screen, printable, printable_json
+from infra.cli.terminal import JsonFormatter, LineFormatter, Screen, printable, printable_json
 from infra.ledger.forget import ForgetReport
 from infra.ledger.trace import AnswerTrace, PolicyTrace
 from infra.log.log import Log
@@ -206,3 +206,17 @@ def test_a_note_of_check_shows_its_brackets(tmp_path: Path) -> None:
     file.write_text('app = "bot"\n[reward]\nrequire = ["usr"]\n')
     told = CliRunner().invoke(app, ["check", "-c", str(file)]).stdout
     assert "no [[score]] or [[feedback]] is called" in told
+
+
+def test_a_log_record_as_json_is_one_line_that_says_it_all() -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        record = logging.LogRecord(
+            "infra.cli", logging.WARNING, "x.py", 1, "said %s", (HOSTILE,), (type(error), error, error.__traceback__)
+        )
+    line = JsonFormatter().format(record)
+    assert "\n" not in line and harmless(line)
+    told = json.loads(line)
+    assert told["message"] == f"said {HOSTILE}" and told["level"] == "warning" and told["logger"] == "infra.cli"
+    assert told["time"].endswith("Z") and "ValueError" in told["traceback"]

@@ -1,0 +1,142 @@
+"""Every alarm: what `status --check` says, the rule by which Prometheus raises it, and its section of the runbook. One table.
+
+`infra/deploy/alerts.yml` is written from it (`python -m infra.cli.docs`). Each line of `status` belongs to one alarm; the
+master tells Prometheus of those that it alone sees, in the gauge `alarm_raised`.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+RUNBOOK = "infra/docs/howto/runbook.md"
+MAX_LAG = 10_000  # records waiting for a stage
+
+
+class Alarm(NamedTuple):
+    """One alarm. title: of its section. says: found in the lines that `status` prints. rule: PromQL, true for as long as
+    `wait` before it is raised. summary: what the alert says, of the labels of the rule. counter: one that should stand still.
+    """
+
+    name: str
+    title: str
+    says: str
+    rule: str
+    summary: str
+    wait: str = "0m"
+    severity: Literal["page", "ticket"] = "page"
+    counter: str = ""
+
+    @property
+    def section(self) -> str:
+        """Where the runbook says what to do."""
+        return f"{RUNBOOK}#{self.title.lower().replace(' ', '-')}"
+
+    @property
+    def alert(self) -> str:
+        """Its name in Prometheus."""
+        return "Headrace" + "".join(word.capitalize() for word in self.name.split("-"))
+
+
+def grown(metric: str) -> str:
+    """PromQL: a counter that grew in the last five minutes, or came into being then (it does so at its first increment)."""
+    return f"increase({metric}[5m]) > 0 or ({metric} > 0 unless {metric} offset 5m)"
+
+
+def _still(counter: str, title: str, severity: Literal["page", "ticket"] = "ticket") -> Alarm:
+    """Of a counter that should stand still."""
+    return Alarm(
+        counter.replace("_", "-"), title, rf"\b{counter}(\{{.*\}})? \+", grown(f"headrace_{counter}_total"),
+        f"{title}: {{{{ $labels.instance }}}}", severity=severity, counter=counter,
+    )  # fmt: skip
+
+
+def _told(name: str, title: str, says: str) -> Alarm:
+    """Of the master's own, that it tells in `alarm_raised`."""
+    rule = f'headrace_alarm_raised{{alarm="{name}"}} > 0'
+    return Alarm(
+        name, title, says, rule, f"{title}: headrace status tells how many", wait="5m", severity="ticket"
+    )  # fmt: skip
+
+
+def _roles(names: Iterable[str]) -> str:
+    return " or ".join(f'absent(headrace_build_info{{role="{name}"}})' for name in names)
+
+
+ALARMS = (
+    Alarm(
+        "role-missing", "A role does not run", r"^no \w+ runs:|^\d+ of \d+ \w+ run:|^no role has reported",
+        _roles(("master", "train", "process", "explore")), "No {{ $labels.role }} runs", wait="2m",
+    ),
+    Alarm(
+        "role-silent", "A role is silent", r"has been silent for", 'up{job="headrace"} == 0',
+        "{{ $labels.instance }} does not answer", wait="1m",
+    ),
+    Alarm(
+        "lag", "A stage falls behind", r"records wait, expected at most",
+        f"sum by (topic) (headrace_lag) > {MAX_LAG}", "{{ $value }} records of {{ $labels.topic }} wait", wait="10m",
+    ),
+    Alarm(
+        "step-failing", "A step of a chain fails", r": step .* failed on",
+        "sum by (stage, step) (rate(headrace_step_failed_total[5m])) > on (stage) group_left () 0.05 * ("
+        "sum by (stage) (rate(headrace_step_failed_total[5m])) + (sum by (stage) (rate(headrace_experiences_out_total[5m])) "
+        "or 0 * sum by (stage) (rate(headrace_step_failed_total[5m]))))",
+        "{{ $labels.step }} of {{ $labels.stage }} fails", wait="2m",
+    ),
+    Alarm(
+        "policy-refused", "The newest version is refused", r"^policy v\d+ was refused|\bpolicies_refused(\{.*\})? \+",
+        grown("headrace_policies_refused_total"), "{{ $labels.instance }} refused a version",
+        counter="policies_refused",
+    ),
+    _still("policy_fetch_failed", "A version cannot be fetched"),
+    _still("rollbacks", "The trainer went back", "page"),
+    _still("steps_skipped", "Steps change nothing"),
+    _still("alarms", "A value of a step is unhealthy"),
+    _still("requests_failed", "An engine fails on requests"),
+    _still("spans_dropped", "Spans are given up"),
+    _still("feedback_polls_failed", "A feedback system does not answer"),
+    Alarm(
+        "canary-missing", "No canary answers", r"no canary has been heard of", "headrace_canary_missing_seconds > 0",
+        "{{ $labels.instance }} waits for a canary", wait="1m", severity="ticket",
+    ),
+    _told("idle-explorers", "Explorers have no partition", r"explorers read no partition"),
+    _told("few-people", "Few people rate a trial", r"ratings are of \d+ people"),
+    _told("unrest", "Ratings change by themselves", r"changes by itself from day to day"),
+    _told("customers-stay", "Customers stay with a worse version", r"customers stay with it"),
+    _told("late-ratings", "Ratings come too late", r"come later than"),
+    _told("one-tenant", "One tenant gives most ratings", r"people heard are of tenant"),
+)  # fmt: skip
+
+STILL = tuple(one.counter for one in ALARMS if one.counter)
+TOLD = tuple(one for one in ALARMS if "alarm_raised" in one.rule)
+
+
+def alarm_of(line: str) -> Alarm | None:
+    """Which alarm a line of `status` is; None for one that a plugin or a later release says."""
+    return next((one for one in ALARMS if re.search(one.says, line)), None)
+
+
+def raised(lines: Iterable[str]) -> dict[str, float]:
+    """For `alarm_raised`: each of the master's own, 1 where a line is of it."""
+    found = {one.name for line in lines if (one := alarm_of(line)) is not None}
+    return {one.name: float(one.name in found) for one in TOLD}
+
+
+def rules() -> str:
+    """The rules, as the YAML that Prometheus reads."""
+    written = [
+        f"      - alert: {one.alert}\n"
+        f"        expr: {_quoted(one.rule)}\n"
+        f"        for: {one.wait}\n"
+        f"        labels:\n          severity: {one.severity}\n"
+        f"        annotations:\n          summary: {_quoted(one.summary)}\n"
+        f"          runbook: {one.section}\n"
+        for one in ALARMS
+    ]
+    return (
+        "# Written by `python -m infra.cli.docs` from infra/observe/alarms.py; change it there.\n"
+        "groups:\n  - name: headrace\n    rules:\n" + "".join(written)
+    )
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,176 @@
+"""Alarms: what `status` says, the rules of Prometheus and the runbook are one table, and stay so."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infra.cli.expected import missing
+from infra.cli.status import alarms, failing
+from infra.observe.alarms import ALARMS, RUNBOOK, STILL, TOLD, Alarm, alarm_of, raised, rules
+from infra.observe.measures import MEASURES
+from infra.observe.metrics import Metrics
+from infra.policies.channel import Stable
+from infra.roles.absence import MISSING_S
+from tests.actors.rated import crowd, rated
+from tests.actors.test_people_alarms import DAY_MS, HOUR_MS, MANY, people
+from tests.actors.test_people_alarms import alarms as of_people
+from tests.actors.test_placing import placing
+from tests.infra.cli.test_status_command import progress, state_of
+from tests.own_sources import ROOT
+
+PROMTOOL = shutil.which("promtool")
+DEPLOY = ROOT / "infra" / "deploy"
+
+
+def role(**fields: Any) -> dict[str, Any]:
+    return {
+        "role": "train", "instance": "train/1", "silent": False, "age_s": 1.0, "grown": {}, "alarms": [], "failing": [],
+        "gauges": {}, "state": "running", "reason": "", **fields,
+    }  # fmt: skip
+
+
+def lines(*roles: dict[str, Any], **state: Any) -> list[str]:
+    base = {"roles": list(roles), "missing": [], "lags": {}, "policies": {"newest_refused": False}}
+    return alarms({**base, **state}, max_lag=10)
+
+
+def of_status() -> dict[str, list[str]]:
+    """Lines that `status` itself makes, by the name of their alarm."""
+    failed = failing({"step_failed{stage=verify,step=judge@1}": 30.0, "experiences_out{stage=verify}": 70.0})
+    canary = {"canary_missing_s": 40.0, "trial_version": 5.0}
+    found = {
+        "role-missing": [
+            *lines(), *missing({"train": 1}, [], 15.0),
+            *missing({"train": 2}, [role(), role(instance="train-1/2", age_s=40.0)], 15.0),
+        ],
+        "role-silent": lines(role(silent=True, age_s=40.0)),
+        "lag": lines(role(), lags={"verified": 11}),
+        "step-failing": lines(role(failing=failed)),
+        "canary-missing": [*lines(role(role="master", gauges=canary)), *lines(role(role="serve", gauges=canary))],
+        "policy-refused": lines(
+            role(), policies={"newest_refused": True, "published": 4, "refused": ["v4 by explore/1: sha256"]}
+        ),
+    }  # fmt: skip
+    for counter in STILL:
+        grown = {counter: 1.0, f"{counter}{{reason=it is odd}}": 2.0}
+        name = counter.replace("_", "-") if counter != "policies_refused" else "policy-refused"
+        found[name] = [*found.get(name, []), *lines(role(grown=grown))]
+    return found
+
+
+def of_master() -> dict[str, list[str]]:
+    """Lines that the master says."""
+    idle = placing((0,), ())
+    for at_ms in (1000, 1000 + int(1000 * MISSING_S)):
+        for at, held in enumerate(((0,), ())):
+            idle.heard(f"e{at}", held, at_ms)
+        idle.look(at_ms)
+    restless, worse = people(), people()
+    changing = [
+        rated(f"p{number}", 3, float(number % 20 > day * 6), at_ms=day * DAY_MS + number % 24 * HOUR_MS)
+        for day in range(3)
+        for number in range(1000 * day, 1000 * day + 1000)
+    ]
+    restless.moved(Stable(), Stable(version=5), 3 * DAY_MS)
+    fallen = [
+        rated(f"p{number}", 3 if day < 3 else 5, float(day < 3), at_ms=day * DAY_MS + number % 24 * HOUR_MS)
+        for day in range(4)
+        for number in range(1000 * day, 1000 * day + 1000)
+    ]
+    worse.moved(Stable(), Stable(version=3), 0)
+    worse.moved(Stable(version=3), Stable(version=5), 3 * DAY_MS)
+    late = [*crowd("a", 3, MANY, 0), *crowd("b", 3, MANY, MANY, late_ms=2 * HOUR_MS)]
+    return {
+        "idle-explorers": idle.alarms(1000 + int(1000 * MISSING_S)),
+        "few-people": of_people(
+            people(), [rated(f"s{number % 12}", 5, 1.0, trial=5, number=number) for number in range(MANY)]
+        ),
+        "unrest": of_people(restless, changing, 4 * DAY_MS, Stable(version=5, promoted=5)),
+        "customers-stay": of_people(worse, fallen, 4 * DAY_MS, Stable(version=5, promoted=5)),
+        "late-ratings": of_people(people(), late),
+        "one-tenant": of_people(people(), [*crowd("a", 3, MANY, 0), *crowd("b", 3, 10, 0, tenant="dev")]),
+    }
+
+
+SAID = {**of_status(), **of_master()}
+
+
+@pytest.mark.parametrize("alarm", ALARMS, ids=lambda one: one.name)
+def test_every_alarm_is_said_by_the_code_and_each_of_its_lines_is_of_it_alone(alarm: Alarm) -> None:
+    assert SAID[alarm.name]
+    for line in SAID[alarm.name]:
+        assert [one.name for one in ALARMS if re.search(one.says, line)] == [alarm.name], line
+
+
+def test_every_line_that_status_can_make_is_of_some_alarm() -> None:
+    assert set(SAID) == {one.name for one in ALARMS}
+    assert alarm_of("train/1: something that a plugin says") is None
+
+
+def test_the_master_tells_prometheus_of_the_alarms_that_it_alone_sees() -> None:
+    told = raised([SAID["few-people"][0], SAID["lag"][0]])
+    assert told == {one.name: float(one.name == "few-people") for one in TOLD}
+    assert {one.name for one in TOLD} == set(of_master())
+
+
+def test_the_runbook_has_a_section_for_every_alarm_and_no_other() -> None:
+    text = (ROOT / RUNBOOK).read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert list(sections) == [one.title for one in ALARMS]
+    for title, section in sections.items():
+        assert [word for word in ("**Means**", "**Look**", "**Do**") if word not in section] == [], title
+
+
+def test_the_rules_on_disk_are_those_of_the_table() -> None:
+    """`python -m infra.cli.docs` writes them."""
+    assert (DEPLOY / "alerts.yml").read_text(encoding="utf-8") == rules()
+    (group,) = yaml.safe_load(rules())["groups"]
+    assert [one["alert"] for one in group["rules"]] == [one.alert for one in ALARMS]
+    assert len({one["alert"] for one in group["rules"]}) == len(ALARMS)
+
+
+def test_every_metric_of_a_rule_is_one_that_a_role_has() -> None:
+    known = {one.shown for one in MEASURES} | {"headrace_build_info"}
+    for one in ALARMS:
+        assert set(re.findall(r"headrace_\w+", one.rule)) <= known, one.name
+
+
+def test_status_names_the_section_of_each_alarm_once(capsys: pytest.CaptureFixture[str]) -> None:
+    from infra.cli.status import show
+    from infra.cli.terminal import Screen
+
+    events = [(second, progress("train", steps_skipped=float(second), rollbacks=1.0)) for second in range(3)]
+    show(Screen(width=200), state_of(*events, now_s=3))
+    out = capsys.readouterr().out
+    assert out.count(f"{RUNBOOK}#steps-change-nothing") == 1 and "the-trainer-went-back" not in out
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on PATH: apt-get install prometheus")
+@pytest.mark.parametrize("command", [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")])
+def test_promtool_takes_the_rules_and_they_fire_when_they_should(command: tuple[str, ...], tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    shutil.copy(DEPLOY / "alerts.yml", tmp_path)
+    shutil.copy(ROOT / "tests" / "infra" / "alerts_test.yml", tmp_path)
+    done = subprocess.run([PROMTOOL, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on PATH: apt-get install prometheus")
+def test_promtool_finds_nothing_to_say_of_a_scrape_with_every_metric() -> None:
+    assert PROMTOOL is not None
+    metrics = Metrics("all")
+    for one in MEASURES:
+        labels = dict.fromkeys(one.labels, "x")
+        if one.kind == "counter":
+            metrics.counter(one.name, **labels).inc()
+        elif one.kind == "gauge":
+            metrics.gauge(one.name, **labels).set(1)
+        else:
+            metrics.histogram(one.name, **labels).observe(1)
+    done = subprocess.run([PROMTOOL, "check", "metrics"], input=metrics.exposition(), capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")

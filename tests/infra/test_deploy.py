@@ -1,0 +1,200 @@
+"""What infra/deploy holds parses, names what is there, and starts commands that exist.
+
+Images are not built and nothing is started here. Where `helm` and `promtool` are on PATH, they read the chart and the queries.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from infra.cli.main import app
+from infra.cli.settings import load_settings
+from infra.cli.up import METRICS_ORDER
+from infra.observe.dashboards import DASHBOARDS, dashboards
+from infra.observe.measures import MEASURES
+from infra.observe.metrics import LISTEN_VARIABLE
+from tests.own_sources import ROOT
+
+DEPLOY = ROOT / "infra" / "deploy"
+CHART = DEPLOY / "chart"
+HELM, PROMTOOL = shutil.which("helm"), shutil.which("promtool")
+ROLES = {"master", "train", "process", "explore", "serve"}
+QUERIES = [(query, panel.title) for _, panels in DASHBOARDS.values() for panel in panels for query, _ in panel.queries]
+KNOWN = {
+    *(one.shown for one in MEASURES), "headrace_build_info", "process_resident_memory_bytes", "process_cpu_seconds_total",
+    "process_open_fds",
+}  # fmt: skip
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yml").read_text(encoding="utf-8"))
+    return found
+
+
+def takes(arguments: list[str]) -> bool:
+    """Whether `headrace` has the command, with these options."""
+    command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
+    options = {name for parameter in command.params for name in parameter.opts}
+    return all(one in options for one in arguments[1:] if one.startswith("--"))
+
+
+def test_the_containers_start_commands_that_exist_and_each_role_is_one() -> None:
+    ours = {name: one for name, one in compose()["services"].items() if one["image"].startswith("headrace:")}
+    assert {one["command"][0] for one in ours.values()} == ROLES | {"check"}
+    assert all(takes(one["command"]) for one in ours.values())
+    assert {name for name, one in ours.items() if name == one["command"][0]} == ROLES
+
+
+def test_every_file_and_volume_that_the_containers_mount_is_there() -> None:
+    found = compose()
+    for name, one in found["services"].items():
+        for mount in one.get("volumes", ()):
+            source = mount.rsplit(":", 2)[0] if mount.endswith(":ro") else mount.rpartition(":")[0]
+            if source.startswith("./"):
+                assert (DEPLOY / source).exists(), f"{name}: {source}"
+            elif not source.startswith("${"):
+                assert source in found["volumes"], f"{name}: {source}"
+        for other in one.get("depends_on", {}):
+            assert other in found["services"]
+
+
+def test_no_container_holds_a_password_and_only_this_machine_reaches_a_port() -> None:
+    text = (DEPLOY / "compose.yml").read_text(encoding="utf-8")
+    assert re.findall(r"(?:PASSWORD|SECRET_ACCESS_KEY): (?!\$\{\w+:\?)(.*)", text) == []
+    ports = [port for one in compose()["services"].values() for port in one.get("ports", ())]
+    assert ports and all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_the_settings_of_the_containers_load_and_name_the_containers(tmp_path: Path) -> None:
+    shutil.copy(DEPLOY / "compose" / "headrace.toml", tmp_path)
+    settings, services = load_settings(tmp_path / "headrace.toml"), compose()["services"]
+    assert settings.kafka.bootstrap_servers.partition(":")[0] in services
+    assert settings.gateway is not None and settings.gateway.listen.endswith(":8000")
+    assert settings.metrics.listen.endswith(":9200")
+    assert (
+        services["train"]["environment"]["HEADRACE_S3_ENDPOINT"].removeprefix("http://").partition(":")[0] in services
+    )
+
+
+def test_prometheus_scrapes_every_role_and_reads_the_rules_under_the_name_that_they_use() -> None:
+    found = yaml.safe_load((DEPLOY / "compose" / "prometheus.yml").read_text(encoding="utf-8"))
+    (job,) = found["scrape_configs"]
+    assert job["job_name"] == "headrace" and 'job="headrace"' in (DEPLOY / "alerts.yml").read_text(encoding="utf-8")
+    targets = [target.partition(":")[0] for one in job["static_configs"] for target in one["targets"]]
+    assert set(targets) == ROLES <= set(METRICS_ORDER)
+    assert found["rule_files"] == ["alerts.yml"]
+
+
+def test_the_image_takes_one_processor_or_the_other_from_files_that_are_there() -> None:
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    locks = re.findall(r"(\w+)\) lock=(\w+)", text)
+    assert locks == [("cpu", "all"), ("cuda", "cuda")]
+    assert all((ROOT / "infra" / "requirements" / f"{lock}.lock").is_file() for _, lock in locks)
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["COPY"] and not words[1].startswith("--from"):
+            assert all((ROOT / source).exists() for source in words[1:-1]), line
+    assert text.index("USER headrace") < text.index("ENTRYPOINT") and LISTEN_VARIABLE in text
+
+
+@pytest.mark.parametrize("path", dashboards())
+def test_a_dashboard_on_disk_is_that_of_the_table(path: str) -> None:
+    """`python -m infra.cli.docs` writes them."""
+    text = (ROOT / "infra" / "docs" / path).read_text(encoding="utf-8")
+    assert text == dashboards()[path]
+    panels = json.loads(text)["panels"]
+    assert len({one["id"] for one in panels}) == len(panels) > 5
+    places = {(one["gridPos"]["x"], one["gridPos"]["y"]) for one in panels}
+    assert len(places) == len(panels) and all(x + 8 <= 24 for x, _ in places)
+
+
+def test_every_metric_that_a_dashboard_shows_is_one_that_a_role_has_with_those_labels() -> None:
+    labels = {one.shown: {*one.shown_labels, "instance"} for one in MEASURES}
+    for query, title in QUERIES:
+        names = re.findall(r"\b(?:headrace|process)_[a-z0-9_]+", query)
+        assert names and set(names) <= KNOWN, title
+        for by in re.findall(r"by \((\w+)\)", query):
+            assert all(by in labels[name] for name in names if name in labels) or by == "role", f"{title}: {by}"
+
+
+def test_there_is_a_dashboard_for_each_role_and_one_for_who_waits() -> None:
+    assert set(DASHBOARDS) == ROLES | {"waits"}
+
+
+def test_the_chart_has_every_value_that_its_templates_read_and_knows_every_role() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert set(values["roles"]) == ROLES
+    for path in (CHART / "templates").iterdir():
+        for name in re.findall(r"\.Values\.([\w.]+)|\$values\.([\w.]+)", path.read_text(encoding="utf-8")):
+            at: Any = values
+            for part in (name[0] or name[1]).split("."):
+                assert part in at, f"{path.name}: .Values.{name[0] or name[1]}"
+                at = at[part]
+
+
+def rendered(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    (tmp_path / "headrace.toml").write_text('app = "main"\n', encoding="utf-8")
+    command = (
+        str(HELM), "template", "main", str(CHART), "--set-file", f"settings={tmp_path}/headrace.toml", *arguments
+    )  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+@pytest.mark.skipif(HELM is None, reason="helm is not on PATH")
+def test_helm_renders_every_role_with_its_probes_its_budget_and_its_disk(tmp_path: Path) -> None:
+    found = rendered(
+        tmp_path, "--set", "roles.serve.replicas=2,autoscale.enabled=true,secret=secrets,modelClaim=models"
+    )
+    kinds = {(one["kind"], one["metadata"]["name"]): one for one in found}
+    assert len(kinds) == len(found)
+    for role in ROLES:
+        pod = kinds["StatefulSet", f"main-{role}"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["args"] == [role] and {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
+        mounted = {one["name"] for one in container["volumeMounts"]}
+        claims = kinds["StatefulSet", f"main-{role}"]["spec"].get("volumeClaimTemplates", ())
+        given = {one["name"] for one in pod["volumes"]} | {one["metadata"]["name"] for one in claims}
+        assert mounted == given, role
+    assert {name for kind, name in kinds if kind == "PodDisruptionBudget"} == {
+        "main-process",
+        "main-serve",
+        "main-explore",
+    }
+    assert kinds["HorizontalPodAutoscaler", "main-explore"]["spec"]["scaleTargetRef"]["name"] == "main-explore"
+    assert "replicas" not in kinds["StatefulSet", "main-explore"]["spec"]
+    assert kinds["ConfigMap", "main"]["data"]["headrace.toml"] == 'app = "main"\n'
+    job = kinds["Job", "main-topics-1"]["spec"]["template"]["spec"]["containers"][0]
+    assert takes(job["args"])
+
+
+@pytest.mark.skipif(HELM is None, reason="helm is not on PATH")
+def test_helm_has_nothing_to_say_of_the_chart_and_refuses_one_without_settings() -> None:
+    lint = subprocess.run(
+        [str(HELM), "lint", "--strict", str(CHART), "--set", "settings=app"], capture_output=True, text=True, timeout=60
+    )
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+    bare = subprocess.run([str(HELM), "template", "main", str(CHART)], capture_output=True, text=True, timeout=60)
+    assert bare.returncode != 0 and "expected the text of headrace.toml" in bare.stderr
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on PATH: apt-get install prometheus")
+def test_promtool_reads_every_query_of_a_dashboard_and_the_settings_of_prometheus(tmp_path: Path) -> None:
+    rules = [{"record": f"query{at}", "expr": query} for at, (query, _) in enumerate(QUERIES)]
+    (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    shutil.copy(DEPLOY / "alerts.yml", tmp_path)
+    shutil.copy(DEPLOY / "compose" / "prometheus.yml", tmp_path)
+    for command in (("rules", "queries.yml"), ("config", "prometheus.yml")):
+        done = subprocess.run(
+            [str(PROMTOOL), "check", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
