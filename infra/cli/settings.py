@@ -10,7 +10,8 @@ from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
 from infra.cli.console.config import ConsoleConfig
 from infra.cli.expected import Expect
-from infra.settings.config import Floor, Use, decode, duration_s, read_toml
+from infra.settings.config import Floor, Use, decode, duration_s
+from infra.settings.toml import read_toml
 from schemas.errors import ConfigError
 from streams.config import (
     CollectConfig,

@@ -1,4 +1,4 @@
-"""Settings: how one TOML file becomes frozen structs, and the sections every role needs.
+"""Settings: how tables become frozen structs, and the sections every role needs.
 
 Guarantees: an unknown key fails with its path and the nearest known name; a wrong type fails with its path, what was
 got and what was expected; both name the file. Every setting has its default here or in the `config.py` of its wing.
@@ -6,9 +6,8 @@ got and what was expected; both name the file. Every setting has its default her
 
 import difflib
 import re
-import tomllib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -274,75 +273,11 @@ def duration_s(text: str) -> float:
     return float(match[1]) * _UNIT_S[match[2]]
 
 
-def read_toml(path: Path, sets: Iterable[str] = ()) -> Table:
-    """The file's tables with every `--set a.b=c` applied on top; raises ConfigError naming the file and line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text; expected a TOML file") from error
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for setting in sets:
-        _apply_set(table, setting)
-    if "folder" in table:
-        raise ConfigError(f"{path}: folder: unknown key; the folder is where the file lies")
-    return table
-
-
 def decode(table: object, type: type[Decoded], where: str) -> Decoded:
     """`table` as `type`; `where` starts every message (the file, or the option being read). Raises ConfigError."""
     _check(table, type, "", where)
     decoded: Decoded = _convert(table, type, "", where)
     return decoded
-
-
-def _apply_set(table: Table, setting: str) -> None:
-    """Put the value of `a.b=c` into `table`: TOML syntax, else a bare string; a number steps into a list."""
-    key, equals, value_text = setting.partition("=")
-    where = f"--set {setting}"
-    if not equals:
-        raise ConfigError(f"{where}: got no '=', expected a.b=value")
-    try:
-        value: Any = tomllib.loads(f"value = {value_text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = value_text.strip()
-    keys = _split_key(key.strip(), where)
-    node: Any = table
-    for depth, name in enumerate(keys):
-        last = depth == len(keys) - 1
-        if isinstance(node, list):
-            if not name.isdigit() or int(name) >= len(node):
-                table_path = ".".join(keys[:depth])
-                raise ConfigError(f"{where}: got {name!r}, expected an index below {len(node)} of {table_path}")
-            if last:
-                node[int(name)] = value
-            else:
-                node = node[int(name)]
-        elif isinstance(node, dict):
-            if last:
-                node[name] = value
-            else:
-                node = node.setdefault(name, {})
-        else:
-            raise ConfigError(f"{where}: {'.'.join(keys[:depth])} is a value, expected a table")
-
-
-def _split_key(key: str, where: str) -> list[str]:
-    try:
-        node: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots") from error
-    names = []
-    while isinstance(node, dict):
-        (name, node), *more = node.items()
-        if more:
-            raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots")
-        names.append(name)
-    return names
 
 
 def _check(value: object, expected: Any, path: str, where: str) -> None:

@@ -5,7 +5,8 @@ from typing import Literal
 
 import pytest
 
-from infra.settings.config import Duration, Floor, Pacing, Section, Use, decode, duration_s, read_toml
+from infra.settings.config import Duration, Floor, Pacing, Section, Use, decode, duration_s
+from infra.settings.toml import read_toml
 from schemas.errors import ConfigError
 
 
