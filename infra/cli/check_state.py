@@ -37,10 +37,30 @@ def check_state(settings: Settings) -> list[str]:
     newest, held = manifests[-1], set(manifests[-1].parts)
     what = f"checkpoint of step {newest.position.step}"
     check_shapes(settings, newest.shapes, what)
+    told = other_ranks(settings, newest.made_with, what)
     wanted = {"reference"} if any(one.reference for one in objectives.values()) else set()
     wanted |= {"critic"} if settings.trainer.critic is not None else set()
     lacking = [f"{what} has no {one}, a lane wants one: it begins as {BEGINS[one]}" for one in sorted(wanted - held)]
-    return lacking + [f"{what} has a {one} that no lane wants: it is left out" for one in sorted(held - wanted)]
+    return told + lacking + [f"{what} has a {one} that no lane wants: it is left out" for one in sorted(held - wanted)]
+
+
+def other_ranks(settings: Settings, made_with: dict[str, str], what: str) -> list[str]:
+    """What another number of ranks or another stage of ZeRO does to a checkpoint, where the settings ask for one."""
+    config = settings.trainer
+    sharded = config.learner.use.endswith(":DeepSpeedLearner")
+    asked = (str(config.ranks), str(config.learner.options.get("stage", 2))) if sharded else ("", "")
+    before = made_with.get("ranks", ""), made_with.get("zero", "")
+    if not made_with or asked == before:
+        return []
+    return [
+        f"{what} was made by {_described(*before)}, the settings ask for {_described(*asked)}: weights, optimizer and "
+        "reference are kept, nothing begins anew; gradients are summed in another order, so that later steps differ in "
+        "their last bits from what the earlier ones would have made"
+    ]
+
+
+def _described(ranks: str, stage: str) -> str:
+    return f"{ranks} rank(s) of ZeRO {stage}" if ranks else "one process"
 
 
 def check_shapes(settings: Settings, shapes: dict[str, tuple[int, ...]], what: str) -> None:

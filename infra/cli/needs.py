@@ -94,32 +94,24 @@ def learner_needs(size: ModelSize, plan: LearnerPlan) -> ProcessMemory:
     state = learner_state(size, plan)
     host = [Row("Python and libraries", PROCESS_BYTES)]
     if plan.offload:
-        host += [row for row in state if row.what in ("masters", "moments")]
+        host += [row for row in state if row.what in ("masters", "moments")] + _at_update(size, plan)
         state = [row for row in state if row.what not in ("masters", "moments")]
     saved = MOMENTS_AND_WEIGHT + (plan.reference and 4)
     host.append(Row("snapshot of a checkpoint", saved * size.trained / plan.ranks))
     host.append(Row("this version and the last, on rank 0", 2 * size.published * WIDTH[plan.dtype], is_once=True))
-    return ProcessMemory(gpu=(*state, *_activations(size, plan)), host=tuple(host))
+    return ProcessMemory(gpu=(*state, *most_at_once(size, plan)), host=tuple(host))
 
 
 def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
-    """What a rank holds between forward and update: weights, gradients, masters, moments, and models beside them."""
+    """What a rank holds through a step: weights, gradients, masters, moments, and models beside them."""
     parameters, width, ranks = size.trained, WIDTH[plan.dtype], plan.ranks
     zero = plan.stage > 0
     rows = [Row("weights", size.computed * width / (ranks if plan.stage == 3 else 1))]
-    if plan.stage == 3:
-        # Of layers that are computed again ZeRO keeps what it gathered until their backward.
-        most = KEPT_GATHERED if plan.recomputes else PREFETCHED + AT_ONCE + size.largest
-        rows.append(Row("weights gathered for the layers at work", width * min(size.computed, most), is_rough=True))
     if width < 4 or zero:
         rows.append(Row("masters", 4 * parameters / (ranks if zero else 1)))
     rows.append(Row("gradients", 4 * parameters / (ranks if plan.stage > 1 else 1)))
-    if zero:
-        # A buffer, its copy, and this rank's part of that.
-        rows.append(Row("gradients on their way", 4 * min(parameters, AT_ONCE) * (2 + 1 / ranks), is_rough=True))
-    if zero and plan.stage < 3:
-        # At stage 3 so few at once that the backward before needed more.
-        rows.append(Row("gradients laid out for the update, and what AdamW makes of them", 12 * parameters / ranks))
+    if plan.stage == 3:
+        rows.append(Row("gradients that wait for an exchange", 4 * min(parameters, AT_ONCE), is_rough=True))
     rows.append(Row("moments", 8 * parameters / (ranks if zero else 1)))
     if plan.reference:
         rows.append(Row("reference", plan.reference * parameters / (ranks if plan.stage == 3 else 1)))
@@ -129,19 +121,60 @@ def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
     return [row for row in rows if row.num_bytes]
 
 
-def _activations(size: ModelSize, plan: LearnerPlan) -> list[Row]:
-    """Of the forward of one microbatch, without what attention itself needs."""
+def most_at_once(size: ModelSize, plan: LearnerPlan) -> list[Row]:
+    """What comes and goes in a step, at the moment that needs most of it: the end of a forward, the first exchange of gradients
+    in the backward, or the update.
+    """
+    moments = [_after_forward(size, plan), _at_exchange(size, plan)]
+    if not plan.offload:
+        moments.append(_at_update(size, plan))
+    return [row for row in max(moments, key=lambda rows: sum(row.num_bytes for row in rows)) if row.num_bytes]
+
+
+def _after_forward(size: ModelSize, plan: LearnerPlan) -> list[Row]:
+    """Of one microbatch, without what attention itself needs."""
     width = WIDTH[plan.dtype]
-    whole = size.layers * size.kept
-    kept = size.layers * size.hidden + size.kept if plan.recomputes else whole
+    kept = size.layers * size.hidden + size.kept if plan.recomputes else size.layers * size.kept
     logits = min(plan.tokens * size.vocabulary, MAX_LOGITS)
     gradient = (
         size.vocabulary * size.hidden if width < 4 and not size.frozen else 0
     )  # of the output matrix, until a microbatch is done
-    return [
+    rows = [
         Row(f"activations of {plan.tokens:,} tokens", width * plan.tokens * kept, is_rough=True),
         Row("logits in float32", 4 * (gradient + 3 * logits), is_rough=True),
     ]
+    if plan.stage < 3:
+        return rows
+    # ZeRO 3 gathers ahead of each layer until it holds so many, the backward's too: a smaller model is whole by the end of its
+    # forward. What came in one message stays as it came until the next message is taken apart.
+    gathered = min(size.computed, max(KEPT_GATHERED, size.largest))
+    message = min(size.computed, PREFETCHED + size.largest)
+    return [
+        Row("weights gathered for the layers at work", width * gathered, is_rough=True),
+        Row("weights of one message, as they came", width * message, is_rough=True),
+        *rows,
+    ]
+
+
+def _at_exchange(size: ModelSize, plan: LearnerPlan) -> list[Row]:
+    """The backward is through the layers whose gradients fill a message."""
+    if plan.stage < 1:
+        return []
+    sent = min(size.trained, AT_ONCE)
+    left = 1 - sent / size.trained
+    before = [msgspec.structs.replace(row, num_bytes=left * row.num_bytes) for row in _after_forward(size, plan)]
+    # In one piece, and what is computed of that with the other ranks'.
+    return [*before, Row("gradients on their way", 4 * sent * 2, is_rough=True)]
+
+
+def _at_update(size: ModelSize, plan: LearnerPlan) -> list[Row]:
+    """Two values of AdamW for each gradient; at stage 3, part by part, and of each part's gradients a copy in one piece."""
+    if plan.stage < 1:
+        return []
+    num_bytes = 8 * size.trained / plan.ranks
+    if plan.stage == 3:
+        num_bytes = 12 * min(size.trained, AT_ONCE * plan.ranks + size.largest) / plan.ranks
+    return [Row("what AdamW makes of gradients", num_bytes, is_rough=True)]
 
 
 def torch_engine_needs(size: ModelSize, dtype: str, published: str) -> ProcessMemory:

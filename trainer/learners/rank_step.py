@@ -16,6 +16,7 @@ import torch.distributed as distributed
 
 from infra.model.names import published
 from infra.policies.tensors import Tensor, from_torch
+from infra.roles.memory import give_back_freed
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
@@ -225,6 +226,8 @@ class RankStep:
             if not (sound and math.isfinite(loss) and math.isfinite(norm) and norm <= order.max_grad_norm):
                 self._shards.forget_gradient()
                 return False, norm
+        if self._model.device.type == "cpu":
+            give_back_freed()  # activations, which the update would stand on top of
         self._engine.step()
         if self._stage:
             if self._engine.optimizer.overflow:

@@ -1,13 +1,23 @@
 """What a learner holds, of one process or rank 0 of several, beside what `headrace check --size` says that it needs.
 
-At the peak of a step, and at that of a step beside a snapshot, this version and the last. Above what the process held before it
-opened the model; on a CPU, where all of it is host memory.
+At the peak of a step, and at that of a step beside a snapshot, this version and the last. Above what the process holds once it
+has trained a tiny model, which loads the libraries that a learner needs; on a CPU, where all of it is host memory.
 """
 
 import tempfile
 from pathlib import Path
 
-from infra.cli.bench.memory_held import TOKENS, MemoryPlan, held, rows, settings
+from infra.cli.bench.memory_held import (
+    LEAST,
+    MODEL,
+    TOKENS,
+    MemoryPlan,
+    build_models,
+    held,
+    rows,
+    settings,
+    take_step,
+)
 from infra.cli.bench.memory_ranks import held_by_rank_0
 from infra.cli.bench.peak import held_bytes
 from infra.cli.needs import PROCESS_BYTES, LearnerPlan, learner_needs
@@ -18,15 +28,11 @@ MB = 1e6
 
 def run(plan: MemoryPlan) -> dict[str, float]:
     """Megabytes of one process, rank 0 where there are several, and what was said over what was held."""
-    from infra.cli.demo.char_model import Size, build_char_model
-
     with tempfile.TemporaryDirectory(prefix="headrace-bench-memory-") as name:
-        folder = str(build_char_model(Path(name) / "model", 1, size=Size(hidden=plan.hidden, layers=plan.layers)))
-        if plan.ranks > 1:
-            of_step, of_all = held_by_rank_0(plan, Path(name))
-        else:
-            of_step, of_all = _held_by_one(plan, folder)
-        size = model_size(folder)
+        top = Path(name)
+        build_models(top, plan)
+        of_step, of_all = held_by_rank_0(plan, top) if plan.ranks > 1 else _held_by_one(plan, top)
+        size = model_size(top / MODEL)
     stage = plan.stage if plan.ranks > 1 else -1
     needs = learner_needs(
         size, LearnerPlan(ranks=plan.ranks, stage=stage, dtype=plan.dtype, tokens=TOKENS, recomputes=plan.checkpointing)
@@ -43,9 +49,11 @@ def run(plan: MemoryPlan) -> dict[str, float]:
     }
 
 
-def _held_by_one(plan: MemoryPlan, folder: str) -> tuple[int, int]:
+def _held_by_one(plan: MemoryPlan, top: Path) -> tuple[int, int]:
     from trainer.learners.torch import TorchLearner
 
-    batch, before = rows(1), held_bytes()
-    learner = TorchLearner(folder, settings(plan), device="cpu")
+    batch = rows(1)
+    take_step(TorchLearner(str(top / LEAST), settings(plan), device="cpu"), batch)
+    before = held_bytes()
+    learner = TorchLearner(str(top / MODEL), settings(plan), device="cpu")
     return held(learner, batch, before, learner.save)

@@ -1,6 +1,7 @@
 """What is measured of a learner's memory by `infra.cli.bench.memory`, and how: a step, and a step beside what is saved."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from trainer.learners.learner import Learner
 
 TOKENS = 512
+MODEL, LEAST = "model", "least"  # folders: the model that is measured, and the one that is opened before it
 
 
 class MemoryPlan(msgspec.Struct, frozen=True):
@@ -26,6 +28,14 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     checkpointing: bool = False
     ranks: int = 1
     stage: int = 3
+
+
+def build_models(top: Path, plan: MemoryPlan) -> None:
+    """The model, and one whose own bytes do not count: a process that has trained it has loaded what it needs of libraries."""
+    from infra.cli.demo.char_model import Size, build_char_model
+
+    for name, size in ((MODEL, Size(hidden=plan.hidden, layers=plan.layers)), (LEAST, Size(hidden=128, layers=1))):
+        build_char_model(top / name, 1, size=size)
 
 
 def settings(plan: MemoryPlan) -> "TrainerConfig":
@@ -49,14 +59,20 @@ def rows(count: int) -> "PackedBatch":
     return pack(shown, max_tokens=TOKENS)
 
 
+def take_step(learner: "Learner", batch: "PackedBatch") -> None:
+    """One that must not be refused."""
+    if not learner.step(batch, learning_rate=1e-6, seed=0).finite:
+        raise RuntimeError("the step was refused")
+
+
 def held(learner: "Learner", batch: "PackedBatch", before: int, save: Callable[[], object]) -> tuple[int, int]:
     """Bytes above `before` at the peak of a step, and at that of one beside two versions and what `save` gives."""
 
     def step() -> None:
-        if not learner.step(batch, learning_rate=1e-6, seed=0).finite:
-            raise RuntimeError("the step was refused")
+        take_step(learner, batch)
 
-    step()
+    for _ in range(2):  # ZeRO 3 gathers weights ahead once it has seen a step
+        step()
     opened = held_bytes() - before
     of_step = opened + peak_bytes(step, "cpu")
     beside = (learner.tensors(), learner.tensors(), save())

@@ -1,9 +1,10 @@
 """The most memory that some work takes above what lay there before it, on a CPU or on a GPU."""
 
-import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
+
+from infra.roles.memory import give_back_freed
 
 
 def wait_for_card(device: str) -> None:
@@ -34,7 +35,7 @@ def peak_bytes(work: Callable[[], object], device: str) -> int:
 def held_bytes() -> int:
     """What this process holds once the allocator has given back what nobody uses."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else later work would take it again unseen
+    give_back_freed()  # else later work would take it again unseen
     return _status_bytes("VmRSS")
 
 

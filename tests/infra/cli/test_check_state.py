@@ -50,9 +50,9 @@ def started(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, step: int, learner: dict[str, Tensor]) -> None:
+def write(folder: Path, step: int, learner: dict[str, Tensor], made_with: dict[str, str] | None = None) -> None:
     state = Checkpoint(position=Position(step=step), learner=learner, uses={}, references=())
-    checkpoint.save(DirectoryStore(folder / "store"), "bot", state)
+    checkpoint.save(DirectoryStore(folder / "store"), "bot", state, made_with=made_with or {})
 
 
 PAIRS = 'human = { loss = "dpo", optional = true }'
@@ -90,6 +90,27 @@ def test_a_checkpoint_of_other_adapters_is_refused_with_the_way_out(started):
         assert code == 2 and told in said and words in said, said
     code, said = check(started, "\n[trainer.lora]\nrank = 4")
     assert code == 0 and "an adapter of rank" in said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "told"),
+    [
+        (2, 3, ""),
+        (3, 3, "was made by 2 rank(s) of ZeRO 3, the settings ask for 3 rank(s) of ZeRO 3: weights, optimizer and"),
+        (
+            2,
+            2,
+            "the settings ask for 2 rank(s) of ZeRO 2: weights, optimizer and reference are kept, nothing begins anew",
+        ),
+        (0, 0, "was made by 2 rank(s) of ZeRO 3, the settings ask for one process"),
+    ],
+)
+def test_other_ranks_or_another_stage_are_told_with_what_is_kept(started, ranks, stage, told):
+    write(started, 4, {"model/head": tensor(2, 3)}, {"ranks": "2", "zero": "3"})
+    use = "trainer.learners.deepspeed:DeepSpeedLearner"
+    learner = f'[trainer]\nranks = {ranks}\nlearner = {{ use = "{use}", options = {{ stage = {stage} }} }}'
+    code, said = check(started, learner if ranks else "")
+    assert code == 0 and (told in said if told else "was made by" not in said), said
 
 
 def test_a_target_that_the_model_does_not_have_is_refused_before_anything_starts(tmp_path):
