@@ -1,7 +1,8 @@
 """Runs a program for one episode: a function of this process, a command, or a service that is asked to.
 
 Guarantees: a command gets no environment but what it is given, and what it started ends with it, as far as it stays in its
-process group; what it prints is bounded; a function that blocks keeps no other episode waiting.
+process group; what it prints is bounded; a sync function that blocks keeps no other episode waiting, and an async one keeps
+waiting only what else runs on the loop of programs.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from actors.program.aside import Aside
 from actors.rollout.failure import EpisodeFailed
 from infra.settings.plugin import describe
 
@@ -36,10 +38,10 @@ class Access(msgspec.Struct, frozen=True):
     task: Mapping[str, Any]
 
 
-async def call(function: Callable[..., Any], access: Access) -> Any:
+async def call(function: Callable[..., Any], access: Access, aside: Aside) -> Any:
     """What a function returns. It is called with those of task, base_url, key and model that it takes. Raises EpisodeFailed.
 
-    base_url: with /v1, as OpenAI's clients take it.
+    base_url: with /v1, as OpenAI's clients take it. aside: where an async one runs.
     """
     given = {"task": access.task, "base_url": f"{access.base_url}/v1", "key": access.key, "model": access.model}
     taken = inspect.signature(function).parameters
@@ -47,7 +49,7 @@ async def call(function: Callable[..., Any], access: Access) -> Any:
     given = given if every else {name: value for name, value in given.items() if name in taken}
     try:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await function(**given)
+            return await aside.run(lambda: function(**given))
         return await in_thread_of_its_own(lambda: function(**given))
     except (asyncio.CancelledError, EpisodeFailed):
         raise

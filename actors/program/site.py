@@ -5,6 +5,7 @@ It speaks what the gateway speaks, through the same code. A key opens its episod
 
 import asyncio
 import logging
+import resource
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
@@ -56,7 +57,7 @@ class ProgramSite:
         self._episodes: dict[str, Episode] = {}
         self._metrics = Metrics("program")
         self._serving: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._starting, self._turns = asyncio.Lock(), asyncio.Lock()
         self.port = 0
 
     async def start(self) -> None:
@@ -70,6 +71,7 @@ class ProgramSite:
                 self.port = port
                 began.set()
 
+            allow_descriptors()
             sock = bound(self._listen)
             server = make_server(self._app(), 1.0, bounded_heads(self._metrics, LIMITS.body_s))
             self._serving = asyncio.create_task(serve_on(server, sock, listening))
@@ -121,6 +123,8 @@ class ProgramSite:
 
     async def _answer(self, request: Request, episode: Episode, api: Api) -> Response:
         body = await read_body(request, LIMITS)
+        async with self._turns:  # one in each round of the loop: of thousands that come together none holds it for all
+            await asyncio.sleep(0)
         before = episode.again(body) if request.headers.get(RETRY_HEADER, "0") != "0" else None
         if before is not None:
             return _once_more(api, _reply(before, episode))
@@ -149,6 +153,14 @@ class ProgramSite:
     async def _models(self, request: Request, episode: Episode) -> Response:
         one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "headrace"}
         return _json(msgspec.json.encode({"object": "list", "data": [one]}))
+
+
+def allow_descriptors(most: int = 65_536) -> None:
+    """As many as this user may have, up to `most`: an episode takes two to six, and the usual 1,024 are soon gone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _reply(in_flight: InFlight, episode: Episode) -> Reply:

@@ -16,6 +16,7 @@ import httpx
 
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import AnswerParser
+from actors.program.aside import Aside
 from actors.program.confine import Confined, Confinement
 from actors.program.episode import Episode, EpisodeLimits, RequestTokenizer
 from actors.program.launch import Access, ask_service, call, run_command
@@ -75,6 +76,7 @@ class Program:
         """Finds the function at the start of the role rather than in its first episode. Raises ConfigError."""
         self._options = decode(options, ProgramOptions, "program")
         self._function = _function(self._options)
+        self._aside = Aside()
         self._site = ProgramSite(self._options.listen)
         self._parser: AnswerParser | None = None
         self._preparing = asyncio.Lock()
@@ -128,7 +130,7 @@ class Program:
             return await run_command(self._options.command, access, self._options.environment)
         if self._options.url:
             return await ask_service(self._options.url, access, self._tls)
-        return await call(self._function, access)
+        return await call(self._function, access, self._aside)
 
 
 def _function(options: ProgramOptions) -> Callable[..., Any]:

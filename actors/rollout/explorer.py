@@ -13,7 +13,7 @@ Nothing is started whose commit was refused.
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -44,9 +44,18 @@ _SETTLE_S = 5.0  # of waiting for a share of the partitions; there may be none f
 
 
 async def run_explorer(
-    role: Role, config: ExploreConfig, engine: Engine, tokenizer: ChatTokenizer, stop_tokens: tuple[int, ...]
+    role: Role,
+    config: ExploreConfig,
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    stop_tokens: tuple[int, ...],
+    *,
+    started: Callable[[], None] | None = None,
 ) -> None:
-    """Start the engine and serve until the role is stopped; running groups then get `drain_s` to finish."""
+    """Start the engine and serve until the role is stopped; running groups then get `drain_s` to finish.
+
+    started: called once the engine has.
+    """
     log = role.log
     runtime = RolloutRuntime(
         role=role,
@@ -60,6 +69,8 @@ async def run_explorer(
     scheduler = Scheduler(max_episodes=config.episodes_in_flight)
     await log.publish(PROGRESS, Progress(role="explore", instance=role.instance, state="loading", life="starting"))
     await engine.start()
+    if started is not None:
+        started()
     try:
         follower = PolicyFollower(role, engine, gate=scheduler, hold_s=config.eval_hold_s)
         reader = await log.subscribed(TASKS, group=GROUP)

@@ -27,6 +27,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         for groups in ("groups_of_16", "alone")
         for draw in ("priority", "spread")
     },
+    "episodes": {"failed": (0.0, 0.0), "not_their_own": (0.0, 0.0)},
     "reprocess": {"verify_different": (0.0, 0.0), "collect_different": (0.0, 0.0)},
     "feedback": {"joins_per_s": (2_000.0, float("inf")), "rebuild_s": (0.0, 30.0)},
     "gateway": {

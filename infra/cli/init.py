@@ -14,11 +14,15 @@ ENGINES = {"vllm": "actors.engines.vllm.engine:VllmEngine", "torch": "actors.eng
 SETTINGS = "headrace.toml"
 
 
-def run_init(directory: Path, model: str, engine: str, example: str) -> int:
-    """Copy the files of an example, with the app named after the folder. Raises ConfigError where there are some already."""
+def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bool = False) -> int:
+    """Copy the files of an example, with the app named after the folder. tiny: beside the demo's model, with random weights.
+    Raises ConfigError where there are some already.
+    """
     if engine not in ENGINES:
         raise ConfigError(f"--engine: got {engine!r}, expected one of {', '.join(ENGINES)}")
     files = files_of(example)
+    if tiny and (Path(model).is_absolute() or len(Path(model).parts) != 1):
+        raise ConfigError(f"--tiny: got --model {model!r}, expected a name for the folder that it writes")
     if there := [directory / name for name in files if (directory / name).exists()]:
         raise ConfigError(f"{there[0]}: is there already; init writes into a folder without one")
     console = Screen()
@@ -30,6 +34,12 @@ def run_init(directory: Path, model: str, engine: str, example: str) -> int:
             text = source.read_text(encoding="utf-8")
             target.write_text(filled(text, example, directory, model, engine), encoding="utf-8")
         console.print(f"wrote {target}")
+    if tiny:
+        from infra.cli.demo.char_model import build_char_model
+
+        console.print(
+            f"wrote {build_char_model(directory / model, seed=0)}, a model of 0.9 M parameters with random weights"
+        )
     where = directory / SETTINGS
     console.print(f"next: headrace check -c {where}, then headrace up -c {where}")
     return 0

@@ -110,6 +110,7 @@ bench_app.command("learner")(measure.bench_learner)
 bench_app.command("life")(measure.bench_life)
 bench_app.command("memory")(measure.bench_memory)
 bench_app.command("outage")(measure.bench_outage)
+bench_app.command("episodes")(measure.bench_episodes)
 bench_app.command("state")(measure.bench_state)
 
 

@@ -129,6 +129,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     folder = model_folder(settings)
     from actors.engines.engine import Engine
     from actors.gateway.answering.parsers import answer_parser
+    from actors.gateway.http.listen import forget_loaded
     from actors.rollout.explorer import run_explorer
     from infra.model.model import load_tokenizer
     from infra.settings.plugin import load
@@ -141,7 +142,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
         use = settings.engine
         engine: Engine = load(use.use, {"model": folder, **adapting(settings, use), **use.options}, "engine")
         role = role_of("explore", settings, log, metrics, stop)
-        await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids)
+        await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids, started=forget_loaded)
 
 
 async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import inspect
+import sys
+import threading
 from typing import Any
 
 import anthropic
@@ -56,6 +58,29 @@ async def raises(base_url: str, key: str) -> None:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
     raise LookupError("the agent broke")
+
+
+async def exits() -> None:
+    """Would end the explorer."""
+    sys.exit(3)
+
+
+async def cancels_itself() -> None:
+    """As a framework does whose scopes are mixed up."""
+    raise asyncio.CancelledError
+
+
+CUT_OFF: list[str] = []
+
+
+async def notes_its_thread(base_url: str, key: str) -> None:
+    """Asks once, then waits until it is cancelled; in which thread that was."""
+    await messages(base_url, key)
+    try:
+        CUT_OFF.append("")
+        await asyncio.sleep(3600)
+    finally:
+        CUT_OFF[-1] = threading.current_thread().name
 
 
 async def asks_nothing() -> float:

@@ -94,19 +94,19 @@ def test_every_token_of_every_turn_is_recorded_in_one_sequence_and_scored_where_
     assert (experience.end, experience.notes) == ("terminal", {"answer": "Two."})
 
 
-@pytest.mark.parametrize("page", ["README.md", "infra/docs/howto/train-an-agent.md"])
+@pytest.mark.parametrize(("page", "said"), [("README.md", "4242"), ("infra/docs/howto/train-an-agent.md", "It is 42.")])
 def test_the_agent_of_the_documentation_is_trained_as_it_is_written_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, said: str
 ) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    (source,) = re.findall(r"^```python agent\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (source,) = re.findall(r"^```python agent[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(source.strip().splitlines()) <= 10
     name = f"agent_of_{page.rpartition('/')[2].partition('.')[0].lower().replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    scores, (experience,), _ = play(Program(use=f"{name}:run"), "It is 42.")
+    scores, (experience,), _ = play(Program(use=f"{name}:run"), said)
     assert scores == (Score(name="program", value=1.0),)
-    assert experience.tokens.tolist() == [*PROMPT, *b"It is 42.", EOS]
+    assert experience.tokens.tolist() == [*PROMPT, *said.encode(), EOS]
 
 
 def test_a_program_may_draw_as_it_asks() -> None:
@@ -132,6 +132,8 @@ def test_requests_at_once_and_sub_agents_are_sequences_of_their_own_each_with_it
     ("name", "cause", "message"),
     [
         ("raises", "agent", "LookupError: the agent broke"),
+        ("exits", "agent", "SystemExit"),
+        ("cancels_itself", "agent", "it was cancelled by itself"),
         ("asks_nothing", "agent", "it ended without an answer of the policy"),
         ("not_a_number", "reward", "program: got nan, expected a finite number"),
     ],
@@ -140,6 +142,13 @@ def test_a_failed_episode_says_whose_failure_it_is(name: str, cause: str, messag
     with pytest.raises(EpisodeFailed, match=message) as failed:
         play(function(name))
     assert failed.value.cause == cause
+
+
+def test_a_function_runs_beside_the_explorer_s_loop_and_is_cancelled_there_with_its_episode() -> None:
+    agents_of_tests.CUT_OFF.clear()
+    with pytest.raises(asyncio.CancelledError):
+        play(function("notes_its_thread"), stop=lambda: bool(agents_of_tests.CUT_OFF))
+    asyncio.run(until(lambda: agents_of_tests.CUT_OFF == ["programs"]))
 
 
 def test_an_episode_that_fills_its_context_is_truncated() -> None:
@@ -171,7 +180,7 @@ def test_what_a_client_did_not_get_and_what_it_asks_again_is_recorded_once(name:
 
 
 def test_a_flood_of_requests_is_refused_beyond_what_an_episode_may_ask_at_once() -> None:
-    scores, found, _ = play(function("floods", at_once=4), token_s=0.02)
+    scores, found, _ = play(function("floods", at_once=4), token_s=0.2)
     assert scores[0].value == 36 and len(found) == 4
 
 

@@ -54,7 +54,8 @@ def fences_of(page: Path) -> Iterator[Fence]:
     text = page.read_text(encoding="utf-8")
     for found in re.finditer(r"^```([^\n]+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         language, _, rest = found[1].partition(" ")
-        kind = f"{language} {rest}" if rest in ("client", "curl", "agent") else language
+        word = rest.partition(" ")[0]
+        kind = f"{language} {word}" if word in ("client", "curl", "agent") else language
         yield Fence(page.relative_to(ROOT).as_posix(), text.count("\n", 0, found.start()) + 1, kind, found[2])
 
 

@@ -214,3 +214,14 @@ def bench_console_load(
     from infra.cli.benches import run_console_load
 
     exit_with(lambda: run_console_load(pairs, seconds, people, as_json))
+
+
+def bench_episodes(
+    episodes: Annotated[int, typer.Option(help="In flight at once.", min=1)] = 2000,
+    one_client: Annotated[bool, typer.Option("--one-client", help="Of HTTP, for all of them.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Many episodes of an agent with OpenAI's client at once, through one explorer: whether each is recorded as its own."""
+    from infra.cli.benches import run_bench
+
+    exit_with(lambda: run_bench("episodes", as_json, episodes=episodes, one_client=one_client))

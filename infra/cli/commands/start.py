@@ -92,18 +92,22 @@ def init(
         typer.Option(
             "--from",
             metavar="EXAMPLE",
-            help="agent (learns from traffic), sorting (tasks with answers), guess (turns with an environment) or verifiers "
-            "(environments of that package).",
+            help="agent (learns from traffic), sorting (tasks with answers), guess (turns with an environment), program (an "
+            "agent that knows a base URL) or verifiers (environments of that package).",
         ),
     ] = "agent",
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="Write a model too: 0.9 M parameters with random weights, to try things with."),
+    ] = False,
 ) -> None:
     """Write a folder to begin with: a commented headrace.toml, a plugin folder and a README.
 
-    Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init words --from sorting[/]
+    Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init mine --from program --tiny[/]
     """
     from infra.cli.init import run_init
 
-    exit_with(lambda: run_init(directory, model, engine, example))
+    exit_with(lambda: run_init(directory, model, engine, example, tiny=tiny))
 
 
 def check(

@@ -69,7 +69,9 @@ def test_the_commands_of_an_example_s_readme_are_there(name: str) -> None:
 
 def test_an_example_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["init", str(tmp_path / "x"), "--from", "gess"])
-    assert done.exit_code == 2 and "expected one of agent, guess, sorting, verifiers" in done.stderr.replace("\n", "")
+    assert done.exit_code == 2 and "expected one of agent, guess, program, sorting, verifiers" in done.stderr.replace(
+        "\n", ""
+    )
 
 
 def plugin(use: str, name: str, tmp_path: Path) -> Any:

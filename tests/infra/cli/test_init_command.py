@@ -19,6 +19,16 @@ def headrace(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
+def test_a_tiny_model_is_written_beside_the_settings_that_name_it_and_nowhere_else(tmp_path: Path) -> None:
+    done = headrace("init", str(tmp_path / "mine"), "--from", "program", "--tiny", "--engine", "torch")
+    assert done.exit_code == 0, done.stderr
+    settings = load_settings(tmp_path / "mine" / "headrace.toml")
+    assert (settings.folder / settings.policy.model / "model.safetensors").is_file()
+    refused = headrace("init", str(tmp_path / "other"), "--tiny", "--model", "../Qwen/Qwen3-0.6B")
+    assert refused.exit_code == 2 and "expected a name for the folder" in refused.stderr.replace("\n", " ")
+    assert not (tmp_path / "other").exists()
+
+
 def test_what_init_writes_check_accepts_and_init_does_not_write_twice(tmp_path: Path) -> None:
     folder = tmp_path / "Support Bot"
     done = headrace("init", str(folder), "--engine", "torch")

@@ -1,0 +1,10 @@
+"""An agent that knows a base URL and a key. Its reward: the share of digits in what the policy says."""
+
+from openai import AsyncOpenAI
+
+
+async def run(task, base_url, key, model):
+    agent = AsyncOpenAI(base_url=base_url, api_key=key)
+    answer = await agent.chat.completions.create(model=model, messages=task["messages"])
+    said = answer.choices[0].message.content
+    return {"reward": sum(one.isdigit() for one in said) / max(1, len(said))}
