@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlencode
 
+from infra.cli.bench.console_load import cpu_of
 from infra.cli.console.fold import Folder
 from infra.cli.console.index import ConsoleIndex
 from infra.log.bus import Record
@@ -28,6 +29,8 @@ WORDS = [
 ]  # fmt: skip
 SEARCHES = 400
 VERSIONS = 500
+VIEWS = ("/", "/?fragment=1", "/learning", "/answers", "/versions", f"/versions/{VERSIONS - 1}", "/data", "/privacy")
+ROUNDS = 10  # of all views
 
 
 def run(*, experiences: int = 1_000_000, seed: int = 0) -> dict[str, float]:
@@ -47,7 +50,7 @@ def run(*, experiences: int = 1_000_000, seed: int = 0) -> dict[str, float]:
             assert child.stdout is not None
             port = int(child.stdout.readline())
             figures["started_s"] = time.perf_counter() - began_s
-            figures |= asked(port, random.Random(seed))
+            figures |= asked(port, child.pid, random.Random(seed))
             status = Path(f"/proc/{child.pid}/status").read_text(encoding="ascii")
             figures["memory_mb"] = int(status.partition("VmHWM:")[2].split()[0]) / 1024
         finally:
@@ -84,8 +87,8 @@ def fill(folder: Path, experiences: int, seed: int) -> None:
     index.close()
 
 
-def asked(port: int, drawn: random.Random) -> dict[str, float]:
-    """First page and searches, over one connection that has signed in."""
+def asked(port: int, pid: int, drawn: random.Random) -> dict[str, float]:
+    """First page and searches, over one connection that has signed in; and processor time a page of process `pid`."""
     client = http.client.HTTPConnection("127.0.0.1", port)
     client.request("GET", f"/enter?link={LINK}")
     answer = client.getresponse()
@@ -106,7 +109,10 @@ def asked(port: int, drawn: random.Random) -> dict[str, float]:
     figures["search_ms_max"] = took_ms[-1]
     figures["learning_page_s"] = get("/learning")
     figures["data_page_s"] = get("/data")
-    return figures
+    before_s = cpu_of(pid)
+    for path in ROUNDS * VIEWS:
+        get(path)
+    return figures | {"page_cpu_ms": 1000 * (cpu_of(pid) - before_s) / (ROUNDS * len(VIEWS))}
 
 
 def _query(drawn: random.Random) -> dict[str, str]:

@@ -6,8 +6,8 @@ which comes first: so that what drifts over the run, and what else the machine d
     wait: warm-up over ─> [settle, piece alone] [settle, console starts and catches up, people look, piece] ─> …
 
 In a piece alone no console runs. A piece's rate is taken between the first and the last step journaled in it.
-`console_cpu_ms_per_page` is processor time of the console while people look, less what it takes while nobody does, over
-the pages they saw: unlike the rates it means the same on a machine that does other work too.
+`console_cpu_share_…` are cores that the console's process takes, before people look and while they do: reading the log
+is in both. What a page takes by itself is measured by `headrace bench console`, over a log that rests.
 """
 
 import asyncio
@@ -104,12 +104,12 @@ def figures_of(pieces: Sequence[Piece], steps_ms: Sequence[int], watching: Watch
     return {
         "pairs": float(len(changes)), "people": float(people),
         "steps_per_s_alone": statistics.fmean(alone), "steps_per_s_looked_at": statistics.fmean(watched),
-        "slower_share": slower, "slower_share_error": error, "slower_in_errors": slower / error if error else 0.0,
+        "slower_share": -math.expm1(-slower), "slower_share_error": error, "slower_in_errors": slower / error if error else 0.0,
         "pages_seen": float(len(took_ms)), "pages_failed": float(sum(watching.seen.failed.values())),
+        **{f"pages_failed_{status}": float(count) for status, count in sorted(watching.seen.failed.items())},
         "pages_per_s": len(took_ms) / watching.busy_s,
         "page_ms_p50": took_ms[len(took_ms) // 2], "page_ms_p95": took_ms[len(took_ms) * 95 // 100],
         "console_cpu_share_calm": calm, "console_cpu_share_looked_at": busy,
-        "console_cpu_ms_per_page": 1000 * (busy - calm) * watching.busy_s / len(took_ms),
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from infra.store.seal import sealed
+from infra.store.store import Store
 from schemas import (
     Batch,
     BatchItem,
@@ -160,10 +161,22 @@ async def answers(log: Log) -> None:
     await log.publish(topics.BATCHES, Batch(run="t", token=1, step=9, version=4, items=(item,)))
 
 
+Opened = Callable[[Settings, Store], AbstractAsyncContextManager[Log]]
+
+
+@asynccontextmanager
+async def in_memory(settings: Settings, store: Store) -> AsyncIterator[Log]:
+    """The log of `fill`."""
+    log = Log(MemoryBus(), "t", store=store)
+    await fill(log)
+    yield log
+
+
 class Console:
     """A console that serves: where, with which keys, and what it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
         self.url = ""
         self.store = MemoryStore()
         self.keys: dict[str, str] = {}
@@ -186,8 +199,10 @@ class Console:
 
     async def _run(self, settings: Settings, config: Path) -> None:
         self.loop = asyncio.get_running_loop()
-        self.log = Log(MemoryBus(), "t", store=self.store)
-        await fill(self.log)
+        async with self._opened(settings, self.store) as self.log:
+            await self._serve(settings, config)
+
+    async def _serve(self, settings: Settings, config: Path) -> None:
         for name, scopes in (
             ("look", ("look",)),
             ("operate", ("operate",)),
@@ -257,12 +272,12 @@ async def looking_at(settings: Settings, log: Log, state: Path) -> AsyncIterator
 
 
 @contextmanager
-def console() -> Iterator[Console]:
-    """A console over the run of `fill`."""
+def console(toml: str = TOML, opened: Opened = in_memory) -> Iterator[Console]:
+    """A console over a log, that of `fill` unless another is opened."""
     with tempfile.TemporaryDirectory() as name:
         config = Path(name) / "headrace.toml"
-        config.write_text(TOML)
-        here = Console()
+        config.write_text(toml)
+        here = Console(opened)
         thread = threading.Thread(target=here.run, args=(load_settings(config), config), daemon=True)
         thread.start()
         here.ready.wait(timeout=60)

@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.infra.cli.browser_rig import Watched, browser
 from tests.infra.cli.console_rig import LINK, SESSION, Console, console
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
 PAGES = {
     "flow": "/", "learning": "/learning", "learning-time": "/learning?over=time", "answers": "/answers",
     "search": "/answers?text=refunds&fate=trained", "answer": f"/answers/{SESSION}.1-0.0-0-0",
@@ -39,32 +35,8 @@ def here() -> Iterator[Console]:
 
 @pytest.fixture(scope="module")
 def chromium() -> "Iterator[Browser]":
-    if not Path(CHROMIUM).exists():
-        assert not os.environ.get("HEADRACE_REQUIRE_BROWSER"), f"a browser was required: {CHROMIUM} is not there"
-        pytest.skip(f"no browser: {CHROMIUM} is not there (Debian's package chromium has it)")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield browser
-        browser.close()
-
-
-class Watched:
-    """A page of a browser, with everything it complained of and asked for."""
-
-    def __init__(self, browser: "Browser", url: str, scheme: Any) -> None:
-        self.context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 860})
-        self.page: Page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: set[str] = set()
-        self.page.on(
-            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
-        )
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.complaints.append(f"a dialog: {dialog.message}"))
-        self.page.on("request", lambda request: self.asked.add(request.url))
-        self.url = url
+    with browser() as found:
+        yield found
 
 
 @pytest.fixture(scope="module", params=["light", "dark"])

@@ -1,0 +1,124 @@
+"""What the Data page does, driven in a browser to its end over a real broker: letters go back, other rules are compared."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import pytest
+
+from infra.cli.connect import connected
+from infra.cli.settings import Settings
+from infra.log.log import Log
+from infra.store.store import Store
+from schemas import Block, DeadLetter, DropMarker, encode, topics
+from tests.infra.cli.browser_rig import Watched, browser
+from tests.infra.cli.console_rig import Console, console, live
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+TOML = """
+app = "test-{app}"
+[kafka]
+bootstrap_servers = "{kafka}"
+partitions = 1
+[policy]
+model = "model"
+[store]
+url = "store"
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def here(kafka: str) -> Iterator[Console]:
+    with console(TOML.format(app=uuid4().hex[:12], kafka=kafka), recorded) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(here: Console) -> "Iterator[Page]":
+    """The Data page of an operator; nothing may be complained of on the way."""
+    with browser() as chromium:
+        found = Watched(chromium, here.url, "light")
+        found.page.goto(f"{here.url}/enter")
+        found.page.get_by_label("Key").fill(here.keys["operate"])
+        found.page.get_by_role("button", name="Look").click()
+        yield found.page
+        assert not found.complaints
+
+
+@asynccontextmanager
+async def recorded(settings: Settings, store: Store) -> AsyncIterator[Log]:
+    """Two answers, one dropped by a rule that is gone; two letters, one of which decodes by now."""
+    async with connected(settings, create=True) as log:
+        await log.create_topics(partitions=1, keep_ms=-1)
+        kept, short = live(0, "where is it", "here"), live(1, "and now", "no")
+        for one in (kept, short):
+            await log.publish(topics.EXPERIENCES, Block((one,)))
+        await log.publish(topics.VERIFIED, Block((kept,)))
+        marker = DropMarker(
+            id=short.id,
+            group=short.group,
+            episode=0,
+            group_size=1,
+            reason="too short",
+            stage="verify",
+            processor="mine@1",
+        )
+        await log.publish(topics.VERIFIED, marker)
+        for offset, value in ((7, encode(Block((live(2, "lost once", "and found"),)))), (8, b"HR never")):
+            letter = DeadLetter(
+                topic="experiences",
+                partition=0,
+                offset=offset,
+                stage="verify",
+                reason="bad frame",
+                value=value,
+                key=b"k",
+            )
+            await log.publish(topics.DEAD_LETTERS, letter)
+        yield log
+
+
+def test_a_dead_letter_is_delivered_again_once_and_is_an_answer_from_then_on(here: Console, page: "Page") -> None:
+    page.goto(f"{here.url}/data")
+    page.get_by_role("button", name="Deliver again what decodes by now").click()
+    page.wait_for_url("**/data?done=**")
+    assert "delivered again: 1 to experiences; left: 1 still does not decode" in page.inner_text("main")
+    reload_until(page, f"{here.url}/data", "experiences/0@7\tverify\tbad frame delivered again")
+    assert page.locator("tr", has_text="experiences/0@8").get_by_text("delivered again").count() == 0
+    reload_until(page, f"{here.url}/answers?text=lost+once", "and found")
+    page.goto(f"{here.url}/data")
+    page.get_by_role("button", name="Deliver again what decodes by now").click()
+    page.wait_for_url("**/data?done=**")
+    assert "delivered again: none; left: 1 still does not decode" in page.inner_text("main")
+
+
+def test_other_rules_are_compared_with_what_is_on_record_and_nothing_is_written(here: Console, page: "Page") -> None:
+    page.goto(f"{here.url}/data")
+    form = page.locator("form[action='/actions/reprocess']")
+    form.get_by_label("Stage").select_option("verify")
+    form.get_by_label("From").fill("nowhere")
+    form.get_by_role("button", name="Compare").click()
+    page.get_by_text("nowhere").wait_for()
+    page.goto(f"{here.url}/data")
+    form.get_by_role("button", name="Compare").click()
+    page.get_by_role("heading", name="Stage verify once more").wait_for(timeout=120_000)
+    text = page.inner_text("main")
+    print(text)
+    assert "Not as recorded." in text
+    change = page.locator("tr", has_text="too short")
+    assert change.count() == 1
+
+
+def reload_until(page: "Page", url: str, text: str) -> None:
+    """Until the index has read what came."""
+    for _ in range(60):
+        page.goto(url)
+        if text in page.inner_text("main"):
+            return
+        page.wait_for_timeout(500)
+    raise AssertionError(f"got {page.inner_text('main')}, expected {text!r}")
