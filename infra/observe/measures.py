@@ -94,6 +94,13 @@ MEASURES = (
     Measure("reload_pause_s", "histogram", ENGINES, "how long sampling paused for a version"),
     _gauge("reload_pause_ms_p50", ENGINES, "how long sampling paused for one of the last versions"),
     _gauge("publish_to_serving_ms_p50", ENGINES, "from publishing one of the last versions to serving it"),
+    # what a host keeps of the store
+    _counter("host_cache_hits", ENGINES, "objects of the store read from the host's cache"),
+    _counter("host_cache_misses", ENGINES, "objects that the host's cache did not have"),
+    _counter("host_cache_damaged", ENGINES, "objects of the cache with other bytes; they are fetched again"),
+    _counter("host_cache_skipped", ENGINES, "times that the cache could not be used"),
+    _gauge("host_cache_bytes", ENGINES, "what the host's cache holds"),
+    _gauge("host_cache_max_bytes", ENGINES, "what it may hold"),
     # streams
     _counter("experiences_in", "process", "experiences that a stage read", "stage"),
     _counter("experiences_out", "process", "experiences that a stage passed on", "stage"),

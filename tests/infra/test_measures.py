@@ -18,13 +18,14 @@ CALLS = {"counter": "counter", "gauge": "gauge", "histogram": "histogram", "add"
 NAMES = {"CANARY_MISSING": CANARY_MISSING}
 # Names that are put together: the values of a step, their worst so far, and the quantiles of reloads.
 MADE = re.compile(r"\w+/\w+|mismatch_\w+_run|\w+_ms_p\d+")
+INFRA = ("infra/chain", "infra/ledger", "infra/log", "infra/model", "infra/policies", "infra/roles", "infra/store")
 ROLES = {"master", "explore", "process", "train", "serve"}
 BASE_UNITS = ("seconds", "bytes", "ratio", "info")
 
 
 def counted() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Kind, name, labels and place of every metric that is named where it is counted."""
-    for wing in ("actors", "streams", "trainer", "infra/log", "infra/roles"):
+    for wing in ("actors", "streams", "trainer", *INFRA):
         for path in sorted((ROOT / wing).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 found = of_call(node)
