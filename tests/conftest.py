@@ -14,12 +14,19 @@ from infra.local.broker import EmbeddedKafka
 # Of torch, read when it is imported: the models are tiny, and processes that share the cores wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-LONGEST_FIRST = ("tests/e2e/", "tests/trainer/", "tests/simulator/", "tests/crash/")
+SEARCHES = (50_000, 20, 20)  # for garbage: after so many objects, and of so many of these those of what is older
+
+# Folders and files. The last ones are those with an engine or ranks of their own: of what is left none takes long.
+LONGEST_FIRST = (
+    "tests/e2e/", "tests/trainer/", "tests/simulator/", "tests/crash/", "tests/infra/test_bench_state", "tests/contracts/",
+    "tests/actors/engines/",
+)  # fmt: skip
 
 
 def pytest_configure() -> None:
     """Examples that are drawn slowly on a busy machine are no failure. And what is imported and collected stays until the
-    end: a search for garbage in it finds nothing and takes seconds.
+    end: a search for garbage in it finds nothing and takes seconds. Later ones are seldom: a search through a parsed tree
+    or a model takes as long as to make it.
     """
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
@@ -28,6 +35,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(*SEARCHES)
     gc.enable()
 
 

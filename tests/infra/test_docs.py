@@ -59,6 +59,7 @@ def fences_of(page: Path) -> Iterator[Fence]:
         yield Fence(page.relative_to(ROOT).as_posix(), text.count("\n", 0, found.start()) + 1, kind, found[2])
 
 
+WHOLE: Any = typer.main.get_command(app)  # of all commands; to make it takes a while
 FENCES = [fence for page in PAGES for fence in fences_of(page)]
 
 
@@ -95,7 +96,7 @@ def test_every_setting_says_what_it_means() -> None:
 def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
     shown = (docs.FOLDER / "reference" / "commands.md").read_text(encoding="utf-8")
     assert [line.strip("#` ") for line in re.findall(r"^## .*$", shown, re.MULTILINE)] == list(
-        commands(typer.main.get_command(app), "headrace")
+        commands(WHOLE, "headrace")
     )
     settings = (docs.FOLDER / "reference" / "settings.md").read_text(encoding="utf-8")
     for table in ("[kafka]", "[[feedback]]", "[master.gate.canary]", "[trainer.lanes.<name>]", "[collect.limits]"):
@@ -212,7 +213,7 @@ def test_every_command_is_there_and_takes_its_options(fence: Fence) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_command_in_a_sentence_is_there_too(page: Path) -> None:
     for quoted in re.findall(r"`headrace ([a-z][^`\n]*)`", without_fences(page)):
-        command: Any = typer.main.get_command(app)
+        command = WHOLE
         for word in re.sub(r"[|…].*", "", quoted).split():
             if hasattr(command, "commands"):
                 assert word in command.commands or word.startswith("-"), f"{page.name}: headrace {quoted}"
@@ -225,7 +226,7 @@ def test_every_command_in_a_sentence_is_there_too(page: Path) -> None:
 
 def parse(words: list[str], where: str) -> None:
     """Read a command line as typer does, and run nothing."""
-    command: Any = typer.main.get_command(app)
+    command = WHOLE
     while hasattr(command, "commands"):
         assert words and words[0] in command.commands, f"{where}: headrace {' '.join(words)}"
         command, words = command.commands[words[0]], words[1:]
