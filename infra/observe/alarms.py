@@ -29,12 +29,17 @@ class Alarm(NamedTuple):
     @property
     def section(self) -> str:
         """Where the runbook says what to do."""
-        return f"{RUNBOOK}#{self.title.lower().replace(' ', '-')}"
+        return f"{RUNBOOK}#{anchor(self.title)}"
 
     @property
     def alert(self) -> str:
         """Its name in Prometheus."""
         return "Headrace" + "".join(word.capitalize() for word in self.name.split("-"))
+
+
+def anchor(title: str) -> str:
+    """A section's name in a link."""
+    return title.lower().replace(" ", "-")
 
 
 def grown(metric: str) -> str:

@@ -7,7 +7,7 @@ import msgspec
 
 from infra.cli.console.charts import short
 from infra.cli.status import State
-from infra.observe.alarms import alarm_of
+from infra.observe.alarms import alarm_of, anchor
 from infra.policies.channel import Stable
 
 WAITS = 0.4  # share of a minute above which a wait is worth a word
@@ -137,8 +137,11 @@ def since(seconds: float) -> str:
 
 
 def alarms_of(state: State) -> list[tuple[str, str]]:
-    """Every alarm with the page of help it has."""
-    return [(line, "run-a-cluster" if alarm_of(line) is None else "runbook") for line in state["alarms"]]
+    """Every alarm with the page of help it has, and its section there."""
+    return [
+        (line, "runbook" if (alarm := alarm_of(line)) is None else f"runbook#{anchor(alarm.title)}")
+        for line in state["alarms"]
+    ]
 
 
 def _issues(state: State) -> bool:

@@ -16,6 +16,7 @@ from infra.cli.console.flow import ARROWS, alarms_of, boxes_of, sentence
 from infra.cli.console.page import Pages
 from infra.cli.console.search import Query, choices, query_of, search
 from infra.ledger.trace import AnswerTrace
+from infra.observe.alarms import anchor
 from schemas.errors import NotInLog
 from schemas.ids import ANSWER_PREFIX, group_of
 
@@ -174,12 +175,13 @@ async def privacy(pages: Pages, request: Request, viewer: Viewer) -> Response:
 
 
 async def help_page(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """A page of the documentation, as it is written."""
+    """A page of the documentation, as it is written, section by section."""
     name = str(request.path_params["name"])
     if name not in HELP:
         raise NotInLog(f"there is no page {name}")
-    text = (HOWTO / f"{name}.md").read_text(encoding="utf-8")
-    return pages.show(request, viewer, "help.html", name=name, text=text)
+    parts = (HOWTO / f"{name}.md").read_text(encoding="utf-8").split("\n## ")
+    sections = [(anchor(text.partition("\n")[0]), f"## {text}") for text in parts[1:]]
+    return pages.show(request, viewer, "help.html", name=name, text=parts[0], sections=sections)
 
 
 def _is_id(text: str) -> bool:

@@ -319,17 +319,25 @@ def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("alarm", "page"),
+    ("alarm", "section"),
     [
-        ("train/1: alarms{alarm=live/chi2} +2 in the last minute", "see-what-happened"),
-        ("serve/1 has been silent for 90 s", "run-a-cluster"),
-        ("the canary is away", "decide-what-customers-get"),
+        ("train/1: alarms{alarm=live/chi2} +2 in the last minute", "runbook#a-value-of-a-step-is-unhealthy"),
+        ("serve/1 has been silent for 90 s", "runbook#a-role-is-silent"),
+        ("what a plugin of yours says", "runbook"),
     ],
 )
-def test_an_alarm_leads_to_the_page_that_says_what_to_do(alarm: str, page: str) -> None:
-    assert flow.alarms_of({"alarms": [alarm]}) == [(alarm, page)]
-    assert {name for _, name in flow.HELP} | {page} <= set(HELP)
-    assert all((HOWTO / f"{name}.md").is_file() for name in HELP)
+def test_an_alarm_leads_to_the_section_of_the_runbook_that_says_what_to_do(
+    tmp_path: Path, alarm: str, section: str
+) -> None:
+    assert flow.alarms_of({"alarms": [alarm]}) == [(alarm, section)]
+    page, _, name = section.partition("#")
+
+    async def main() -> None:
+        async with looking(tmp_path, await filled()) as (client, _):
+            assert (f'id="{name}"' in (await client.get(f"/help/{page}")).text) is bool(name)
+
+    asyncio.run(main())
+    assert page in HELP and all((HOWTO / f"{name}.md").is_file() for name in HELP)
 
 
 def test_a_command_beside_the_console_reads_the_run_with_the_same_settings(tmp_path: Path) -> None:
