@@ -1,5 +1,6 @@
 """What every object store promises: one suite, every implementation, real S3 servers included."""
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infra.cli.check_connect import object_fault
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
@@ -249,3 +251,42 @@ def test_a_store_behind_a_network_shows_where_it_is_and_no_secret() -> None:
     credentials = S3Credentials(access_key="hidden1", secret_key="hidden2", session_token="hidden3")
     shown = repr(S3Store("b", endpoint="http://x:9", credentials=credentials)) + repr(credentials)
     assert "s3://b/ at http://x:9" in shown and "hidden" not in shown
+
+
+def test_check_connect_finds_every_right_and_leaves_nothing_behind(store: Store) -> None:
+    assert object_fault(store, "checks/check-1") == "" and list(store.keys("")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("allowed", "denied"),
+    [
+        (("GetObject", "PutObject"), ("list", "delete")),
+        (("GetObject", "ListBucket"), ("put",)),
+        (("PutObject", "ListBucket", "DeleteObject"), ("get",)),
+    ],
+)
+def test_check_connect_names_what_a_policy_of_the_bucket_does_not_allow(
+    minio_server: MinioServer, allowed: tuple[str, ...], denied: tuple[str, ...]
+) -> None:
+    from minio.credentials import AssumeRoleProvider
+
+    whole = minio_server.store("policy", "app")
+    places = ["arn:aws:s3:::policy", "arn:aws:s3:::policy/*"]
+    rule = {"Effect": "Allow", "Action": [f"s3:{one}" for one in allowed], "Resource": places}
+    role = AssumeRoleProvider(
+        sts_endpoint=minio_server.endpoint,
+        access_key=minio_server.access_key,
+        secret_key=minio_server.secret_key,
+        policy=json.dumps({"Version": "2012-10-17", "Statement": [rule]}),
+    ).retrieve()
+    credentials = S3Credentials(
+        access_key=role.access_key, secret_key=role.secret_key, session_token=role.session_token
+    )
+    limited = S3Store(
+        "policy", prefix="app", endpoint=minio_server.endpoint, credentials=credentials, region=minio.REGION
+    )
+    said = object_fault(limited, "checks/check-1")
+    assert [verb for verb in ("put", "list", "get", "delete") if f"may not {verb}" in said] == list(denied)
+    assert said.count("AccessDenied") == len(denied) and role.secret_key not in said
+    whole.delete("checks/check-1")

@@ -41,6 +41,10 @@ def secured_broker(folder: Path) -> Iterator[Secured]:
         "advertised.listeners": f"PLAINTEXT://{plain.bootstrap},SECURED://{secured}",
         "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SECURED:SASL_SSL",
         "inter.broker.listener.name": "PLAINTEXT",
+        # Everybody may do what no rule is about; the plain listener may do anything.
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "allow.everyone.if.no.acl.found": "true",
+        "super.users": "User:ANONYMOUS",
         f"{listener}.ssl.keystore.type": "PEM",
         f"{listener}.ssl.keystore.key": one_line(key),
         f"{listener}.ssl.keystore.certificate.chain": one_line(chain),

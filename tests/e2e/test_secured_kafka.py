@@ -21,7 +21,8 @@ from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from schemas import Block
 from schemas.errors import ConfigError
-from schemas.topics import EXPERIENCES, VERIFIED
+from schemas.topics import ALL, EXPERIENCES, VERIFIED
+from tests.e2e.acls import CLUSTER, deny
 from tests.e2e.secured_broker import PASSWORD, USER, Secured, secured_broker
 from tests.streams.collect.collecting import answer, block
 
@@ -149,3 +150,83 @@ def test_an_access_never_shows_its_password(secured: Secured, app_name: str, tmp
     access = access_of(load_settings(settings_file(secured, tmp_path, app_name)))
     assert access.password == PASSWORD and PASSWORD not in repr(access)
     assert PASSWORD not in repr(msgspec.structs.replace(access, username="x"))
+
+
+def tried(done: Result) -> dict[str, str]:
+    """What `check --connect` found, by what it tried."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    return {row[0]: row[1] for row in rows}
+
+
+def test_check_connect_tries_everything_and_leaves_nothing_behind(
+    secured: Secured, app_name: str, tmp_path: Path
+) -> None:
+    config = settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256")
+    first = call(config, "check", "--connect")
+    assert first.exit_code == 1
+    assert tried(first)[f"topic {app_name}.verified"] == "is not there; headrace check --create makes it"
+    assert call(config, "check", "--create").exit_code == 0
+    done = call(config, "check", "--connect")
+    assert done.exit_code == 0, done.stdout
+    found = tried(done)
+    assert found[f"broker {secured.bootstrap}"] == f"answers, SASL_SSL, {USER}"
+    assert found[f"topic {app_name}.verified"] == "2 partitions: read, write"
+    assert found[f"topic {app_name}.buffer"] == "1 partitions: read, write, delete"
+    assert found[f"group {app_name}.collect"] == "read" and found["store store"] == "put, list, get, delete"
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+
+    async def ends() -> set[int]:
+        bus = KafkaBus(secured.bootstrap, access=access_of(load_settings(config)))
+        await bus.start()
+        found = {end for topic in ALL for end in (await bus.end_offsets(f"{app_name}.{topic.name}")).values()}
+        await bus.close()
+        return found
+
+    assert asyncio.run(ends()) == {0}
+
+
+def test_check_connect_names_every_right_that_is_missing(secured: Secured, app_name: str, tmp_path: Path) -> None:
+    config = settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256")
+    assert call(config, "check", "--create").exit_code == 0
+    plain = secured.broker.bootstrap
+
+    async def revoke() -> None:
+        await deny(plain, USER, "topic", f"{app_name}.verified", "write")
+        await deny(plain, USER, "topic", f"{app_name}.tasks", "read", "write")
+        await deny(plain, USER, "topic", f"{app_name}.buffer", "delete")
+        await deny(plain, USER, "topic", f"{app_name}.evals", "describe")
+        await deny(plain, USER, "group", f"{app_name}.collect", "read")
+
+    asyncio.run(revoke())
+    done = call(config, "check", "--connect")
+    assert done.exit_code == 1
+    found = tried(done)
+    assert found[f"topic {app_name}.verified"] == "may not write: it needs an ACL"
+    assert found[f"topic {app_name}.tasks"] == "may not read, write: it needs an ACL"
+    assert found[f"topic {app_name}.buffer"] == "may not delete: it needs an ACL"
+    assert found[f"topic {app_name}.evals"].startswith("may not describe")
+    assert found[f"group {app_name}.collect"] == "may not read: it needs an ACL of the group"
+    assert found[f"topic {app_name}.experiences"] == "2 partitions: read, write"
+
+
+def test_check_connect_says_what_cannot_be_made_and_which_count_is_wrong(
+    secured: Secured, app_name: str, tmp_path: Path
+) -> None:
+    config = settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256")
+    plain = secured.broker.bootstrap
+    asyncio.run(deny(plain, USER, "cluster", CLUSTER, "create"))  # else it may create all of them
+    asyncio.run(deny(plain, USER, "topic", f"{app_name}.verified", "create"))
+    done = call(config, "check", "--connect")
+    assert "may not be made with these rights" in tried(done)[f"topic {app_name}.verified"]
+    other = settings_file(secured, tmp_path, f"{app_name}-2", sasl_mechanism="SCRAM-SHA-256")
+    assert call(other, "check", "--create").exit_code == 0
+    done = call(other, "check", "--connect", "--set", "kafka.partitions=5")
+    assert "has 2 partitions, expected 5 (kafka.partitions)" in tried(done)[f"topic {app_name}-2.tasks"]
+
+
+def test_check_connect_says_who_is_not_let_in(secured: Secured, app_name: str, tmp_path: Path) -> None:
+    config = settings_file(secured, tmp_path, app_name, sasl_mechanism="PLAIN")
+    (tmp_path / "password").write_text("not-the-password")
+    done = call(config, "check", "--connect")
+    assert done.exit_code == 1 and "does not let" in tried(done)["broker"]
+    assert "not-the-password" not in done.output and tried(done)["store store"] == "put, list, get, delete"

@@ -114,6 +114,9 @@ def check(
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
     create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
+    connect: Annotated[
+        bool, typer.Option("--connect", help="Try broker, topics, groups and store instead, and say what is missing.")
+    ] = False,
     size: Annotated[
         bool, typer.Option("--size", help="Show what the model needs instead: memory, seconds and disk.")
     ] = False,
@@ -136,6 +139,9 @@ def check(
     With --size nothing but the model's config.json is read: what a learner's rank and an engine need, how long a version
     takes, and what will not fit (then the exit code is 1), with the setting that would mend it.
 
+    With --connect everything that the roles use is tried from this machine, with these rights: the broker, reading and writing
+    each topic, each group, and put, list, get and delete in the store. Nothing is left behind. Exit code 1: one is missing.
+
     Example: [cyan]headrace check --create[/] also creates the topics that are missing.
     """
     from infra.cli.check import run_check
@@ -145,4 +151,9 @@ def check(
 
         return run_size(config, sets, this_machine(gpu_gb, host_gb, shm_gb, step_s))
 
-    exit_with(sized if size else lambda: run_check(config, sets, create))
+    async def tried() -> int:
+        from infra.cli.check_connect import run_connect
+
+        return await run_connect(config, sets)
+
+    exit_with(sized if size else tried if connect else lambda: run_check(config, sets, create))

@@ -1,0 +1,131 @@
+"""What this client may do at the brokers, topic by topic and group by group, asked without leaving anything behind.
+
+A broker looks at rights before it looks at the rest of a request. So each right is asked for with a request that changes
+nothing: a produce without records (write), a fetch at offset 0 (read), a deletion of what lies below offset 0, a heartbeat of a
+member that there is not, and the creation of a topic that is only to be validated.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal, NamedTuple
+
+from aiokafka import AIOKafkaClient, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    KafkaError,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+    for_code,
+)
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.group import HeartbeatRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.produce import ProduceRequest
+
+from infra.log.access import Access, client_options
+
+Right = Literal["describe", "read", "write", "delete"]
+TIMEOUT_MS = 10_000
+TRIES = 20  # a coordinator that is only being made
+NOBODY = "nobody"
+_DENIED = (TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError)
+
+
+class Asked(NamedTuple):
+    """partitions: 0 where a topic is not there, or may not be seen. denied: what is wanted and not allowed. creates: whether
+    a topic that is not there may be made. fault: what else went wrong.
+    """
+
+    partitions: int = 0
+    denied: tuple[Right, ...] = ()
+    creates: bool = False
+    fault: str = ""
+
+
+class Rights:
+    """Asks brokers what this client may do. Within `asking` alone."""
+
+    def __init__(self, client: AIOKafkaClient, admin: AIOKafkaAdminClient) -> None:
+        self._client = client
+        self._admin = admin
+
+    async def of_topic(
+        self, name: str, wanted: Sequence[Right], partitions: int, config: Mapping[str, str] = {}
+    ) -> Asked:
+        """Of one topic. partitions, config: with which it would be made."""
+        try:
+            error, leaders = await self._described(name)
+            if error is UnknownTopicOrPartitionError:
+                return Asked(creates=await self._creates(name, partitions, config))
+            if error in _DENIED:
+                return Asked(denied=("describe",))
+            if not leaders:
+                return Asked(fault=f"{name}: {error.__name__}")
+            denied = [right for right in wanted if await self._is_denied(right, TopicPartition(name, 0), leaders[0])]
+            return Asked(len(leaders), tuple(denied))
+        except (KafkaError, OSError) as error:
+            return Asked(fault=repr(error))
+
+    async def of_group(self, name: str) -> Asked:
+        """Whether one may read as a member of a group."""
+        for _ in range(TRIES):
+            try:
+                node = await self._admin.find_coordinator(name)
+                answer = await self._client.send(node, HeartbeatRequest(name, -1, NOBODY))
+            except GroupAuthorizationFailedError:
+                return Asked(denied=("describe",))
+            except (KafkaError, OSError) as error:
+                fault = repr(error)
+            else:
+                told = for_code(answer.error_code)
+                if not told.retriable:
+                    return Asked(denied=("read",) if told is GroupAuthorizationFailedError else ())
+                fault = told.__name__
+            await asyncio.sleep(TIMEOUT_MS / 1000 / TRIES)
+        return Asked(fault=fault)
+
+    async def _described(self, name: str) -> tuple[type[Exception], list[int]]:
+        answer = await self._client.send(self._client.get_random_node(), MetadataRequest([name], False))
+        ((code, _, _, partitions),) = answer.topics
+        return for_code(code), [leader for _, _, leader, *_ in sorted(partitions, key=lambda one: one[1])]
+
+    async def _creates(self, name: str, partitions: int, config: Mapping[str, str]) -> bool:
+        new = NewTopic(name, partitions, -1, replica_assignments={}, topic_configs=dict(config))
+        answer = await self._admin.create_topics([new], timeout_ms=TIMEOUT_MS, validate_only=True)
+        return not any(for_code(code) in _DENIED for _, code, *_ in answer.topic_errors)
+
+    async def _is_denied(self, right: Right, at: TopicPartition, leader: int) -> bool:
+        if right == "delete":
+            try:
+                await self._admin.delete_records({at: RecordsToDelete(0)})
+            except TopicAuthorizationFailedError:
+                return True
+            except KafkaError:
+                return False
+            return False
+        if right == "write":
+            request = ProduceRequest(None, -1, TIMEOUT_MS, [(at.topic, [(at.partition, b"")])])
+        else:
+            request = FetchRequest(0, 0, 1, 0, [(at.topic, [(at.partition, 0, 1)])])
+        answer = await self._client.send(leader, request)
+        ((_, ((_, code, *_),)),) = answer.topics
+        return for_code(code) is TopicAuthorizationFailedError
+
+
+@asynccontextmanager
+async def asking(bootstrap_servers: str, access: Access) -> AsyncIterator[Rights]:
+    """Connected to brokers that answer. Raises KafkaError where they do not."""
+    options = {
+        "bootstrap_servers": bootstrap_servers, "request_timeout_ms": TIMEOUT_MS, **client_options(access),
+    }  # fmt: skip
+    client, admin = AIOKafkaClient(**options), AIOKafkaAdminClient(**options)
+    try:
+        await client.bootstrap()
+        await admin.start()
+        yield Rights(client, admin)
+    finally:
+        await admin.close()
+        await client.close()
