@@ -8,9 +8,8 @@
 Guarantees: what comes out has the digest that was asked for, or is what was fetched just now. Whoever asks while another
 fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks. What the folder
 holds, unfinished objects included, stays within `max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes
-first. Where the folder
-cannot be used, or its disk is full, everything goes on without it: counted, and said once. Nothing is synced: what a machine
-loses with its power has another digest then.
+first. Where the folder cannot be used, or its disk is full, everything goes on without it: counted, and said once. Nothing is
+synced: what a machine loses with its power has another digest then.
 """
 
 import fcntl
