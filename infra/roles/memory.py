@@ -22,7 +22,7 @@ def give_back_large_blocks() -> bool:
 
 
 def give_back_freed() -> None:
-    """Give the machine what smaller blocks left free in the heaps, where the allocator can; it takes milliseconds."""
+    """Give the machine what smaller blocks left free in the heaps, where the allocator can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -74,6 +74,15 @@ def test_what_a_learner_holds_is_measured_beside_what_is_said_of_it() -> None:
     assert found["step_said_over_held"] == pytest.approx(found["step_said_mb"] / found["step_mb"])
 
 
+@pytest.mark.slow
+def test_what_a_rank_of_zero_3_holds_is_said_within_a_seventh() -> None:
+    pytest.importorskip("deepspeed")
+    found = memory.run(MemoryPlan(layers=3, ranks=2, stage=3))
+    assert found["parameters_m"] > 40
+    for figure in ("step_said_over_held", "with_versions_said_over_held"):
+        assert 6 / 7 < found[figure] < 8 / 7, found
+
+
 def test_the_table_shows_mfu_only_where_the_peak_is_known() -> None:
     timed = Timed(1.0, 1.1, 1.2, 1.3, 400.0, 0.05, None, 100.0)
     known = msgspec.structs.replace(timed, mfu=0.41)
