@@ -14,8 +14,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import msgspec
 
 from infra.cli.docs_parts import parts
-from infra.cli.docs_text import anchor, cell, labelled, toml
-from infra.observe.alarms import rules
+from infra.cli.docs_text import cell, labelled, toml
+from infra.observe.alarms import anchor, rules
 from infra.observe.dashboards import dashboards
 from infra.observe.measures import MEASURES
 from infra.settings.config import Section

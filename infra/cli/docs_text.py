@@ -51,12 +51,3 @@ def toml(value: Any) -> str:
 def cell(text: str) -> str:
     """Text that fits into a cell of a Markdown table."""
     return re.sub(r"(?<!\\)\|", r"\\|", text.replace("\n", " ")).strip()
-
-
-def anchor(heading: str) -> str:
-    """The fragment that Markdown renderers give a heading.
-
-    >>> anchor("[trainer.lanes.<name>]")
-    'trainerlanesname'
-    """
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")

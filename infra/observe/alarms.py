@@ -37,9 +37,13 @@ class Alarm(NamedTuple):
         return "Headrace" + "".join(word.capitalize() for word in self.name.split("-"))
 
 
-def anchor(title: str) -> str:
-    """A section's name in a link."""
-    return title.lower().replace(" ", "-")
+def anchor(heading: str) -> str:
+    """The fragment that Markdown renderers give a heading.
+
+    >>> anchor("[trainer.lanes.<name>]")
+    'trainerlanesname'
+    """
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def grown(metric: str) -> str:
