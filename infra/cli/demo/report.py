@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,11 @@ def delta_share(watch: Watch) -> float | None:
     return round(sum(shares) / len(shares), 5) if shares else None
 
 
+def begin_of(rows: Sequence[Mapping[str, float]]) -> float:
+    """Seconds after this start at which the run began: below 0 for one that was gone on with."""
+    return min([0.0, *(row["elapsed_s"] for row in rows)])
+
+
 def draw_plot(watch: Watch, values: Mapping[str, object], path: Path) -> None:
     """Accuracy over versions; reward and staleness beside it."""
     import matplotlib
@@ -183,15 +188,18 @@ def draw_plot(watch: Watch, values: Mapping[str, object], path: Path) -> None:
     if watch.accuracy:
         left.legend(loc="lower right")
     rows = [row for row in watch.history if "reward_mean" in row]
+    begin_s = begin_of(rows)
     right.plot(
-        [row["elapsed_s"] for row in rows], [row["reward_mean"] for row in rows], label="reward of trained groups"
+        [row["elapsed_s"] - begin_s for row in rows],
+        [row["reward_mean"] for row in rows],
+        label="reward of trained groups",
     )
     highest = max([1.0, *(row["reward_mean"] for row in rows)])
     right.set(xlabel="seconds since the start", ylabel="reward", ylim=(0, highest), title="what was trained on")
     stale = [row for row in rows if "usual/staleness_mean" in row]
     twin = right.twinx()
     twin.plot(
-        [row["elapsed_s"] for row in stale],
+        [row["elapsed_s"] - begin_s for row in stale],
         [row["usual/staleness_mean"] for row in stale],
         color="tab:orange",
         linewidth=0.8,

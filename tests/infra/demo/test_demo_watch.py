@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from infra.cli.demo.demo import write_settings
-from infra.cli.demo.report import accuracies, measured, staleness, times
+from infra.cli.demo.report import accuracies, begin_of, measured, staleness, times
 from infra.cli.demo.screen import DemoScreen
 from infra.cli.demo.settings import DemoOptions
 from infra.cli.demo.watch import Watch
@@ -56,6 +56,11 @@ def test_only_a_master_that_is_done_in_this_run_ends_it() -> None:
 def test_start_up_is_measured_to_the_first_experience_and_not_at_all_in_a_resumed_run() -> None:
     assert times(watch_of((31.5, group_block()), (40, group_block())))["startup_s"] == 31.5
     assert times(watch_of((-100, group_block())))["startup_s"] is None
+
+
+def test_the_plot_of_a_run_that_was_gone_on_with_begins_where_the_run_did() -> None:
+    assert begin_of([{"elapsed_s": -3600.0}, {"elapsed_s": 50.0}]) == -3600.0
+    assert begin_of([{"elapsed_s": 53.0}]) == begin_of([]) == 0.0
 
 
 def test_the_reported_accuracy_is_of_held_out_versions_0_1_and_the_last() -> None:
