@@ -2,7 +2,7 @@
 
 A broker looks at rights before it looks at the rest of a request. So each right is asked for with a request that changes
 nothing: a produce without records (write), a fetch at offset 0 (read), a deletion of what lies below offset 0, a heartbeat of a
-member that there is not, and the creation of a topic that is only to be validated.
+member that the group does not have, and the creation of a topic that is only to be validated.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from infra.log.access import Access, client_options
 Right = Literal["describe", "read", "write", "delete"]
 TIMEOUT_MS = 10_000
 TRIES = 20  # a coordinator that is only being made
-NOBODY = "nobody"
+ABSENT = "absent"  # the member that asks
 _DENIED = (TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError)
 
 
@@ -74,16 +74,16 @@ class Rights:
         for _ in range(TRIES):
             try:
                 node = await self._admin.find_coordinator(name)
-                answer = await self._client.send(node, HeartbeatRequest(name, -1, NOBODY))
+                answer = await self._client.send(node, HeartbeatRequest(name, -1, ABSENT))
             except GroupAuthorizationFailedError:
                 return Asked(denied=("describe",))
             except (KafkaError, OSError) as error:
                 fault = repr(error)
             else:
-                told = for_code(answer.error_code)
-                if not told.retriable:
-                    return Asked(denied=("read",) if told is GroupAuthorizationFailedError else ())
-                fault = told.__name__
+                kind = for_code(answer.error_code)
+                if not kind.retriable:
+                    return Asked(denied=("read",) if kind is GroupAuthorizationFailedError else ())
+                fault = kind.__name__
             await asyncio.sleep(TIMEOUT_MS / 1000 / TRIES)
         return Asked(fault=fault)
 

@@ -1,7 +1,7 @@
 """Every alarm: what `status --check` says, the rule by which Prometheus raises it, and its section of the runbook. One table.
 
 `infra/deploy/alerts.yml` is written from it (`python -m infra.cli.docs`). Each line of `status` belongs to one alarm; the
-master tells Prometheus of those that it alone sees, in the gauge `alarm_raised`.
+master reports those that it alone sees in the gauge `alarm_raised`.
 """
 
 import re
@@ -59,11 +59,11 @@ def _still(counter: str, title: str, severity: Literal["page", "ticket"] = "tick
     )  # fmt: skip
 
 
-def _told(name: str, title: str, says: str) -> Alarm:
-    """Of the master's own, that it tells in `alarm_raised`."""
+def _of_master(name: str, title: str, says: str) -> Alarm:
+    """One that the master alone sees, and reports in `alarm_raised`."""
     rule = f'headrace_alarm_raised{{alarm="{name}"}} > 0'
     return Alarm(
-        name, title, says, rule, f"{title}: headrace status tells how many", wait="5m", severity="ticket"
+        name, title, says, rule, f"{title}: headrace status says how many", wait="5m", severity="ticket"
     )  # fmt: skip
 
 
@@ -107,16 +107,16 @@ ALARMS = (
         "canary-missing", "No canary answers", r"no canary has been heard of", "headrace_canary_missing_seconds > 0",
         "{{ $labels.instance }} waits for a canary", wait="1m", severity="ticket",
     ),
-    _told("idle-explorers", "Explorers have no partition", r"explorers read no partition"),
-    _told("few-people", "Few people rate a trial", r"ratings are of \d+ people"),
-    _told("unrest", "Ratings change by themselves", r"changes by itself from day to day"),
-    _told("customers-stay", "Customers stay with a worse version", r"customers stay with it"),
-    _told("late-ratings", "Ratings come too late", r"come later than"),
-    _told("one-tenant", "One tenant gives most ratings", r"people heard are of tenant"),
+    _of_master("idle-explorers", "Explorers have no partition", r"explorers read no partition"),
+    _of_master("few-people", "Few people rate a trial", r"ratings are of \d+ people"),
+    _of_master("unrest", "Ratings change by themselves", r"changes by itself from day to day"),
+    _of_master("customers-stay", "Customers stay with a worse version", r"customers stay with it"),
+    _of_master("late-ratings", "Ratings come too late", r"come later than"),
+    _of_master("one-tenant", "One tenant gives most ratings", r"people heard are of tenant"),
 )  # fmt: skip
 
 STILL = tuple(one.counter for one in ALARMS if one.counter)
-TOLD = tuple(one for one in ALARMS if "alarm_raised" in one.rule)
+OF_MASTER = tuple(one for one in ALARMS if "alarm_raised" in one.rule)
 
 
 def alarm_of(line: str) -> Alarm | None:
@@ -127,7 +127,7 @@ def alarm_of(line: str) -> Alarm | None:
 def raised(lines: Iterable[str]) -> dict[str, float]:
     """For `alarm_raised`: each of the master's own, 1 where a line is of it."""
     found = {one.name for line in lines if (one := alarm_of(line)) is not None}
-    return {one.name: float(one.name in found) for one in TOLD}
+    return {one.name: float(one.name in found) for one in OF_MASTER}
 
 
 def rules() -> str:

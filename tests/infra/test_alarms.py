@@ -11,7 +11,7 @@ import yaml
 
 from infra.cli.expected import missing
 from infra.cli.status import alarms, failing
-from infra.observe.alarms import ALARMS, RUNBOOK, STILL, TOLD, Alarm, alarm_of, raised, rules
+from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, alarm_of, raised, rules
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
 from infra.policies.channel import Stable
@@ -114,8 +114,8 @@ def test_every_line_that_status_can_make_is_of_some_alarm() -> None:
 
 def test_the_master_tells_prometheus_of_the_alarms_that_it_alone_sees() -> None:
     told = raised([SAID["few-people"][0], SAID["lag"][0]])
-    assert told == {one.name: float(one.name == "few-people") for one in TOLD}
-    assert {one.name for one in TOLD} == set(of_master())
+    assert told == {one.name: float(one.name == "few-people") for one in OF_MASTER}
+    assert {one.name for one in OF_MASTER} == set(of_master())
 
 
 def test_the_runbook_has_a_section_for_every_alarm_and_no_other() -> None:
