@@ -277,7 +277,7 @@ def show(console: Console, state: State) -> None:
     for role in state["roles"]:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in list(role["per_s"].items())[:6])
         version = "" if role["version"] < 0 else f"v{role['version']}"
-        age = f"{role['age_s']:.0f} s ago"
+        age = f"{max(0.0, role['age_s']):.0f} s ago"
         style = "red" if role["silent"] else None
         roles.add_row(role["instance"], role["state"], version, age, rates, style=style)
     console.print(roles)

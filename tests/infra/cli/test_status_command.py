@@ -223,6 +223,10 @@ def test_the_weights_that_a_machine_keeps_are_shown_with_their_bound_as_who_spok
     assert "cache" not in shown(state_of((0, progress("explore")), now_s=1))
 
 
+def test_a_role_whose_clock_is_ahead_was_heard_just_now() -> None:
+    assert "0 s ago" in (said := shown(state_of((1.2, progress("explore")), now_s=1))) and "-0 s" not in said
+
+
 def test_the_chain_in_force_on_each_partition_is_listed_while_workers_are_replaced_one_by_one() -> None:
     def worker(name: str, chain: str, *held: int, state: str = "running") -> Progress:
         return Progress(
