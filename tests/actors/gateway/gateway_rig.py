@@ -145,8 +145,14 @@ class Served:
         blocks = [message.value async for message in self.log.read_all(EXPERIENCES)]
         return [one for block in blocks if isinstance(block, Block) for one in block.experiences]
 
-    async def received(self) -> list[Received]:
-        return [m.value async for m in self.log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+    async def received(self, count: int = 0) -> list[Received]:
+        """What lies in the log, once there is so much: the outbox brings it after the answer 202."""
+        async with asyncio.timeout(60):
+            while True:
+                found = [m.value async for m in self.log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+                if len(found) >= count:
+                    return found
+                await asyncio.sleep(0.01)
 
     async def recorded(self, count: int) -> list[Experience]:
         """The experiences in the order of their requests, once there are so many: partitions come in any order."""

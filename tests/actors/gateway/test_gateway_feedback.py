@@ -142,7 +142,7 @@ def test_a_webhook_is_taken_redacted_and_sealed_and_a_forged_one_is_not(tmp_path
                 for broken in (b"{", b"\xff", b'{"a":' * 700 + b"1" + b"}" * 700, b"[" * 100_000):
                     signed = {"x-signature": signature(broken).hex()}
                     assert (await http.post("/zendesk", content=broken, headers=signed)).status_code == 400
-            (received,) = await served.received()
+            (received,) = await served.received(1)
             assert received.path == "/zendesk" and b"ticket" not in received.body
             said = json.loads(open_event(received.body, Keys(store)))
             assert said == {"ticket": 7, "mail": "[email]", "answer": answer}
@@ -161,7 +161,7 @@ def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_many_i
                 told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
                 assert told.status_code == (202 if "note" in said else 400)
             assert served.metrics.counters()["feedback_unsealed{path=/zendesk}"] == 1
-            assert [json.loads(one.body) for one in await served.received()] == [{"note": "nobody's"}]
+            assert [json.loads(one.body) for one in await served.received(1)] == [{"note": "nobody's"}]
 
     asyncio.run(check())
 
@@ -191,7 +191,7 @@ def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_wai
                 told = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1})
             assert told.status_code == status
             assert status == 202 or told.json()["error"]["param"] == "answer_id"
-            assert len(await served.received()) == (status == 202)
+            assert len(await served.received(int(status == 202))) == (status == 202)
 
     asyncio.run(check())
 
@@ -278,7 +278,7 @@ def test_what_people_write_waits_on_disk_sealed_until_the_store_has_its_key(tmp_
             assert b"WILHELMINA" not in spooled(tmp_path)[0].read_bytes()
             store.away = False
             await until(lambda: not spooled(tmp_path), seconds=30)
-            (received,) = await served.received()
+            (received,) = await served.received(1)
             said = json.loads(received.body)["correction"]
             assert open_text(said, Keys(store), served.answer().removeprefix("hr-")) == "WILHELMINA"
 

@@ -77,7 +77,7 @@ def test_every_route_with_every_kind_of_key(tmp_path: Path) -> None:
                     assert set(error) == fields and error["message"]
                     if case not in ("missing", "other scope", "other tenant"):
                         assert error["message"] == "Incorrect API key provided.", "a client learns no more than that"
-            assert await served.received() and len(await served.recorded(1)) >= 1
+            assert await served.received(1) and len(await served.recorded(1)) >= 1
 
     asyncio.run(check())
 
@@ -229,7 +229,7 @@ def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> N
                 revoke_key(served.store, key_id)
                 await served.keys_read()
                 assert (await rate(made["token"], first))[0] == 401, "a token dies with the key that asked for it"
-            (received,) = await served.received()
+            (received,) = await served.received(1)
             assert received.rater == f"answer {first}" and b"somebody else" not in received.body
 
     asyncio.run(check())

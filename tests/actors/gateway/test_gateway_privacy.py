@@ -131,7 +131,7 @@ def test_content_is_written_only_with_consent(
                 assert told.json()["recorded"] == (recorded or (store is False and train == "yes"))
                 if recorded:
                     await served.recorded(1)
-                    assert (await served.received())[0].body
+                    assert (await served.received(1))[0].body
                 else:
                     await until(lambda: served.count("not_recorded") == 1)
                     if store is None:
@@ -211,7 +211,7 @@ def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCa
                 found = await stored(served)
                 left = [secret for secret in secrets if secret.encode() in found]
                 assert not left, left[:5]
-                assert len(await served.received()) == len(said)
+                assert len(await served.received(len(said))) == len(said)
         assert not [secret for secret in secrets if secret in caplog.text]
 
     asyncio.run(check())

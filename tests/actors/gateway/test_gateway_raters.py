@@ -71,7 +71,7 @@ def test_a_token_reaches_the_one_choice_it_is_for(tmp_path: Path) -> None:
                 first, second = await token_for(http, answer), await token_for(http, answer, choice=1)
             assert [await rated(served, first, answer, choice=choice) for choice in (0, 1, 1000)] == [202, 403, 403]
             assert [await rated(served, second, answer, choice=choice) for choice in (0, 1)] == [403, 202]
-            assert [one.ref[-5:] for one in await served.received()] == ["0-0-0", "0-1-0"]
+            assert [one.ref[-5:] for one in await served.received(2)] == ["0-0-0", "0-1-0"]
 
     asyncio.run(check())
 
@@ -152,7 +152,7 @@ def test_no_dictionary_finds_a_user_a_session_a_tenant_an_id_or_a_rater(tmp_path
                 made = await http.post("/v1/chat/completions", json=asked, headers={"x-session-id": "chat-81"})
                 said = {"answer_id": made.json()["id"], "value": 1, "id": "ticket-7", "rater": "u-4711"}
                 assert (await http.post("/v1/feedback", json=said)).status_code == 202
-            (one,), (heard,) = await served.recorded(1), await served.received()
+            (one,), (heard,) = await served.recorded(1), await served.received(1)
             assert len(one.subject) == 32 and len(one.group.partition(".")[0]) == 64 and heard.ref == f"hr-{one.id}"
             for name in list(served.store.keys("gateway/keys/")):
                 served.store.delete(name)  # a key says whose it is
@@ -200,7 +200,7 @@ def test_nothing_is_written_of_an_answer_whose_key_may_not_be_trained_on_whoever
             assert not await served.received() and not sealing_keys(served)
             counters = served.metrics.counters()
             assert counters["feedback_received{outcome=no consent,path=/zendesk}"] == 2
-            assert await hooked(served, {"about": [given]}) == 202 and len(await served.received()) == 1
+            assert await hooked(served, {"about": [given]}) == 202 and len(await served.received(1)) == 1
 
     asyncio.run(check())
 
@@ -211,12 +211,12 @@ def test_a_webhooks_body_that_is_sent_again_is_one_record(tmp_path: Path) -> Non
         async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
             for csat in (1, 1, 2):
                 assert await hooked(served, {"ticket": 7, "csat": csat}) == 202
-            (first, second) = await served.received()
+            (first, second) = await served.received(2)
             assert first.id != second.id
             assert served.metrics.counters()["feedback_received{outcome=repeated,path=/zendesk}"] == 1
         async with serving(tmp_path, store=store, bus=served.bus, webhooks=(HOOK,), topics=False) as again:
             assert await hooked(again, {"ticket": 7, "csat": 1}) == 202
-            ids = [one.id for one in await again.received()]
+            ids = [one.id for one in await again.received(3)]
             assert len(ids) == 3 and len(set(ids)) == 2, "whoever takes it, it has the same id"
 
     asyncio.run(check())
@@ -240,7 +240,7 @@ def test_a_webhook_waits_for_the_store_where_the_apps_secret_was_never_read(tmp_
             store.away = False
             await served.keys_read()
             assert await hooked(served, {"about": answer}) == 202
-            assert not served.count("feedback_unsealed") and len(await served.received()) == 1
+            assert not served.count("feedback_unsealed") and len(await served.received(1)) == 1
 
     asyncio.run(check())
 
@@ -250,7 +250,7 @@ def test_a_webhook_of_one_tenant_speaks_of_no_others_answers(tmp_path: Path) -> 
         async with serving(tmp_path, webhooks=(BOUND,)) as served:
             assert await hooked(served, {"about": served.answer("globex")}, BOUND) == 403
             assert await hooked(served, {"about": served.answer("acme")}, BOUND) == 202
-            assert len(await served.received()) == 1
+            assert len(await served.received(1)) == 1
 
     asyncio.run(check())
 
