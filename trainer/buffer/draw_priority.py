@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from trainer.buffer.draw import Candidate, Draw
-from trainer.buffer.draw_share import NO_LIMITS, Filled, Party, ShareLimits, fill, first, is_open, stratum
+from trainer.buffer.draw_share import NO_LIMITS, Filled, Party, ShareLimits, fill_by, stratum
 
 FAIR = 0.1
 
@@ -54,10 +54,7 @@ def draw_by_priority(
     priority_N = blended(np.fromiter((one.priority for one in usable), np.float64, num))
     key_N = priority_N / (1.0 - np.random.default_rng(seed).random(num))
     order_N = np.argsort(-key_N)
-    ordered = (usable[at] for at in order_N.tolist())
-    filled = (
-        first(ordered, num_experiences) if is_open(usable, limits) else fill(list(ordered), num_experiences, limits)
-    )
+    filled = fill_by(order_N.tolist(), usable, num_experiences, limits)
     place_K = np.array(filled.taken)
     weight_N, taken_N = np.ones(num), np.zeros(num, bool)
     taken_N[place_K] = True

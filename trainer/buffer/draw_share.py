@@ -73,6 +73,16 @@ def fill(order: Sequence[Candidate], num_experiences: int, limits: ShareLimits =
     return Filled(tuple(taken), frozenset(full), sum(order[place].num_experiences for place in passed))
 
 
+def fill_by(
+    order: Sequence[int], candidates: Sequence[Candidate], num_experiences: int, limits: ShareLimits = NO_LIMITS
+) -> Filled:
+    """`fill` from the candidates at these places. Where no share can be reached, it looks only at those that it takes."""
+    ordered = (candidates[at] for at in order)
+    if is_open(candidates, limits):
+        return first(ordered, num_experiences)
+    return fill(list(ordered), num_experiences, limits)
+
+
 def stratum(one: Candidate, full: frozenset[Party]) -> Party:
     """Whom a group is drawn among: those of its user or its tenant where these are full, else all others, ()."""
     return next((party for party in reversed(_parties(one)) if party in full), ())

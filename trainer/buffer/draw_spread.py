@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.buffer.draw import Candidate, Draw
-from trainer.buffer.draw_share import NO_LIMITS, ShareLimits, fill, first, is_open
+from trainer.buffer.draw_share import NO_LIMITS, ShareLimits, fill_by
 
 
 def draw_spread(
@@ -19,10 +19,7 @@ def draw_spread(
     uses_N = np.fromiter((one.uses for one in usable), np.int64, len(usable))
     offset_N = np.fromiter((one.offset for one in usable), np.uint64, len(usable))
     order = np.lexsort((shuffled(seed, offset_N), uses_N)).tolist()
-    ordered = (usable[at] for at in order)
-    filled = (
-        first(ordered, num_experiences) if is_open(usable, limits) else fill(list(ordered), num_experiences, limits)
-    )
+    filled = fill_by(order, usable, num_experiences, limits)
     return Draw(taken=tuple(usable[order[place]] for place in filled.taken), held_back=filled.held_back)
 
 
