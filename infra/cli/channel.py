@@ -10,10 +10,9 @@ import msgspec
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
-from infra.cli.learning import learning_history
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
-from infra.log.log import Log
+from infra.log.log import Log, LogMessage
 from infra.policies.channel import Stable, fenced, moved
 from infra.policies.history import LeaseFence
 from schemas import Directive, PolicyEvent, topics
@@ -65,9 +64,9 @@ async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
     """Print what customers are served and every decision about it and about learning."""
     settings = load_settings(config, sets)
     async with reading(settings) as log:
-        history, stable = await policy_history(log, settings.policy.name)
-        orders = await learning_history(log)
-    made = decisions(history, orders)
+        words = PolicyWords(settings.policy.name)
+        await words.read_on(log)
+    stable, made = words.stable, decisions(words.events, words.orders)
     if as_json:
         told_of = {"stable": stable.version, "pinned": stable.pinned, "trial": stable.trial}
         told_of |= {"decisions": msgspec.to_builtins(made)}
@@ -120,20 +119,49 @@ def check_move(history: Sequence[tuple[int, PolicyEvent]], stable: Stable, kind:
         raise ConfigError(f"rollback: got version {version}, expected one below the stable version {stable.version}")
 
 
+class PolicyWords:
+    """What `policies` says of one policy and of learning, folded record by record. events: with their times, without what an
+    overtaken trainer wrote. stable: where its channel is then. orders: every word of an operator about learning.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self._begin()
+
+    def _begin(self) -> None:
+        self.events: list[tuple[int, PolicyEvent]] = []
+        self.orders: list[tuple[int, Directive]] = []
+        self.stable = Stable()
+        self.next_offset = 0
+        self._fence = LeaseFence()
+
+    async def read_on(self, log: Log) -> None:
+        """Fold what has come since the last time."""
+        begins, ends = await log.bounds(topics.POLICIES)
+        if ends[0] < self.next_offset:  # the log began anew
+            self._begin()
+        async for message in log.scan(topics.POLICIES, {0: max(begins[0], self.next_offset)}, {0: ends[0]}):
+            self._fold(message)
+            self.next_offset = message.offset + 1
+
+    def _fold(self, message: LogMessage) -> None:
+        one = message.value
+        if isinstance(one, Directive):
+            self.stable = fenced(self.stable, one, message.offset)
+            if one.is_of_learning:
+                self.orders.append((message.timestamp_ms, one))
+        elif isinstance(one, PolicyEvent) and one.policy == self._policy:
+            by_trainer = one.event in ("lease", "published", "orphaned")
+            if not by_trainer or self._fence.admits(one, message.offset):
+                self.events.append((message.timestamp_ms, one))
+            self.stable = moved(self.stable, one, self._policy)
+
+
 async def policy_history(log: Log, policy: str) -> tuple[list[tuple[int, PolicyEvent]], Stable]:
     """Every event of one policy, with its time, without what an overtaken trainer wrote; and where its channel is then."""
-    fence = LeaseFence()
-    found: list[tuple[int, PolicyEvent]] = []
-    stable = Stable()
-    async for message in log.read_all(topics.POLICIES):
-        if isinstance(message.value, Directive):
-            stable = fenced(stable, message.value, message.offset)
-        elif isinstance(message.value, PolicyEvent) and message.value.policy == policy:
-            by_trainer = message.value.event in ("lease", "published", "orphaned")
-            if not by_trainer or fence.admits(message.value, message.offset):
-                found.append((message.timestamp_ms, message.value))
-            stable = moved(stable, message.value, policy)
-    return found, stable
+    words = PolicyWords(policy)
+    await words.read_on(log)
+    return words.events, words.stable
 
 
 def stable_text(stable: Stable) -> str:

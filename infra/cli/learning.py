@@ -9,7 +9,6 @@ from infra.cli.audit import operator
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
-from infra.log.log import Log
 from schemas import Directive, topics
 from schemas.fields import DirectiveKind
 
@@ -26,12 +25,3 @@ async def run_learning(order: DirectiveKind, reason: str, config: Path, sets: li
         await log.publish(topics.POLICIES, Directive(order=order, owner=operator(), reason=reason))
     Screen().print(SAID[order])
     return 0
-
-
-async def learning_history(log: Log) -> list[tuple[int, Directive]]:
-    """Every word of an operator about learning, with its time."""
-    return [
-        (message.timestamp_ms, message.value)
-        async for message in log.read_all(topics.POLICIES)
-        if isinstance(message.value, Directive) and message.value.is_of_learning
-    ]

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,11 +14,11 @@ from rich.table import Table
 
 from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
-from infra.cli.newest import newest
+from infra.cli.newest import Newest, newest
 from infra.cli.settings import load_settings
 from infra.cli.skip import READS
 from infra.cli.terminal import Screen, printable_json
-from infra.log.log import Log
+from infra.log.log import Log, LogMessage
 from infra.observe.alarms import STILL, alarm_of
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
@@ -49,22 +50,31 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
 
 
 async def read_status(
-    log: Log, *, now_s: float, max_lag: int, wanted: Mapping[str, int] = MappingProxyType({})
+    log: Log,
+    *,
+    now_s: float,
+    max_lag: int,
+    wanted: Mapping[str, int] = MappingProxyType({}),
+    look: Newest | None = None,
 ) -> State:
-    """Everything `status` shows, as plain data. wanted: see `infra.cli.expected.wanted_of`."""
+    """Everything `status` shows, as plain data. wanted: see `infra.cli.expected.wanted_of`. look: reads the newest records, of
+    whoever asks again and again.
+    """
+    look = look or partial(newest, log)
     reports: dict[str, Reports] = {}
-    for message in await newest(log, topics.PROGRESS, RECENT):
+    for message in await look(topics.PROGRESS, RECENT, ""):
         if isinstance(message.value, Progress):
             reports.setdefault(message.value.instance, []).append((message.value, message.timestamp_ms / 1000))
     instances = [role_state(one, now_s) for one in reports.values()]
     roles = newest_of_each(instances)
+    policies = await look(topics.POLICIES, RECENT, "")
     state: State = {
         "roles": roles,
         "missing": missing(wanted, instances, GONE_S),
-        "policies": await policy_state(log),
-        "learning": await learning_state(log),
-        "answers": await answers_state(log),
-        "rollbacks": await rollbacks(log),
+        "policies": policy_state(policies),
+        "learning": learning_state(policies),
+        "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
+        "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
         "chains": chains([one[-1][0] for name, one in reports.items() if name in {role["instance"] for role in roles}]),
         "lags": {topic.name: await lag(log, topic, group) for group, read in READS.items() for topic in read},
         "dropped": by_reason([one[-1][0] for one in reports.values()], "dropped"),
@@ -81,7 +91,7 @@ async def read_status(
                 "interval": message.value.interval,
                 "pass_at": message.value.pass_at,
             }
-            for message in await newest(log, topics.EVALS, RECENT)
+            for message in await look(topics.EVALS, RECENT, "")
             if isinstance(message.value, EvalResult)
         },
     }
@@ -170,9 +180,9 @@ def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-async def policy_state(log: Log) -> State:
+def policy_state(policies: Sequence[LogMessage]) -> State:
     """Newest published version, and what was refused lately."""
-    events = [message.value for message in await newest(log, topics.POLICIES, RECENT)]
+    events = [message.value for message in policies]
     published = [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
     refused = [event for event in events if isinstance(event, PolicyEvent) and event.event == "refused"]
     version = max((event.version for event in published), default=None)
@@ -184,10 +194,10 @@ async def policy_state(log: Log) -> State:
     }
 
 
-async def learning_state(log: Log) -> State:
+def learning_state(policies: Sequence[LogMessage]) -> State:
     """Whether an operator drains or pauses learning: the newest word holds, and nothing is published after it."""
     state: State = {"state": "on"}
-    for message in await newest(log, topics.POLICIES, RECENT):
+    for message in policies:
         directive = message.value
         if isinstance(directive, Directive) and directive.order == "continue":
             state = {"state": "on"}
@@ -202,9 +212,9 @@ async def learning_state(log: Log) -> State:
     return state
 
 
-async def answers_state(log: Log) -> State:
+def answers_state(experiences: Sequence[LogMessage]) -> State:
     """The newest recorded answer of the gateway, among the newest experiences; empty where there is none."""
-    for message in reversed(await newest(log, topics.EXPERIENCES, NEWEST)):
+    for message in reversed(experiences):
         if isinstance(message.value, Block) and (
             live := [one for one in message.value.experiences if one.lane == "live"]
         ):
@@ -217,9 +227,9 @@ async def answers_state(log: Log) -> State:
     return {}
 
 
-async def rollbacks(log: Log) -> list[str]:
+def rollbacks(journaled: Sequence[LogMessage]) -> list[str]:
     """The last times the trainer went back, and why, from the journal: it stays true after a restart."""
-    records = [message.value for message in await newest(log, topics.BATCHES, RECENT)]
+    records = [message.value for message in journaled]
     return [
         f"steps {one.from_step} to {one.to_step} taken back, v{one.version} is v{one.restored_version} again: {one.reason}"
         for one in records

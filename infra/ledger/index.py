@@ -8,7 +8,9 @@ processes may share a file: one reads the log, the others wait for it. What rete
 
 import asyncio
 import fcntl
+import math
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ import msgspec
 import xxhash
 
 from infra.log.bus import Record
+from infra.log.follower import Follower
 from infra.log.log import Log
 from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.ids import group_of, partition_key, session_of
@@ -97,14 +100,26 @@ class LogIndex:
         self._database.close()
         self._lock.close()
 
-    async def refresh(self, log: Log, on_read: Callable[[str, int], None] = lambda topic, left: None) -> None:
-        """Read what has come since the last time. on_read: called with a topic and how many of its records are left."""
-        async with self._alone():
+    async def refresh(
+        self,
+        log: Log,
+        on_read: Callable[[str, int], None] = lambda topic, left: None,
+        follower: Follower | None = None,
+        wait_s: float = math.inf,
+    ) -> None:
+        """Read what has come since the last time. on_read: called with a topic and how many of its records are left.
+
+        follower: over INDEXED, of whoever comes back every few seconds. wait_s: for another process that reads the log into
+        the file meanwhile; after it, what that one has so far must do.
+        """
+        async with self._alone(wait_s) as is_alone:
+            if not is_alone:
+                return
             if await self._is_of_another_log(log):
                 self._drop()
                 self._database.executescript(SCHEMA)
             for topic in INDEXED:
-                await self._read(log, topic, on_read)
+                await self._read(log, topic, on_read, follower)
             self._database.executescript(ORDER)
 
     def places(self, group: str) -> list[IndexPlace]:
@@ -183,16 +198,20 @@ class LogIndex:
         return TrainedStep(step=step, offset=offset, time_ms=time_ms, undone=found[0] if found else "")
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """No other process reads the log into this file meanwhile; the kernel lets go for one that dies."""
+    async def _alone(self, wait_s: float) -> AsyncIterator[bool]:
+        """No other process reads the log into this file meanwhile; the kernel lets go for one that dies. False: one does."""
+        until_s = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    yield False
+                    return
                 await asyncio.sleep(LOCK_AGAIN_S)
         try:
-            yield
+            yield True
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
@@ -205,7 +224,10 @@ class LogIndex:
         known = self._database.execute("SELECT topic, part, next FROM reads").fetchall()
         return any(ends.get((topic, partition), 0) < following for topic, partition, following in known)
 
-    async def _read(self, log: Log, topic: Topic, on_read: Callable[[str, int], None]) -> None:
+    async def _read(
+        self, log: Log, topic: Topic, on_read: Callable[[str, int], None], follower: Follower | None
+    ) -> None:
+        read = log.chunks if follower is None else follower.chunks
         begins, ends = await log.bounds(topic)
         known = {
             partition: following
@@ -219,7 +241,7 @@ class LogIndex:
         behind = {index: end for index, end in ends.items() if following[index] < end}
         if not behind:
             return
-        async with aclosing(log.chunks(topic, following, behind, max_records=MAX_RECORDS)) as chunks:
+        async with aclosing(read(topic, following, behind, max_records=MAX_RECORDS)) as chunks:
             async for records in chunks:
                 following |= {record.partition: record.offset + 1 for record in records}
                 self._store(topic, log, records, following)

@@ -55,8 +55,11 @@ class Record(msgspec.Struct, frozen=True):
 class Reader(Protocol):
     """Reads assigned partitions in offset order. Not safe for concurrent use."""
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
-        """Records ready now, or within timeout_s; empty on timeout. Raises OffsetOutOfRange, BrokerUnavailable."""
+    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
+        """Records ready now, or within timeout_s; empty on timeout. topic: of this one alone, the others' wait.
+
+        Raises OffsetOutOfRange, BrokerUnavailable.
+        """
 
     def seek(self, partition: Partition, offset: int) -> None:
         """Next read of `partition` starts at `offset`."""

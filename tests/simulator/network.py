@@ -254,8 +254,9 @@ class ClientReader:
         self._positions = starts
         self._closed = False
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
-        """See Reader."""
+    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
+        """See Reader. No role reads one topic of several."""
+        assert topic is None
         clock = self._cluster.loop.time
         until_s = clock() + timeout_s
         await self._bus.hop()

@@ -49,8 +49,8 @@ class GatedReader(MemoryReader):
 
     gate: Gate
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
-        records = await super().get_many(timeout_s=timeout_s, max_records=max_records)
+    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
+        records = await super().get_many(timeout_s=timeout_s, max_records=max_records, topic=topic)
         await self.gate.hold()
         return records
 

@@ -12,6 +12,7 @@ from infra.cli.console.index import TRAINED, ConsoleIndex, key_of
 from infra.ledger.index import number
 from infra.log.blobs import is_claim
 from infra.log.bus import Record
+from infra.log.follower import Follower
 from infra.log.log import Log
 from schemas import (
     Batch,
@@ -55,8 +56,17 @@ class Folder:
         self._run = run
         self._policy = policy
 
-    async def refresh(self, log: Log, on_left: Callable[[str, int], None] = lambda topic, left: None) -> None:
-        """Fold what has come since the last time. on_left: called with a topic and how many of its records are left."""
+    async def refresh(
+        self,
+        log: Log,
+        on_left: Callable[[str, int], None] = lambda topic, left: None,
+        follower: Follower | None = None,
+    ) -> None:
+        """Fold what has come since the last time. on_left: called with a topic and how many of its records are left.
+
+        follower: over FOLDED, of whoever comes back every few seconds.
+        """
+        read = log.chunks if follower is None else follower.chunks
         bounds = {topic: await log.bounds(topic) for topic in reversed(FOLDED)}
         reads = self._index.reads()
         if any(
@@ -72,7 +82,7 @@ class Folder:
             if all(following[part] >= end for part, end in ends.items()):
                 on_left(topic.name, 0)
                 continue
-            async with aclosing(log.chunks(topic, following, ends, max_records=MAX_RECORDS)) as chunks:
+            async with aclosing(read(topic, following, ends, max_records=MAX_RECORDS)) as chunks:
                 async for records in chunks:
                     following |= {record.partition: record.offset + 1 for record in records}
                     claims = [(await log.decoded(one)).value if is_claim(one.value) else None for one in records]

@@ -8,7 +8,7 @@ number read. Text is held up to MAX_TEXT characters: the last question, and the 
 import fcntl
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,19 +168,29 @@ class ConsoleIndex:
         return gone
 
     def add(self, members: Sequence[tuple[int, Experience]]) -> None:
-        """Answers as they were published, with their times."""
-        fresh = []
+        """Answers as they were published, with their times; those that are here already stay as they are."""
+        fresh: dict[int, tuple[int, Experience]] = {}
         for time_ms, one in sorted(members, key=lambda pair: pair[0]):
-            row = _row(time_ms, one)
-            done = self.database.execute(
-                "INSERT OR IGNORE INTO answers (key, id, grp, time_ms, lane, tenant, session, suite, task, lo, hi, tokens,"
-                " sealed, made, fate) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                row,
-            )
-            if done.rowcount and not one.key_id:
-                fresh.append((done.lastrowid, *texts_of(one)))
-        self.database.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", fresh)
-        self.database.executemany("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", fresh)
+            fresh.setdefault(key_of(one.id), (time_ms, one))
+        for known in self._known(fresh):
+            del fresh[known]
+        (last,) = self.database.execute("SELECT coalesce(max(n), 0) FROM answers").fetchone()
+        numbered = list(enumerate(fresh.values(), last + 1))
+        self.database.executemany(
+            "INSERT INTO answers (n, key, id, grp, time_ms, lane, tenant, session, suite, task, lo, hi, tokens, sealed, made,"
+            " fate) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [(n, *_row(time_ms, one)) for n, (time_ms, one) in numbered],
+        )
+        texts = [(n, *texts_of(one)) for n, (_, one) in numbered if not one.key_id]
+        self.database.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", texts)
+        self.database.executemany("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", texts)
+
+    def _known(self, keys: Iterable[int]) -> list[int]:
+        """Which of these answers are here."""
+        rows = self.database.execute(
+            "SELECT key FROM answers WHERE key IN (SELECT value FROM json_each(?))", (json.dumps([*keys]),)
+        )
+        return [key for (key,) in rows]
 
     def end(self, rows: Sequence[tuple[str, int]]) -> None:
         """Fates of experiences by key; the first word counts, unless it was trained."""

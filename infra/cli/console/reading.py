@@ -1,6 +1,6 @@
 """What the pages know: the index kept up beside them, and what is read from the log when somebody looks.
 
-    log ─> Folder ─> console.sqlite ─> search, curves          kept up every EVERY_S
+    log ─> Keeper ─> console.sqlite ─> search, curves          see `infra.cli.console.keeping`
     log ─> status, decisions, one answer                       when asked, and then held for HELD_S
 
 It only reads: no role waits for it, and this process runs below them (`os.nice`). While the log is away the pages show what was
@@ -8,7 +8,6 @@ known, and say so.
 """
 
 import asyncio
-import logging
 import math
 import sqlite3
 import threading
@@ -20,29 +19,26 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from infra.cli.channel import ChannelDecision, decisions, policy_history
-from infra.cli.console.fold import Folder
+from infra.cli.channel import ChannelDecision, PolicyWords, decisions
 from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.keeping import FILE, TRACE_FILE, Kept
 from infra.cli.expected import OVER, wanted_of
-from infra.cli.learning import learning_history
+from infra.cli.newest import HeldNewest
 from infra.cli.settings import Settings
 from infra.cli.status import State, read_status
-from infra.ledger.index import LogIndex
+from infra.ledger.index import INDEXED, LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
+from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.observe.alarms import MAX_LAG
 from infra.policies.channel import Stable
-from infra.settings.config import duration_s
 from schemas import PolicyEvent
-from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, StoreError, UnknownMajor
+from schemas.errors import BadFrame, BrokerUnavailable, StoreError
 
-EVERY_S = 1.0
-HELD_S = 2.0
+HELD_S = 3.0
 PULSE = 120  # values held of each line of the flow
+TRACE_WAIT_S = 0.5  # for a process that reads the log into the index of `trace` meanwhile
 
-FILE = "console.sqlite"
-
-_log = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 
@@ -55,49 +51,33 @@ class History(msgspec.Struct, frozen=True):
 
 
 class Reading:
-    """One run, as the pages read it. state: folder of the indexes."""
+    """One run, as the pages read it. state: folder of the indexes. kept: how far they are. looked: set when somebody looks."""
 
-    def __init__(self, settings: Settings, log: Log, state: Path) -> None:
+    def __init__(self, settings: Settings, log: Log, state: Path, kept: Kept, looked: asyncio.Event) -> None:
         self.settings = settings
         self.log = log
-        self.fault = ""  # why the log cannot be read now
-        self.left: dict[str, int] = {}  # records still to be folded, by topic
-        self.is_caught_up = False  # whether all was read that was there at the start
+        self.kept = kept
         self.pulse: dict[str, deque[float]] = {}
-        self.index = ConsoleIndex(state / FILE)
+        ConsoleIndex(state / FILE).close()  # so that there is one to read
+        self._path = state / FILE
+        self._looked = looked
         run, policy = settings.run or settings.app, settings.policy.name
-        self._trace = LogIndex(state / "trace.sqlite", run=run, policy=policy)
-        self._folder = Folder(self.index, run=run, policy=policy)
+        self._trace_follower = Follower(log, INDEXED)
+        self._trace = LogIndex(state / TRACE_FILE, run=run, policy=policy)
+        self._newest = HeldNewest(log)
+        self._words = PolicyWords(policy)
         self._held: dict[str, tuple[float, Any]] = {}
         self._turns: dict[str, asyncio.Lock] = {}
         self._threads = threading.local()
 
-    def close(self) -> None:
-        """Close the files."""
+    async def close(self) -> None:
+        """Close the file, and what reads the log."""
+        await self._trace_follower.close()
         self._trace.close()
-        self.index.close()
-
-    async def keep_up(self) -> None:
-        """Fold what comes, until cancelled; what fails is told on the pages, and tried again."""
-        wait_s = EVERY_S
-        while True:
-            try:
-                if self.index.is_writer or self.index.take_over():
-                    await self._folder.refresh(self.log, self.left.__setitem__)
-                    await asyncio.to_thread(self._prune)
-                async with self._turn("trace"):
-                    await self._trace.refresh(self.log)
-                self.fault, self.is_caught_up, wait_s = "", True, EVERY_S
-            except UnknownMajor as error:
-                self.fault, wait_s = f"{error}", 30.0
-            except (HeadraceError, sqlite3.Error, OSError) as error:
-                self.fault = f"{type(error).__name__}: {error}"
-                wait_s = min(2 * wait_s, 15.0)
-                _log.warning("console_behind error=%s", error)
-            await asyncio.sleep(wait_s)
 
     async def ask(self, question: Callable[[sqlite3.Connection], Found]) -> Found:
         """The answer of the index to a question, asked in a thread."""
+        self._looked.set()
         return await asyncio.to_thread(lambda: question(self._reader()))
 
     async def status(self) -> State:
@@ -106,7 +86,9 @@ class Reading:
         wanted = wanted_of(self.settings.expect, serves=serves)
 
         async def read() -> State:
-            state = await read_status(self.log, now_s=time.time(), max_lag=MAX_LAG, wanted=wanted)
+            state = await read_status(
+                self.log, now_s=time.time(), max_lag=MAX_LAG, wanted=wanted, look=self._newest.newest
+            )
             self._beat(state)
             return state
 
@@ -114,18 +96,18 @@ class Reading:
 
     async def history(self) -> History:
         """Every event of the policy, and every decision about it."""
+        words = self._words
 
         async def read() -> History:
-            events, stable = await policy_history(self.log, self.settings.policy.name)
-            orders = await learning_history(self.log)
-            return History(events, stable, decisions(events, orders))
+            await words.read_on(self.log)
+            return History([*words.events], words.stable, decisions(words.events, words.orders))
 
         return await self.held("history", read)
 
     async def answer(self, ref: str) -> AnswerTrace:
         """Everything the log says about an answer. Raises NotInLog."""
         async with self._turn("trace"):
-            await self._trace.refresh(self.log)
+            await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
             return await trace_answer(self.log, self._trace, ref)
 
     async def learned(self, version: int) -> PolicyTrace:
@@ -135,6 +117,7 @@ class Reading:
 
     async def held(self, name: str, read: Callable[[], Awaitable[Found]], held_s: float = HELD_S) -> Found:
         """What `read` says, asked once for all who look within `held_s`; where the log is away, what it said last."""
+        self._looked.set()
         async with self._turn(name):
             known = self._held.get(name)
             if known is not None and time.monotonic() - known[0] < held_s:
@@ -143,7 +126,7 @@ class Reading:
             try:
                 value = await read()
             except (BrokerUnavailable, StoreError, BadFrame) as error:
-                self.fault = str(error)
+                self.kept.fault = str(error)
                 if known is None:
                     raise
                 value = known[1]
@@ -157,7 +140,7 @@ class Reading:
     @property
     def folding(self) -> str:
         """How much of the log is still to be read, in words; "" for next to nothing."""
-        left = {name: count for name, count in self.left.items() if count > 5000}
+        left = {name: count for name, count in self.kept.left.items() if count > 5000}
         return ", ".join(f"{count:,} of {name}" for name, count in left.items())
 
     def _turn(self, name: str) -> asyncio.Lock:
@@ -166,13 +149,8 @@ class Reading:
     def _reader(self) -> sqlite3.Connection:
         database: sqlite3.Connection | None = getattr(self._threads, "database", None)
         if database is None:
-            database = self._threads.database = reader_of(self.index.path)
+            database = self._threads.database = reader_of(self._path)
         return database
-
-    def _prune(self) -> None:
-        newest = self.index.database.execute("SELECT time_ms FROM answers ORDER BY n DESC LIMIT 1").fetchone()
-        if newest is not None:
-            self.index.prune(newest[0] - int(duration_s(self.settings.keep.replay) * 1000))
 
     def _beat(self, state: State) -> None:
         for role in state["roles"]:

@@ -21,9 +21,10 @@ from infra.cli.console.access import Access
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
 from infra.cli.console.index import reader_of
+from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart
 from infra.cli.console.learning import Run
 from infra.cli.console.page import Pages
-from infra.cli.console.reading import FILE, Reading
+from infra.cli.console.reading import Reading
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
 from infra.cli.source import opened
 from infra.log.log import Log
@@ -48,7 +49,10 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         address = f"http://{shown_host(sock)}:{sock.getsockname()[1]}"
         print(f"console {address}" + ("" if given else f"/enter?link={link}"), file=sys.stderr, flush=True)
         print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
-        async with made(settings, log, store, state, link=link, command=command, port=sock.getsockname()[1]) as (
+        port = sock.getsockname()[1]
+        # An archive lies in this process alone, and no role is at work beside it.
+        is_apart = bool(command)
+        async with made(settings, log, store, state, link=link, command=command, port=port, is_apart=is_apart) as (
             app,
             _,
         ):
@@ -84,26 +88,38 @@ def command_of(config: Path, sets: Sequence[str]) -> tuple[str, ...]:
 
 @asynccontextmanager
 async def made(
-    settings: Settings, log: Log, store: Store, state: Path, *, link: str, command: Sequence[str], port: int
+    settings: Settings,
+    log: Log,
+    store: Store,
+    state: Path,
+    *,
+    link: str,
+    command: Sequence[str],
+    port: int,
+    is_apart: bool = False,
 ) -> AsyncIterator[tuple[Starlette, Reading]]:
-    """The application and what it reads, kept up inside the `with`."""
+    """The application and what it reads, kept up inside the `with`. is_apart: by a process of its own, see `keep_apart`."""
     access = Access(store, link)
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
-        kept = Reading(settings, log, folder)
-        pages = Pages(kept, access, command, beside_of(settings))
+        kept, looked = Kept(), asyncio.Event()
+        reading = Reading(settings, log, folder, kept, looked)
+        if is_apart:
+            keeping = asyncio.create_task(keep_apart(folder, command, kept, looked))
+        else:
+            keeping = asyncio.create_task(Keeper(settings, log, folder, kept, looked).run())
+        pages = Pages(reading, access, command, beside_of(settings))
         pages.spell = speller_of(settings)
         host = split_address(settings.console.listen)[0]
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.hosts)
         app = make_app(pages, access, hosts=hosts, cookie=f"headrace_{port}")
-        keeping = asyncio.create_task(kept.keep_up())
         try:
-            yield app, kept
+            yield app, reading
         finally:
             keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await keeping
-            kept.close()
+            await reading.close()
             for _, database in pages.beside:
                 database.close()
 
@@ -117,10 +133,10 @@ async def serve(app: Starlette, sock: socket.socket) -> None:
 
 
 def server_options(app: Starlette) -> uvicorn.Config:
-    """How the pages are served: bounded in how many ask at once, and silent of who asks."""
+    """How the pages are served: bounded in how many ask at once, and silent of who asks. A connection outlives a person's pause."""
     return uvicorn.Config(
         app, access_log=False, log_config=None, lifespan="off", ws="none", server_header=False, proxy_headers=False,
-        timeout_graceful_shutdown=2, limit_concurrency=200, h11_max_incomplete_event_size=32 * 1024,
+        timeout_graceful_shutdown=2, timeout_keep_alive=30, limit_concurrency=200, h11_max_incomplete_event_size=32 * 1024,
     )  # fmt: skip
 
 

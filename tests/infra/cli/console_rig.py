@@ -234,7 +234,7 @@ class Console:
             self.reading = reading
             self._server = Server(server_options(app))
             serving = asyncio.create_task(self._server.serve(sockets=[sock]))
-            while not self._server.started or not reading.is_caught_up:  # noqa: ASYNC110 (uvicorn sets no event)
+            while not self._server.started or not reading.kept.is_caught_up:  # noqa: ASYNC110 (uvicorn sets no event)
                 await asyncio.sleep(0.02)
             self.ready.set()
             await serving
@@ -265,7 +265,7 @@ async def looking(
 async def looking_at(settings: Settings, log: Log, state: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
     """Somebody who looks at a console with these settings, once it has read what there is."""
     async with made(settings, log, MemoryStore(), state, link=LINK, command=(), port=1) as (app, reading):
-        await until(lambda: reading.is_caught_up)
+        await until(lambda: reading.kept.is_caught_up)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
             await client.get("/enter", params={"link": LINK})
             yield client, reading

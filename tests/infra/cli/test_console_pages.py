@@ -2,7 +2,9 @@
 
 import asyncio
 import re
+import sqlite3
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from infra.cli.console.answers import beside
 from infra.cli.console.config import ConsoleConfig
 from infra.cli.console.fold import Folder
 from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.keeping import FILE
 from infra.cli.console.learning import charts_of
 from infra.cli.console.pages_look import HELP, HOWTO
 from infra.cli.console.search import Query, search
@@ -215,19 +218,19 @@ def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_no
             for path in PAGES:
                 assert (await client.get(path)).status_code == 200
             bus.is_away = True
-            await until(lambda: "away" in reading.fault)
+            await until(lambda: "away" in reading.kept.fault)
             reading.forget_fresh()
             for path in PAGES:
                 page = await client.get(path)
                 assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in text_of(page))
                 assert "The log cannot be read now; this is what was known." in text_of(page), path
             assert "question 0 about refunds" in text_of(await client.get("/answers?text=refunds"))
-            reading.left["experiences"] = 9000  # nothing counts on while the log is away
+            reading.kept.left["experiences"] = 9000  # nothing counts on while the log is away
             assert "The index is being built: 9,000 of experiences are still to be read." in text_of(
                 await client.get("/")
             )
             bus.is_away = False
-            await until(lambda: not reading.fault)
+            await until(lambda: not reading.kept.fault)
             assert "cannot be read" not in text_of(await client.get(FIRST))
 
     asyncio.run(main())
@@ -261,8 +264,9 @@ def test_a_page_asked_while_the_index_is_made_anew_finds_all_of_it_or_none(tmp_p
 
 def test_an_index_that_is_not_there_yet_is_said(tmp_path: Path) -> None:
     async def main() -> None:
-        async with looking(tmp_path, await filled()) as (client, reading):
-            await asyncio.to_thread(reading.index.database.execute, "DROP TABLE answers")
+        async with looking(tmp_path, await filled()) as (client, _):
+            with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database:
+                database.execute("DROP TABLE answers")
             page = await client.get("/answers")
             assert page.status_code == 503 and "The index is being built anew" in text_of(page)
 
@@ -273,13 +277,12 @@ def test_of_two_consoles_over_one_run_both_show_it_and_one_goes_on_when_the_othe
     async def main() -> None:
         log = await filled()
         async with looking(tmp_path, log) as (other, _), looking(tmp_path, log) as (client, reading):
-            assert not reading.index.is_writer
             for path in PAGES:
                 assert text_of(await client.get(path)) and (await other.get(path)).status_code == 200
             assert "question 3 about refunds" in text_of(await client.get("/answers?text=question"))
         async with looking(tmp_path, log) as (client, reading):
             await log.publish(topics.EXPERIENCES, Block((live(30, "a later wish", "granted"),)))
-            await until(lambda: reading.left.get("experiences") == 0)
+            await until(lambda: reading.kept.left.get("experiences") == 0)
             async with asyncio.timeout(30):
                 while "a later wish" not in text_of(await client.get("/answers?text=wish")):  # noqa: ASYNC110 (a page tells no one)
                     await asyncio.sleep(0.05)

@@ -1,0 +1,214 @@
+"""The indexes of a run kept up beside it, by this process or by one of its own that never takes a processor from a role.
+
+    python -m infra.cli.console.keeping STATE [--config FILE] [--set NAME=VALUE …]      until its input ends
+
+Folding a busy log is work, and nobody waits for it: a process of its own runs when the machine has nothing else to do
+(SCHED_IDLE), while that of the pages answers whoever looks. It prints a line of JSON whenever it has got further; a line of
+input says that somebody looks.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sqlite3
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from infra.cli.connect import connected, log_to_stderr
+from infra.cli.console.fold import FOLDED, Folder
+from infra.cli.console.index import ConsoleIndex
+from infra.cli.settings import Settings, load_settings
+from infra.ledger.index import INDEXED, LogIndex
+from infra.log.follower import Follower
+from infra.log.log import Log
+from infra.settings.config import duration_s
+from schemas.errors import HeadraceError, UnknownMajor
+
+LOOKED_S = 2.0
+CALM_S = 5.0
+MAX_WAIT_S = 15.0
+END_S = 10.0  # for the process to end by itself
+FILE = "console.sqlite"
+TRACE_FILE = "trace.sqlite"
+
+_log = logging.getLogger(__name__)
+
+
+class Kept(msgspec.Struct):
+    """How far the indexes are. fault: why the log cannot be read now. left: records still to be folded, by topic.
+    is_caught_up: whether all was read that was there at the start.
+    """
+
+    fault: str = ""
+    left: dict[str, int] = {}
+    is_caught_up: bool = False
+
+
+class Keeper:
+    """Keeps the indexes in the folder `state` up. kept: is kept as far as they are. looked: set by whoever looks."""
+
+    def __init__(self, settings: Settings, log: Log, state: Path, kept: Kept, looked: asyncio.Event) -> None:
+        run, policy = settings.run or settings.app, settings.policy.name
+        self.kept = kept
+        self.looked = looked
+        self.index = ConsoleIndex(state / FILE)
+        self._log = log
+        self._keep_s = duration_s(settings.keep.replay)
+        self._folder = Folder(self.index, run=run, policy=policy)
+        self._follower = Follower(log, FOLDED)
+        self._trace = LogIndex(state / TRACE_FILE, run=run, policy=policy)
+        self._trace_follower = Follower(log, INDEXED)
+
+    async def run(self, on_kept: Callable[[], None] = lambda: None) -> None:
+        """Fold what comes, every LOOKED_S or, while nobody looks, CALM_S, until cancelled; what fails is tried again.
+
+        on_kept: called when `kept` has changed.
+        """
+        wait_s = LOOKED_S
+        try:
+            while True:
+                self.looked.clear()
+                try:
+                    await self._read_on(on_kept)
+                    self.kept.fault, self.kept.is_caught_up, wait_s = "", True, LOOKED_S
+                except UnknownMajor as error:
+                    self.kept.fault, wait_s = f"{error}", 30.0
+                except (HeadraceError, sqlite3.Error, OSError) as error:
+                    self.kept.fault = f"{type(error).__name__}: {error}"
+                    wait_s = min(2 * wait_s, MAX_WAIT_S)
+                    _log.warning("console_behind error=%s", error)
+                on_kept()
+                await asyncio.sleep(wait_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(CALM_S - LOOKED_S):
+                        await self.looked.wait()
+        finally:
+            await self._close()
+
+    async def _read_on(self, on_kept: Callable[[], None]) -> None:
+        def on_left(topic: str, left: int) -> None:
+            self.kept.left[topic] = left
+            if left:
+                on_kept()
+
+        if self.index.is_writer or self.index.take_over():
+            await self._folder.refresh(self._log, on_left, self._follower)
+            await asyncio.to_thread(self._prune)
+        await self._trace.refresh(self._log, follower=self._trace_follower)
+
+    def _prune(self) -> None:
+        newest = self.index.database.execute("SELECT time_ms FROM answers ORDER BY n DESC LIMIT 1").fetchone()
+        if newest is not None:
+            self.index.prune(newest[0] - int(self._keep_s * 1000))
+
+    async def _close(self) -> None:
+        await self._follower.close()
+        await self._trace_follower.close()
+        self._trace.close()
+        self.index.close()
+
+
+async def keep_apart(state: Path, command: Sequence[str], kept: Kept, looked: asyncio.Event) -> None:
+    """Keep the indexes up by a process of its own until cancelled; one that ends is started again.
+
+    command: the arguments that say which run (see `infra.cli.console.serve.command_of`). kept: is kept as the process has it.
+    """
+    arguments = (sys.executable, "-m", "infra.cli.console.keeping", str(state), *command)
+    wait_s = LOOKED_S
+    while True:
+        child = await asyncio.create_subprocess_exec(*arguments, stdin=PIPE, stdout=PIPE)
+        passing = asyncio.create_task(_pass_on(child, looked))
+        try:
+            assert child.stdout is not None
+            async for line in child.stdout:
+                new = msgspec.json.decode(line, type=Kept)
+                kept.fault, kept.left, kept.is_caught_up = new.fault, new.left, new.is_caught_up
+                wait_s = LOOKED_S
+            code = await child.wait()
+        finally:
+            passing.cancel()
+            await _end(child)
+        kept.fault = f"the process that keeps the index up has ended with code {code}; the console's log says why"
+        _log.warning("keeper_ended code=%d", code)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, MAX_WAIT_S)
+
+
+async def _pass_on(child: Process, looked: asyncio.Event) -> None:
+    assert child.stdin is not None
+    while True:
+        await looked.wait()
+        looked.clear()
+        child.stdin.write(b"\n")
+        with contextlib.suppress(ConnectionError):
+            await child.stdin.drain()
+        await asyncio.sleep(LOOKED_S)
+
+
+async def _end(child: Process) -> None:
+    """End it by the end of its input; kill it where that does not do."""
+    assert child.stdin is not None
+    child.stdin.close()
+    try:
+        async with asyncio.timeout(END_S):
+            await child.wait()
+    except TimeoutError:
+        child.kill()
+        await child.wait()
+
+
+async def run_keeper(state: Path, settings: Settings) -> None:
+    """Keep the indexes up until the end of the input. Raises BrokerUnavailable where the log cannot be reached at all."""
+    async with connected(settings, deadline_s=10.0) as log:
+        keeper = Keeper(settings, log, state, Kept(), asyncio.Event())
+
+        def say() -> None:
+            sys.stdout.buffer.write(msgspec.json.encode(keeper.kept) + b"\n")
+            sys.stdout.buffer.flush()
+
+        keeping = asyncio.create_task(keeper.run(say))
+        listening = asyncio.create_task(_listen(keeper.looked))
+        try:
+            await asyncio.wait([keeping, listening], return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()
+        finally:
+            listening.cancel()
+            keeping.cancel()
+            await asyncio.gather(keeping, listening, return_exceptions=True)
+
+
+async def _listen(looked: asyncio.Event) -> None:
+    """Until the end of the input; a line of it says that somebody looks."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async for _ in reader:
+        looked.set()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See the module. Exit code 3 for a run that cannot be read."""
+    state, *rest = arguments
+    named = dict(zip(rest[::2], rest[1::2], strict=True))
+    sets = [value for name, value in zip(rest[::2], rest[1::2], strict=True) if name == "--set"]
+    log_to_stderr()
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        asyncio.run(run_keeper(Path(state), load_settings(Path(named["--config"]), sets)))
+    except HeadraceError as error:
+        _log.error("console_not_kept_up error=%s", error)
+        return 3
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

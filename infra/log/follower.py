@@ -1,0 +1,91 @@
+"""What comes into several topics, read again and again by one reader that stays open.
+
+`Log.chunks` connects a reader for each call, which costs both sides milliseconds: much for who reads every few seconds. Here
+one connection serves all calls, and waits between them with at most one fetch of what came. Delivery and order are those of
+`Log.chunks`: the caller says where to begin, so that nothing is skipped whatever ended the call before.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from infra.log.bus import Partition, Reader, Record
+from infra.log.log import Log
+from schemas.topics import Topic
+
+
+class Follower:
+    """Not safe for concurrent use: a call of `chunks` ends, or is closed, before the next begins."""
+
+    def __init__(self, log: Log, topics: Sequence[Topic]) -> None:
+        self._log = log
+        self._topics = topics
+        self._reader: Reader | None = None
+        self._nexts: dict[Partition, int] = {}  # the offset that the next chunk begins with
+        self._early: dict[Partition, list[Record]] = {}  # read, and behind the end that a caller named
+
+    async def chunks(
+        self, topic: Topic, starts: Mapping[int, int], stops: Mapping[int, int], *, max_records: int = 500
+    ) -> AsyncGenerator[list[Record], None]:
+        """Records from `starts` up to `stops`, both by partition, as they come and not decoded.
+
+        Raises OffsetOutOfRange where retention took the first, BrokerUnavailable; the next call connects anew.
+        """
+        name = self._log.name(topic)
+        ends = {Partition(name, index): stop for index, stop in stops.items() if starts[index] < stop}
+        if not ends:
+            return
+        is_whole = False
+        try:
+            reader = await self._opened()
+            for index, start in starts.items():  # those without news too: retention may have passed where they wait
+                self._begin_at(reader, Partition(name, index), start)
+            if early := self._taken({at: self._early.pop(at, []) for at in ends}, ends):
+                yield early
+            while any(self._nexts[at] < stop and reader.positions().get(at, 0) < stop for at, stop in ends.items()):
+                found: dict[Partition, list[Record]] = {}
+                for record in await reader.get_many(timeout_s=1.0, max_records=max_records, topic=name):
+                    found.setdefault(Partition(name, record.partition), []).append(record)
+                if kept := self._taken(found, ends):
+                    yield kept
+            self._nexts |= {
+                at: max(self._nexts[at], stop) for at, stop in ends.items()
+            }  # compaction may have taken the last
+            is_whole = True
+        finally:
+            if not is_whole:
+                await self.close()
+
+    async def close(self) -> None:
+        """Disconnect; the next call connects anew."""
+        reader, self._reader = self._reader, None
+        self._nexts.clear()
+        self._early.clear()
+        if reader is not None:
+            await reader.close()
+
+    async def _opened(self) -> Reader:
+        if self._reader is None:
+            ends: dict[Partition, int] = {}
+            for topic in self._topics:
+                ends |= await self._log.bus.end_offsets(self._log.name(topic))
+            self._reader = await self._log.bus.assigned(ends)
+            self._nexts = ends
+        return self._reader
+
+    def _begin_at(self, reader: Reader, at: Partition, start: int) -> None:
+        if self._nexts.get(at) != start:
+            reader.seek(at, start)
+            self._nexts[at] = start
+            self._early.pop(at, None)
+
+    def _taken(self, found: Mapping[Partition, Sequence[Record]], ends: Mapping[Partition, int]) -> list[Record]:
+        """What lies before the ends; the rest is kept for a later call."""
+        taken: list[Record] = []
+        for at, records in found.items():
+            end = ends.get(at, 0)
+            kept = [one for one in records if one.offset < end]
+            taken += kept
+            if kept:
+                self._nexts[at] = kept[-1].offset + 1
+            if late := list(records[len(kept) :]):
+                self._early.setdefault(at, []).extend(late)
+        return taken

@@ -1,0 +1,90 @@
+"""The process that keeps a console's indexes up, over a real broker."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from infra.cli.connect import connected
+from infra.cli.console.serve import command_of, made
+from infra.cli.settings import load_settings
+from infra.store.memory import MemoryStore
+from schemas import Block, topics
+from tests.infra.cli.console_rig import LINK, live
+
+TOML = """
+app = "test-{app}"
+[kafka]
+bootstrap_servers = "{kafka}"
+partitions = 1
+[policy]
+model = "model"
+[store]
+url = "store"
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def keepers() -> dict[int, int]:
+    """Processes of this one that keep indexes up, each with its scheduling policy."""
+    found = {}
+    for pid in Path("/proc/self/task").glob("*/children"):
+        for child in map(int, pid.read_text().split()):
+            if "infra.cli.console.keeping" in Path(f"/proc/{child}/cmdline").read_text():
+                found[child] = os.sched_getscheduler(child)
+    return found
+
+
+def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_started_again(
+    kafka: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "headrace.toml"
+    config.write_text(TOML.format(app=uuid4().hex[:12], kafka=kafka))
+    settings = load_settings(config)
+
+    async def main() -> None:
+        async with connected(settings, create=True) as log:
+            await log.create_topics(partitions=1, keep_ms=-1)
+            await log.publish(topics.EXPERIENCES, Block((live(0, "where is it", "here"),)))
+            async with (
+                made(
+                    settings,
+                    log,
+                    MemoryStore(),
+                    tmp_path,
+                    link=LINK,
+                    command=command_of(config, []),
+                    port=1,
+                    is_apart=True,
+                ) as (app, reading),
+                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client,
+            ):
+                await client.get("/enter", params={"link": LINK})
+
+                async def found(text: str) -> bool:
+                    return text in (await client.get("/answers", params={"text": text})).text.replace(
+                        f'value="{text}"', ""
+                    )
+
+                async with asyncio.timeout(60):
+                    while not await found("where is it"):  # noqa: ASYNC110 (a page tells no one)
+                        await asyncio.sleep(0.1)
+                ((pid, policy),) = keepers().items()
+                assert policy == os.SCHED_IDLE
+                os.kill(pid, signal.SIGKILL)
+                async with asyncio.timeout(60):
+                    while "has ended with code -9" not in reading.kept.fault:  # noqa: ASYNC110 (as above)
+                        await asyncio.sleep(0.01)
+                await log.publish(topics.EXPERIENCES, Block((live(1, "and now", "no"),)))
+                async with asyncio.timeout(60):
+                    while not await found("and now") or reading.kept.fault:  # noqa: ASYNC110 (as above)
+                        await asyncio.sleep(0.1)
+                assert keepers().keys().isdisjoint({pid})
+        assert not keepers()
+
+    asyncio.run(main())
