@@ -6,7 +6,7 @@ which comes first: so that what drifts over the run, and what else the machine d
     wait: warm-up over ─> [settle, piece alone] [settle, console starts and catches up, people look, piece] ─> …
 
 In a piece alone no console runs. A piece's rate is taken between the first and the last step journaled in it.
-`console_cpu_share_…` are cores that the console's process takes, before people look and while they do: reading the log
+`console_cpu_share_…` are cores that the console's processes take, before people look and while they do: reading the log
 is in both. What a page takes by itself is measured by `headrace bench console`, over a log that rests.
 """
 
@@ -61,12 +61,15 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Watching(msgspec.Struct):
-    """What consoles spent and people saw. calm_s, busy_s: seconds nobody looked, people looked; *_cpu_s: of the console."""
+    """What consoles spent and people saw. calm_s, busy_s: seconds nobody looked, people looked; *_cpu_s: of the console.
+    behind: the most records that were not in the index when a piece ended.
+    """
 
     calm_s: float = 0.0
     calm_cpu_s: float = 0.0
     busy_s: float = 0.0
     busy_cpu_s: float = 0.0
+    behind: int = 0
     seen: Seen = msgspec.field(default_factory=Seen)
 
 
@@ -109,7 +112,7 @@ def figures_of(pieces: Sequence[Piece], steps_ms: Sequence[int], watching: Watch
         **{f"pages_failed_{status}": float(count) for status, count in sorted(watching.seen.failed.items())},
         "pages_per_s": len(took_ms) / watching.busy_s,
         "page_ms_p50": took_ms[len(took_ms) // 2], "page_ms_p95": took_ms[len(took_ms) * 95 // 100],
-        "console_cpu_share_calm": calm, "console_cpu_share_looked_at": busy,
+        "console_cpu_share_calm": calm, "console_cpu_share_looked_at": busy, "records_behind": float(watching.behind),
     }  # fmt: skip
 
 
@@ -134,6 +137,8 @@ def _alone(plan: LoadPlan) -> Piece:
 
 def _watched(plan: LoadPlan, config: Path, watching: Watching) -> Piece:
     """A piece that people look at, through a console of its own."""
+    from infra.cli.settings import load_settings
+
     with console(config) as (url, pid):
         time.sleep(plan.settle_s / 2)
         cpu_s, began_s = cpu_of(pid), time.monotonic()
@@ -150,6 +155,7 @@ def _watched(plan: LoadPlan, config: Path, watching: Watching) -> Piece:
         watching.seen.took_ms += seen.took_ms
         for status, count in seen.failed.items():
             watching.seen.failed[status] = watching.seen.failed.get(status, 0) + count
+        watching.behind = max(watching.behind, asyncio.run(_behind(load_settings(config))))
     return Piece(True, began_ms, ended_ms)
 
 
@@ -208,9 +214,11 @@ def _process(
 
 
 def cpu_of(pid: int) -> float:
-    """Processor seconds that a process has spent, in all its threads."""
+    """Processor seconds that a process has spent, in all its threads, and the processes that it started."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = " ".join(one.read_text(encoding="ascii") for one in Path(f"/proc/{pid}/task").glob("*/children"))
+    spent_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return spent_s + sum(cpu_of(int(child)) for child in children.split())
 
 
 def _answers(port: int) -> bool:
@@ -242,6 +250,23 @@ async def _steps(settings: "Settings") -> list[int]:
             found = [one async for one in log.read_all(topics.BATCHES)]
             return [one.timestamp_ms for one in found if isinstance(one.value, Batch) and one.value.phase == "train"]
     return []
+
+
+async def _behind(settings: "Settings") -> int:
+    """Records of the log that the console's index does not hold yet."""
+    from infra.cli.connect import connected
+    from infra.cli.console.fold import FOLDED
+    from infra.cli.console.index import reader_of
+    from infra.cli.console.keeping import FILE
+
+    database = reader_of(settings.folder / "state" / FILE)
+    try:
+        reads = {(topic, part): at for topic, part, at in database.execute("SELECT topic, part, next FROM reads")}
+    finally:
+        database.close()
+    async with connected(settings) as log:
+        ends = {(topic.name, part): end for topic in FOLDED for part, end in (await log.bounds(topic))[1].items()}
+    return sum(end - reads.get(where, 0) for where, end in ends.items())
 
 
 def _now_ms() -> int:

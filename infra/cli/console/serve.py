@@ -133,7 +133,7 @@ async def serve(app: Starlette, sock: socket.socket) -> None:
 
 
 def server_options(app: Starlette) -> uvicorn.Config:
-    """How the pages are served: bounded in how many ask at once, and silent of who asks. A connection outlives a person's pause."""
+    """How the pages are served: bounded in how many ask at once, and silent of who asks. A connection outlives a pause."""
     return uvicorn.Config(
         app, access_log=False, log_config=None, lifespan="off", ws="none", server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=2, timeout_keep_alive=30, limit_concurrency=200, h11_max_incomplete_event_size=32 * 1024,
