@@ -27,7 +27,7 @@ async def newest_and_next(log: Log, topic: Topic, last: int, kind: str = "") -> 
 
 
 class HeldNewest:
-    """`newest` for who asks again and again: what was read is held, and a call reads what has come since.
+    """`newest` for a caller that asks again and again: what was read is held, and a call reads what has come since.
 
     Bound: `last` records of each topic and kind that is asked for.
     """

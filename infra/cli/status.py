@@ -57,8 +57,8 @@ async def read_status(
     wanted: Mapping[str, int] = MappingProxyType({}),
     look: Newest | None = None,
 ) -> State:
-    """Everything `status` shows, as plain data. wanted: see `infra.cli.expected.wanted_of`. look: reads the newest records, of
-    whoever asks again and again.
+    """Everything `status` shows, as plain data. wanted: see `infra.cli.expected.wanted_of`. look: reads the newest records;
+    `HeldNewest` for a caller that asks again and again.
     """
     look = look or partial(newest, log)
     reports: dict[str, Reports] = {}

@@ -109,8 +109,8 @@ class LogIndex:
     ) -> None:
         """Read what has come since the last time. on_read: called with a topic and how many of its records are left.
 
-        follower: over INDEXED, of whoever comes back every few seconds. wait_s: for another process that reads the log into
-        the file meanwhile; after it, what that one has so far must do.
+        follower: over INDEXED, of a caller that comes back every few seconds. wait_s: for another process that reads the log
+        into the file meanwhile; after it this call reads nothing.
         """
         async with self._alone(wait_s) as is_alone:
             if not is_alone:

@@ -1,8 +1,8 @@
 """What comes into several topics, read again and again by one reader that stays open.
 
-`Log.chunks` connects a reader for each call, which costs both sides milliseconds: much for who reads every few seconds. Here
-one connection serves all calls, and waits between them with at most one fetch of what came. Delivery and order are those of
-`Log.chunks`: the caller says where to begin, so that nothing is skipped whatever ended the call before.
+`Log.chunks` connects a reader for each call, which costs both sides milliseconds. Here one connection serves all calls, and
+waits between them with at most one fetch of what came. Delivery and order are those of
+`Log.chunks`: the caller says where to begin, so nothing is skipped, however the call before it ended.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -64,7 +64,7 @@ class Folder:
     ) -> None:
         """Fold what has come since the last time. on_left: called with a topic and how many of its records are left.
 
-        follower: over FOLDED, of whoever comes back every few seconds.
+        follower: over FOLDED, of a caller that comes back every few seconds.
         """
         read = log.chunks if follower is None else follower.chunks
         bounds = {topic: await log.bounds(topic) for topic in reversed(FOLDED)}

@@ -1,10 +1,10 @@
-"""The indexes of a run kept up beside it, by this process or by one of its own that never takes a processor from a role.
+"""Keeps the indexes of a run up, in this process or in one of its own that takes no processor from a role.
 
-    python -m infra.cli.console.keeping STATE [--config FILE] [--set NAME=VALUE …]      until its input ends
+    python -m infra.cli.console.keeping STATE --config FILE [--set NAME=VALUE …]      until its input ends
 
-Folding a busy log is work, and nobody waits for it: a process of its own runs when the machine has nothing else to do
-(SCHED_IDLE), while that of the pages answers whoever looks. It prints a line of JSON whenever it has got further; a line of
-input says that somebody looks.
+Folding a busy log is work. A process of its own does it when the machine has nothing else to do (SCHED_IDLE), and the process
+of the pages has no part in it. It prints a line of JSON when it has read further; a line of input says that a page was asked
+for. On a machine without an idle moment the index falls behind, and the pages say by how much.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Kept(msgspec.Struct):
 
 
 class Keeper:
-    """Keeps the indexes in the folder `state` up. kept: is kept as far as they are. looked: set by whoever looks."""
+    """Keeps the indexes in the folder `state` up. kept: how far they are. looked: set for each page."""
 
     def __init__(self, settings: Settings, log: Log, state: Path, kept: Kept, looked: asyncio.Event) -> None:
         run, policy = settings.run or settings.app, settings.policy.name
@@ -65,7 +65,7 @@ class Keeper:
         self._trace_follower = Follower(log, INDEXED)
 
     async def run(self, on_kept: Callable[[], None] = lambda: None) -> None:
-        """Fold what comes, every LOOKED_S or, while nobody looks, CALM_S, until cancelled; what fails is tried again.
+        """Fold what comes until cancelled: every LOOKED_S while pages are asked for, else every CALM_S. What fails is tried again.
 
         on_kept: called when `kept` has changed.
         """
@@ -116,7 +116,7 @@ class Keeper:
 async def keep_apart(state: Path, command: Sequence[str], kept: Kept, looked: asyncio.Event) -> None:
     """Keep the indexes up by a process of its own until cancelled; one that ends is started again.
 
-    command: the arguments that say which run (see `infra.cli.console.serve.command_of`). kept: is kept as the process has it.
+    command: the arguments that name the run (see `infra.cli.console.serve.command_of`). kept: set to what the process says.
     """
     arguments = (sys.executable, "-m", "infra.cli.console.keeping", str(state), *command)
     wait_s = LOOKED_S
@@ -184,7 +184,7 @@ async def run_keeper(state: Path, settings: Settings) -> None:
 
 
 async def _listen(looked: asyncio.Event) -> None:
-    """Until the end of the input; a line of it says that somebody looks."""
+    """Until the end of the input; each line of it is a page that was asked for."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async for _ in reader:

@@ -51,7 +51,7 @@ class History(msgspec.Struct, frozen=True):
 
 
 class Reading:
-    """One run, as the pages read it. state: folder of the indexes. kept: how far they are. looked: set when somebody looks."""
+    """One run, as the pages read it. state: folder of the indexes. kept: how far they are. looked: set for each page."""
 
     def __init__(self, settings: Settings, log: Log, state: Path, kept: Kept, looked: asyncio.Event) -> None:
         self.settings = settings
