@@ -172,6 +172,18 @@ async def in_memory(settings: Settings, store: Store) -> AsyncIterator[Log]:
     yield log
 
 
+BROKER_TOML = """
+app = "test-{app}"
+[kafka]
+bootstrap_servers = "{kafka}"
+partitions = 1
+[policy]
+model = "model"
+[store]
+url = "store"
+"""
+
+
 class Console:
     """A console that serves: where, with which keys, and what it reads."""
 

@@ -14,18 +14,7 @@ from infra.cli.console.serve import command_of, made
 from infra.cli.settings import load_settings
 from infra.store.memory import MemoryStore
 from schemas import Block, topics
-from tests.infra.cli.console_rig import LINK, live
-
-TOML = """
-app = "test-{app}"
-[kafka]
-bootstrap_servers = "{kafka}"
-partitions = 1
-[policy]
-model = "model"
-[store]
-url = "store"
-"""
+from tests.infra.cli.console_rig import BROKER_TOML, LINK, live
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +33,7 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
     kafka: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "headrace.toml"
-    config.write_text(TOML.format(app=uuid4().hex[:12], kafka=kafka))
+    config.write_text(BROKER_TOML.format(app=uuid4().hex[:12], kafka=kafka))
     settings = load_settings(config)
 
     async def main() -> None:

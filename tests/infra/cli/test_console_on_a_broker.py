@@ -13,28 +13,17 @@ from infra.log.log import Log
 from infra.store.store import Store
 from schemas import Block, DeadLetter, DropMarker, encode, topics
 from tests.infra.cli.browser_rig import Watched, browser
-from tests.infra.cli.console_rig import Console, console, live
+from tests.infra.cli.console_rig import BROKER_TOML, Console, console, live
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
-
-TOML = """
-app = "test-{app}"
-[kafka]
-bootstrap_servers = "{kafka}"
-partitions = 1
-[policy]
-model = "model"
-[store]
-url = "store"
-"""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def here(kafka: str) -> Iterator[Console]:
-    with console(TOML.format(app=uuid4().hex[:12], kafka=kafka), recorded) as found:
+    with console(BROKER_TOML.format(app=uuid4().hex[:12], kafka=kafka), recorded) as found:
         yield found
 
 

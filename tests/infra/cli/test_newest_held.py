@@ -1,0 +1,70 @@
+"""The newest records that are held from call to call are those that a fresh look finds."""
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.cli.channel import PolicyWords
+from infra.cli.newest import HeldNewest, newest
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from schemas import Directive, PolicyEvent, topics
+
+LAST = 5
+scripts = st.lists(
+    st.tuples(st.sampled_from(["report", "other", "trim", "look", "anew"]), st.integers(1, 9)), max_size=30
+)
+
+
+async def filled_log(bus: MemoryBus) -> Log:
+    log = Log(bus, "app")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    return log
+
+
+@settings(max_examples=100, deadline=None)
+@given(scripts)
+def test_what_is_held_is_what_a_fresh_look_finds(script: list[tuple[str, int]]) -> None:
+    async def check() -> None:
+        log = await filled_log(MemoryBus())
+        held = HeldNewest(log)
+        for what, num in [*script, ("look", 1)]:
+            name = log.name(topics.POLICIES)
+            if what == "report":
+                for one in range(num):
+                    await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=one))
+            elif what == "other":
+                await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
+            elif what == "trim":
+                part = Partition(name, 0)
+                await log.bus.delete_records(part, min(num, (await log.bus.end_offsets(name))[part]))
+            elif what == "anew":
+                log.bus.restore(name, [])  # type: ignore[attr-defined]
+            for kind in ("", "directive") if what in ("look", "anew") else ():
+                found = await held.newest(topics.POLICIES, LAST, kind)
+                assert found == await newest(log, topics.POLICIES, LAST, kind)
+                assert kind == "" or all(isinstance(one.value, Directive) for one in found)
+
+    asyncio.run(check())
+
+
+def test_words_about_a_policy_read_on_are_those_read_at_once() -> None:
+    async def check() -> None:
+        log = await filled_log(MemoryBus())
+        held = PolicyWords("main")
+        token = (await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main"))).offset
+        for version in range(3):
+            await log.publish(
+                topics.POLICIES, PolicyEvent(event="published", policy="main", version=version, token=token)
+            )
+            await log.publish(topics.POLICIES, Directive(order="pause", owner="ann", reason=f"{version}"))
+            await held.read_on(log)
+        at_once = PolicyWords("main")
+        await at_once.read_on(log)
+        assert (held.events, held.orders, held.stable) == (at_once.events, at_once.orders, at_once.stable)
+        assert [one.version for _, one in held.events] == [0, 1, 2]
+        assert [one.reason for _, one in held.orders] == ["0", "1", "2"]
+
+    asyncio.run(check())
