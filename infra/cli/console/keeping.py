@@ -65,7 +65,7 @@ class Keeper:
         self._trace_follower = Follower(log, INDEXED)
 
     async def run(self, on_kept: Callable[[], None] = lambda: None) -> None:
-        """Fold what comes until cancelled: every LOOKED_S while pages are asked for, else every CALM_S. A failure is tried again.
+        """Fold what comes until cancelled: every LOOKED_S while pages are asked for, else every CALM_S; try again after errors.
 
         on_kept: called when `kept` has changed.
         """
