@@ -30,7 +30,7 @@ INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
 class Access(msgspec.Struct, frozen=True):
-    """What a program is told. base_url: without /v1. task: as JSON takes it."""
+    """What a program is given. base_url: without /v1. task: as JSON takes it."""
 
     base_url: str
     key: str
@@ -79,7 +79,7 @@ async def in_thread_of_its_own(work: Callable[[], Any]) -> Any:
 
 
 def variables(access: Access) -> dict[str, str]:
-    """What a command is told by its environment."""
+    """The environment of a command."""
     return {
         "OPENAI_BASE_URL": f"{access.base_url}/v1",
         "OPENAI_API_BASE": f"{access.base_url}/v1",
@@ -93,7 +93,7 @@ def variables(access: Access) -> dict[str, str]:
 async def run_command(command: Sequence[str], access: Access, environment: Mapping[str, str]) -> Any:
     """What a command printed as its last line, where that is JSON; None where it printed nothing. Raises EpisodeFailed.
 
-    The task is on its standard input. environment: besides what it is told and a few names like PATH.
+    The task is on its standard input. environment: besides a few names like PATH.
     """
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     try:

@@ -94,7 +94,7 @@ async def run_replay(
 
 
 def on_one_rank(config: TrainerConfig) -> TrainerConfig:
-    """A learner's settings for a single process, which shares its rows with nobody."""
+    """A learner's settings for a single process, which shares its rows with no other."""
     options = {name: value for name, value in config.learner.options.items() if name != "sequence_parallel"}
     return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, options=options))
 

@@ -1,4 +1,4 @@
-"""How a model writes what is no plain text: its calls of tools, and what it thinks before it speaks.
+"""How a model writes more than plain text: its calls of tools, and what it thinks before it speaks.
 
 A parser's name says it. `hermes` and `think` are headrace's own and need nothing; the other names are vLLM's, for its parsers
 of tool calls and of reasoning. `none` leaves what was written as text.

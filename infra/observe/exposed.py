@@ -23,7 +23,7 @@ class Exposed(NamedTuple):
 
 
 def exposed(name: str) -> Exposed:
-    """How a metric is told to Prometheus.
+    """How Prometheus reads a metric.
 
     >>> exposed("usual/ess")
     Exposed(name='headrace_step_ess', labels={'lane': 'usual'}, scale=1.0)

@@ -141,7 +141,7 @@ class Metrics:
 
 
 class _Told(CollectorRegistry):
-    """The families of a registry under the names that Prometheus is told; those of one name are one family."""
+    """The families of a registry under the names that Prometheus reads; those of one name are one family."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(auto_describe=False)

@@ -1,4 +1,4 @@
-"""What the wheel is made of: everything below one name, `headrace`, so that it collides with nobody's `infra` or `schemas`.
+"""What the wheel is made of: everything below one name, `headrace`, so that it collides with no other `infra` or `schemas`.
 
 In the repository `infra.log` is a folder at the top; where it is installed it is `headrace.infra.log`. The build copies the
 sources and puts the prefix before the names of modules: in imports, and in strings that are such a name as a whole, as

@@ -1,7 +1,7 @@
 """Evaluations that came as OpenTelemetry events, `gen_ai.evaluation.result`, in a topic that a collector writes.
 
 The collector's Kafka exporter writes many log records in one message (encoding `otlp_json`); each is an event of its own here.
-What is no such event is ignored, and counted. An event has no id in OpenTelemetry: what it says, of what, and when, is its id.
+Other records are ignored, and counted. An event has no id in OpenTelemetry: what it says, of what, and when, is its id.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def evaluation_result(
 
 
 def split_otlp(value: bytes) -> list[bytes]:
-    """The log records of a message of OTLP, each as JSON; what is no such message is left as it is."""
+    """The log records of a message of OTLP, each as JSON; any other message is left as it is."""
     try:
         message = msgspec.json.decode(value, type=_Logs)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

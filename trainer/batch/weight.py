@@ -15,5 +15,5 @@ def with_weight(experience: Experience, weight: float) -> Experience:
 
 
 def without_weight(experience: Experience) -> Experience:
-    """The experience as if nobody had weighed it: what came so from the log does not count."""
+    """The experience without a weight: one that came with it from the log does not count."""
     return experience if experience.weight == 1.0 else msgspec.structs.replace(experience, weight=1.0)

@@ -393,6 +393,6 @@ def _begin_ranks(config: TrainerConfig, timeout_s: float) -> tuple[Any, str]:
 
 
 def _alone_unless_told(environment: MutableMapping[str, str]) -> None:
-    """One rank, where nobody who starts ranks said otherwise."""
+    """One rank, where no launcher said otherwise."""
     if "WORLD_SIZE" not in environment:
         environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

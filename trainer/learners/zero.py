@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: the trainer's own settings, with DeepSpeed's JSON from the TOML laid over them."""
+"""The settings of DeepSpeed: the trainer's own settings, with DeepSpeed's JSON from the TOML laid over them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ AT_ONCE = 20_000_000
 
 
 def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapping[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed is told: ours, with `json` laid over it table by table. Raises ConfigError."""
+    """The settings of DeepSpeed: ours, with `json` laid over it table by table. Raises ConfigError."""
     where = "trainer.learner.options"
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"{where}.stage: got {stage}, expected 0, 1, 2 or 3")

@@ -10,7 +10,7 @@ from typing import Any
 from infra.model.writing import NONE, Writing
 from schemas.errors import ConfigError
 
-# They are told by a model's folder how to parse: patterns from outside, which may take for ever.
+# A model's folder says how they parse: patterns from outside, which may take for ever.
 _BY_FOLDER = ("hf",)
 _HARMONY = ("openai", "openai_gptoss")
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -19,7 +19,7 @@ Answer = tuple[str, str, list[tuple[str, str]]]  # what is thought, what is said
 
 class VllmAnswers:
     """Reads answers as vLLM's server does. tokenizer: what transformers made of the model's folder. template: what the chat
-    template is told besides the conversation.
+    template takes besides the conversation.
     """
 
     def __init__(self, tokenizer: Any, writing: Writing, template: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class VllmAnswers:
         return kind(self._tokenizer, request.tools, **self._told), request
 
     def _asked(self, tools: Sequence[Mapping[str, Any]]) -> Any:
-        """The request that a parser is told."""
+        """The request that a parser is given."""
         more = {"tools": [dict(tool) for tool in tools], "tool_choice": "auto"} if tools else {}
         return self._request(model="", messages=[], **more)
 

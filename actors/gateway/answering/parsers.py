@@ -37,7 +37,7 @@ def answer_parser(tokenizer: WritingTokenizer, *, has_vllm: bool | None = None) 
 
 
 class ForeignParser:
-    """See AnswerParser. Thoughts between headrace's own marks are told apart here, all else by vLLM."""
+    """See AnswerParser. Thoughts between headrace's own marks are found here, all else by vLLM."""
 
     refusal = ""
 
@@ -110,7 +110,7 @@ class ForeignParser:
         return CALL_MARKS.get(self.writing.tools, ())
 
     def _spelled(self, written: Written) -> str:
-        """The answer as vLLM is told it: with the names of control tokens where its parser wants them."""
+        """The answer as vLLM takes it: with the names of control tokens where its parser wants them."""
         if not self._answers.spells:
             return written.text
         text = written.force + self._tokenizer.spell(written.tokens)
@@ -137,7 +137,7 @@ class ForeignPieces:
         self._broken = False
 
     def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """See ParsedPieces. A parser that fails says no more: the rest is told when the answer is whole."""
+        """See ParsedPieces. A parser that fails gives no more pieces: the rest comes with the whole answer."""
         thought = said = ""
         for token in tokens:
             more = self._add(token) if not self._broken else ("", "")

@@ -73,7 +73,7 @@ class WritingTokenizer(Protocol):
 
     @property
     def template(self) -> Mapping[str, Any]:
-        """What the chat template is told besides the conversation."""
+        """What the chat template takes besides the conversation."""
 
     @property
     def wrapped(self) -> Any:

@@ -35,7 +35,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         return self.in_flight.answer_ids
 
     def parsed(self, index: int) -> Parsed:
-        """What a choice that has ended says, as far as the client is told."""
+        """The end of a choice, as its client sees it."""
         parsed = self.in_flight.parsed(index)
         return parsed if self.request.shows_thoughts else msgspec.structs.replace(parsed, thought="")
 

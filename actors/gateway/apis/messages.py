@@ -150,7 +150,7 @@ def _use(reply: Reply, at: int, call: Called) -> Object:
 
 
 def _input(call: Called) -> Object:
-    """The arguments of a call; those that are no object are told as text."""
+    """The arguments of a call; those that are no object become text."""
     try:
         value = json.loads(call.arguments)
     except ValueError:

@@ -102,7 +102,7 @@ def bound(listen: str) -> socket.socket:
 
 
 async def serve_on(server: Server, sock: socket.socket, listening: Callable[[int], None]) -> None:
-    """Serve until the server is told to leave. listening: called with the port once it accepts."""
+    """Serve until `leave` is called. listening: called with the port once it accepts."""
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await server.began.wait()

@@ -112,7 +112,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_chars: of the prompt, tools included.
     must_call: the tool that the answer must call, "" for any, None for no must; force: the text it then begins with. user: who
     is behind it, as the client calls them. json_schema: what the answer is held to, "" for nothing. shows_thoughts: what the
-    model thinks is told, apart from what it says.
+    model thinks is sent, apart from what it says.
     said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the session of what it goes on
     from. ends_session: no turn of its session follows. echo: what the response says again.
     """
@@ -155,7 +155,7 @@ def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:
 
 
 def parsed_chat(request: ChatRequest, limits: GatewayLimits, *, shows_thoughts: bool = True) -> ParsedRequest:
-    """The request as the gateway serves it. shows_thoughts: what the model thinks is told, apart from what it says. Raises
+    """The request as the gateway serves it. shows_thoughts: what the model thinks is sent, apart from what it says. Raises
     ApiError.
     """
     _refuse_unserved(request)

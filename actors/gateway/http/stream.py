@@ -1,6 +1,6 @@
 """A response in pieces: the events of a stream while its choices are sampled.
 
-Guarantees: every piece a client gets was sampled; what is thought is told apart from what is said; the last events say why
+Guarantees: every piece a client gets was sampled; thoughts are kept apart from the answer; the last events say why
 each choice ended; an engine that fails in the middle ends the stream with an error event. A tool call is sent once it is
 whole. An event goes out at once where the stream was still for GATHER_S; those that follow sooner are written together, so that
 a fast stream costs one write for several tokens.
@@ -18,7 +18,7 @@ GATHER_S = 0.02
 
 
 class EventStream:
-    """Events of one streamed response, as its API spells them. ended: called when every choice has, before it is told."""
+    """Events of one streamed response, as its API spells them. ended: called when every choice has, before the last event."""
 
     def __init__(self, answerer: Answerer, reply: Reply, api: Api, ended: Callable[[], None]) -> None:
         self._answerer = answerer

@@ -28,7 +28,7 @@ class Gymnasium:
 
     actions: names of the actions of a Discrete space, in their order. digits: of numbers in observations. write: "module:name"
     of a function of the observation and the info that returns text. read: of a function of what the agent said that returns
-    an action, or raises ValueError with what the agent is told.
+    an action, or raises ValueError with what the agent reads.
 
     Example: Gymnasium(id="FrozenLake-v1", options={"render_mode": "ansi"}, actions=["left", "down", "right", "up"])
     """

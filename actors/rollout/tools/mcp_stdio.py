@@ -109,6 +109,6 @@ async def _end(process: Process) -> None:
                 await asyncio.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    # Output that nobody reads any more keeps it open otherwise; asyncio has no other way.
+    # Output without a reader keeps it open otherwise; asyncio has no other way.
     process._transport.close()  # type: ignore[attr-defined]
     await process.wait()

@@ -116,7 +116,7 @@ def asked(port: int, pid: int, drawn: random.Random) -> dict[str, float]:
 
 
 def _query(drawn: random.Random) -> dict[str, str]:
-    """What somebody may look for: one to three conditions, some of which nothing fits."""
+    """What a person may look for: one to three conditions, some of which nothing fits."""
     every = {
         "text": " ".join(drawn.sample(WORDS, drawn.randint(1, 3))), "version": str(drawn.randrange(VERSIONS)),
         "tenant": drawn.choice(("acme", "globex", "nobody")), "said": drawn.choice(("yes", "no")), "lane": "live",
@@ -150,7 +150,7 @@ def _block(number: int, experiences: int, drawn: random.Random) -> Block:
 
 
 async def serve(folder: Path) -> None:
-    """A console over the index in `folder` and an empty log, until it is told to end."""
+    """A console over the index in `folder` and an empty log, until a signal ends it."""
     from infra.cli.console import serve as serving
     from infra.cli.settings import Settings
     from infra.log.log import Log

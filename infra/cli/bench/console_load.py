@@ -61,7 +61,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Watching(msgspec.Struct):
-    """What consoles spent and people saw. calm_s, busy_s: seconds nobody looked, people looked; *_cpu_s: of the console.
+    """What consoles spent and people saw. calm_s, busy_s: seconds without people, with people; *_cpu_s: of the console.
     behind: the most records that were not in the index when a piece ended.
     """
 

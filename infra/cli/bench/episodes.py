@@ -1,7 +1,7 @@
 """Many episodes of a program at once, through one explorer: whether each is recorded as its own, and what it costs.
 
 Every episode makes a client of its own, as an agent that knows a base URL and a key does, or all share one of HTTP. It says a
-name that nobody else has, and asks a second time only when all have asked once: so they are in flight together. The engine says
+name that no other has, and asks a second time only when all have asked once: so they are in flight together. The engine says
 back what it hears, so that the two answers of an episode tell whose they are. The log is in memory.
 
 `held_ms`: a heart beats on the explorer's event loop, and between two beats the loop's thread has done so much work at most:

@@ -20,7 +20,7 @@ from infra.cli.demo.char_model import (
 
 FRAME = ("<img>", "</img>")
 SHRUNK = 2  # so many patches a side become one place
-VIDEO = "<video>"  # that its processor asks for, and nobody writes
+VIDEO = "<video>"  # that its processor asks for, and no prompt has
 WORDS = (*PICTURES.words, *FRAME, VIDEO)
 VOCABULARY = Vocabulary(
     words=WORDS, pattern=f"{'|'.join((*FRAME, VIDEO))}|{PICTURES.pattern}", chat_template=PARTS_TEMPLATE

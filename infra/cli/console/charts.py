@@ -17,7 +17,7 @@ MAX_POINTS = 240
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A point of a line. low, high: of its interval. title: what is told where the pointer rests."""
+    """A point of a line. low, high: of its interval. title: shown where the pointer rests."""
 
     x: float
     y: float
@@ -178,7 +178,7 @@ def area_chart(title: str, xs_at: Sequence[float], layers: Mapping[str, Sequence
             f'<polygon class="area s{colour % 8}" points="{" ".join([*upper, *lower])}"><title>{escape(told)}</title></polygon>'
         )
         floor = roof
-    # Over the areas, so that the pointer is told of every layer at once.
+    # Over the areas, so that the pointer names every layer at once.
     place_of = {xs(x): at for at, x in enumerate(xs_at)}
     for at, left, wide in _rooms(sorted(place_of), xs):
         index = place_of[at]

@@ -102,7 +102,7 @@ class ConsoleIndex:
             self.begin_anew()
 
     def claim(self) -> bool:
-        """Become the writer if nobody is; the kernel lets go for one that dies."""
+        """Become the writer if there is none; the kernel lets go for one that dies."""
         if not self.is_writer:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

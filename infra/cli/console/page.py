@@ -1,4 +1,4 @@
-"""Pages from templates: what every page is told, and how foreign text gets into one.
+"""Pages from templates: what every page is given, and how foreign text gets into one.
 
 Guarantee: whatever a template shows went through `printable` and was escaped; markup comes from our own code alone.
 """

@@ -49,7 +49,7 @@ async def open_sealed(pages: Pages, request: Request, viewer: Viewer, action: st
     """A sealed answer, shown once, after the log has who and why."""
     trace = await pages.reading.answer(form.get("answer", ""))
     if shown(trace, None, opened=False).shut == "forgotten":
-        raise Refusal("its user was forgotten: nobody can open it")
+        raise Refusal("its user was forgotten: it cannot be opened")
     await actions.open_sealed(pages.reading, viewer, trace.id, form)
     view = shown(trace, pages.spell, opened=True)
     return await show_answer(pages, request, viewer, trace, view, opened=True)

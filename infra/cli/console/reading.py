@@ -1,4 +1,4 @@
-"""What the pages know: the index kept up beside them, and what is read from the log when somebody looks.
+"""What the pages know: the index kept up beside them, and what is read from the log for a page.
 
     log ─> Keeper ─> console.sqlite ─> search, curves          see `infra.cli.console.keeping`
     log ─> status, decisions, one answer                       when asked, and then held for HELD_S
@@ -81,7 +81,7 @@ class Reading:
         return await asyncio.to_thread(lambda: question(self._reader()))
 
     async def status(self) -> State:
-        """What `headrace status` shows; at most HELD_S old while somebody looks."""
+        """What `headrace status` shows; at most HELD_S old."""
         serves = self.settings.gateway is not None
         wanted = wanted_of(self.settings.expect, serves=serves)
 
