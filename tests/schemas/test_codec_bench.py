@@ -1,19 +1,27 @@
-"""The codec benchmark compares like with like: both contestants give back what went in."""
+"""The codec benchmark compares like with like: all contestants give back what went in."""
 
 import numpy as np
+import pytest
 
-from infra.cli.bench.codec import Lists, edit_header, measure, open_block, pack_block, rows, samples
+from infra.cli.bench.codec import check_same, edit_header, measure, open_block, pack_block, rivals, rows, samples
 from schemas import Block, decode
 
 
-def test_both_contestants_give_back_what_went_in() -> None:
+def test_all_contestants_give_back_what_went_in() -> None:
     group = samples(3, 20, 30)
-    lists = Lists()
-    for opened in (open_block(pack_block(group)), lists.open(lists.pack(group))):
+    for opened in (open_block(pack_block(group)), *(rival.open(rival.pack(group)) for rival in rivals().values())):
         for sample, (tokens, logprobs, messages) in zip(group, opened, strict=True):
             assert np.array_equal(tokens, sample.prompt + sample.response)
             assert np.array_equal(logprobs, np.array(sample.logprobs, np.float32))
             assert messages == sample.messages
+
+
+def test_a_contestant_that_gives_back_other_values_is_not_timed() -> None:
+    group = samples(2, 4, 8)
+    ours = open_block(pack_block(group))
+    (tokens, logprobs, messages), other = ours
+    with pytest.raises(RuntimeError, match="lists gives back other values"):
+        check_same(ours, [(tokens + 1, logprobs, messages), other], "lists")
 
 
 def test_a_header_edit_sets_the_reward_of_every_member() -> None:
